@@ -1,0 +1,123 @@
+# Find a Python, make a virtual environment, install into it once. Sourced by the other scripts.
+#
+#   MONTA_PYTHON   the interpreter for the main environment, where the search finds the wrong one
+#   MONTA_VENV     the main environment (default: .venv in the repository)
+# shellcheck shell=bash
+
+REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+MAIN_VENV=${MONTA_VENV:-$REPOSITORY/.venv}
+MEGATRON_REQUIREMENT="megatron-core[training]==0.19.2"
+# That Megatron needs 3.12; beyond 3.13 not every package that it needs has wheels yet.
+MAIN_PYTHON_VERSIONS="3.12 3.13"
+
+say() {
+    printf '==> %s\n' "$*" >&2
+}
+
+die() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# works PYTHON VERSION: whether this interpreter really runs, is of that version, and can make
+# environments. A pyenv shim may be on PATH and fail; Debian packages ensurepip apart.
+works() {
+    "$1" -c 'import sys, venv, ensurepip
+sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' "$2" >/dev/null 2>&1
+}
+
+# new_enough PYTHON: whether it runs, can make environments, and is what Megatron asks for.
+new_enough() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+# candidates VERSION: interpreters that may be of that version, one per line.
+candidates() {
+    local version=$1 name
+    for name in "python$version" python3 python; do
+        type -aP "$name" || true
+    done
+    compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version*/bin/python$version" || true
+    if command -v uv >/dev/null; then
+        uv python find --system "$version" 2>/dev/null || true
+    fi
+}
+
+# find_python VERSION...: print the first interpreter that works, in the order of the versions.
+find_python() {
+    local version candidate
+    for version in "$@"; do
+        while IFS= read -r candidate; do
+            if works "$candidate" "$version"; then
+                printf '%s\n' "$candidate"
+                return
+            fi
+        done < <(candidates "$version")
+    done
+    return 1
+}
+
+# main_python: print the interpreter for the main environment; uv may have to install one.
+main_python() {
+    local versions first
+    read -ra versions <<<"$MAIN_PYTHON_VERSIONS"
+    first=${versions[0]}
+    if [[ -n ${MONTA_PYTHON:-} ]]; then
+        new_enough "$MONTA_PYTHON" ||
+            die "MONTA_PYTHON: $MONTA_PYTHON must run, be Python >= 3.12 and have venv"
+        printf '%s\n' "$MONTA_PYTHON"
+        return
+    fi
+    find_python "${versions[@]}" && return
+    if command -v uv >/dev/null; then
+        say "no Python ${versions[*]} found; uv installs $first"
+        uv python install "$first" >&2
+        find_python "$first" && return
+    fi
+    die "no working Python ${versions[*]} found. Install one: 'apt install python$first" \
+        "python$first-venv', 'pyenv install $first' or 'uv python install $first';" \
+        "or set MONTA_PYTHON to one that is somewhere else."
+}
+
+# venv_runs FOLDER: whether there is a virtual environment that can still install.
+venv_runs() {
+    "$1/bin/python" -m pip --version >/dev/null 2>&1
+}
+
+# make_venv FOLDER PYTHON: a new virtual environment, in place of one that is broken.
+make_venv() {
+    local folder=$1 python=$2
+    if [[ -e $folder && ! -e $folder/pyvenv.cfg ]]; then
+        die "$folder is there and is no virtual environment; move it away or set MONTA_VENV"
+    fi
+    say "making $folder with $python"
+    "$python" -m venv --clear "$folder"
+}
+
+# install_once FOLDER REQUIREMENT...: pip install, unless the same was installed before and
+# setup.py has not changed since.
+install_once() {
+    local folder=$1 stamp wanted quiet=()
+    shift
+    stamp=$folder/.monta-$(printf '%s\n' "$@" | cksum | cut -d' ' -f1)
+    wanted=$(printf '%s\n' "$REPOSITORY" "$@" | cat - "$REPOSITORY/setup.py" | cksum)
+    [[ -e $stamp && $(<"$stamp") == "$wanted" ]] && return
+    say "installing $* (torch alone can be gigabytes the first time)"
+    # On a terminal pip's progress bars tell what takes so long; in a log they are noise.
+    [[ -t 1 ]] || quiet=(--quiet)
+    "$folder/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check "$@"
+    printf '%s\n' "$wanted" >"$stamp"
+}
+
+# install_main EXTRA: the main environment with Megatron and this package, editable.
+# EXTRA is one of setup.py's, or empty.
+install_main() {
+    local python
+    if ! venv_runs "$MAIN_VENV"; then
+        python=$(main_python)
+        make_venv "$MAIN_VENV" "$python"
+    fi
+    new_enough "$MAIN_VENV/bin/python" ||
+        die "$MAIN_VENV must be Python >= 3.12; move it away or set MONTA_VENV to another folder"
+    install_once "$MAIN_VENV" "$MEGATRON_REQUIREMENT" --editable "$REPOSITORY${1:+[$1]}"
+}

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model: install into .venv, then train a small GPT-MoE with
+# Megatron on 4 CPU ranks that stand for 2 nodes x 2 GPUs, once with the `monta` dispatcher and
+# once with Megatron's own `alltoall`. The losses have to be the same numbers.
+#
+#   scripts/quickstart.sh [--iterations N] [--text FILE...]
+#
+# Results: runs/quickstart/summary.json, and the log of each training beside it.
+set -euo pipefail
+
+# shellcheck source=scripts/python_env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
+
+install_main ""
+
+export MONTA_CPU_RANKS=1
+# One thread per rank, or the ranks fight for the cores.
+export OMP_NUM_THREADS=1
+# Megatron demands it for tensor parallelism.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+exec "$MAIN_VENV/bin/python" "$REPOSITORY/scripts/quickstart/main.py" "$@"

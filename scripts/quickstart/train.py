@@ -1,0 +1,164 @@
+"""A minimal Megatron pretraining script: a GPT-MoE under Megatron's own training loop.
+
+Nothing here names a token dispatcher: `--moe-token-dispatcher-type` decides, as in any Megatron
+script. What is added is a record of the run, one JSON document per line: the unrounded loss of
+every iteration, then what dispatched the tokens and the bytes it sent.
+"""
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+Batch = dict[str, torch.Tensor]
+
+
+class Record:
+    """The run's record: every rank calls its methods, one rank writes each line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._iteration = 0
+        self._micro_batches: list[torch.Tensor] = []
+        self._dispatchers: list[Any] = []
+
+    def find_dispatchers(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Keep the token dispatchers of the model that Megatron has built."""
+        self._dispatchers = [
+            module.token_dispatcher
+            for chunk in model
+            for module in chunk.modules()
+            if isinstance(module, MoELayer)
+        ]
+        return model
+
+    def loss(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """Note a micro-batch; after an iteration's last one, its mean loss per token.
+
+        Only the last pipeline stage has losses.
+        """
+        self._micro_batches.append(torch.stack([loss_sum.detach(), num_tokens.float()]))
+        if len(self._micro_batches) < get_num_microbatches():
+            return
+        totals = torch.stack(self._micro_batches).sum(dim=0)
+        self._micro_batches = []
+        self._iteration += 1
+        data_parallel = mpu.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(totals, group=data_parallel)
+        if data_parallel.rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0:
+            self._write({"iteration": self._iteration, "loss": totals[0].item() / totals[1].item()})
+
+    def dispatch(self) -> None:
+        """Note which dispatchers ran, and the bytes that they sent on all ranks."""
+        mine = [_describe(dispatcher) for dispatcher in self._dispatchers]
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, mine)
+        layers = [layer for rank in by_rank for layer in rank]
+        num_bytes = {
+            tier: sum(layer["bytes"][tier] for layer in layers) for tier in ("inter", "intra")
+        }
+        # What differs between layers or ranks stays visible: every distinct value is listed.
+        distinct = {
+            key: sorted({layer[key] for layer in layers}, key=str)
+            for key in ("dispatcher", "chain", "num_chunks")
+        }
+        if dist.get_rank() == 0:
+            self._write({**distinct, "bytes": num_bytes})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def _describe(dispatcher: Any) -> dict[str, Any]:
+    """One layer's dispatcher; stock's have neither a chain nor a count of their bytes."""
+    chain = getattr(dispatcher, "chain", None)
+    return {
+        "dispatcher": type(dispatcher).__name__,
+        "chain": chain.name if chain else None,
+        "num_chunks": dispatcher.options.num_chunks if chain else None,
+        "bytes": dispatcher.monitor.bytes_by_tier() if chain else {"inter": 0, "intra": 0},
+    }
+
+
+def loss_func(
+    record: Record, loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """Sum the losses of a micro-batch: [B, S] -> scalar, number of tokens, Megatron's report."""
+    mask = loss_mask.view(-1).float()
+    loss_sum = torch.sum(losses.view(-1).float() * mask)
+    num_tokens = mask.sum().to(torch.int)
+    if torch.is_grad_enabled():  # Not an evaluation.
+        record.loss(loss_sum, num_tokens)
+    report = torch.stack([loss_sum.detach(), num_tokens.float()])
+    return loss_sum, num_tokens, {"lm loss": report}
+
+
+def forward_step(
+    record: Record, data_iterator: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Any]:
+    """Run the model on one micro-batch."""
+    batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
+    losses = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+    )
+    return losses, partial(loss_func, record, batch["loss_mask"])
+
+
+def datasets_provider(num_samples: list[int]) -> Any:
+    """Training, validation and test data from `--data-path`, shuffled by `--seed`."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=(args.data_path, None),
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
+
+
+# Every tensor-parallel rank reads the same samples itself, so that no batch has to be broadcast.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    parser.add_argument("--record", type=Path, required=True, help="JSON lines of this run.")
+    return parser
+
+
+def main() -> None:
+    args = parse_and_validate_args(extra_args_provider=_add_arguments)
+    record = Record(args.record)
+    model_config = gpt_config_from_args(args)
+    model_config.post_wrap_hooks.append(record.find_dispatchers)
+    pretrain(
+        pretrain_cfg_container_from_args(args, model_config),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        partial(forward_step, record),
+    )
+    record.dispatch()
+
+
+if __name__ == "__main__":
+    main()

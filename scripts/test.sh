@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Run the tests; what they need is installed first, once.
+#
+#   scripts/test.sh                     all tests on the newest supported Megatron-Core, then
+#                                       those marked old_end on the oldest
+#   scripts/test.sh ARGS...             pytest ARGS on the newest alone
+#   scripts/test.sh --old-end ARGS...   pytest ARGS, of those marked old_end, on the oldest alone
+set -euo pipefail
+
+# shellcheck source=scripts/python_env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
+
+OLD_VENV=$REPOSITORY/.venv-0.16
+OLD_PYTHON_VERSIONS="3.11 3.10"
+# The oldest Megatron-Core of the supported range, and the last torch that it was tried with.
+OLD_REQUIREMENTS=("megatron-core==0.16.1" "torch>=2.6,<2.14")
+
+# pytest fails where it collects nothing (status 5), and so do these.
+
+test_new_end() {
+    install_main test
+    say "newest Megatron-Core: pytest $*"
+    "$MAIN_VENV/bin/python" -m pytest "$@"
+}
+
+test_old_end() {
+    local python versions
+    if ! venv_runs "$OLD_VENV"; then
+        read -ra versions <<<"$OLD_PYTHON_VERSIONS"
+        if ! python=$(find_python "${versions[@]}"); then
+            say "skipped: the tests on ${OLD_REQUIREMENTS[0]} need a Python ${versions[*]}"
+            return
+        fi
+        make_venv "$OLD_VENV" "$python"
+    fi
+    install_once "$OLD_VENV" "${OLD_REQUIREMENTS[@]}" --editable "${REPOSITORY}[test]"
+    say "oldest Megatron-Core: pytest tests/unit tests/dist -m old_end $*"
+    "$OLD_VENV/bin/python" -m pytest tests/unit tests/dist -m old_end "$@"
+}
+
+cd "$REPOSITORY"
+if [[ $# -eq 0 ]]; then
+    test_new_end
+    test_old_end
+elif [[ $1 == --old-end ]]; then
+    test_old_end "${@:2}"
+else
+    test_new_end "$@"
+fi

@@ -1,0 +1,35 @@
+"""`allgather`: every rank gets every token and keeps what its experts want.
+
+    Place (cut) | AG(TP x EP) | Replicate (per expert) | Place (into expert order)
+
+It wins where few ranks share the experts and top-k is close to their number, so that most tokens
+go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
+"""
+
+import numpy as np
+
+from monta_megatron.chains.chain import Chain, Layout, TokenCounts
+from monta_megatron.chains.stages import AllGather, BoundStage
+from monta_megatron.chains.tokens import CUT, ORDER, TO_EXPERTS, bind_cut, bind_experts, by_chunk
+
+GATHER = AllGather(name="allgather", group="tp_ep")
+
+
+def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
+    """Rows per stage, chunk and peer; see `Chain.bind`."""
+    gathered = by_chunk(counts.tokens, num_chunks, axis=1).T  # [C, S]
+    own = gathered[:, layout.rank, None]
+    arrival = np.arange(len(layout.nodes))
+    return (
+        bind_cut(layout, counts, num_chunks),
+        BoundStage(stage=GATHER, send=np.broadcast_to(own, gathered.shape), receive=gathered),
+        *bind_experts(layout, counts, num_chunks, arrival),
+    )
+
+
+ALLGATHER = Chain(
+    name="allgather",
+    rows="tokens",
+    stages=(CUT, GATHER, TO_EXPERTS, ORDER),
+    bind_stages=bind_stages,
+)

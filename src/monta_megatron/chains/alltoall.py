@@ -1,0 +1,18 @@
+"""`alltoall`: what stock does, stage after stage, in one chunk.
+
+    A2A(EP) then AG(ETP) then Place (into expert order)
+
+The plainest chain: it wins where there is one tier, where messages are tiny, and at top-1. Its
+stages are those of `alltoall_allgather`, which pipelines them.
+"""
+
+from monta_megatron.chains import alltoall_allgather
+from monta_megatron.chains.chain import Chain
+
+ALLTOALL = Chain(
+    name="alltoall",
+    rows="pairs",
+    stages=alltoall_allgather.ALLTOALL_ALLGATHER.stages,
+    bind_stages=alltoall_allgather.bind_stages,
+    serial=True,
+)

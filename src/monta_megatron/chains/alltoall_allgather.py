@@ -1,0 +1,81 @@
+"""`alltoall_allgather`: the MoNTA layout, for expert tensor parallelism across nodes.
+
+    Place (pack chunk c) | A2A(EP) | AG(ETP) | Place (into expert order)
+
+The AllToAll crosses nodes while the AllGather of the chunk before it runs inside them, and the
+copies of the chunk before that run beside both (arXiv 2411.00662; forward and backward here). At
+ETP = 1 it is a chunked AllToAll. A row is one (token, expert) pair, so the same token may cross
+the network once for each of its experts.
+
+Order of rows (etp rank t, source EP rank s, local expert l; r are the tokens of one triple):
+
+    source side       (s = this rank)   expert-major: Megatron's own permutation
+    after A2A(EP)     (s, l, r)         of chunk c
+    after AG(ETP)     (t, s, l, r)      of chunk c
+    expert side       (l, t, s, r)      stock's order, all chunks
+
+Hand-worked: EP 2, ETP 1, L = 2, two chunks; this rank holds rows [a a b b b b | c d d] for the
+experts 0 1 | 2 3. Chunk 0 takes 1 of a, 2 of b, then 0 of c, 1 of d (the odd row of an odd
+expert goes to the earlier chunk); chunk 1 takes the rest. So A2A sends [3, 1], then [3, 2] rows.
+"""
+
+import numpy as np
+
+from monta_megatron.chains.chain import Chain, Counts, Layout, cut, starts_of
+from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Place, Segments
+
+PACK = Place(name="pack")
+EXCHANGE = AllToAll(name="alltoall", group="ep")
+GATHER = AllGather(name="allgather", group="etp")
+ORDER = Place(name="order")
+
+
+def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundStage, ...]:
+    """Rows per stage, chunk and peer; see `Chain.bind`."""
+    num_local_experts = counts.sent.shape[-1]
+    etp_rank = layout.rank % layout.etp
+
+    # Step 1: cut the rows of every (source, expert).
+    sent_cuts = cut(counts.sent, num_chunks)  # [C + 1, EP, L]
+    received_cuts = cut(counts.received, num_chunks)  # [C + 1, ETP, EP, L]
+    sent = np.diff(sent_cuts, axis=0)  # [C, EP, L]
+    received = np.diff(received_cuts, axis=0)  # [C, ETP, EP, L]
+
+    # Step 2: a chunk's rows are a run of every expert's rows on the source side.
+    packed = None
+    if num_chunks > 1:
+        packed = Segments(
+            starts=(starts_of(counts.sent) + sent_cuts[:-1]).reshape(num_chunks, -1),
+            lengths=sent.reshape(num_chunks, -1),
+        )
+
+    # Step 3: the exchange and the gather.
+    own = received[:, etp_rank]  # [C, EP, L]
+    gathered = received.sum(axis=(2, 3))  # [C, ETP]
+
+    # Step 4: expert order (l, t, s), each run behind the runs of the earlier chunks.
+    ordered = None
+    if num_chunks > 1 or num_local_experts > 1:
+        expert_starts = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)
+        ordered = Segments(
+            starts=(expert_starts + received_cuts[:-1]).reshape(num_chunks, -1),
+            lengths=received.reshape(num_chunks, -1),
+        )
+
+    sent_total = sent.sum(axis=(1, 2))[:, None]
+    gathered_total = gathered.sum(axis=1)[:, None]
+    own_total = gathered[:, etp_rank, None]
+    return (
+        BoundStage(stage=PACK, send=sent_total, receive=sent_total, segments=packed),
+        BoundStage(stage=EXCHANGE, send=sent.sum(axis=2), receive=own.sum(axis=2)),
+        BoundStage(stage=GATHER, send=np.broadcast_to(own_total, gathered.shape), receive=gathered),
+        BoundStage(stage=ORDER, send=gathered_total, receive=gathered_total, segments=ordered),
+    )
+
+
+ALLTOALL_ALLGATHER = Chain(
+    name="alltoall_allgather",
+    rows="pairs",
+    stages=(PACK, EXCHANGE, GATHER, ORDER),
+    bind_stages=bind_stages,
+)

@@ -1,0 +1,58 @@
+"""`alltoall_dedup`: one copy of a token for each rank that it goes to, whatever its top-k there.
+
+    Place (cut) | Replicate (per rank) | A2A(EP) | Replicate (per expert) | Place (expert order)
+
+It wins where EP lies in one tier and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
+one partial sum per (token, rank): one hop.
+"""
+
+import numpy as np
+
+from monta_megatron.chains.chain import Chain, Layout, TokenCounts
+from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
+from monta_megatron.chains.tokens import (
+    CUT,
+    ORDER,
+    TO_EXPERTS,
+    TO_RANKS,
+    bind_copies,
+    bind_cut,
+    bind_experts,
+    by_chunk,
+)
+
+EXCHANGE = AllToAll(name="alltoall", group="ep")
+
+
+def refusal(layout: Layout) -> str | None:
+    """An expert's ranks would each need the copy: the AllGather chains do that."""
+    if layout.etp > 1:
+        return (
+            f"expert_tensor_parallel_size is {layout.etp}, this chain is for 1; "
+            "alltoall_allgather, allgather and hierarchical_allgather are for more"
+        )
+    return None
+
+
+def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
+    """Rows per stage, chunk and peer; see `Chain.bind`."""
+    assert counts.sent_to_ranks is not None and counts.for_rank is not None
+    cut = bind_cut(layout, counts, num_chunks)
+    send = by_chunk(counts.sent_to_ranks, num_chunks, axis=0)  # [C, EP]
+    receive = by_chunk(counts.for_rank, num_chunks, axis=1).T  # [C, EP]
+    parts = ExpertRange(first=0, size=layout.num_local_experts, num_parts=layout.ep)
+    return (
+        cut,
+        bind_copies(TO_RANKS, cut.receive[:, 0], send, parts),
+        BoundStage(stage=EXCHANGE, send=send, receive=receive),
+        *bind_experts(layout, counts, num_chunks, np.arange(layout.ep)),
+    )
+
+
+ALLTOALL_DEDUP = Chain(
+    name="alltoall_dedup",
+    rows="tokens",
+    stages=(CUT, TO_RANKS, EXCHANGE, TO_EXPERTS, ORDER),
+    bind_stages=bind_stages,
+    refusal=refusal,
+)

@@ -1,0 +1,283 @@
+"""A chain: a short list of stages, and the rule that turns counts into rows per stage and chunk.
+
+Dispatch applies the chain to the rows, combine applies its transpose; the backward pass of each
+is the other. So one description serves all four walks.
+
+Notation: C = number of chunks, B = number of token blocks, S = source ranks, EP = expert parallel
+size, ETP = expert tensor parallel size, L = local experts per EP rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains.stages import (
+    AllGather,
+    AllToAll,
+    BoundStage,
+    Replicate,
+    RowCounts,
+    Segments,
+    Stage,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One rank's place in the exchange: what a chain has to know besides the counts.
+
+    Attributes:
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
+        num_local_experts: L.
+        rank: this rank's position among the S = ep * etp ranks of the exchange, ETP fastest.
+        nodes: [S] node of every rank of the exchange.
+        classes: kinds of pairs that an expert takes from a source one kind after the other: 2
+            where experts are padded to capacity (routed pairs, then padding), else 1. Each kind
+            counts as an expert of its own, so L is that many times the number of weights.
+    """
+
+    ep: int
+    etp: int
+    num_local_experts: int
+    rank: int
+    nodes: tuple[int, ...]
+    classes: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the ranks of the exchange lie on."""
+        return len(set(self.nodes))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of the exchange on each node, where they are spread evenly."""
+        return len(self.nodes) // self.num_nodes
+
+    @property
+    def node(self) -> int:
+        """Position of this rank's node among the nodes of the exchange."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def position(self) -> int:
+        """Position of this rank on its node."""
+        return self.rank % self.ranks_per_node
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer."""
+        return self.ep * self.num_local_experts
+
+    @property
+    def first_expert(self) -> int:
+        """The first expert of this rank."""
+        return self.rank // self.etp * self.num_local_experts
+
+    def uneven_nodes(self) -> str | None:
+        """Why the ranks cannot be cut into nodes of one size, in order; None if they can."""
+        in_order = tuple(sorted(self.nodes)) == self.nodes
+        sizes = {self.nodes.count(node) for node in set(self.nodes)}
+        if not in_order or len(sizes) > 1:
+            return f"the ranks of the exchange lie on nodes {list(self.nodes)}, not evenly in order"
+        if self.ranks_per_node % self.etp != 0:
+            return (
+                f"an expert tensor parallel group of {self.etp} ranks spans nodes of "
+                f"{self.ranks_per_node} ranks"
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Counts of (token, expert) pairs: what the chains need whose rows are pairs.
+
+    Run-time counts are integers; the planner passes expected values as floats through the same
+    code.
+
+    Attributes:
+        sent: [EP, L] rows of this rank for each expert, by the expert's EP rank.
+        received: [ETP, EP, L] rows of every source rank for each expert of this EP rank.
+    """
+
+    sent: RowCounts
+    received: RowCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """Counts by token block: what the chains need whose rows are tokens.
+
+    "For" a rank or a node means tokens with at least one expert there. Only what the chain needs
+    is there; the rest is None.
+
+    Attributes:
+        tokens: [S, B] tokens of every source.
+        experts: [S, B, L] pairs of every source for each expert of this rank.
+        sent_to_ranks: [B, EP] tokens of this rank for each EP rank.
+        for_rank: [S, B] tokens of every source for this rank.
+        sent_to_nodes: [B, nodes] tokens of this rank for each node.
+        for_node: [S, B] tokens of every source for this node.
+        for_node_ranks: [S, B, R] tokens of every source for each rank of this node.
+    """
+
+    tokens: RowCounts
+    experts: RowCounts
+    sent_to_ranks: RowCounts | None = None
+    for_rank: RowCounts | None = None
+    sent_to_nodes: RowCounts | None = None
+    for_node: RowCounts | None = None
+    for_node_ranks: RowCounts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A list of stages and its binding.
+
+    Attributes:
+        name: what users write, such as "alltoall_allgather".
+        rows: what a row is on the source side: a (token, expert) pair, in Megatron's own
+            permutation, or a token, which is copied for the parts it goes to.
+        stages: applied left to right by dispatch, transposed right to left by combine.
+        bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
+        refusal: why the chain cannot run on a layout, or None if it can.
+        serial: the chain runs in one chunk.
+    """
+
+    name: str
+    rows: Literal["pairs", "tokens"]
+    stages: tuple[Stage, ...]
+    bind_stages: Callable[[Layout, Any, int], tuple[BoundStage, ...]]
+    refusal: Callable[[Layout], str | None] = lambda layout: None
+    serial: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What the chain copies tokens for, in order: "node", "rank", "expert"."""
+        return tuple(stage.part for stage in self.stages if isinstance(stage, Replicate))
+
+    def bind(self, layout: Layout, counts: Counts | TokenCounts, num_chunks: int) -> "BoundChain":
+        """Rows per stage, chunk and peer for these counts.
+
+        Args:
+            layout: this rank's place.
+            counts: `Counts` where rows are pairs, `TokenCounts` where they are tokens.
+            num_chunks: C; chunks of tokens are made of whole blocks, so at most B of them.
+
+        Raises:
+            ValueError: `num_chunks` is under 1, or above the number of blocks.
+        """
+        if num_chunks < 1:
+            raise ValueError(f"num_chunks: got {num_chunks}, must be at least 1")
+        if isinstance(counts, Counts):
+            num_source_rows = counts.sent.sum().item()
+            rows_per_local_expert = counts.received.sum(axis=(0, 1))
+        else:
+            if num_chunks > counts.tokens.shape[1]:
+                raise ValueError(
+                    f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
+                    f"{counts.tokens.shape[1]}"
+                )
+            num_source_rows = counts.tokens[layout.rank].sum().item()
+            by_class = counts.experts.sum(axis=(0, 1)).reshape(-1, layout.classes)
+            rows_per_local_expert = by_class.sum(axis=1)
+        return BoundChain(
+            chain=self,
+            num_chunks=num_chunks,
+            stages=self.bind_stages(layout, counts, num_chunks),
+            num_source_rows=num_source_rows,
+            rows_per_local_expert=rows_per_local_expert,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundChain:
+    """A chain with the rows that one rank moves in each stage and chunk.
+
+    Attributes:
+        chain: the chain that was bound.
+        num_chunks: C.
+        stages: one entry per stage of the chain, in its order.
+        num_source_rows: rows of the whole tensor on the source side; whole at run time.
+        rows_per_local_expert: [L] rows on the expert side, by local expert.
+    """
+
+    chain: Chain
+    num_chunks: int
+    stages: tuple[BoundStage, ...]
+    num_source_rows: float
+    rows_per_local_expert: RowCounts
+
+    @property
+    def num_expert_rows(self) -> float:
+        """Rows of the whole tensor on the experts' side."""
+        return self.rows_per_local_expert.sum().item()
+
+
+def cut(rows: RowCounts, num_chunks: int) -> RowCounts:
+    """Cut every count into `num_chunks` even parts.
+
+    Each source's rows for each expert are cut by themselves, so a chunk holds an even share of
+    every (source, expert) pair, and every rank knows every cut from the counts alone. The
+    remainders of neighbouring experts fall into different chunks; without that the last chunk
+    would collect them all.
+
+    Args:
+        rows: [..., L] counts.
+        num_chunks: C.
+
+    Returns:
+        [C + 1, ..., L] where the chunks begin and end: from 0 to `rows`.
+    """
+    steps = np.arange(num_chunks + 1).reshape(-1, *[1] * rows.ndim)
+    if np.issubdtype(rows.dtype, np.floating):
+        return steps * rows / num_chunks
+    return (steps * rows + np.arange(rows.shape[-1]) % num_chunks) // num_chunks
+
+
+def first_blocks(num_blocks: int, num_chunks: int) -> NDArray[np.int64]:
+    """[C] the first block of each chunk, where chunks are made of whole blocks."""
+    return np.arange(num_chunks) * num_blocks // num_chunks
+
+
+def starts_of(lengths: RowCounts) -> RowCounts:
+    """First row of each run when runs of `lengths` lie one after the other, in flat order."""
+    flat = lengths.ravel()
+    return (np.cumsum(flat) - flat).reshape(lengths.shape)
+
+
+def expert_order(runs: RowCounts, source_order: list[int], classes: int) -> Segments:
+    """Where the rows of each chunk belong in stock's order on the experts' side.
+
+    Args:
+        runs: [C, L, S] rows of each chunk, as they lie in it: by expert, then by source.
+        source_order: the sources in stock's order, (ETP rank, EP rank), as positions in S.
+        classes: see `Layout`.
+
+    Returns:
+        Runs behind the runs of the earlier chunks: (expert, source in stock's order, class,
+        chunk).
+    """
+    num_chunks, num_experts, num_sources = runs.shape
+    by_class = runs.reshape(num_chunks, num_experts // classes, classes, num_sources)
+    # [C, L/K, K, S] -> [L/K, S in stock's order, K, C], laid one after the other, and back
+    starts = starts_of(by_class[..., source_order].transpose(1, 3, 2, 0)).transpose(3, 0, 2, 1)
+    back = np.argsort(source_order)
+    return Segments(
+        starts=starts[..., back].reshape(num_chunks, -1), lengths=runs.reshape(num_chunks, -1)
+    )
+
+
+def depth_of_stages(stages: tuple[Stage, ...]) -> list[int]:
+    """By how many steps each stage trails the first: one for every collective before it.
+
+    Stage s of chunk c runs in step c + depth[s]. A copy needs no step of its own: it runs with
+    the stage in front of which it stands.
+    """
+    collectives: NDArray[np.int64] = np.cumsum(
+        [isinstance(stage, AllToAll | AllGather) for stage in stages]
+    )
+    return [0, *collectives[:-1].tolist()]

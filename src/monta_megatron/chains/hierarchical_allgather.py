@@ -1,0 +1,49 @@
+"""`hierarchical_allgather`: one copy of a token per node, then every rank of the node gets it.
+
+    Place (cut) | Replicate (per node) | A2A(rail) | AG(node) | Replicate (per expert) | Place
+
+It wins where EP spans nodes, top-k is high and nodes have few ranks: most tokens that reach a
+node are wanted by most of its ranks. Its transpose carries a partial sum per (token, rank) inside
+the node and one per (token, node) between them: two hops.
+"""
+
+import numpy as np
+
+from monta_megatron.chains.chain import Chain, Layout, TokenCounts
+from monta_megatron.chains.stages import AllGather, BoundStage
+from monta_megatron.chains.tokens import (
+    CUT,
+    ORDER,
+    RAIL_EXCHANGE,
+    TO_EXPERTS,
+    TO_NODES,
+    arrival_on_node,
+    bind_experts,
+    bind_node_exchange,
+    by_chunk,
+)
+
+GATHER = AllGather(name="allgather in node", group="node")
+
+
+def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
+    """Rows per stage, chunk and peer; see `Chain.bind`."""
+    assert counts.for_node is not None
+    # [S, C] -> [nodes, R, C] -> [C, R]: what each rank of the node got along its rail.
+    here = by_chunk(counts.for_node, num_chunks, axis=1)
+    gathered = here.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
+    own = gathered[:, layout.position, None]
+    return (
+        *bind_node_exchange(layout, counts, num_chunks),
+        BoundStage(stage=GATHER, send=np.broadcast_to(own, gathered.shape), receive=gathered),
+        *bind_experts(layout, counts, num_chunks, arrival_on_node(layout)),
+    )
+
+
+HIERARCHICAL_ALLGATHER = Chain(
+    name="hierarchical_allgather",
+    rows="tokens",
+    stages=(CUT, TO_NODES, RAIL_EXCHANGE, GATHER, TO_EXPERTS, ORDER),
+    bind_stages=bind_stages,
+    refusal=Layout.uneven_nodes,
+)

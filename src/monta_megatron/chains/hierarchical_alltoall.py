@@ -1,0 +1,66 @@
+"""`hierarchical_alltoall`: one copy of a token per node, then one per rank inside it.
+
+    Place (cut) | Replicate (per node) | A2A(rail) | Replicate (per rank) | A2A(node)
+                | Replicate (per expert) | Place (into expert order)
+
+It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
+per (token, rank) inside the node and one per (token, node) between them: two hops.
+"""
+
+from monta_megatron.chains import alltoall_dedup
+from monta_megatron.chains.chain import Chain, Layout, TokenCounts
+from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
+from monta_megatron.chains.tokens import (
+    CUT,
+    ORDER,
+    RAIL_EXCHANGE,
+    TO_EXPERTS,
+    TO_NODES,
+    TO_RANKS,
+    arrival_on_node,
+    bind_copies,
+    bind_experts,
+    bind_node_exchange,
+    by_chunk,
+)
+
+EXCHANGE = AllToAll(name="alltoall in node", group="node")
+
+
+def refusal(layout: Layout) -> str | None:
+    """One copy per rank is for ETP 1, as in `alltoall_dedup`, and rails need even nodes."""
+    return alltoall_dedup.refusal(layout) or layout.uneven_nodes()
+
+
+def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
+    """Rows per stage, chunk and peer; see `Chain.bind`."""
+    assert counts.for_node_ranks is not None
+    num_ranks = layout.ranks_per_node
+    cut, to_nodes, along_rail = bind_node_exchange(layout, counts, num_chunks)
+    # [S, C, R] -> [R, C, R]: tokens that come along each rail, for each rank of this node.
+    ranks = by_chunk(counts.for_node_ranks, num_chunks, axis=1)
+    by_rail = ranks.reshape(layout.num_nodes, num_ranks, num_chunks, num_ranks).sum(axis=0)
+    send = by_rail[layout.position]  # [C, R]
+    receive = by_rail[:, :, layout.position].T  # [C, R]
+    parts = ExpertRange(
+        first=layout.node * num_ranks * layout.num_local_experts,
+        size=layout.num_local_experts,
+        num_parts=num_ranks,
+    )
+    return (
+        cut,
+        to_nodes,
+        along_rail,
+        bind_copies(TO_RANKS, along_rail.receive.sum(axis=1), send, parts),
+        BoundStage(stage=EXCHANGE, send=send, receive=receive),
+        *bind_experts(layout, counts, num_chunks, arrival_on_node(layout)),
+    )
+
+
+HIERARCHICAL_ALLTOALL = Chain(
+    name="hierarchical_alltoall",
+    rows="tokens",
+    stages=(CUT, TO_NODES, RAIL_EXCHANGE, TO_RANKS, EXCHANGE, TO_EXPERTS, ORDER),
+    bind_stages=bind_stages,
+    refusal=refusal,
+)

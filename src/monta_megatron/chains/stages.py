@@ -1,0 +1,126 @@
+"""The four stages that a chain is made of: linear maps on rows, each with a known transpose.
+
+    stage        forward                            transpose
+    Place        whole[start:start+length] <-> chunk rows, a permutation; its inverse
+    Replicate    a copy for each part that a row goes to   the sum of a row's copies, in fp32
+    AllToAll     exchange rows with the group       the same with swapped counts
+    AllGather    concatenate over the group         exchange of parts, then one fp32 sum
+
+A stage is plain data. What moves for a given matrix of counts is a `BoundStage`, which the
+executor runs, the cost model prices and the timeline draws. Nothing here needs torch.
+
+Notation: C = number of chunks, P = ranks of the stage's group.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from numpy.typing import NDArray
+
+GroupName: TypeAlias = Literal["ep", "etp", "tp_ep", "rail", "node"]
+
+# Rows per chunk and peer: integers at run time, expected values (floats) in the planner.
+RowCounts: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A device-to-device copy between a whole tensor and the rows of one chunk."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicate:
+    """A copy of a row for every part of the experts that its list of experts meets.
+
+    The parts are nodes, ranks or single experts. Copies lie part by part, in the order of the
+    rows; each keeps the share of the list that belongs to its part. The transpose sums the copies
+    of a row in the order of the parts, hence of the experts, in fp32 and rounds once; a list's
+    probabilities go back to where they came from, without a sum.
+    """
+
+    name: str
+    part: Literal["node", "rank", "expert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAll:
+    """An exchange inside `group`; the transpose swaps what is sent and what is received."""
+
+    name: str
+    group: GroupName
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather:
+    """Every rank of `group` receives every rank's rows, in rank order.
+
+    The transpose hands each rank its own rows from every peer and sums them: an exchange of
+    parts and a local sum, so that a sum is rounded once, whatever the size of the group.
+    """
+
+    name: str
+    group: GroupName
+
+
+Stage: TypeAlias = Place | Replicate | AllToAll | AllGather
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Where the rows of each chunk lie in the whole tensor, as runs in the chunk's own order.
+
+    Attributes:
+        starts: [C, N] first row of each run in the whole tensor.
+        lengths: [C, N] rows in each run; a chunk's rows are its runs one after the other.
+    """
+
+    starts: RowCounts
+    lengths: RowCounts
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether every chunk is one run, so that no row has to be looked up."""
+        return self.starts.shape[1] == 1
+
+    def slice_of(self, chunk: int) -> slice:
+        """The rows of a chunk that is one run."""
+        start = int(self.starts[chunk, 0])
+        return slice(start, start + int(self.lengths[chunk, 0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRange:
+    """The parts of a `Replicate`: equal, consecutive ranges of experts.
+
+    Attributes:
+        first: the first expert of the first part.
+        size: experts in each part.
+        num_parts: how many parts; experts outside of all of them are other ranks' business.
+    """
+
+    first: int
+    size: int
+    num_parts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundStage:
+    """One stage with its row counts, as this rank sees it going forward.
+
+    Attributes:
+        stage: what is done.
+        send: [C, P] rows that leave for each peer (this rank's own share included). A `Place`
+            has P = 1, and an `AllGather` sends the same rows to every peer.
+        receive: [C, P] rows that arrive from each peer.
+        segments: where a `Place` finds or puts its rows; None where the chunk is the whole
+            tensor in its own order, so that there is nothing to copy.
+        parts: what a `Replicate` copies for; its `receive` counts the copies by part.
+    """
+
+    stage: Stage
+    send: RowCounts
+    receive: RowCounts
+    segments: Segments | None = None
+    parts: ExpertRange | None = None

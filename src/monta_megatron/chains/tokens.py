@@ -1,0 +1,100 @@
+"""What the chains share whose rows are tokens: cutting them, and placing them with the experts."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains.chain import Layout, TokenCounts, expert_order, first_blocks, starts_of
+from monta_megatron.chains.stages import (
+    AllToAll,
+    BoundStage,
+    ExpertRange,
+    Place,
+    Replicate,
+    RowCounts,
+    Segments,
+)
+
+CUT = Place(name="cut")
+TO_NODES = Replicate(name="copy per node", part="node")
+TO_RANKS = Replicate(name="copy per rank", part="rank")
+RAIL_EXCHANGE = AllToAll(name="alltoall between nodes", group="rail")
+TO_EXPERTS = Replicate(name="copy per expert", part="expert")
+ORDER = Place(name="order")
+
+
+def by_chunk(blocks: RowCounts, num_chunks: int, axis: int) -> RowCounts:
+    """Sum the blocks of each chunk: [..., B, ...] -> [..., C, ...] along `axis`."""
+    starts = first_blocks(blocks.shape[axis], num_chunks)
+    return np.add.reduceat(blocks, starts, axis=axis)
+
+
+def bind_cut(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundStage:
+    """The tokens of each chunk: one run of this rank's tokens."""
+    lengths = by_chunk(counts.tokens[layout.rank], num_chunks, axis=0)[:, None]
+    segments = Segments(starts=starts_of(lengths), lengths=lengths)
+    return BoundStage(stage=CUT, send=lengths, receive=lengths, segments=segments)
+
+
+def bind_copies(
+    stage: Replicate, rows: RowCounts, copies: RowCounts, parts: ExpertRange
+) -> BoundStage:
+    """A `Replicate` of rows [C] into copies [C, P]."""
+    return BoundStage(stage=stage, send=rows[:, None], receive=copies, parts=parts)
+
+
+def bind_node_exchange(
+    layout: Layout, counts: TokenCounts, num_chunks: int
+) -> tuple[BoundStage, BoundStage, BoundStage]:
+    """One copy of a token per node, sent along the rail: the first half of both hierarchies.
+
+    The rail joins the ranks that have the same position on their nodes, in the order of the nodes.
+    """
+    assert counts.sent_to_nodes is not None and counts.for_node is not None
+    cut = bind_cut(layout, counts, num_chunks)
+    send = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)  # [C, nodes]
+    rail = np.arange(layout.num_nodes) * layout.ranks_per_node + layout.position
+    receive = by_chunk(counts.for_node[rail], num_chunks, axis=1).T  # [C, nodes]
+    parts = ExpertRange(
+        first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes
+    )
+    return (
+        cut,
+        bind_copies(TO_NODES, cut.receive[:, 0], send, parts),
+        BoundStage(stage=RAIL_EXCHANGE, send=send, receive=receive),
+    )
+
+
+def arrival_on_node(layout: Layout) -> NDArray[np.int64]:
+    """[S] the order in which the sources' tokens lie once a node's ranks have shared what their
+    rails brought: by position on the node, then by node."""
+    return np.arange(len(layout.nodes)).reshape(-1, layout.ranks_per_node).T.ravel()
+
+
+def bind_experts(
+    layout: Layout, counts: TokenCounts, num_chunks: int, arrival: NDArray[np.int64]
+) -> tuple[BoundStage, BoundStage]:
+    """The copies for the local experts, and their places in stock's order.
+
+    Args:
+        layout: this rank's place.
+        counts: by token block.
+        num_chunks: C.
+        arrival: [S'] the sources whose tokens lie in a chunk, in the order in which they lie.
+    """
+    # [S, B, L] -> [C, L, S'] in the order in which a chunk's copies lie
+    runs = by_chunk(counts.experts[arrival], num_chunks, axis=1).transpose(1, 2, 0)
+    # Stock's order of sources: ETP rank, then EP rank; `arrival` holds them ETP fastest.
+    ep_ranks, etp_ranks = np.divmod(arrival, layout.etp)
+    source_order = np.lexsort((ep_ranks, etp_ranks)).tolist()
+    experts = ExpertRange(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
+    copies = runs.sum(axis=2)
+    total = copies.sum(axis=1)
+    return (
+        bind_copies(TO_EXPERTS, total, copies, experts),
+        BoundStage(
+            stage=ORDER,
+            send=total[:, None],
+            receive=total[:, None],
+            segments=expert_order(runs, source_order, layout.classes),
+        ),
+    )

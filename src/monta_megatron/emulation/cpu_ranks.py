@@ -1,0 +1,325 @@
+"""CPU ranks: the real Megatron, unmodified, on Gloo processes without a GPU.
+
+Nobody should need a GPU to develop an expert-parallel layout. `install` puts stand-ins in the
+place of what Megatron asks of CUDA, so that `pretrain_gpt.py` or a layer of megatron.core trains on
+CPU tensors: the same code path, the same groups, the same order of collectives. The numbers are
+right; times are those of CPUs and of Gloo.
+
+What stands in for what:
+    device      device="cuda" is the CPU; `tensor.type()` still names CUDA types
+    streams     everything runs at once and in order, so streams and events have nothing to do
+    generator   torch's CPU generator is the CUDA generator too
+    memory      the process's resident memory is the device's
+    collectives gloo_collectives.py
+    Megatron    a norm for sequence parallelism, the compiled dataset helper, a missing name
+
+Install before Megatron is imported: MONTA_CPU_RANKS=1 in the environment does (autoload.py). It
+holds for the thread that installs; a thread started by hand has to name the CPU itself.
+"""
+
+import atexit
+import copy
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from monta_megatron.emulation import gloo_collectives
+from monta_megatron.import_hook import after_import
+
+# What a Megatron command line needs on CPU ranks: no Transformer Engine, no fused CUDA kernel, and
+# no further processes beside the ranks to load data.
+CPU_RANKS_ARGUMENTS: tuple[str, ...] = (
+    *("--transformer-impl", "local"),
+    *("--num-workers", "0"),
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+)
+
+# Compute capability of the device that Megatron sees: an A100's, which decides no kernel here.
+_CAPABILITY = (8, 0)
+
+_installed = False
+
+
+def install() -> None:
+    """Let CPU ranks stand in for CUDA in this process; a second call does nothing.
+
+    Where a GPU is available nothing is changed, and standard error says so.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    if torch.cuda.is_available():
+        _say("CPU ranks stay off, a GPU is available (CUDA_VISIBLE_DEVICES= hides it)")
+        return
+    _install_environment()
+    _install_device_queries()
+    _install_memory_queries()
+    _install_streams()
+    _install_generator()
+    _install_device_mode()
+    gloo_collectives.install()
+    _install_megatron_changes()
+    _say("CPU ranks stand in for CUDA and Gloo for NCCL: numbers are right, times are a CPU's")
+
+
+def _say(text: str) -> None:
+    """One line on standard error, from rank 0; torchrun itself has no rank and says nothing."""
+    if os.environ.get("RANK") == "0":
+        print(f"monta-megatron: {text}", file=sys.stderr, flush=True)
+
+
+def _install_environment() -> None:
+    # Megatron asserts it for tensor parallelism below Blackwell (training/arguments.py).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # `jit_fuser` is torch.compile, which believes in the GPU and then fails to find its driver.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Megatron leaves its process groups to the end of the process, where threads of Gloo that still
+    # run can abort it ("terminate called without an active exception").
+    atexit.register(_destroy_process_groups)
+
+
+def _destroy_process_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# The device
+
+
+def _install_device_queries() -> None:
+    """One device, which answers what Megatron asks before and while it trains."""
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True  # initialize_megatron: "Megatron requires CUDA."
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.set_device = lambda device: None
+    # torch's get_device_name and get_device_capability read these. Megatron asks while it checks
+    # arguments (training/arguments.py) and, on its main branch, while it is imported (ssm/ops/gdp).
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        name="CPU rank", major=_CAPABILITY[0], minor=_CAPABILITY[1]
+    )
+    # Says that CUDA is up, so that torch.cuda runs seeding at once instead of keeping it for later.
+    cuda._initialized = True
+    # A torch built for CUDA names CUDA as its accelerator even without a GPU; a DataLoader would
+    # then pin memory on it.
+    torch.accelerator.is_available = lambda: False
+
+
+def _install_memory_queries() -> None:
+    """Resident memory of the process for the device's memory (`report_memory`)."""
+    cuda: Any = torch.cuda
+    for name in ("memory_allocated", "memory_reserved"):
+        setattr(cuda, name, lambda device=None: _resident_bytes())
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        setattr(cuda, name, lambda device=None: _peak_resident_bytes())
+    cuda.empty_cache = lambda: None
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _peak_resident_bytes() -> int:
+    # The kernel updates the two at different moments.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(peak, _resident_bytes())
+
+
+# Streams
+
+
+class Stream:
+    """A CUDA stream where everything has run by the time the call returns."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
+
+    def wait_stream(self, stream: "Stream") -> None: ...
+
+    def wait_event(self, event: "Event") -> None: ...
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+
+class Event:
+    """A CUDA event: what is recorded has happened."""
+
+    def __init__(self, **options: bool) -> None: ...
+
+    def record(self, stream: Stream | None = None) -> None: ...
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _install_streams() -> None:
+    """Megatron makes them in the dispatchers, the gradient buckets and the 1F1B schedules."""
+    cuda: Any = torch.cuda
+    only_stream = Stream()
+
+    def stream(stream: Stream | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    cuda.Stream = Stream
+    cuda.Event = Event
+    cuda.stream = stream
+    cuda.current_stream = lambda device=None: only_stream
+    cuda.synchronize = lambda device=None: None
+    cuda.is_current_stream_capturing = lambda: False
+    # Its argument has to be a stream of torch's own, so it cannot wait for the mode below.
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
+
+
+# The generator
+
+
+def _install_generator() -> None:
+    """torch's CPU generator as the CUDA generator.
+
+    Megatron's RNG tracker (tensor_parallel/random.py) keeps a state per name and swaps it in and
+    out of the CUDA generator; dropout and initialisation then draw from it. On CPU tensors they
+    draw from the CPU generator, so that is the one to swap.
+    """
+    cuda: Any = torch.cuda
+    cuda.default_generators = (torch.default_generator,)
+    cuda.random.current_device = lambda: 0
+    # The tracker warns where the CPU generator moves together with the CUDA generator.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in str(record.msg)
+    )
+
+
+# Tensors on the device
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Every torch function that names a CUDA device, with the CPU in its place."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizers sort parameters by "torch.cuda.FloatTensor" and the like.
+            return func(*args).replace("torch.", "torch.cuda.")
+        if func is torch.Tensor.cpu or (
+            func is torch.Tensor.to and any(map(_names_cpu, (*args, kwargs.get("device"))))
+        ):
+            # From the device to the host is a copy: an asynchronous checkpoint is written from it
+            # while training goes on with the tensor itself.
+            copied = func(*args, **kwargs)
+            return copied.clone() if copied is args[0] else copied
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _names_cuda(value) else value for value in args)
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def _names_cuda(device: Any) -> bool:
+    """Whether a device argument means CUDA; torch.cuda.current_device() is a plain int."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _names_cpu(device: Any) -> bool:
+    return isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
+
+
+def _install_device_mode() -> None:
+    mode = _CpuForCuda()
+    mode.__enter__()
+    # torch.autograd.backward is itself a torch function, inside of which the mode is off. Megatron
+    # calls it in the backward of recomputed layers, and autograd functions in Python run in it.
+    run_backward = torch.autograd._engine_run_backward
+
+    def run_backward_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward_in_mode
+
+
+# Megatron's modules
+
+
+def _install_megatron_changes() -> None:
+    after_import("megatron.core.transformer.torch_norm", _allow_sequence_parallel_norm)
+    after_import("megatron.core.datasets.utils", _use_compiled_helper)
+    after_import("megatron.core.transformer.moe.moe_utils", _name_te_general_gemm)
+
+
+def _allow_sequence_parallel_norm(torch_norm: ModuleType) -> None:
+    """Let `WrappedTorchNorm` serve sequence parallelism, as the norms of Apex and TE do.
+
+    Megatron refuses because torch's norms do not mark their weights; the mark is what makes
+    `finalize_model_grads` sum the weights' gradients over the tensor-parallel ranks.
+    """
+    wrapped_norm = torch_norm.WrappedTorchNorm
+    make_norm = wrapped_norm.__new__
+
+    def make_marked_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        without = copy.copy(config)
+        without.sequence_parallel = False
+        norm = make_norm(cls, without, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    wrapped_norm.__new__ = staticmethod(make_marked_norm)
+
+
+def _use_compiled_helper(datasets_utils: ModuleType) -> None:
+    """Do not compile the dataset helper (training/initialize.py does) where it is compiled already.
+
+    A Megatron-LM checkout ships the source alone, and compiling it writes into the checkout and
+    needs pybind11. An installed megatron-core wheel has the same helper compiled.
+    """
+    datasets = importlib.import_module("megatron.core.datasets")
+    try:
+        wheel = importlib.metadata.distribution("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    else:
+        datasets.__path__.append(str(wheel.locate_file("megatron/core/datasets")))
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        datasets_utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
+
+
+def _name_te_general_gemm(moe_utils: ModuleType) -> None:
+    """Give megatron-core 0.16's router the name it asks for, as later releases do.
+
+    Without Transformer Engine its import leaves `te_general_gemm` undefined, and
+    `RouterGatingLinearFunction` raises NameError; None sends it down the torch path.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]

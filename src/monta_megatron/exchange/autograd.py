@@ -1,0 +1,83 @@
+"""Dispatch and combine as autograd functions: each one's backward is the other's walk.
+
+Neither saves its inputs, so that a schedule may free them once the walk has returned.
+"""
+
+from typing import Any
+
+import torch
+
+from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.walk import (
+    COMBINE,
+    COMBINE_BACKWARD,
+    DISPATCH,
+    DISPATCH_BACKWARD,
+    Exchange,
+    run,
+)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exchange: Exchange,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.exchange = exchange
+        lanes = run(exchange, DISPATCH, _contiguous(rows, probs, ids))
+        return lanes.rows, lanes.probs
+
+    @staticmethod
+    def backward(
+        ctx: Any, rows_gradient: torch.Tensor, probs_gradient: torch.Tensor
+    ) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
+        lanes = run(ctx.exchange, DISPATCH_BACKWARD, _contiguous(rows_gradient, probs_gradient))
+        return None, lanes.rows, lanes.probs, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        return run(exchange, COMBINE, _contiguous(rows)).rows
+
+    @staticmethod
+    def backward(ctx: Any, rows_gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, run(ctx.exchange, COMBINE_BACKWARD, _contiguous(rows_gradient)).rows
+
+
+def dispatch(
+    exchange: Exchange,
+    rows: torch.Tensor,
+    probs: torch.Tensor,
+    ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move rows and probabilities to their experts; differentiable.
+
+    Args:
+        exchange: this micro-batch's exchange.
+        rows: [source rows, H]; pairs in expert order, or tokens.
+        probs: [source rows] for pairs, [source rows, W] for tokens.
+        ids: [source rows, W] experts of each token, ascending; None for pairs.
+
+    Returns:
+        [expert rows, H] and [expert rows], in the order in which the experts take them.
+    """
+    return _Dispatch.apply(exchange, rows, probs, ids)
+
+
+def combine(exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
+    """Bring the experts' outputs back: [expert rows, H] -> [source rows, H]; differentiable."""
+    return _Combine.apply(exchange, rows)
+
+
+def _contiguous(
+    rows: torch.Tensor, probs: torch.Tensor | None = None, ids: torch.Tensor | None = None
+) -> Lanes:
+    return Lanes(
+        rows=rows.contiguous(), probs=None if probs is None else probs.contiguous(), ids=ids
+    )

@@ -1,0 +1,63 @@
+"""The three collectives of a chain, started without waiting, and counted by tier."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerGroup:
+    """A process group, and which of its ranks sit on which node.
+
+    Attributes:
+        name: for messages, such as "ep".
+        process_group: of torch.distributed.
+        size: number of ranks.
+        rank: this rank's position.
+        nodes: [size] node of each rank.
+    """
+
+    name: str
+    process_group: dist.ProcessGroup
+    size: int
+    rank: int
+    nodes: tuple[int, ...]
+
+    def tier(self, peer: int) -> str:
+        """ "inter" if `peer` sits on another node than this rank, else "intra"."""
+        return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
+
+
+def start_all_to_all(
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    receive: list[int],
+    send: list[int],
+    group: PeerGroup,
+) -> dist.Work:
+    """Send `send[p]` rows to every peer p and receive `receive[p]` rows from it."""
+    work = dist.all_to_all_single(
+        output,
+        input_,
+        output_split_sizes=receive,
+        input_split_sizes=send,
+        group=group.process_group,
+        async_op=True,
+    )
+    assert work is not None, f"this rank is no member of group {group.name}"
+    return work
+
+
+def start_all_gather(
+    output: torch.Tensor, input_: torch.Tensor, receive: list[int], group: PeerGroup
+) -> dist.Work:
+    """Receive `receive[p]` rows from every peer p, which sends them all to everyone."""
+    if len(set(receive)) == 1:
+        work = dist.all_gather_into_tensor(output, input_, group=group.process_group, async_op=True)
+    else:
+        work = dist.all_gather(
+            list(output.split(receive)), input_, group=group.process_group, async_op=True
+        )
+    assert work is not None, f"this rank is no member of group {group.name}"
+    return work

@@ -1,0 +1,113 @@
+"""What a `Replicate` copies: derived on the device from the lists of experts, without a sync.
+
+Every output has a size that the host knows from the counts, so nothing here asks the device.
+
+Notation: N = rows, W = width of the lists, M = copies, P = parts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from monta_megatron.chains.stages import ExpertRange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """The copies of one chunk's rows, and the way back.
+
+    Attributes:
+        row: [M] the row of which each copy is one, by part, then in the order of the rows.
+        pairs: [M, W] the place of each copy's pairs in the flattened lists [N * W]; N * W where
+            a copy has fewer. [M] where a copy is for one expert and keeps no list.
+        by_row: [M] the copies in the order of their rows, then of their parts.
+        row_starts: [N + 1] where each row's copies begin in `by_row`.
+        width: W.
+    """
+
+    row: torch.Tensor
+    pairs: torch.Tensor
+    by_row: torch.Tensor
+    row_starts: torch.Tensor
+    width: int
+
+    @property
+    def keeps_lists(self) -> bool:
+        """Whether a copy still has a list of experts, or one expert alone."""
+        return self.pairs.dim() == 2
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that lies on the device."""
+        return [self.row, self.pairs, self.by_row, self.row_starts]
+
+    def pick(self, lists: torch.Tensor, missing: int) -> torch.Tensor:
+        """Each copy's share of the lists: [N, W] -> [M, W], or [M] without lists."""
+        return torch.cat([lists.flatten(), lists.new_full((1,), missing)])[self.pairs]
+
+    def put_back(self, shares: torch.Tensor) -> torch.Tensor:
+        """The transpose of `pick`: [M, W] or [M] -> [N, W]. Every pair lies in one copy: no sum."""
+        num_rows = self.row_starts.shape[0] - 1
+        flat = shares.new_zeros(num_rows * self.width + 1)
+        flat.scatter_(0, self.pairs.flatten(), shares.flatten())
+        return flat[:-1].view(num_rows, self.width)
+
+    def sum_by_row(self, copies: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Add the copies of each row in the order of their parts: [M, H] -> [N, H] in `dtype`.
+
+        Without atomics, so with the same bits on every run.
+        """
+        if copies.shape[0] == 0:
+            num_rows = self.row_starts.shape[0] - 1
+            return copies.new_zeros(num_rows, copies.shape[1], dtype=dtype)
+        # On a GPU embedding_bag adds low-precision rows in fp32 itself; on a CPU it does not.
+        in_place = copies.is_cuda and dtype == torch.float32
+        rows = copies.contiguous() if in_place else copies.to(dtype).contiguous()
+        return torch.nn.functional.embedding_bag(
+            self.by_row, rows, self.row_starts, mode="sum", include_last_offset=True
+        )
+
+
+def find_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int, keep_lists: bool) -> Copies:
+    """The copies that rows with these lists need.
+
+    Hand-worked: two rows with lists [1 4 5] and [0 5 -], two parts of experts 0-3 and 4-7: the
+    copies are row 0, row 1 for the first part, then row 0, row 1 for the second; their lists are
+    [1 - -], [0 - -], [4 5 -], [5 - -].
+
+    Args:
+        ids: [N, W] ascending experts of each row, padded with a number beyond the last expert.
+        parts: the ranges of experts to copy for.
+        num_copies: M, known from the counts.
+        keep_lists: copies go on to other ranks and take their share of the list along.
+    """
+    num_rows, width = ids.shape
+    device = ids.device
+    ids = ids.long()
+    inside = (ids >= parts.first) & (ids < parts.first + parts.size * parts.num_parts)
+    # [N, W] the part of every pair; the pairs of a part follow each other in a list.
+    part = torch.where(inside, (ids - parts.first) // parts.size, parts.num_parts)
+    before = torch.nn.functional.pad(part[:, :-1], (1, 0), value=parts.num_parts)
+    begins = inside & (part != before)
+
+    rows = torch.arange(num_rows, device=device)[:, None]
+    key = torch.where(begins, part * num_rows + rows, parts.num_parts * num_rows)
+    first_pair = key.flatten().argsort(stable=True)[:num_copies]
+    row, slot = first_pair // width, first_pair % width
+
+    pairs = first_pair
+    if keep_lists:
+        # [M, W] a copy's pairs: those that follow its first one in the same part.
+        columns = slot[:, None] + torch.arange(width, device=device)
+        flat = row[:, None] * width + columns
+        last = max(num_rows * width - 1, 0)
+        same_part = part.flatten()[flat.clamp(max=last)] == part.flatten()[first_pair][:, None]
+        pairs = torch.where((columns < width) & same_part, flat, num_rows * width)
+
+    row_starts = torch.nn.functional.pad(begins.sum(dim=1).cumsum(dim=0), (1, 0))
+    return Copies(
+        row=row,
+        pairs=pairs,
+        by_row=first_pair.argsort(stable=True),
+        row_starts=row_starts,
+        width=width,
+    )

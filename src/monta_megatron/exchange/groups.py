@@ -1,0 +1,67 @@
+"""The process groups of an exchange: Megatron's own, and the rails and nodes made from them."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.chains import Chain, Layout
+from monta_megatron.chains.stages import AllGather, AllToAll
+from monta_megatron.exchange.collectives import PeerGroup
+
+# Made once per set of ranks: layers share them, and a group is never freed while training.
+_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def peer_groups(
+    chain: Chain, layout: Layout, megatron_groups: dict[str, dist.ProcessGroup]
+) -> dict[str, PeerGroup]:
+    """The group behind every group name that the chain uses.
+
+    Rails and nodes are made by their own members alone: pipeline stages without MoE layers never
+    come here, and a group that some ranks make for all would break the next one that all make.
+
+    Args:
+        chain: whose stages name groups.
+        layout: this rank's place; gives the node of every rank of the exchange.
+        megatron_groups: "ep", "etp" and "tp_ep".
+    """
+    ranks = dist.get_process_group_ranks(megatron_groups["tp_ep"])
+    node_of = dict(zip(ranks, layout.nodes, strict=True))
+    names = {stage.group for stage in chain.stages if isinstance(stage, AllToAll | AllGather)}
+    groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
+    timeout = _timeout_of(megatron_groups["tp_ep"])
+    # In this order on every rank.
+    if "node" in names:
+        first = layout.node * layout.ranks_per_node
+        groups["node"] = _group_of(ranks[first : first + layout.ranks_per_node], timeout)
+    if "rail" in names:
+        groups["rail"] = _group_of(ranks[layout.position :: layout.ranks_per_node], timeout)
+    return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
+
+
+def _group_of(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    key = tuple(ranks)
+    if key not in _made:
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {ranks}"
+        _made[key] = group
+    return _made[key]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The time limit that Megatron gave its group (--distributed-timeout-minutes), for ours."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _peer_group(name: str, group: dist.ProcessGroup, node_of: dict[int, int]) -> PeerGroup:
+    ranks = dist.get_process_group_ranks(group)
+    return PeerGroup(
+        name=name,
+        process_group=group,
+        size=len(ranks),
+        rank=dist.get_group_rank(group, dist.get_rank()),
+        nodes=tuple(node_of[rank] for rank in ranks),
+    )

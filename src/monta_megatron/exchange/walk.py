@@ -1,0 +1,352 @@
+"""The executor: walks a bound chain, forward or transposed, with its chunks in a pipeline.
+
+One function serves all four walks of a layer:
+
+    dispatch            chain       rows + probs, + ids where rows are tokens
+    combine             transpose   rows
+    dispatch backward   transpose   rows + probs
+    combine backward    chain       rows
+
+In step i, stage s works on chunk i - depth[s]. So chunk i+1's first collective has started before
+chunk i's second one is waited for, in every walk. Collectives are issued in the same order on
+every rank, whatever the data: a chunk without rows is still sent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from monta_megatron.chains.chain import BoundChain, depth_of_stages
+from monta_megatron.chains.stages import (
+    AllGather,
+    AllToAll,
+    BoundStage,
+    Place,
+    Replicate,
+    Segments,
+)
+from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
+from monta_megatron.exchange.copies import Copies, find_copies
+from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.payload import Lanes, Payload
+from monta_megatron.exchange.streams import Ready, Streams, streams_for
+
+
+class ExchangeError(RuntimeError):
+    """A collective failed; the message names chain, stage, chunk and group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """One of the four ways over a chain."""
+
+    name: str
+    transpose: bool
+
+
+DISPATCH = Walk(name="dispatch", transpose=False)
+COMBINE = Walk(name="combine", transpose=True)
+DISPATCH_BACKWARD = Walk(name="dispatch_backward", transpose=True)
+COMBINE_BACKWARD = Walk(name="combine_backward", transpose=False)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exchange:
+    """One micro-batch's exchange, made before dispatch and kept for combine and both backwards.
+
+    Attributes:
+        bound: the chain with this micro-batch's rows.
+        groups: the process group behind every group name of the chain.
+        sum_dtype: of the sums over copies of a row, at least fp32. Megatron reduces over the
+            expert tensor parallel group in the dtype of the probabilities.
+        monitor: counts bytes and records the order of issue.
+        list_width: W, the longest list of experts of any token; 0 where rows are pairs.
+        num_experts: the number that fills up shorter lists.
+        row_indices: per `Place` of the chain that copies, the rows of each chunk in the whole
+            tensor; made at first use, shared by all walks.
+        copies: per `Replicate` and chunk, what is copied; found by dispatch, shared by all walks.
+    """
+
+    bound: BoundChain
+    groups: Mapping[str, PeerGroup]
+    sum_dtype: torch.dtype
+    monitor: Monitor
+    list_width: int = 0
+    num_experts: int = 0
+    row_indices: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    copies: dict[tuple[str, int], Copies] = field(default_factory=dict)
+
+    @property
+    def packs(self) -> bool:
+        """Whether the lanes share messages: wherever rows are copied on the way in."""
+        return self.bound.num_chunks > 1 or self.bound.chain.rows == "tokens"
+
+    def rows_of(self, stage: BoundStage, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """[C] int64 [rows of chunk c]: where a `Place` finds or puts the rows of each chunk."""
+        assert stage.segments is not None
+        name = stage.stage.name
+        if name not in self.row_indices:
+            self.row_indices[name] = _row_indices(stage.segments, device)
+        return self.row_indices[name]
+
+
+def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
+    """Apply the chain, or its transpose, to all rows.
+
+    Args:
+        exchange: what moves.
+        walk: which way, and the name under which it is recorded.
+        lanes: contiguous, on the source side, or on the experts' side for a transpose.
+
+    Returns:
+        The lanes on the other side, without ids. They share no memory with the input unless no
+        stage of the chain moves anything (every group has one rank, one chunk, one local expert).
+
+    Raises:
+        ExchangeError: a collective failed or timed out.
+    """
+    streams = streams_for(lanes.rows.device)
+    pipeline = _Pipeline(exchange, walk, lanes, streams)
+    depth = depth_of_stages(tuple(bound.stage for bound in pipeline.stages))
+    num_chunks = exchange.bound.num_chunks
+
+    streams.fork()
+    for step in range(num_chunks + depth[-1]):
+        for position in range(len(pipeline.stages)):
+            chunk = step - depth[position]
+            if 0 <= chunk < num_chunks:
+                with streams.on(position):
+                    pipeline.advance(position, chunk)
+    streams.join()
+    streams.keep(pipeline.outputs.tensors())
+    return pipeline.outputs
+
+
+@dataclass(kw_only=True)
+class _Chunk:
+    """What a chunk looks like between two stages.
+
+    `sources` are held until the collective that reads them has been waited for: their memory
+    belongs to another stream, which knows nothing of that collective.
+    """
+
+    payload: Payload
+    messages: list[torch.Tensor]
+    ready: Ready
+    waits_for: str | None = None
+    num_copies: int = 1
+    sources: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Pipeline:
+    """The state of one walk: its input, its output, and the chunks under way."""
+
+    def __init__(self, exchange: Exchange, walk: Walk, lanes: Lanes, streams: Streams) -> None:
+        bound = exchange.bound
+        self.exchange = exchange
+        self.walk = walk
+        self.inputs = lanes
+        self.streams = streams
+        self.stages = bound.stages[::-1] if walk.transpose else bound.stages
+        self.chunks: dict[int, _Chunk] = {}
+        self.outputs = lanes
+        if self.stages[-1].segments is not None:
+            num_rows = int(bound.num_source_rows if walk.transpose else bound.num_expert_rows)
+            self.outputs = self._allocate_outputs(num_rows)
+
+    def _allocate_outputs(self, num_rows: int) -> Lanes:
+        rows = self.inputs.rows.new_empty(num_rows, self.inputs.rows.shape[1])
+        if self.inputs.probs is None:
+            return Lanes(rows=rows)
+        has_lists = self.exchange.list_width > 0 and self.walk.transpose
+        shape = (num_rows, self.exchange.list_width) if has_lists else (num_rows,)
+        return Lanes(rows=rows, probs=self.inputs.probs.new_empty(shape))
+
+    def advance(self, position: int, chunk: int) -> None:
+        """Stage `position` of the walk takes over `chunk` from the stage before it."""
+        bound = self.stages[position]
+        if position == len(self.stages) - 1:
+            self._put(bound, chunk)
+            return
+        # What a copy leaves behind is one message where it goes on to a collective.
+        packed = self.exchange.packs and isinstance(
+            self.stages[position + 1].stage, AllToAll | AllGather
+        )
+        if position == 0:
+            self.chunks[chunk] = self._take(bound, chunk, packed)
+        elif isinstance(bound.stage, Replicate):
+            self.chunks[chunk] = self._replicate(bound, chunk, packed)
+        else:
+            assert not isinstance(bound.stage, Place), f"{bound.stage.name} stands in the middle"
+            group = self.exchange.groups[bound.stage.group]
+            if group.size > 1:
+                self.chunks[chunk] = self._collective(bound, group, chunk)
+
+    def _take(self, bound: BoundStage, chunk: int, packed: bool) -> _Chunk:
+        """First `Place`: the chunk's rows out of the whole tensor."""
+        whole = self.inputs.tensors()
+        if bound.segments is None:
+            payload = Payload.of(whole, packed=False)
+            return _Chunk(payload=payload, messages=whole, ready=lambda: None)
+        if bound.segments.is_slice:
+            slices = [lane[bound.segments.slice_of(chunk)] for lane in whole]
+            payload = Payload.of(slices, packed=False)
+            return _Chunk(payload=payload, messages=slices, ready=lambda: None)
+        payload = Payload.of(whole, packed)
+        index = self._rows_of(bound, chunk)
+        messages = payload.allocate(index.shape[0])
+        for into, lane in zip(payload.lanes(messages).tensors(), whole, strict=True):
+            torch.index_select(lane, 0, index, out=into)
+        return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]))
+
+    def _put(self, bound: BoundStage, chunk: int) -> None:
+        """Last `Place`: the chunk's rows into the whole tensor."""
+        lanes = self._wait(chunk)
+        del self.chunks[chunk]
+        if bound.segments is None:
+            self.outputs = lanes
+            return
+        for into, lane in zip(self.outputs.tensors(), lanes.tensors(), strict=True):
+            if bound.segments.is_slice:
+                into[bound.segments.slice_of(chunk)].copy_(lane)
+            else:
+                into.index_copy_(0, self._rows_of(bound, chunk), lane)
+
+    def _rows_of(self, bound: BoundStage, chunk: int) -> torch.Tensor:
+        index = self.exchange.rows_of(bound, self.inputs.rows.device)[chunk]
+        self.streams.keep([index])
+        return index
+
+    def _replicate(self, bound: BoundStage, chunk: int, packed: bool) -> _Chunk:
+        """Copies for each part, or the sum of a row's copies."""
+        assert isinstance(bound.stage, Replicate)
+        lanes = self._wait(chunk)
+        key = (bound.stage.name, chunk)
+        if key not in self.exchange.copies:
+            assert lanes.ids is not None and bound.parts is not None
+            num_copies = int(bound.receive[chunk].sum())
+            self.exchange.copies[key] = find_copies(
+                lanes.ids, bound.parts, num_copies, keep_lists=bound.stage.part != "expert"
+            )
+        copies = self.exchange.copies[key]
+        self.streams.keep(copies.tensors())
+
+        lists: list[torch.Tensor] = []
+        if self.walk.transpose:
+            sum_dtype = torch.promote_types(self.exchange.sum_dtype, lanes.rows.dtype)
+            rows = copies.sum_by_row(lanes.rows, sum_dtype)
+            if lanes.probs is not None:
+                lists.append(copies.put_back(lanes.probs))
+        else:
+            rows = None
+            if lanes.probs is not None:
+                lists.append(copies.pick(lanes.probs, missing=0))
+            if lanes.ids is not None and copies.keeps_lists:
+                lists.append(copies.pick(lanes.ids, missing=self.exchange.num_experts))
+
+        payload = Payload.of([lanes.rows, *lists], packed)
+        num_rows = copies.row.shape[0] if rows is None else rows.shape[0]
+        messages = payload.allocate(num_rows)
+        into = payload.lanes(messages).tensors()
+        if rows is None:
+            torch.index_select(lanes.rows, 0, copies.row, out=into[0])
+        else:
+            into[0].copy_(rows)
+        for target, source in zip(into[1:], lists, strict=True):
+            target.copy_(source)
+        return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]))
+
+    def _collective(self, bound: BoundStage, group: PeerGroup, chunk: int) -> _Chunk:
+        """Start a collective on what the stage before it left."""
+        payload, messages = self._messages(chunk)
+        transpose = self.walk.transpose
+        send, receive = bound.send[chunk].tolist(), bound.receive[chunk].tolist()
+        if transpose:
+            send, receive = receive, send
+        gather = isinstance(bound.stage, AllGather)
+        outputs = [message.new_empty(sum(receive), *message.shape[1:]) for message in messages]
+        works = []
+        self.exchange.monitor.note("start", self.walk.name, bound.stage.name, chunk)
+        try:
+            for output, message in zip(outputs, messages, strict=True):
+                if gather and not transpose:
+                    works.append(start_all_gather(output, message, receive, group))
+                else:
+                    works.append(start_all_to_all(output, message, receive, send, group))
+                self._count(bound, group, send, message)
+        except RuntimeError as error:
+            raise self._failure(bound.stage.name, chunk, error) from error
+        return _Chunk(
+            payload=payload,
+            messages=outputs,
+            ready=self.streams.ready(works),
+            waits_for=bound.stage.name,
+            num_copies=group.size if gather and transpose else 1,
+            sources=messages,
+        )
+
+    def _wait(self, chunk: int) -> Lanes:
+        """The chunk's lanes, once the stage before has filled them."""
+        payload, messages = self._messages(chunk)
+        return payload.lanes(messages)
+
+    def _messages(self, chunk: int) -> tuple[Payload, list[torch.Tensor]]:
+        """The chunk's messages, once the stage before has filled them, copies summed."""
+        state = self.chunks[chunk]
+        if state.waits_for is not None:
+            self.exchange.monitor.note("wait", self.walk.name, state.waits_for, chunk)
+        try:
+            state.ready()
+        except RuntimeError as error:
+            raise self._failure(str(state.waits_for), chunk, error) from error
+        self.streams.keep(state.messages)
+        if state.num_copies == 1:
+            return state.payload, state.messages
+        total = state.payload.sum_of_copies(
+            state.messages, state.num_copies, self.exchange.sum_dtype
+        )
+        return state.payload, total
+
+    def _count(
+        self, bound: BoundStage, group: PeerGroup, send: list[int], message: torch.Tensor
+    ) -> None:
+        row_bytes = message[:1].numel() * message.element_size()
+        for peer, num_rows in enumerate(send):
+            if peer != group.rank:
+                key = (bound.stage.name, group.tier(peer))
+                self.exchange.monitor.bytes_sent[key] += num_rows * row_bytes
+
+    def _failure(self, stage: str, chunk: int, error: Exception) -> ExchangeError:
+        bound = self.exchange.bound
+        group = next(
+            (
+                self.exchange.groups[entry.stage.group]
+                for entry in self.stages
+                if isinstance(entry.stage, AllToAll | AllGather) and entry.stage.name == stage
+            ),
+            None,
+        )
+        ranks = "" if group is None else f", group {group.name} (rank {group.rank} of {group.size})"
+        return ExchangeError(
+            f"{self.walk.name}: chain {bound.chain.name}, stage {stage}, "
+            f"chunk {chunk + 1} of {bound.num_chunks}{ranks} failed: {error}"
+        )
+
+
+def _row_indices(segments: Segments, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Row numbers of every chunk from its runs; one copy to the device, and no sync.
+
+    [C, N] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
+    """
+    lengths = segments.lengths.ravel()
+    total = int(lengths.sum())
+    # A run's rows are its start plus their distance from the run's first row in the result.
+    shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
+    runs = torch.from_numpy(np.stack([shifts, lengths]))
+    if device.type == "cuda":
+        runs = runs.pin_memory().to(device, non_blocking=True)
+    shift_of_row = torch.repeat_interleave(runs[0], runs[1], output_size=total)
+    rows = torch.arange(total, device=device) + shift_of_row
+    return rows.split(segments.lengths.sum(axis=1).tolist())

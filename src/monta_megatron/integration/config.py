@@ -1,0 +1,97 @@
+"""Our options as fields of Megatron's TransformerConfig, and its checks for "monta".
+
+A field of the dataclass is all it takes: Megatron generates its command line from the fields,
+copies arguments into the configuration by field, and prints and checkpoints what it parsed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
+from monta_megatron.integration.duties import check_duties
+from monta_megatron.integration.versions import check_megatron_version
+from monta_megatron.options import (
+    DISPATCHER_TYPE,
+    OPTION_NAMES,
+    OptionFields,
+    Options,
+    defaults_from_environment,
+)
+
+
+def extend_transformer_config(transformer_config: ModuleType) -> None:
+    """Add the dispatcher type and the option fields, in the class and its subclasses.
+
+    Args:
+        transformer_config: the module megatron.core.transformer.transformer_config.
+    """
+    base = transformer_config.TransformerConfig
+    defaults = defaults_from_environment()
+    for config_class in _with_subclasses(base):
+        fields = config_class.__dataclass_fields__
+        choices = get_args(fields["moe_token_dispatcher_type"].type)
+        fields["moe_token_dispatcher_type"].type = Literal[(*choices, DISPATCHER_TYPE)]
+        for entry in dataclasses.fields(OptionFields):
+            entry.default = defaults[entry.name]
+            fields[entry.name] = entry
+        if "__init__" in vars(config_class):
+            config_class.__init__ = _accepting_options(config_class.__init__)
+    for name in OPTION_NAMES:
+        setattr(base, name, defaults[name])
+    base.__post_init__ = _checking_monta(base.__post_init__)
+
+
+def check_config(config: Any) -> None:
+    """Everything that is wrong with a configuration that asks for "monta", as one ValueError.
+
+    Args:
+        config: a TransformerConfig, or parsed arguments.
+    """
+    check_megatron_version()
+    Options.of(config)
+    check_duties(config)
+    num_experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
+    ep_size = getattr(config, "expert_model_parallel_size", None) or 1
+    if num_experts is not None and num_experts % ep_size != 0:
+        raise ValueError(
+            f"num_experts: got {num_experts}, must be a multiple of "
+            f"expert_model_parallel_size ({ep_size})"
+        )
+
+
+def _with_subclasses(base: type) -> list[Any]:
+    found: list[Any] = [base]
+    for config_class in found:
+        found.extend(config_class.__subclasses__())
+    return found
+
+
+def _accepting_options(original: Callable[..., None]) -> Callable[..., None]:
+    """A generated dataclass constructor that also takes the option fields, by keyword."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in OPTION_NAMES:
+            if name in kwargs:
+                setattr(self, name, kwargs.pop(name))
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _checking_monta(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Our checks, then Megatron's own, which see "alltoall"."""
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        if not is_monta(self):
+            original(self)
+            return
+        check_config(self)
+        with seen_as_alltoall(self):
+            original(self)
+
+    return __post_init__

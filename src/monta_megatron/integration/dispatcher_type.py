@@ -1,0 +1,129 @@
+"""What every place in Megatron that looks at `moe_token_dispatcher_type` gets to see.
+
+Megatron has no registry of dispatchers: it compares a string, in many places. A configuration
+keeps the string "monta". This table says, for each place, what happens when it meets it; a test
+finds every comparison in the installed Megatron and fails on one that is not listed here.
+
+    sees "alltoall"   the string is exchanged for the time of the call: what holds for the stock
+                      alltoall dispatcher holds for ours, which is a subclass of it
+    sees "monta"      the comparison may see the real string; the reason says why that is right
+    answered          the function is wrapped, and our answer replaces Megatron's
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.options import DISPATCHER_TYPE, Options
+
+
+class Place(NamedTuple):
+    """A function of Megatron that compares the dispatcher type."""
+
+    module: str
+    function: str
+    sees: Literal["alltoall", "monta", "answered"]
+    reason: str
+
+
+PLACES = (
+    Place(
+        "megatron.core.transformer.transformer_config",
+        "TransformerConfig.__post_init__",
+        "alltoall",
+        "its checks of shared-expert overlap, router padding, variable sequence lengths, 1F1B "
+        "overlap, CUDA graphs and batch invariance hold for a subclass of the dispatcher",
+    ),
+    Place(
+        "megatron.core.transformer.moe.moe_layer",
+        "MoELayer.__init__",
+        "alltoall",
+        "the stock dispatcher that it builds is replaced by ours before anyone uses it",
+    ),
+    Place(
+        "megatron.core.models.common.utils",
+        "should_free_input",
+        "answered",
+        "our token_dispatch leaves rows in expert order, so the experts' input is the dispatched "
+        "tensor itself and has to outlive the forward pass",
+    ),
+    Place(
+        "megatron.core.models.gpt.fine_grained_callables",
+        "should_free_input",
+        "answered",
+        "where megatron-core 0.16 keeps the function above",
+    ),
+    Place(
+        "megatron.core.models.gpt.fine_grained_callables",
+        "build_transformer_layer_callables",
+        "monta",
+        "asks only whether it is the flex dispatcher",
+    ),
+    Place(
+        "megatron.core.transformer.transformer_layer",
+        "TransformerLayer.__init__.can_recompute_pre_mlp_layernorm_for_cudagraph",
+        "monta",
+        "refuses the recomputation under CUDA graphs and says so: safe, and it is a nested "
+        "function that cannot be reached from outside",
+    ),
+    Place(
+        "megatron.core.transformer.moe.moe_utils",
+        "skip_routed_expert_padding",
+        "monta",
+        "asks only whether it is the flex dispatcher",
+    ),
+    Place(
+        "megatron.core.transformer.moe.moe_utils",
+        "_deepep_permute_pads_grouped_tensor_input",
+        "monta",
+        "asks only whether it is the flex dispatcher (after 0.19)",
+    ),
+    Place(
+        "megatron.training.arguments",
+        "validate_args",
+        "monta",
+        "asks only whether it is the flex dispatcher",
+    ),
+)
+
+
+def is_monta(config: object) -> bool:
+    """Whether a TransformerConfig, or parsed arguments, ask for this dispatcher."""
+    return getattr(config, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE
+
+
+@contextmanager
+def seen_as_alltoall(config: Any) -> Iterator[None]:
+    """While this lasts, whoever reads `config` meets the stock dispatcher's name."""
+    config.moe_token_dispatcher_type = "alltoall"
+    try:
+        yield
+    finally:
+        config.moe_token_dispatcher_type = DISPATCHER_TYPE
+
+
+def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Megatron's rule for the 1F1B schedule, with our answer for the experts' input.
+
+    The inputs of dispatch and combine may be freed otherwise: our autograd functions save none of
+    them.
+    """
+
+    @functools.wraps(original)
+    def should_free_input(name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
+        if not is_monta(config):
+            return original(name, is_moe, config, *args, **kwargs)
+        with seen_as_alltoall(config):
+            stock_answer = original(name, is_moe, config, *args, **kwargs)
+        if name == "moe_dispatch" and CHAINS[Options.of(config).chain].rows == "tokens":
+            # These chains take the tokens as they are, and the router saves the same tensor.
+            return False
+        if name != "mlp":
+            return stock_answer
+        # Low precision saves the cast copies; otherwise the grouped GEMM saves this very tensor.
+        low_precision = any(getattr(config, field, None) for field in ("fp8", "fp4"))
+        return stock_answer and low_precision
+
+    return should_free_input

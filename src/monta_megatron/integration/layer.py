@@ -1,0 +1,106 @@
+"""How an MoE layer gets our dispatcher: by a patch of MoELayer, or by a spec, without one."""
+
+import copy
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
+
+
+def patch_moe_layer(moe_layer: ModuleType) -> None:
+    """Let `MoELayer` build our dispatcher where its configuration says "monta".
+
+    Args:
+        moe_layer: the module megatron.core.transformer.moe.moe_layer.
+    """
+    original = moe_layer.MoELayer.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_monta(config):
+            original(self, config, *args, **kwargs)
+            return
+        build_with_monta(original, self, config, *args, **kwargs)
+
+    moe_layer.MoELayer.__init__ = __init__
+
+
+def build_with_monta(
+    construct: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Construct an MoE layer as for stock alltoall, then exchange its dispatcher for ours.
+
+    Args:
+        construct: MoELayer's constructor.
+        layer: the layer under construction.
+        config: its TransformerConfig; the dispatcher keeps it.
+    """
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+
+    if kwargs.get("pg_collection") is None:
+        kwargs["pg_collection"] = get_default_pg_collection()
+    if is_monta(config):
+        with seen_as_alltoall(config):
+            construct(layer, config, *args, **kwargs)
+    else:
+        construct(layer, config, *args, **kwargs)
+    dispatcher = MontaTokenDispatcher(
+        layer.num_local_experts,
+        layer.local_expert_indices,
+        config=config,
+        pg_collection=kwargs["pg_collection"],
+    )
+    if layer.token_dispatcher.shared_experts is not None:
+        dispatcher.set_shared_experts(layer.token_dispatcher.shared_experts)
+    if hasattr(layer, "_training_token_dispatcher"):
+        layer._training_token_dispatcher = dispatcher
+    layer.token_dispatcher = dispatcher
+
+
+@functools.cache
+def monta_moe_layer() -> type:
+    """The MoE layer class for layer specs: always our dispatcher, nothing patched."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    class MontaMoELayer(MoELayer):
+        """Megatron's MoE layer with the monta token dispatcher."""
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            build_with_monta(MoELayer.__init__, self, config, *args, **kwargs)
+
+    return MontaMoELayer
+
+
+def with_monta(spec: Any) -> Any:
+    """A copy of a layer or block spec in which every MoE layer uses our dispatcher.
+
+    This is the way in that patches nothing: pass the result where Megatron takes a spec, with
+    `moe_token_dispatcher_type="alltoall"` in the configuration.
+
+    Args:
+        spec: a ModuleSpec of a transformer layer, or TransformerBlockSubmodules.
+
+    Raises:
+        ValueError: the spec holds no MoE layer.
+    """
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    spec = copy.deepcopy(spec)
+    replaced = 0
+    for layer in getattr(spec, "layer_specs", None) or [spec]:
+        mlp = layer.submodules.mlp
+        if isinstance(mlp, functools.partial) and mlp.func is MoELayer:
+            # megatron-core >= 0.18 builds the MoE layer from a partial, before that from a spec.
+            layer.submodules.mlp = functools.partial(monta_moe_layer(), *mlp.args, **mlp.keywords)
+        elif getattr(mlp, "module", None) is MoELayer:
+            mlp.module = monta_moe_layer()
+        else:
+            continue
+        replaced += 1
+    if replaced == 0:
+        raise ValueError("spec: holds no MoELayer, so there is no dispatcher to replace")
+    return spec

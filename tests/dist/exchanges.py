@@ -1,0 +1,580 @@
+"""Functions that run on the ranks of a pool: the exchange alone, without Megatron.
+
+A `Case` is plain data, and every rank regenerates the data of all ranks from it, so that each can
+compute what it should receive with `reference` and without communication. Where the world is
+larger than a case's exchange, several exchanges of the same shape run side by side on data of
+their own.
+
+Notation: S = ranks of the exchange, T = tokens of a rank, H = hidden size, E = experts, L = local
+experts, W = length of the lists, N = pairs or expert rows, C = chunks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from monta_megatron import reference
+from monta_megatron.chains import CHAINS, Counts, Layout
+from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange.counting import TokenCounting
+from monta_megatron.exchange.groups import peer_groups
+from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.walk import Exchange
+
+ROUTINGS = (
+    "uniform",
+    "skewed",
+    "one_expert",
+    "one_rank",
+    "limited",
+    "capacity",
+    "any_number",
+    "every_expert",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One exchange and its data.
+
+    `routing`: "uniform" is top-k at random; "skewed" prefers the first experts; "one_expert" is
+    the last expert alone; "one_rank" is the last EP rank alone; "limited" is one or two EP ranks
+    per token; "capacity" drops pairs, so that some tokens have fewer experts or none;
+    "any_number" is 0 to E experts per token; "every_expert" is all of them.
+    """
+
+    chain: str
+    ep: int = 4
+    etp: int = 1
+    ranks_per_node: int = 2
+    num_local_experts: int = 2
+    topk: int = 2
+    tokens: tuple[int, ...] = (12, 12, 12, 12)
+    hidden: int = 8
+    dtype: str = "float32"
+    probs_dtype: str = "float32"
+    routing: str = "uniform"
+    num_chunks: int = 1
+    num_blocks: int = 1
+    seed: int = 0
+
+    @property
+    def size(self) -> int:
+        """S."""
+        return self.ep * self.etp
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.ep * self.num_local_experts
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of the sums, as the dispatcher chooses it."""
+        return torch.promote_types(getattr(torch, self.probs_dtype), torch.float32)
+
+    def layout(self, rank: int) -> Layout:
+        """The place of one rank of the exchange."""
+        return Layout(
+            ep=self.ep,
+            etp=self.etp,
+            num_local_experts=self.num_local_experts,
+            rank=rank,
+            nodes=tuple(peer // self.ranks_per_node for peer in range(self.size)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What goes in, of all ranks of an exchange.
+
+    Attributes:
+        tokens: per rank [T, H].
+        routing_maps: per rank [T, E] bool.
+        probs: per rank [T, E].
+        expert_rows: per rank [N, H], what the experts hand back in either direction.
+        expert_probs: per rank [N], gradients of the experts' probabilities.
+        gradients: per rank [T, H], of the output.
+    """
+
+    tokens: list[torch.Tensor]
+    routing_maps: list[torch.Tensor]
+    probs: list[torch.Tensor]
+    expert_rows: list[torch.Tensor]
+    expert_probs: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+
+
+def make_data(case: Case, exchange_index: int = 0) -> Data:
+    """The data of all ranks: the same wherever it is made."""
+    generator = torch.Generator().manual_seed(2 * case.seed + exchange_index)
+    probs_dtype = getattr(torch, case.probs_dtype)
+    counts = [case.tokens[rank % len(case.tokens)] for rank in range(case.size)]
+    routing_maps = [make_routing(case, count, generator) for count in counts]
+    rows = [
+        int(arrived.tokens_per_expert.sum())
+        for arrived in reference.arrivals(routing_maps, case.ep, case.etp)
+    ]
+
+    def normal(count: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.randn(count, *shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return Data(
+        tokens=[normal(count, case.torch_dtype, case.hidden) for count in counts],
+        routing_maps=routing_maps,
+        probs=[normal(count, probs_dtype, case.num_experts) for count in counts],
+        expert_rows=[normal(count, case.torch_dtype, case.hidden) for count in rows],
+        expert_probs=[normal(count, probs_dtype) for count in rows],
+        gradients=[normal(count, case.torch_dtype, case.hidden) for count in counts],
+    )
+
+
+def make_routing(case: Case, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """[T, E] bool for one rank; see `Case`."""
+    num_experts, num_local_experts = case.num_experts, case.num_local_experts
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    topk = min(case.topk, num_experts)
+    if case.routing == "every_expert":
+        return torch.ones(num_tokens, num_experts, dtype=torch.bool)
+    if case.routing == "any_number":
+        density = torch.rand(num_tokens, 1, generator=generator)
+        return scores < density * density
+    if case.routing == "skewed":
+        scores += 2 * torch.exp(-torch.arange(num_experts) * 4 / num_experts)
+    if case.routing == "one_expert":
+        topk = 1
+        scores[:, -1] = 2.0
+    if case.routing == "one_rank":
+        topk = min(topk, num_local_experts)
+        scores[:, -num_local_experts:] += 1.0
+    if case.routing == "limited":
+        topk = min(topk, num_local_experts)
+        # Each token's one or two EP ranks.
+        homes = torch.randint(case.ep, (num_tokens, 2), generator=generator)
+        owner = torch.arange(num_experts) // num_local_experts
+        scores += (owner[None, None] == homes[:, :, None]).any(dim=1)
+    chosen = scores.topk(topk, dim=1).indices
+    routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter(1, chosen, True)
+    if case.routing == "capacity":
+        capacity = max(num_tokens * topk // (2 * num_experts), 1)
+        return routing_map & (routing_map.cumsum(dim=0) <= capacity)
+    return routing_map
+
+
+# Kept, not made anew: every Gloo group has threads of its own, which nothing ends before the
+# process does.
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _group_of(ranks: range) -> dist.ProcessGroup:
+    key = tuple(ranks)
+    if key not in _groups:
+        _groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _groups[key]
+
+
+@cache
+def find_groups(
+    chain: str, ep: int, etp: int, ranks_per_node: int
+) -> tuple[int, int, dist.ProcessGroup, dict[str, PeerGroup]]:
+    """This rank's exchange of that shape.
+
+    Returns:
+        which of the exchanges side by side it is in, its position there, the group of the whole
+        exchange, and the groups of the chain's stages.
+    """
+    case = Case(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node)
+    exchange_index, rank = divmod(dist.get_rank(), case.size)
+    first = exchange_index * case.size
+    ep_rank, etp_rank = divmod(rank, etp)
+    whole = _group_of(range(first, first + case.size))
+    groups = peer_groups(
+        CHAINS[chain],
+        case.layout(rank),
+        {
+            "ep": _group_of(range(first + etp_rank, first + case.size, etp)),
+            "etp": _group_of(range(first + ep_rank * etp, first + (ep_rank + 1) * etp)),
+            "tp_ep": whole,
+        },
+    )
+    return exchange_index, rank, whole, groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One rank's side of the tokens: what a chain takes there, and back from it to tokens.
+
+    Attributes:
+        exchange: bound to the counts of the case.
+        rank: this rank's position in the exchange.
+        token: [N] the token of each source row; 0, 1, ... where rows are tokens.
+        expert: [N] the expert of each pair, or [T, W] the list of each token, filled up with E.
+        probs: [N] or [T, W].
+    """
+
+    exchange: Exchange
+    rank: int
+    token: torch.Tensor
+    expert: torch.Tensor
+    probs: torch.Tensor
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether rows are tokens."""
+        return self.expert.dim() == 2
+
+    @property
+    def ids(self) -> torch.Tensor | None:
+        """The lists as `dispatch` takes them."""
+        return self.expert if self.has_lists else None
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [N, H]: Megatron's permute, or the tokens themselves."""
+        return tokens[self.token]
+
+    def sum_of_rows(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """[N, H] -> [T, H]: pairs are added in the order of their experts and rounded once."""
+        if self.has_lists:
+            return rows
+        total = torch.zeros(num_tokens, rows.shape[1], dtype=self.exchange.sum_dtype)
+        for expert in self.expert.unique():
+            here = self.expert == expert
+            total[self.token[here]] += rows[here].to(total.dtype)
+        return total.to(rows.dtype)
+
+    def dense_probs(self, probs: torch.Tensor, num_tokens: int, num_experts: int) -> torch.Tensor:
+        """[N] or [T, W] -> [T, E]."""
+        dense = probs.new_zeros(num_tokens, num_experts + 1)
+        if self.has_lists:
+            dense.scatter_(1, self.expert.long(), probs)
+        else:
+            dense[self.token, self.expert] = probs
+        return dense[:, :num_experts]
+
+
+def make_source(case: Case, data: Data) -> Source:
+    """This rank's exchange, bound, and what goes into it; as the dispatcher makes it."""
+    _, rank, _, groups = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+    chain, layout = CHAINS[case.chain], case.layout(rank)
+    routing_map, probs = data.routing_maps[rank], data.probs[rank]
+    num_tokens, num_experts = routing_map.shape
+
+    if chain.rows == "pairs":
+        # Megatron's permutation: [E, T] in order.
+        expert, token = routing_map.T.nonzero(as_tuple=True)
+        counts: Any = _pair_counts(case, data, layout)
+        width, row_probs = 0, probs[token, expert]
+    else:
+        counting = TokenCounting(chain=chain, layout=layout, num_blocks=case.num_blocks)
+        # What the ranks would gather.
+        table = torch.stack([counting.count(routing_map) for routing_map in data.routing_maps])
+        counts, width = counting.read(counting.select(table).numpy())
+        token = torch.arange(num_tokens)
+        descending = torch.arange(num_experts, 0, -1, dtype=torch.int32)
+        scores = (routing_map * descending).topk(width, dim=1).values
+        expert = num_experts - scores
+        row_probs = probs.gather(1, expert.clamp(max=num_experts - 1).long()) * (scores > 0)
+
+    exchange = Exchange(
+        bound=chain.bind(layout, counts, case.num_chunks),
+        groups=groups,
+        sum_dtype=case.sum_dtype,
+        monitor=Monitor(),
+        list_width=width,
+        num_experts=num_experts,
+    )
+    return Source(exchange=exchange, rank=rank, token=token, expert=expert, probs=row_probs)
+
+
+def _pair_counts(case: Case, data: Data, layout: Layout) -> Counts:
+    # [S, E] -> [EP, ETP, E] -> [ETP, EP, L]
+    table = np.stack([routing_map.sum(dim=0).numpy() for routing_map in data.routing_maps])
+    experts = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
+    received = table.reshape(case.ep, case.etp, -1).transpose(1, 0, 2)[:, :, experts]
+    return Counts(sent=table[layout.rank].reshape(case.ep, -1), received=received)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walks:
+    """What the four walks gave one rank.
+
+    Attributes:
+        expert_rows, expert_probs, tokens_per_expert: of dispatch.
+        token_gradient, prob_gradient: [T, H] and [T, E], of dispatch backward.
+        output: [T, H], of combine.
+        source_rows: [N, H], of combine before pairs are summed.
+        expert_gradient: [N, H], of combine backward.
+    """
+
+    expert_rows: torch.Tensor
+    expert_probs: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    token_gradient: torch.Tensor
+    prob_gradient: torch.Tensor
+    output: torch.Tensor
+    source_rows: torch.Tensor
+    expert_gradient: torch.Tensor
+
+
+def run_walks(case: Case, data: Data) -> Walks:
+    """All four walks of one exchange."""
+    source = make_source(case, data)
+    rank, exchange = source.rank, source.exchange
+    num_tokens = data.tokens[rank].shape[0]
+
+    rows = source.rows(data.tokens[rank]).requires_grad_()
+    probs = source.probs.clone().requires_grad_()
+    expert_rows, expert_probs = dispatch(exchange, rows, probs, source.ids)
+    torch.autograd.backward(
+        [expert_rows, expert_probs], [data.expert_rows[rank], data.expert_probs[rank]]
+    )
+    assert rows.grad is not None and probs.grad is not None
+
+    outputs = data.expert_rows[rank].clone().requires_grad_()
+    combined = combine(exchange, outputs)
+    torch.autograd.backward(combined, source.rows(data.gradients[rank]))
+    assert outputs.grad is not None
+    return Walks(
+        expert_rows=expert_rows.detach(),
+        expert_probs=expert_probs.detach(),
+        tokens_per_expert=torch.from_numpy(exchange.bound.rows_per_local_expert),
+        token_gradient=source.sum_of_rows(rows.grad, num_tokens),
+        prob_gradient=source.dense_probs(probs.grad, num_tokens, case.num_experts),
+        output=source.sum_of_rows(combined.detach(), num_tokens),
+        source_rows=combined.detach(),
+        expert_gradient=outputs.grad,
+    )
+
+
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """What nobody writes is NaN (bytes: 255, a NaN in every float), so that it is seen."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check(case: Case) -> list[str]:
+    """Our four walks against the reference: what differs, one line each."""
+    exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+    data = make_data(case, exchange_index)
+    with uninitialised_memory_is_nan():
+        ours = run_walks(case, data)
+    shape = (case.ep, case.etp)
+    maps = data.routing_maps
+    expected = reference.dispatch(data.tokens, maps, data.probs, *shape)[rank]
+    expected_gradient = reference.dispatch(data.gradients, maps, data.probs, *shape)[rank]
+
+    # Step 1: what only moves is equal to the bit.
+    found = []
+    for name, mine, theirs in (
+        ("expert rows", ours.expert_rows, expected.rows),
+        ("expert probs", ours.expert_probs, expected.probs),
+        ("tokens per expert", ours.tokens_per_expert, expected.tokens_per_expert),
+        ("combine backward", ours.expert_gradient, expected_gradient.rows),
+    ):
+        if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
+            found.append(f"{name} differ")
+
+    # Step 2: sums are within their roundings.
+    # The sum of each entry's terms, and of their absolute values.
+    rows = [torch.cat([rows, rows.abs()], dim=1) for rows in data.expert_rows]
+    total, magnitude = reference.combine(rows, maps, *shape)[rank].chunk(2, dim=1)
+    prob_total, prob_magnitude = (
+        reference.combine_probs(probs, maps, *shape)[rank]
+        for probs in (data.expert_probs, [probs.abs() for probs in data.expert_probs])
+    )
+    for name, mine, theirs, largest in (
+        ("combine", ours.output, total, magnitude),
+        ("dispatch backward, rows", ours.token_gradient, total, magnitude),
+        ("dispatch backward, probs", ours.prob_gradient, prob_total, prob_magnitude),
+    ):
+        if mine.shape != theirs.shape:
+            found.append(f"{name}: shape {tuple(mine.shape)}, not {tuple(theirs.shape)}")
+            continue
+        error = (mine.double() - theirs).abs()
+        # A NaN compares as an error.
+        if not (error <= rounding_bound(case, mine, largest)).all():
+            found.append(f"{name}: off by up to {error.max():.3g}")
+    return [f"rank {rank} of exchange {exchange_index}: {line}" for line in found]
+
+
+def rounding_bound(case: Case, result: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+    """The most that rounding can do to a sum whose terms have absolute values of that sum.
+
+    Every partial sum is at most `magnitude`, and a rounding moves it by at most half an eps. A
+    partial sum is rounded to the wire's dtype at most 4 times (experts, node, rail; or ETP, then
+    experts), and each addition rounds once in the sum's dtype.
+    """
+    num_terms = case.num_experts * case.etp
+    sum_dtype = torch.promote_types(case.sum_dtype, result.dtype)
+    units = 4 * torch.finfo(result.dtype).eps / 2 + num_terms * torch.finfo(sum_dtype).eps / 2
+    # 1%: errors on top of errors.
+    return 1.01 * units * magnitude
+
+
+def check_many(cases: list[Case]) -> list[tuple[int, str]]:
+    """`check` for many cases in one call: the position of each case that failed, and how.
+
+    A failed comparison does not end the batch: it comes after all collectives of its case.
+    """
+    found = []
+    for position, case in enumerate(cases):
+        try:
+            found += [(position, line) for line in check(case)]
+        except Exception as error:
+            raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
+    return found
+
+
+def check_deterministic(case: Case) -> None:
+    """The same bits on a second run, in all four walks."""
+    exchange_index, _, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+    data = make_data(case, exchange_index)
+    first, second = run_walks(case, data), run_walks(case, data)
+    for name, value in vars(first).items():
+        assert torch.equal(value, getattr(second, name)), f"{case}: {name} differs on a second run"
+
+
+def adjoint_defects(case: Case) -> dict[str, float]:
+    """How far each pair of walks is from being transposed, relative to |A x| |y|; in fp64.
+
+    <A x, y> = <x, A' y>, summed over all ranks, for dispatch with its backward, for combine with
+    its backward, and for dispatch (rows alone) with combine.
+    """
+    exchange_index, rank, whole, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+    data = make_data(case, exchange_index)
+    source = make_source(case, data)
+    exchange = source.exchange
+    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+
+    x_rows, x_probs = source.rows(data.tokens[rank]).requires_grad_(), source.probs.requires_grad_()
+    y_rows, y_probs = data.expert_rows[rank].clone().requires_grad_(), data.expert_probs[rank]
+    z_rows = like(x_rows)
+    ax_rows, ax_probs = dispatch(exchange, x_rows, x_probs, source.ids)
+    torch.autograd.backward([ax_rows, ax_probs], [y_rows.detach(), y_probs])
+    cy = combine(exchange, y_rows)
+    torch.autograd.backward(cy, z_rows)
+    assert x_rows.grad is not None and x_probs.grad is not None and y_rows.grad is not None
+
+    def inner(*pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        total = torch.stack([(a.detach() * b.detach()).sum() for a, b in pairs]).sum()
+        dist.all_reduce(total, group=whole)
+        return total
+
+    def defect(
+        left: list[tuple[torch.Tensor, torch.Tensor]],
+        right: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> float:
+        size = inner(*((a, a) for a, _ in left)) * inner(*((b, b) for _, b in left))
+        return float((inner(*left) - inner(*right)).abs() / size.sqrt().clamp(min=1e-300))
+
+    return {
+        "dispatch and its backward": defect(
+            [(ax_rows, y_rows), (ax_probs, y_probs)],
+            [(x_rows, x_rows.grad), (x_probs, x_probs.grad)],
+        ),
+        "combine and its backward": defect([(cy, z_rows)], [(y_rows, y_rows.grad)]),
+        "dispatch and combine": defect([(ax_rows, y_rows)], [(x_rows, cy)]),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Sums of squared errors against fp64, over one rank's entries.
+
+    Attributes:
+        one_rounding: of one ascending fp32 sum, rounded once.
+        stock: of stock's sum: over the ETP ranks, rounded; then over the experts, rounded.
+        combine, dispatch_backward: ours.
+        equal: whether both of ours have stock's bits.
+        num_entries: how many.
+    """
+
+    one_rounding: float
+    stock: float
+    combine: float
+    dispatch_backward: float
+    equal: bool
+    num_entries: int
+
+
+def errors(case: Case) -> Errors:
+    """Our sums, stock's, and one rounding, against the fp64 reference."""
+    exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+    data = make_data(case, exchange_index)
+    ours = run_walks(case, data)
+    exact = reference.combine(data.expert_rows, data.routing_maps, case.ep, case.etp)[rank]
+    terms = _terms(case, data, rank)
+    num_tokens, _, _, hidden = terms.shape
+
+    once = ascending_sum(terms.reshape(num_tokens, -1, hidden))
+    # [T, E, ETP, H] -> [T, E, H]; with one ETP rank nothing is added, and so nothing rounded.
+    by_pair = terms.reshape(-1, case.etp, hidden)
+    stock = ascending_sum(ascending_sum(by_pair).view(num_tokens, -1, hidden))
+
+    def squared(result: torch.Tensor) -> float:
+        return float((result.double() - exact).square().sum())
+
+    return Errors(
+        one_rounding=squared(once),
+        stock=squared(stock),
+        combine=squared(ours.output),
+        dispatch_backward=squared(ours.token_gradient),
+        equal=torch.equal(ours.output, stock) and torch.equal(ours.token_gradient, stock),
+        num_entries=exact.numel(),
+    )
+
+
+def _terms(case: Case, data: Data, rank: int) -> torch.Tensor:
+    """[T, E, ETP, H] what the experts' ranks hand back for this rank's tokens, 0 elsewhere."""
+    num_tokens = data.tokens[rank].shape[0]
+    terms = torch.zeros(num_tokens, case.num_experts, case.etp, case.hidden, dtype=case.torch_dtype)
+    by_rank = reference.arrivals(data.routing_maps, case.ep, case.etp)
+    for peer, (arrived, rows) in enumerate(zip(by_rank, data.expert_rows, strict=True)):
+        here = arrived.source == rank
+        terms[arrived.token[here], arrived.expert[here], peer % case.etp] = rows[here]
+    return terms
+
+
+def ascending_sum(terms: torch.Tensor) -> torch.Tensor:
+    """One fp32 sum in order, rounded once: [T, N, H] -> [T, H]. Adding a 0 rounds nothing."""
+    total = torch.zeros_like(terms[:, 0], dtype=torch.float32)
+    for term in terms.unbind(dim=1):
+        total += term.float()
+    return total.to(terms.dtype)
+
+
+def bytes_of_dispatch(case: Case) -> tuple[dict[tuple[str, str], int], int]:
+    """What dispatch forward sent from this rank, by stage and tier; and the lists' length."""
+    exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+    data = make_data(case, exchange_index)
+    source = make_source(case, data)
+    with torch.no_grad():
+        dispatch(source.exchange, source.rows(data.tokens[rank]), source.probs, source.ids)
+    return dict(source.exchange.monitor.bytes_sent), source.exchange.list_width
+
+
+def check_many_with_fault(cases: list[Case], fault: str) -> list[tuple[int, str]]:
+    """`check_many` with one planted fault (see faults.py)."""
+    import faults
+
+    with faults.planted(fault):
+        return check_many(cases)

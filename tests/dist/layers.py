@@ -1,0 +1,548 @@
+"""Functions that run on the ranks of a pool: one MoE layer, stock against ours.
+
+Every function takes plain data and returns plain data; `Case` says what is built.
+"""
+
+import copy
+import dataclasses
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HIDDEN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layer and its data.
+
+    `routing`: "router" lets Megatron's router choose. The others force a choice:
+    "uniform" is random; "rank0_empty" gives rank 0 no token; "expert0_empty" spares expert 0;
+    "one_expert" sends every token to the last expert (top-1); "few_tokens" has 2 tokens a rank.
+    `config` goes to both dispatchers, `options` to ours.
+    """
+
+    tp: int = 1
+    ep: int = 4
+    etp: int = 1
+    num_local_experts: int = 2
+    topk: int = 2
+    num_tokens: int = 24
+    dtype: str = "float32"
+    routing: str = "uniform"
+    seed: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_experts(self) -> int:
+        return self.ep * self.num_local_experts
+
+    @property
+    def exact_sums(self) -> bool:
+        """Whether our sums have stock's order, so that they are equal to the bit."""
+        from monta_megatron.chains import CHAINS
+
+        chain = CHAINS[self.options.get("moe_monta_chain", "alltoall_allgather")]
+        return self.etp <= 2 and chain.rows == "pairs"
+
+
+# Megatron's process groups by layout. They are kept, not made anew: every Gloo group has threads
+# of its own, which nothing ends before the process does.
+_parallel_states: dict[tuple[int, int, int] | None, dict[str, Any]] = {}
+
+
+def initialize(case: Case) -> None:
+    """Put Megatron into a layout, and its random numbers at their start."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    def state() -> dict[str, Any]:
+        return {
+            name: copy.copy(value) if isinstance(value, dict | list) else value
+            for name, value in vars(parallel_state).items()
+            if name.isupper() and name.startswith("_")
+        }
+
+    layout = (case.tp, case.ep, case.etp)
+    _parallel_states.setdefault(None, state())
+    if layout not in _parallel_states:
+        vars(parallel_state).update(_parallel_states[None])
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp,
+            expert_model_parallel_size=case.ep,
+            expert_tensor_parallel_size=case.etp,
+            distributed_timeout_minutes=1,
+        )
+        _parallel_states[layout] = state()
+    vars(parallel_state).update(_parallel_states[layout])
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+
+
+def transformer_config(case: Case, dispatcher: str, **options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch_dtype = getattr(torch, case.dtype)
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=case.num_experts,
+        moe_router_topk=case.topk,
+        moe_ffn_hidden_size=16,
+        moe_token_dispatcher_type=dispatcher,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        tensor_model_parallel_size=case.tp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        sequence_parallel=case.tp > 1,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=torch_dtype,
+        bf16=case.dtype == "bfloat16",
+        moe_router_pre_softmax=case.topk == 1,
+        **{"moe_router_dtype": "fp32", **case.config},
+        **(case.options if dispatcher == "monta" else {}),
+        **options,
+    )
+
+
+def build_layer(case: Case, dispatcher: str, **options: Any) -> Any:
+    """A Megatron MoE layer with the same weights for the same case, whatever the dispatcher."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    initialize(case)
+    config = transformer_config(case, dispatcher, **options)
+    if config.moe_grouped_gemm:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=case.num_experts, moe_grouped_gemm=True
+        )
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=case.num_experts, moe_grouped_gemm=False
+        )
+    return build_moe(spec.submodules.mlp, config)
+
+
+def build_moe(mlp: Any, config: Any) -> Any:
+    """An MoE layer from the `mlp` of a layer spec: a ModuleSpec or a partial, by release."""
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+    groups = get_default_pg_collection()
+    if isinstance(mlp, ModuleSpec):
+        layer = build_module(mlp, config=config, pg_collection=groups)
+    else:
+        layer = mlp(config=config, pg_collection=groups)
+    layer.set_layer_number(1)
+    return layer.to("cuda")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything by which two dispatchers are compared."""
+
+    expert_rows: torch.Tensor
+    expert_probs: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    output: torch.Tensor
+    input_gradient: torch.Tensor
+    weight_gradients: dict[str, torch.Tensor]
+
+
+def forced_routing(case: Case, num_tokens: int, generator: torch.Generator) -> torch.Tensor | None:
+    """[num_tokens, E] bool with exactly top-k experts each, or None to let the router choose."""
+    if case.routing == "router":
+        return None
+    scores = torch.rand(num_tokens, case.num_experts, generator=generator)
+    if case.routing == "expert0_empty":
+        scores[:, 0] = -1.0
+    if case.routing == "one_expert":
+        scores[:, -1] = 2.0
+    chosen = scores.topk(case.topk, dim=1).indices
+    routing_map = torch.zeros(num_tokens, case.num_experts, dtype=torch.bool)
+    return routing_map.scatter(1, chosen, True).to("cuda")
+
+
+def force(router: Any, routing_map: torch.Tensor | None) -> None:
+    """Let the router compute its probabilities for a given choice, gradient included."""
+    if routing_map is None:
+        return
+
+    def forward(hidden: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = torch.nn.functional.linear(hidden.float().flatten(0, 1), router.weight.float())
+        return logits.sigmoid() * routing_map, routing_map.clone()
+
+    router.forward = forward
+
+
+def num_tokens_here(case: Case) -> int:
+    if case.routing == "few_tokens":
+        return 2
+    return 0 if case.routing == "rank0_empty" and dist.get_rank() == 0 else case.num_tokens
+
+
+def forward_backward(case: Case, layer: Any) -> Result:
+    """One step of the layer on this rank's data."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + dist.get_rank())
+    num_tokens = num_tokens_here(case)
+    hidden = torch.randn(num_tokens, 1, HIDDEN, generator=generator)
+    gradient = torch.randn(num_tokens, 1, HIDDEN, generator=generator)
+    # "cuda" is the CPU on CPU ranks.
+    device_and_dtype = {"device": "cuda", "dtype": getattr(torch, case.dtype)}
+    hidden = hidden.to(**device_and_dtype).requires_grad_()
+    force(layer.router, forced_routing(case, num_tokens, generator))
+
+    seen: list[Any] = []
+    postprocess = layer.token_dispatcher.dispatch_postprocess
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        result = postprocess(*args, **kwargs)
+        seen[:] = result
+        return result
+
+    layer.token_dispatcher.dispatch_postprocess = recording
+    layer.zero_grad()
+    output, _ = layer(hidden)
+    torch.autograd.backward(output, gradient.to(**device_and_dtype))
+    layer.token_dispatcher.dispatch_postprocess = postprocess
+    assert hidden.grad is not None
+    return Result(
+        expert_rows=seen[0].detach().clone(),
+        tokens_per_expert=torch.as_tensor(seen[1]).clone(),
+        expert_probs=seen[2].detach().clone(),
+        output=output.detach().clone(),
+        input_gradient=hidden.grad.clone(),
+        weight_gradients={
+            name: parameter.grad.clone()
+            for name, parameter in layer.named_parameters()
+            if parameter.grad is not None
+        },
+    )
+
+
+def assert_equal(ours: Result, stock: Result, exact_sums: bool, what: str) -> None:
+    """What moves is equal to the bit; sums are too, unless their order differs (ETP > 2)."""
+    for name in ("expert_rows", "tokens_per_expert", "expert_probs"):
+        mine, theirs = getattr(ours, name), getattr(stock, name)
+        assert mine.dtype == theirs.dtype, f"{what}: {name}: {mine.dtype} != {theirs.dtype}"
+        assert torch.equal(mine, theirs), f"{what}: {name} differs from stock"
+    sums = {"output": ours.output, "input_gradient": ours.input_gradient, **ours.weight_gradients}
+    expected = {
+        "output": stock.output,
+        "input_gradient": stock.input_gradient,
+        **stock.weight_gradients,
+    }
+    assert sums.keys() == expected.keys(), f"{what}: gradients of {sums.keys() ^ expected.keys()}"
+    for name, mine in sums.items():
+        assert_close(mine, expected[name], exact_sums, f"{what}: {name}")
+
+
+def assert_close(mine: torch.Tensor, theirs: torch.Tensor, exact: bool, what: str) -> None:
+    """Equal to the bit, or where sums have another order within their rounding."""
+    assert mine.dtype == theirs.dtype, f"{what}: {mine.dtype} != {theirs.dtype}"
+    assert mine.shape == theirs.shape, f"{what}: {mine.shape} != {theirs.shape}"
+    if mine.numel() == 0:
+        return
+    difference = (mine - theirs).abs().max().item()
+    if exact:
+        assert torch.equal(mine, theirs), f"{what} differs from stock by {difference:.3g}"
+        return
+    # A few terms summed in another order, through up to three roundings of partial sums that may
+    # be larger than the result.
+    bound = 8 * torch.finfo(mine.dtype).eps * theirs.abs().max().item()
+    assert difference <= bound, f"{what} differs from stock by {difference:.3g}"
+
+
+def compare(case: Case, chunks: list[int]) -> dict[str, Any]:
+    """Our dispatcher against stock on one case, for several chunk counts.
+
+    Returns:
+        what moved: the dispatcher's class and the bytes by tier of the last chunk count.
+    """
+    stock = forward_backward(case, build_layer(case, "alltoall"))
+    report: dict[str, Any] = {}
+    for num_chunks in chunks:
+        layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
+        ours = forward_backward(case, layer)
+        assert_equal(ours, stock, case.exact_sums, f"{case}, {num_chunks} chunks")
+        report = {
+            "dispatcher": type(layer.token_dispatcher).__name__,
+            "bytes": layer.token_dispatcher.monitor.bytes_by_tier(),
+            "tokens": int(ours.tokens_per_expert.sum()),
+        }
+    return report
+
+
+def record_of_walks(case: Case, num_chunks: int) -> list[tuple[str, str, str, int]]:
+    """Every start and wait of a forward and backward pass, in the order of issue."""
+    layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
+    layer.token_dispatcher.monitor.record = record = []
+    forward_backward(case, layer)
+    return [tuple(step) for step in record]
+
+
+def record_with_fault(case: Case, num_chunks: int, fault: str) -> list[tuple[str, str, str, int]]:
+    """`record_of_walks` with one planted fault (see faults.py)."""
+    import faults
+
+    with faults.planted(fault):
+        return record_of_walks(case, num_chunks)
+
+
+def compare_with_fault(case: Case, num_chunks: int, fault: str) -> str:
+    """`compare` with one planted fault (see faults.py): the error that it led to, or ""."""
+    import faults
+
+    with faults.planted(fault):
+        try:
+            compare(case, [num_chunks])
+        except (AssertionError, RuntimeError, IndexError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def compare_padded_for_quantization(case: Case, num_chunks: int) -> None:
+    """Router padding to a multiple of 16 rows: Megatron ties it to fp8, the dispatcher does not."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    align_size = token_dispatcher.get_align_size_for_quantization
+    token_dispatcher.get_align_size_for_quantization = lambda config: 16
+    try:
+        results = []
+        for dispatcher in ("alltoall", "monta"):
+            options = {"moe_monta_num_chunks": num_chunks} if dispatcher == "monta" else {}
+            layer = build_layer(case, dispatcher, **options)
+            layer.config.moe_router_padding_for_quantization = True
+            results.append(forward_backward(case, layer))
+    finally:
+        token_dispatcher.get_align_size_for_quantization = align_size
+    stock, ours = results
+    assert (stock.tokens_per_expert % 16 == 0).all()
+    assert_equal(ours, stock, case.exact_sums, f"{case}, router padding")
+
+
+def compare_steps(case: Case, num_chunks: int, tokens: list[list[int]]) -> None:
+    """One layer over several steps; step i has tokens[i][rank] tokens on each rank."""
+    stock = build_layer(case, "alltoall")
+    ours = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
+    for seed, by_rank in enumerate(tokens):
+        step = dataclasses.replace(case, num_tokens=by_rank[dist.get_rank()], seed=seed)
+        expected = forward_backward(step, stock)
+        assert_equal(forward_backward(step, ours), expected, case.exact_sums, f"step {seed}")
+
+
+def compare_without_gradient(case: Case, num_chunks: int) -> None:
+    """Evaluation: no graph, the same output, and no state left that a later step trips over."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    hidden = torch.randn(case.num_tokens, 1, HIDDEN, generator=generator).to("cuda")
+    outputs = []
+    for dispatcher in ("alltoall", "monta"):
+        options = {"moe_monta_num_chunks": num_chunks} if dispatcher == "monta" else {}
+        layer = build_layer(case, dispatcher, **options)
+        layer.eval()
+        with torch.no_grad():
+            outputs.append(layer(hidden)[0])
+        layer.train()
+        forward_backward(case, layer)
+    assert_close(outputs[1], outputs[0], case.exact_sums, "evaluation")
+    assert not outputs[1].requires_grad
+
+
+def phases(dispatcher: Any, hidden: torch.Tensor, routing_map: torch.Tensor) -> list[torch.Tensor]:
+    """The six phases with experts that scale each row by its probability.
+
+    Returns:
+        the experts' rows, the output, and the gradients of hidden states and probabilities.
+    """
+    hidden = hidden.clone().requires_grad_()
+    probs = (routing_map / routing_map.sum(dim=1, keepdim=True)).requires_grad_()
+    rows, row_probs = dispatcher.dispatch_preprocess(hidden, routing_map.clone(), probs)
+    rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
+    rows, _, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+    output = dispatcher.combine_preprocess(rows * row_probs[:, None])
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(output))
+    torch.autograd.backward(output, torch.ones_like(output) * (dist.get_rank() + 1))
+    assert hidden.grad is not None and probs.grad is not None
+    return [rows.detach(), output.detach(), hidden.grad, probs.grad]
+
+
+def compare_width(case: Case, num_chunks: int, width: int) -> None:
+    """Rows of another width than the model's hidden size, as latent projections make them."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    hidden = torch.randn(case.num_tokens, 1, width, generator=generator).to("cuda")
+    routing_map = forced_routing(case, case.num_tokens, generator)
+    assert routing_map is not None
+    stock = build_layer(case, "alltoall").token_dispatcher
+    ours = build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
+    for mine, theirs in zip(
+        phases(ours, hidden, routing_map), phases(stock, hidden, routing_map), strict=True
+    ):
+        assert_close(mine, theirs, case.exact_sums, "width")
+
+
+def replay_cuda_graph_attributes(case: Case, num_chunks: int) -> None:
+    """Megatron replays a captured preprocess by setting the listed attributes: do that.
+
+    Batch A is preprocessed and its attributes are kept; batch B is preprocessed after it; then
+    A's attributes come back, and the rest of the phases must belong to A.
+    """
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    dispatcher = build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
+    # As Megatron sets it where moe_preprocess is captured: no copy to the host inside the graph.
+    dispatcher.cuda_dtoh_point = "before_ep_alltoall"
+    batches = []
+    for _ in range(2):
+        hidden = torch.randn(case.num_tokens, 1, HIDDEN, generator=generator).to("cuda")
+        routing_map = forced_routing(case, case.num_tokens, generator)
+        assert routing_map is not None
+        batches.append((hidden, routing_map))
+    expected = phases(dispatcher, *batches[0])[1]
+
+    kept = []
+    for hidden, routing_map in batches:
+        probs = routing_map / routing_map.sum(dim=1, keepdim=True)
+        outputs = dispatcher.dispatch_preprocess(hidden, routing_map.clone(), probs)
+        attributes = {
+            name: value.clone()
+            for name in dispatcher.cudagraph_attrs
+            if isinstance(value := getattr(dispatcher, name, None), torch.Tensor)
+        }
+        kept.append((outputs, attributes))
+    assert "exchange_counts" in kept[0][1]
+    (rows, row_probs), attributes = kept[0]
+    for name, value in attributes.items():
+        setattr(dispatcher, name, value)
+    rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
+    rows, _, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+    output = dispatcher.combine_preprocess(rows * row_probs[:, None])
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(output))
+    assert torch.equal(output, expected)
+
+
+def compare_with_freed_inputs(case: Case, num_chunks: int) -> None:
+    """The 1F1B schedule frees what went into dispatch and combine: gradients do not change."""
+    expected = forward_backward(case, build_layer(case, "monta", moe_monta_num_chunks=num_chunks))
+    layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
+
+    def freeing_inputs(phase: Any) -> Any:
+        def call(*inputs: torch.Tensor) -> Any:
+            # The schedule cuts the graph at its nodes, so a node's inputs are leaves.
+            outputs = phase(*inputs)
+            for tensor in inputs:
+                tensor.untyped_storage().resize_(0)
+            return outputs
+
+        return call
+
+    for name in ("token_dispatch", "token_combine"):
+        setattr(layer.token_dispatcher, name, freeing_inputs(getattr(layer.token_dispatcher, name)))
+    assert_equal(forward_backward(case, layer), expected, True, "freed inputs")
+
+
+def options_survive_copies(case: Case) -> list[tuple[str, str, int]]:
+    """Build a layer from a configuration made in code, and from its copies."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    initialize(case)
+    config = transformer_config(case, "monta", moe_monta_num_chunks=3)
+    copies = [
+        config,
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        dataclasses.replace(config),
+    ]
+    built = []
+    for each in copies:
+        spec = get_gpt_layer_local_spec(num_experts=case.num_experts, moe_grouped_gemm=False)
+        dispatcher = build_moe(spec.submodules.mlp, each).token_dispatcher
+        built.append(
+            (type(dispatcher).__name__, dispatcher.chain.name, dispatcher.options.num_chunks)
+        )
+    return built
+
+
+def build_from_spec(case: Case) -> tuple[str, str]:
+    """The way in that patches nothing: a spec, with the stock name in the configuration."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from monta_megatron.integration.layer import with_monta
+
+    initialize(case)
+    spec = get_gpt_layer_local_spec(num_experts=case.num_experts, moe_grouped_gemm=False)
+    config = transformer_config(case, "alltoall")
+    changed = build_moe(with_monta(spec).submodules.mlp, config)
+    unchanged = build_moe(spec.submodules.mlp, config)
+    return type(changed.token_dispatcher).__name__, type(unchanged.token_dispatcher).__name__
+
+
+def compare_many(cases: list[Case], chunks: list[int]) -> list[dict[str, Any]]:
+    """`compare` for many cases in one call."""
+    return [compare(case, chunks) for case in cases]
+
+
+def many_steps(case: Case, num_chunks: int, num_steps: int) -> dict[str, list[float]]:
+    """What grows over many steps: resident memory, threads, process groups, live tensors."""
+    import gc
+    import os
+    import threading
+
+    layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
+    samples: dict[str, list[float]] = {
+        "memory_bytes": [],
+        "threads": [],
+        "groups": [],
+        "tensors": [],
+    }
+    for step in range(num_steps):
+        forward_backward(dataclasses.replace(case, seed=step % 7), layer)
+        if (step + 1) % (num_steps // 4) == 0:
+            gc.collect()
+            pages = int(open("/proc/self/statm").read().split()[1])
+            samples["memory_bytes"].append(pages * os.sysconf("SC_PAGE_SIZE"))
+            samples["threads"].append(len(os.listdir("/proc/self/task")))
+            samples["groups"].append(len(dist.distributed_c10d._world.pg_map))
+            samples["tensors"].append(
+                sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+            )
+    assert threading.active_count() < 64
+    return samples
+
+
+def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, float]:
+    """One rank is killed between two chunks; what the others say, and after how long."""
+    import os
+    import signal
+    import time
+
+    from monta_megatron.exchange import walk
+
+    layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
+    forward_backward(case, layer)
+    original = walk._Pipeline._collective
+
+    def collective(self: Any, bound: Any, group: Any, chunk: int) -> Any:
+        if chunk == 1 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, bound, group, chunk)
+
+    walk._Pipeline._collective = collective
+    begin = time.monotonic()
+    try:
+        forward_backward(case, layer)
+    except walk.ExchangeError as error:
+        answer = str(error), time.monotonic() - begin
+        # Megatron would end with this error, and so close its connections to the other ranks.
+        dist.destroy_process_group()
+        return answer
+    finally:
+        walk._Pipeline._collective = original
+    return "", time.monotonic() - begin

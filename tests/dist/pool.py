@@ -1,0 +1,185 @@
+"""A pool of ranks that is started once per world size and reused by every test.
+
+Importing torch and Megatron costs seconds per process, so the ranks stay alive and run one
+function after another. A rank that fails, or a time limit that passes, ends the pool: the error
+holds every rank's traceback or stack, and the next test gets a fresh pool.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+# Seconds until the ranks have started and imported Megatron: 8 of them share 2 cores.
+START_LIMIT_S = 240.0
+
+
+class PoolError(AssertionError):
+    """A rank failed or hung; the text holds what every rank says of it."""
+
+
+class Pool:
+    """`world_size` CPU ranks with torch.distributed (Gloo) and Megatron imported."""
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        self.world_size = world_size
+        self._stacks = tempfile.TemporaryDirectory(prefix="monta-pool-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        key = os.urandom(16)
+        with Listener(("127.0.0.1", 0), authkey=key) as listener:
+            environment = {
+                **os.environ,
+                "MONTA_CPU_RANKS": "1" if backend == "gloo" else "0",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONWARNINGS": "ignore",
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(_free_port()),
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+                ),
+                "POOL_ADDRESS": f"{listener.address[0]}:{listener.address[1]}",
+                "POOL_KEY": key.hex(),
+                "POOL_STACKS": self._stacks.name,
+                "POOL_BACKEND": backend,
+            }
+            for rank in range(world_size):
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, __file__],
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdout=subprocess.DEVNULL,
+                        stderr=None if rank == 0 else subprocess.DEVNULL,
+                    )
+                )
+            by_rank: dict[int, Connection] = {}
+            listener._listener._socket.settimeout(START_LIMIT_S)  # type: ignore[attr-defined]
+            while len(by_rank) < world_size:
+                connection = listener.accept()
+                by_rank[connection.recv()] = connection
+            self._connections = [by_rank[rank] for rank in range(world_size)]
+
+    def run(self, function: str, *args: Any, limit_s: float = 120.0) -> list[Any]:
+        """Run "module:function" with `args` on every rank; what each rank returned, by rank.
+
+        Raises:
+            PoolError: a rank raised, died, or did not answer within `limit_s`.
+        """
+        for connection in self._connections:
+            connection.send((function, args))
+        results: list[Any] = []
+        failures: list[str] = []
+        for rank, connection in enumerate(self._connections):
+            # Once a rank has failed the others may wait for it in a collective.
+            wait_s = 5.0 if failures else limit_s
+            try:
+                if not connection.poll(wait_s):
+                    failures.append(
+                        f"rank {rank}: no answer after {wait_s:g} s\n{self._stack(rank)}"
+                    )
+                    continue
+                succeeded, value = connection.recv()
+            except (EOFError, ConnectionError) as error:
+                failures.append(f"rank {rank}: died: {type(error).__name__}")
+                continue
+            if succeeded:
+                results.append(value)
+            else:
+                failures.append(f"rank {rank}: {value}")
+        if failures:
+            self.close()
+            raise PoolError(f"{function}{args}\n" + "\n".join(failures))
+        return results
+
+    def run_on_survivors(self, function: str, *args: Any) -> dict[int, Any]:
+        """Like `run`, for a function in which ranks die: what the others returned, by rank."""
+        for connection in self._connections:
+            connection.send((function, args))
+        results: dict[int, Any] = {}
+        for rank, connection in enumerate(self._connections):
+            try:
+                assert connection.poll(120.0), f"rank {rank} hangs\n{self._stack(rank)}"
+                succeeded, value = connection.recv()
+            except (EOFError, ConnectionError):
+                continue
+            assert succeeded, f"rank {rank}: {value}"
+            results[rank] = value
+        return results
+
+    @property
+    def alive(self) -> bool:
+        """Whether the ranks can run another function."""
+        return bool(self._connections)
+
+    def close(self) -> None:
+        """End every rank."""
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._stacks.cleanup()
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank is: it writes its stack to a file on SIGUSR1."""
+        self._processes[rank].send_signal(signal.SIGUSR1)
+        path = Path(self._stacks.name) / str(rank)
+        for _ in range(20):
+            if path.exists() and path.stat().st_size > 0:
+                break
+            time.sleep(0.1)
+        return path.read_text() if path.exists() else "no stack"
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _serve() -> None:
+    """Body of one rank: run what the pool sends until the connection closes."""
+    import importlib
+    from datetime import timedelta
+
+    rank = int(os.environ["RANK"])
+    stack_file = open(Path(os.environ["POOL_STACKS"]) / str(rank), "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if os.environ["POOL_BACKEND"] == "nccl":
+        torch.cuda.set_device(0)
+    dist.init_process_group(os.environ["POOL_BACKEND"], timeout=timedelta(seconds=60))
+    host, port = os.environ["POOL_ADDRESS"].split(":")
+    connection = Client((host, int(port)), authkey=bytes.fromhex(os.environ["POOL_KEY"]))
+    connection.send(rank)
+    while True:
+        try:
+            name, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            module, function = name.split(":")
+            value = getattr(importlib.import_module(module), function)(*args)
+            connection.send((True, value))
+        except BaseException:  # noqa: BLE001 - the pool has to hear of every failure
+            connection.send((False, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,118 @@
+"""What Megatron's settings ask of a dispatcher (integration/duties.py), against stock."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from conftest import Pools
+from layers import Case
+
+
+pytestmark = pytest.mark.old_end
+
+# Every chain, on 2 nodes of 2 ranks; with expert tensor parallelism where it can have it.
+CASES = [
+    Case(
+        tp=2,
+        ep=2 if etp == 2 else 4,
+        etp=etp,
+        num_local_experts=2,
+        options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2},
+    )
+    for chain, etp in (
+        ("alltoall_allgather", 2),
+        ("allgather", 2),
+        ("alltoall_dedup", 1),
+        ("hierarchical_allgather", 2),
+        ("hierarchical_alltoall", 1),
+    )
+]
+CASE = CASES[0]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.options["moe_monta_chain"])
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+CHUNKS = [1, 3]
+
+
+def compare(pools: Pools, case: Case, **config: Any) -> None:
+    pools[4].run("layers:compare", dataclasses.replace(case, config=config), CHUNKS)
+
+
+def test_shared_experts(pools: Pools, case: Case) -> None:
+    compare(pools, case, moe_shared_expert_intermediate_size=16)
+
+
+def test_shared_experts_overlap(pools: Pools, case: Case) -> None:
+    compare(
+        pools, case, moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True
+    )
+
+
+def test_capacity_factor(pools: Pools, case: Case) -> None:
+    compare(pools, dataclasses.replace(case, routing="router"), moe_expert_capacity_factor=0.75)
+
+
+@pytest.mark.parametrize("factor", [0.75, 2.0])
+def test_pad_to_capacity(pools: Pools, case: Case, factor: float) -> None:
+    case = dataclasses.replace(case, routing="router")
+    compare(pools, case, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=True)
+
+
+@pytest.mark.parametrize("num_chunks", CHUNKS)
+def test_router_padding(pools: Pools, case: Case, num_chunks: int) -> None:
+    pools[4].run("layers:compare_padded_for_quantization", case, num_chunks)
+
+
+@pytest.mark.parametrize("num_chunks", CHUNKS)
+def test_latent_size(pools: Pools, case: Case, num_chunks: int) -> None:
+    pools[4].run("layers:compare_width", case, num_chunks, 12)
+
+
+def test_selective_recompute(pools: Pools, case: Case) -> None:
+    compare(pools, case, recompute_granularity="selective", recompute_modules=["moe"])
+
+
+def test_token_count_changes_every_step(pools: Pools, case: Case) -> None:
+    tokens = [[24, 3, 0, 7], [1, 0, 0, 0], [0, 0, 0, 0], [100, 100, 100, 100], [2, 50, 1, 9]]
+    pools[4].run("layers:compare_steps", case, 4, tokens)
+
+
+@pytest.mark.parametrize("num_chunks", CHUNKS)
+def test_cuda_graph_attributes_replay(pools: Pools, case: Case, num_chunks: int) -> None:
+    pools[4].run("layers:replay_cuda_graph_attributes", case, num_chunks)
+
+
+@pytest.mark.parametrize("num_local_experts", [1, 2])
+@pytest.mark.parametrize("num_chunks", CHUNKS)
+def test_inputs_freed_by_the_schedule(
+    pools: Pools, num_chunks: int, num_local_experts: int
+) -> None:
+    case = dataclasses.replace(CASE, num_local_experts=num_local_experts)
+    pools[4].run("layers:compare_with_freed_inputs", case, num_chunks)
+
+
+def test_evaluation_without_gradient(pools: Pools, case: Case) -> None:
+    pools[4].run("layers:compare_without_gradient", case, 3)
+
+
+@pytest.mark.parametrize("router_dtype", [None, "fp64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtype_of_probabilities(
+    pools: Pools, case: Case, dtype: str, router_dtype: str | None
+) -> None:
+    case = dataclasses.replace(case, dtype=dtype, routing="router")
+    compare(pools, case, moe_router_dtype=router_dtype)
+
+
+def test_configuration_made_in_code(pools: Pools) -> None:
+    for built in pools[4].run("layers:options_survive_copies", CASE):
+        assert built == [("MontaTokenDispatcher", "alltoall_allgather", 3)] * 4
+
+
+def test_layer_spec_patches_nothing(pools: Pools) -> None:
+    for built in pools[4].run("layers:build_from_spec", CASE):
+        assert built == ("MontaTokenDispatcher", "MoEAlltoAllTokenDispatcher")

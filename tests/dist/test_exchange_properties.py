@@ -1,0 +1,161 @@
+"""Random layouts, routings, dtypes and chunks: every chain gives what the reference gives.
+
+Cases are drawn by hypothesis and run through a pool in batches, because a call costs more than a
+case. `scripts/property_tests.py` runs more of them, or one of them alone.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+from conftest import Pools
+from exchanges import ROUTINGS, Case
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+from pool import Pool, PoolError
+
+from monta_megatron.chains import CHAINS
+
+# (ep, etp, ranks per node) by world size. On 8 ranks the exchanges of 4 are two, side by side.
+# Fixed, so that every process group is made once.
+SHAPES: dict[int, list[tuple[int, int, int]]] = {
+    4: [
+        *((4, 1, ranks_per_node) for ranks_per_node in (4, 3, 2, 1)),
+        *((2, 2, ranks_per_node) for ranks_per_node in (4, 2, 1)),
+        (1, 4, 4),
+        *((2, 1, ranks_per_node) for ranks_per_node in (2, 1)),
+        (1, 2, 2),
+    ],
+    8: [
+        *((8, 1, ranks_per_node) for ranks_per_node in (8, 5, 4, 2, 1)),
+        *((4, 2, ranks_per_node) for ranks_per_node in (8, 4, 2)),
+        *((2, 4, ranks_per_node) for ranks_per_node in (8, 4)),
+        *((4, 1, ranks_per_node) for ranks_per_node in (4, 2)),
+        (2, 2, 2),
+    ],
+}
+# (dtype of the rows, dtype of the probabilities)
+DTYPES = [
+    ("float32", "float32"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("float64", "float64"),
+]
+# In the ordinary test run; scripts/property_tests.py runs more, on 8 ranks too.
+NUM_CASES = {4: 300}
+BATCH = 50
+
+
+def runnable(world_size: int) -> list[tuple[str, tuple[int, int, int]]]:
+    """Every chain with every shape that it accepts."""
+    return [
+        (chain, (ep, etp, ranks_per_node))
+        for chain in CHAINS
+        for ep, etp, ranks_per_node in SHAPES[world_size]
+        if CHAINS[chain].refusal(
+            Case(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node).layout(0)
+        )
+        is None
+    ]
+
+
+@st.composite
+def cases(draw: Callable[[st.SearchStrategy[Any]], Any], world_size: int) -> Case:
+    """Any exchange of tiny rows."""
+    chain, (ep, etp, ranks_per_node) = draw(st.sampled_from(runnable(world_size)))
+    dtype, probs_dtype = draw(st.sampled_from(DTYPES))
+    size = ep * etp
+    num_chunks = 1 if CHAINS[chain].serial else draw(st.integers(1, 7))
+    return Case(
+        chain=chain,
+        ep=ep,
+        etp=etp,
+        ranks_per_node=ranks_per_node,
+        num_local_experts=draw(st.integers(1, 3)),
+        topk=draw(st.integers(1, 4)),
+        tokens=tuple(draw(st.lists(st.integers(0, 12), min_size=size, max_size=size))),
+        hidden=draw(st.sampled_from([8, 3, 1])),
+        dtype=dtype,
+        probs_dtype=probs_dtype,
+        routing=draw(st.sampled_from(ROUTINGS)),
+        num_chunks=num_chunks,
+        num_blocks=num_chunks + draw(st.integers(0, 2)),
+        seed=draw(st.integers(0, 2**31 - 1)),
+    )
+
+
+def run_properties(pool: Pool, num_cases: int, seed: int) -> None:
+    """Draw at least `num_cases` different cases and compare each with the reference.
+
+    Raises:
+        AssertionError: a case failed; the text holds its parameters, what differed, and how to
+            run it alone.
+    """
+    done: set[Case] = set()
+    failures: list[str] = []
+
+    def run_batch(drawn: list[Case]) -> None:
+        # Hypothesis likes to draw what it has drawn before.
+        fresh = [case for case in dict.fromkeys(drawn) if case not in done]
+        if failures or not fresh:
+            return
+        try:
+            results = pool.run("exchanges:check_many", fresh)
+        except PoolError as error:
+            failures.append(str(error))
+            return
+        lines: dict[int, list[str]] = {}
+        for position, line in sorted({each for result in results for each in result}):
+            lines.setdefault(position, []).append(line)
+        for position, found in lines.items():
+            case = fresh[position]
+            failures.append("\n    ".join([repr(case), *found, command(pool.world_size, case)]))
+        done.update(fresh)
+
+    # As often as it takes until so many different ones have run.
+    while len(done) < num_cases and not failures:
+        # Which case of a batch failed is known without shrinking the batch.
+        settings = hypothesis.settings(
+            max_examples=max((num_cases - len(done)) // BATCH, 2),
+            phases=[Phase.generate],
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        batches = st.lists(cases(pool.world_size), min_size=BATCH, max_size=BATCH)
+        hypothesis.seed(seed)(settings(hypothesis.given(batches)(run_batch)))()
+        seed += 1
+    assert not failures, "\n".join([f"after {len(done)} cases:", *failures[:10]])
+
+
+def command(world_size: int, case: Case) -> str:
+    """The command that runs one case alone."""
+    text = json.dumps(dataclasses.asdict(case))
+    return f"scripts/property_tests.py --world-size {world_size} --case '{text}'"
+
+
+def case_from(text: str) -> Case:
+    """The case that `command` wrote."""
+    fields = json.loads(text)
+    return Case(**{**fields, "tokens": tuple(fields["tokens"])})
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", sorted(NUM_CASES))
+def test_every_chain_gives_what_the_reference_gives(pools: Pools, world_size: int) -> None:
+    run_properties(pools[world_size], NUM_CASES[world_size], seed=0)
+
+
+def test_a_case_survives_its_command_line() -> None:
+    case = Case(chain="alltoall", tokens=(3, 0, 1, 7), routing="capacity", seed=5)
+    assert case_from(command(4, case).split("'")[1]) == case
+
+
+def test_a_wrong_row_is_reported_with_its_case(pools: Pools) -> None:
+    """Planted: two rows change places on the way; the report names the case and its command."""
+    cases = [Case(chain="hierarchical_alltoall", seed=seed) for seed in range(3)]
+    for found in pools[4].run("exchanges:check_many_with_fault", cases, "two_rows_swapped"):
+        assert {position for position, _ in found} == {0, 1, 2}

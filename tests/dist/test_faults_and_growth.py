@@ -1,0 +1,49 @@
+"""A killed rank ends the others in bounded time with a name; nothing grows over many steps."""
+
+import pytest
+from conftest import Pools
+from layers import Case
+from pool import Pool
+
+CASE = Case(ep=4, num_local_experts=2, options={"moe_monta_ranks_per_node": 2})
+# What Megatron gives its groups in these tests, and the rails and nodes inherit.
+GROUP_LIMIT_S = 60.0
+
+
+@pytest.mark.parametrize(
+    ("chain", "group"),
+    [("alltoall_allgather", "ep"), ("hierarchical_alltoall", "rail|node")],
+)
+def test_a_killed_rank_is_reported_by_chain_stage_chunk_and_group(chain: str, group: str) -> None:
+    pool = Pool(4)
+    case = Case(
+        ep=4,
+        num_local_experts=2,
+        options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2},
+    )
+    try:
+        answers = pool.run_on_survivors("layers:die_in_dispatch", case, 4, 3)
+    finally:
+        pool.close()
+    assert sorted(answers) == [0, 1, 2]
+    for message, seconds in answers.values():
+        assert seconds < GROUP_LIMIT_S + 5.0
+        # A rank may wait for the dead one, or for one that waits for it.
+        assert f"chain {chain}, stage " in message
+        assert "chunk " in message and " of 4" in message
+        assert any(f"group {name}" in message for name in group.split("|"))
+
+
+@pytest.mark.parametrize("chain", ["hierarchical_alltoall"])
+def test_a_thousand_steps_grow_nothing(pools: Pools, chain: str) -> None:
+    case = Case(
+        ep=4,
+        num_local_experts=2,
+        options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2},
+    )
+    for samples in pools[4].run("layers:many_steps", case, 3, 1000, limit_s=240.0):
+        # The first quarter warms up allocators and caches.
+        _, second, _, last = samples["memory_bytes"]
+        assert last - second < 8 * 2**20
+        for name in ("threads", "groups", "tensors"):
+            assert len(set(samples[name][1:])) == 1, f"{name}: {samples[name]}"

@@ -1,0 +1,71 @@
+"""It is really pipelined, in all four walks; and planted faults are found."""
+
+import dataclasses
+
+import pytest
+from conftest import Pools
+from layers import Case
+
+pytestmark = pytest.mark.old_end
+
+CASE = Case(tp=2, ep=2, etp=2, num_local_experts=2)
+NUM_CHUNKS = 4
+
+# First and second collective of each walk: the chain forward, or its transpose.
+WALKS = {
+    "dispatch": ("alltoall", "allgather"),
+    "combine": ("allgather", "alltoall"),
+    "dispatch_backward": ("allgather", "alltoall"),
+    "combine_backward": ("alltoall", "allgather"),
+}
+
+
+def assert_pipelined(record: list[tuple[str, str, str, int]], num_chunks: int) -> None:
+    """Chunk i+1's first collective starts before chunk i's second one is waited for."""
+    for walk, (first, second) in WALKS.items():
+        for chunk in range(num_chunks - 1):
+            started = record.index(("start", walk, first, chunk + 1))
+            waited = record.index(("wait", walk, second, chunk))
+            assert started < waited, f"{walk}: chunk {chunk + 1} starts too late"
+
+
+def test_four_walks_are_pipelined(pools: Pools) -> None:
+    for record in pools[4].run("layers:record_of_walks", CASE, NUM_CHUNKS):
+        assert_pipelined(record, NUM_CHUNKS)
+
+
+def test_every_rank_issues_the_same_collectives_in_the_same_order(pools: Pools) -> None:
+    # One rank has no token: what it issues may not depend on that.
+    case = Case(tp=1, ep=2, etp=2, routing="rank0_empty")
+    records = pools[4].run("layers:record_of_walks", case, NUM_CHUNKS)
+    assert all(record == records[0] for record in records)
+
+
+def test_a_serial_loop_is_found(pools: Pools) -> None:
+    records = pools[4].run("layers:record_with_fault", CASE, NUM_CHUNKS, "serial_loop")
+    with pytest.raises(AssertionError, match="starts too late"):
+        assert_pipelined(records[0], NUM_CHUNKS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "symptom"),
+    [
+        ("two_rows_swapped", "expert_rows differs from stock"),
+        ("last_chunk_skipped", "expert_rows differs from stock"),
+        ("probability_gradients_dropped", "input_gradient differs from stock"),
+    ],
+)
+def test_a_planted_fault_is_found(pools: Pools, fault: str, symptom: str) -> None:
+    for error in pools[4].run("layers:compare_with_fault", CASE, NUM_CHUNKS, fault):
+        assert symptom in error
+
+
+def test_a_wrong_split_is_found(pools: Pools) -> None:
+    # Without an AllGather behind it the wrong number of rows meets the copy into place.
+    case = dataclasses.replace(CASE, etp=1)
+    for error in pools[4].run("layers:compare_with_fault", case, NUM_CHUNKS, "wrong_split"):
+        assert "index_copy_" in error
+
+
+def test_the_control_without_a_fault_passes(pools: Pools) -> None:
+    pools[4].run("layers:compare", CASE, [NUM_CHUNKS])

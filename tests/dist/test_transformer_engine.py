@@ -1,0 +1,41 @@
+"""On a GPU, with Transformer Engine: grouped GEMM and fused permutation, against stock."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from layers import Case
+from pool import Pool
+
+missing = [
+    what
+    for what, there in (
+        ("a GPU", torch.cuda.is_available() and os.environ.get("MONTA_CPU_RANKS") != "1"),
+        (
+            "Transformer Engine (pip install 'monta-megatron[te]')",
+            importlib.util.find_spec("transformer_engine") is not None,
+        ),
+    )
+    if not there
+]
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+
+# NCCL >= 2.30.3 runs several ranks on one GPU where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
+WORLD_SIZES = [1, 2] if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else [1]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_te_spec_equals_stock(world_size: int) -> None:
+    pool = Pool(world_size, backend="nccl")
+    case = Case(
+        ep=world_size,
+        num_local_experts=4,
+        dtype="bfloat16",
+        routing="router",
+        config={"moe_grouped_gemm": True, "moe_permute_fusion": True},
+    )
+    try:
+        pool.run("layers:compare", case, [1, 3])
+    finally:
+        pool.close()

@@ -1,0 +1,202 @@
+"""The unmodified pretrain_gpt.py of a Megatron-LM checkout: `monta` trains as `alltoall` does.
+
+Four CPU ranks, torchrun, Megatron's own arguments, data, optimizers and checkpoints.
+MEGATRON_LM_DIR names the checkout; Megatron is imported from it, not from an installed wheel.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The release, and the commit of branch main, that this was tested with.
+RELEASE_TAG = "core_v0.19.0"
+MAIN_COMMIT = "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+
+NUM_RANKS = 4
+ITERATIONS = 5
+SAVED_ITERATION = 3
+TORCHRUN_LIMIT_S = 280
+
+MODEL = f"""
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --disable-bias-linear
+    --seq-length 64 --max-position-embeddings 64 --num-experts 4 --moe-router-topk 2
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --seed 1234
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+    --train-iters {ITERATIONS} --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --distributed-timeout-minutes 4
+"""
+TENSOR_PARALLEL = """
+    --tensor-model-parallel-size 2 --sequence-parallel
+    --expert-model-parallel-size 2 --expert-tensor-parallel-size 2
+"""
+SETTINGS = {
+    "tensor_parallel": TENSOR_PARALLEL,
+    "distributed_optimizer": f"{TENSOR_PARALLEL} --use-distributed-optimizer",
+    "pipeline_parallel": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+}
+
+
+def checkout() -> Path:
+    """The Megatron-LM checkout, or a skip that says how to get one."""
+    folder = os.environ.get("MEGATRON_LM_DIR")
+    if folder is None:
+        pytest.skip(
+            "needs a Megatron-LM checkout: git clone https://github.com/NVIDIA/Megatron-LM && "
+            f"git -C Megatron-LM checkout {RELEASE_TAG} (or {MAIN_COMMIT}), then set "
+            "MEGATRON_LM_DIR=$PWD/Megatron-LM"
+        )
+    if not (Path(folder) / "pretrain_gpt.py").is_file():
+        raise ValueError(f"MEGATRON_LM_DIR: {folder} holds no pretrain_gpt.py")
+    if importlib.util.find_spec("megatron.training") is None:
+        # Not for the code, which the checkout has, but for all that it imports.
+        pytest.skip("needs what Megatron trains with: pip install 'megatron-core[training]>=0.19'")
+    return Path(folder).resolve()
+
+
+@functools.cache
+def megatron_version(folder: Path) -> tuple[int, int]:
+    """Major and minor version of the checkout's megatron.core."""
+    text = (folder / "megatron" / "core" / "package_info.py").read_text()
+    major, minor = re.findall(r"^(?:MAJOR|MINOR) = (\d+)", text, re.MULTILINE)
+    return int(major), int(minor)
+
+
+@functools.cache
+def describe(folder: Path) -> str:
+    """Which Megatron-LM ran, for failures: its commit where it is a git checkout, its version."""
+    version = ".".join(map(str, megatron_version(folder)))
+    if not (folder / ".git").exists():
+        return f"Megatron-LM {version}"
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    tested = f"tested with {RELEASE_TAG} and {MAIN_COMMIT}"
+    return f"Megatron-LM {version}, commit {commit} ({tested})"
+
+
+def pretrain(script: list[str], arguments: str, folder: Path) -> str:
+    """Train on CPU ranks; what the ranks printed.
+
+    Args:
+        script: pretrain_gpt.py of the checkout, or what runs it.
+        arguments: Megatron's, besides the model's.
+        folder: working directory, which gets caches.
+    """
+    from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
+
+    environment = {
+        **os.environ,
+        "MONTA_CPU_RANKS": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    if megatron_version(checkout()) >= (0, 20):
+        # Branch main has a version that is not released yet.
+        environment["MONTA_ALLOW_ANY_MEGATRON"] = "1"
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(NUM_RANKS), *script),
+            *MODEL.split(),
+            *arguments.split(),
+            *CPU_RANKS_ARGUMENTS,
+        ],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TORCHRUN_LIMIT_S,
+    )
+    said = f"{describe(checkout())}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
+    assert result.returncode == 0, said
+    return result.stdout
+
+
+class Run:
+    """One training with recorded losses.
+
+    Attributes:
+        losses: iteration -> unrounded loss.
+        output: what the ranks printed.
+        checkpoints: where it saved, if it did.
+    """
+
+    def __init__(self, dispatcher: str, arguments: str, folder: Path) -> None:
+        folder.mkdir()
+        record = folder / "losses.jsonl"
+        recorder = str(Path(__file__).with_name("record_losses.py"))
+        self.checkpoints = folder / "checkpoints"
+        self.output = pretrain(
+            [recorder, str(record), str(checkout() / "pretrain_gpt.py")],
+            f"{arguments} --moe-token-dispatcher-type {dispatcher}",
+            folder,
+        )
+        entries = [json.loads(line) for line in record.read_text().splitlines()]
+        self.losses = {entry["iteration"]: entry["loss"] for entry in entries}
+
+
+class Runs:
+    """Trainings that several tests compare, each run when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs: dict[tuple[str, str], Run] = {}
+
+    def __call__(self, name: str, dispatcher: str) -> Run:
+        key = (name, dispatcher)
+        if key not in self._runs:
+            folder = self._folder / f"{name}-{dispatcher}"
+            arguments = SETTINGS[name]
+            if name == "tensor_parallel":
+                # The checkpoint tests resume this one.
+                arguments += f" --save {folder / 'checkpoints'} --save-interval {SAVED_ITERATION}"
+            self._runs[key] = Run(dispatcher, arguments, folder)
+        return self._runs[key]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    checkout()
+    return Runs(tmp_path_factory.mktemp("pretrain_gpt"))
+
+
+@pytest.mark.timeout(3 * TORCHRUN_LIMIT_S)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_losses_equal_alltoall(name: str, runs: Runs) -> None:
+    stock, ours = runs(name, "alltoall"), runs(name, "monta")
+    assert list(stock.losses) == list(range(1, ITERATIONS + 1))
+    assert stock.losses[ITERATIONS] < stock.losses[1], "the model does not learn"
+    assert ours.losses == stock.losses
+    assert "monta: chain" in ours.output, "the dispatcher did not say that it runs"
+
+
+@pytest.mark.timeout(3 * TORCHRUN_LIMIT_S)
+@pytest.mark.parametrize(("saved", "loaded"), [("monta", "alltoall"), ("alltoall", "monta")])
+def test_checkpoint_changes_dispatcher(saved: str, loaded: str, runs: Runs, tmp_path: Path) -> None:
+    before = runs("tensor_parallel", saved)
+    tracker = before.checkpoints / "latest_checkpointed_iteration.txt"
+    # The run went on to its end and saved there too; the resumed one starts from the middle.
+    tracker.write_text(str(SAVED_ITERATION))
+    resumed = Run(loaded, f"{TENSOR_PARALLEL} --load {before.checkpoints}", tmp_path / "resumed")
+    uninterrupted = runs("tensor_parallel", "alltoall").losses
+    assert resumed.losses == {
+        iteration: loss for iteration, loss in uninterrupted.items() if iteration > SAVED_ITERATION
+    }
+
+
+@pytest.mark.timeout(3 * TORCHRUN_LIMIT_S)
+def test_script_itself(runs: Runs, tmp_path: Path) -> None:
+    """Nothing between torchrun and pretrain_gpt.py: it prints the losses that stock prints."""
+    script = [str(checkout() / "pretrain_gpt.py")]
+    arguments = f"{TENSOR_PARALLEL} --moe-token-dispatcher-type monta"
+    printed = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+)")
+    losses = printed.findall(pretrain(script, arguments, tmp_path))
+    assert len(losses) == ITERATIONS
+    assert losses == printed.findall(runs("tensor_parallel", "alltoall").output)

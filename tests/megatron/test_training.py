@@ -1,0 +1,97 @@
+"""Megatron's own training loop with settings that reach the dispatcher: losses equal stock's.
+
+The script is the quickstart's; the settings are what a user would add to its command line.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("megatron.training") is None:
+    pytest.skip(
+        "megatron.training is not installed: pip install 'megatron-core[training]>=0.19'",
+        allow_module_level=True,
+    )
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "quickstart"
+TORCHRUN_LIMIT_S = 240
+ITERATIONS = 4
+
+MODEL = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64
+    --seq-length 32 --max-position-embeddings 32 --disable-bias-linear
+    --attention-dropout 0 --hidden-dropout 0 --num-experts 4 --moe-router-topk 2
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+    --micro-batch-size 2 --lr 5e-3 --seed 7 --tokenizer-type NullTokenizer --vocab-size 256
+    --distributed-timeout-minutes 2 --log-interval 1 --split 90,10,0 --eval-interval 2
+"""
+
+SETTINGS = {
+    # Gradient accumulation (4 micro-batches), evaluation on the way, everything recomputed.
+    "full_recompute": """
+        --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
+        --expert-tensor-parallel-size 2 --global-batch-size 16 --eval-iters 1
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def data_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A little text as Megatron's indexed dataset."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        import prepare_text
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    folder = tmp_path_factory.mktemp("data")
+    # Many documents: a split without one would keep Megatron's dataset builder looping for ever.
+    texts = [b"Token %d travels to its experts and back. " % number * 20 for number in range(50)]
+    return prepare_text.prepare(texts, folder)
+
+
+def train(dispatcher: str, settings: str, data_prefix: Path, folder: Path) -> list[dict]:
+    """Train on 4 CPU ranks; the lines of the run's record."""
+    from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
+
+    record = folder / f"{dispatcher}.jsonl"
+    arguments = f"{MODEL} {settings} --train-iters {ITERATIONS}".split()
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "4", str(SCRIPTS / "train.py"), "--record", str(record)),
+            *("--moe-token-dispatcher-type", dispatcher, *arguments),
+            *("--data-path", str(data_prefix), "--data-cache-path", str(folder / "cache")),
+            *CPU_RANKS_ARGUMENTS,
+        ],
+        env={
+            **os.environ,
+            "MONTA_CPU_RANKS": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONWARNINGS": "ignore",
+        },
+        capture_output=True,
+        text=True,
+        timeout=TORCHRUN_LIMIT_S,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_settings(name: str, data_prefix: Path, tmp_path: Path) -> None:
+    ours = train("monta", SETTINGS[name], data_prefix, tmp_path)
+    stock = train("alltoall", SETTINGS[name], data_prefix, tmp_path)
+    losses = [entry["loss"] for entry in ours if "loss" in entry]
+    assert len(losses) >= ITERATIONS
+    assert losses == [entry["loss"] for entry in stock if "loss" in entry]
+    assert ours[-1]["dispatcher"] == ["MontaTokenDispatcher"]
+    assert stock[-1]["dispatcher"] == ["MoEAlltoAllTokenDispatcher"]
+    assert ours[-1]["bytes"]["intra"] > 0

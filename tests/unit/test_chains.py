@@ -1,0 +1,186 @@
+"""The chain as plain data: hand-worked bindings, and the rules that hold for any counts."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monta_megatron.chains import CHAINS, BoundChain, Counts, Layout
+from monta_megatron.chains.chain import cut, depth_of_stages
+from monta_megatron.chains.stages import AllGather, AllToAll, Segments
+
+pytestmark = pytest.mark.old_end
+
+CHAIN = CHAINS["alltoall_allgather"]
+
+
+def layout_of(ep: int, etp: int, num_local_experts: int, rank: int = 0) -> Layout:
+    """All ranks on one node."""
+    return Layout(
+        ep=ep, etp=etp, num_local_experts=num_local_experts, rank=rank, nodes=(0,) * (ep * etp)
+    )
+
+
+def rows_of(segments: Segments, chunk: int) -> list[int]:
+    """Row numbers of a chunk, run by run."""
+    return [
+        start + offset
+        for start, length in zip(segments.starts[chunk], segments.lengths[chunk], strict=True)
+        for offset in range(length)
+    ]
+
+
+def test_hand_worked_two_chunks() -> None:
+    # EP 2, ETP 1, L = 2, this is EP rank 0. Rows here: a a b b b b | c d d, for the experts
+    # 0 1 | 2 3. Rank 1 sends 3 rows for expert 0 and 1 for expert 1.
+    counts = Counts(sent=np.array([[2, 4], [1, 2]]), received=np.array([[[2, 4], [3, 1]]]))
+    bound = CHAIN.bind(layout_of(2, 1, 2), counts, num_chunks=2)
+    pack, exchange, gather, order = bound.stages
+
+    # Of an odd count the first expert's extra row goes to the last chunk, the second expert's
+    # to the first chunk.
+    assert rows_of(pack.segments, 0) == [0, 2, 3, 7]  # a b b d
+    assert rows_of(pack.segments, 1) == [1, 4, 5, 6, 8]  # a b b c d
+    assert exchange.send.tolist() == [[3, 1], [3, 2]]
+    assert exchange.receive.tolist() == [[3, 2], [3, 2]]
+    assert gather.receive.tolist() == [[5], [5]]
+    # On the experts' side: expert 0 from rank 0 (2 rows) and rank 1 (3), then expert 1 (4, 1).
+    assert rows_of(order.segments, 0) == [0, 5, 6, 2, 9]
+    assert rows_of(order.segments, 1) == [1, 7, 8, 3, 4]
+    assert bound.rows_per_local_expert.tolist() == [5, 5]
+    assert bound.num_expert_rows == 10
+
+
+def test_one_chunk_copies_nothing_on_the_way_in() -> None:
+    counts = Counts(sent=np.array([[3]]), received=np.array([[[3]], [[5]]]))
+    pack, _, gather, order = CHAIN.bind(layout_of(1, 2, 1), counts, num_chunks=1).stages
+    assert pack.segments is None
+    assert order.segments is None  # one local expert: the gather's order is the experts' order
+    assert gather.receive.tolist() == [[3, 5]]
+
+
+def test_remainders_do_not_gather_in_one_chunk() -> None:
+    # Eight experts with one row each, four chunks: two rows in each chunk.
+    chunks = np.diff(cut(np.ones(8, dtype=np.int64), 4), axis=0)
+    assert chunks.sum(axis=1).tolist() == [2, 2, 2, 2]
+
+
+def test_expected_values_take_the_same_path() -> None:
+    counts = Counts(sent=np.full((2, 2), 1.5), received=np.full((1, 2, 2), 1.5))
+    bound = CHAIN.bind(layout_of(2, 1, 2), counts, num_chunks=4)
+    assert bound.stages[1].send.tolist() == [[0.75, 0.75]] * 4
+
+
+def test_depth_trails_by_one_step_per_collective() -> None:
+    assert depth_of_stages(CHAIN.stages) == [0, 0, 1, 2]
+    assert depth_of_stages(CHAIN.stages[::-1]) == [0, 0, 1, 2]
+
+
+def test_num_chunks_below_one_is_refused() -> None:
+    counts = Counts(sent=np.ones((1, 1), int), received=np.ones((1, 1, 1), int))
+    with pytest.raises(ValueError, match="num_chunks: got 0"):
+        CHAIN.bind(layout_of(1, 1, 1), counts, num_chunks=0)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[np.ndarray, int]:
+    """[EP, ETP, EP, L] rows that (source EP, source ETP) sends to (EP, local expert); chunks."""
+    ep, etp, num_local = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    seed = draw(st.integers(0, 2**32 - 1))
+    high = draw(st.sampled_from([1, 2, 5, 40]))
+    rows = np.random.default_rng(seed).integers(0, high, (ep, etp, ep, num_local))
+    return rows, draw(st.integers(1, 9))
+
+
+def bind_everywhere(rows: np.ndarray, num_chunks: int) -> dict[tuple[int, int], BoundChain]:
+    ep, etp, _, num_local = rows.shape
+    return {
+        (e, t): CHAIN.bind(
+            layout_of(ep, etp, num_local, rank=e * etp + t),
+            Counts(sent=rows[e, t], received=rows[:, :, e].transpose(1, 0, 2)),
+            num_chunks,
+        )
+        for e in range(ep)
+        for t in range(etp)
+    }
+
+
+@given(worlds())
+def test_every_send_meets_its_receive(world: tuple[np.ndarray, int]) -> None:
+    rows, num_chunks = world
+    bound = bind_everywhere(rows, num_chunks)
+    for (e, t), mine in bound.items():
+        for stage_number, stage in enumerate(mine.stages):
+            if isinstance(stage.stage, AllToAll):
+                for peer in range(rows.shape[0]):
+                    theirs = bound[peer, t].stages[stage_number]
+                    assert (stage.send[:, peer] == theirs.receive[:, e]).all()
+            if isinstance(stage.stage, AllGather):
+                for peer in range(rows.shape[1]):
+                    theirs = bound[e, peer].stages[stage_number]
+                    assert (stage.send[:, peer] == theirs.receive[:, t]).all()
+
+
+@given(worlds())
+def test_copies_are_permutations(world: tuple[np.ndarray, int]) -> None:
+    rows, num_chunks = world
+    for mine in bind_everywhere(rows, num_chunks).values():
+        for stage, total in (
+            (mine.stages[0], mine.num_source_rows),
+            (mine.stages[-1], mine.num_expert_rows),
+        ):
+            if stage.segments is not None:
+                places = [
+                    row for chunk in range(num_chunks) for row in rows_of(stage.segments, chunk)
+                ]
+                assert sorted(places) == list(range(total))
+
+
+@given(worlds())
+def test_rows_arrive_in_stock_order(world: tuple[np.ndarray, int]) -> None:
+    """Follow every row by name through the stages; the result is (l, t, s, token)."""
+    rows, num_chunks = world
+    ep, etp, _, num_local = rows.shape
+    bound = bind_everywhere(rows, num_chunks)
+
+    def source(e: int, t: int) -> list[tuple[int, int, int, int, int]]:
+        return [
+            (e, t, destination, expert, token)
+            for destination in range(ep)
+            for expert in range(num_local)
+            for token in range(rows[e, t, destination, expert])
+        ]
+
+    def chunk_rows(e: int, t: int, chunk: int) -> list[tuple[int, int, int, int, int]]:
+        pack = bound[e, t].stages[0]
+        whole = source(e, t)
+        if pack.segments is None:
+            return whole
+        return [whole[row] for row in rows_of(pack.segments, chunk)]
+
+    def after_exchange(e: int, t: int, chunk: int) -> list[tuple[int, int, int, int, int]]:
+        arrived = []
+        for peer in range(ep):
+            send = bound[peer, t].stages[1].send[chunk]
+            first = send[:e].sum()
+            arrived += chunk_rows(peer, t, chunk)[first : first + send[e]]
+        return arrived
+
+    for (e, _), mine in bound.items():
+        order = mine.stages[-1]
+        whole: list[tuple[int, int, int, int, int] | None] = [None] * int(mine.num_expert_rows)
+        for chunk in range(num_chunks):
+            gathered = [row for peer in range(etp) for row in after_exchange(e, peer, chunk)]
+            places = (
+                range(len(gathered)) if order.segments is None else rows_of(order.segments, chunk)
+            )
+            for place, row in zip(places, gathered, strict=True):
+                whole[place] = row
+        expected = [
+            (s, t, e, expert, token)
+            for expert in range(num_local)
+            for t in range(etp)
+            for s in range(ep)
+            for token in range(rows[s, t, e, expert])
+        ]
+        assert whole == expected

@@ -1,0 +1,122 @@
+"""Bad input on Megatron's command line: one clear line, exit status 2, nothing started."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+if importlib.util.find_spec("megatron.training") is None:
+    pytest.skip(
+        "megatron.training is not installed: pip install 'megatron-core[training]>=0.19'",
+        allow_module_level=True,
+    )
+
+BASE = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --vocab-size 16 --mock-data"
+)
+MOE = "--num-experts 4 --moe-token-dispatcher-type monta"
+
+PARSE = """
+import sys
+from megatron.training.arguments import parse_and_validate_args
+{before}
+args = parse_and_validate_args()
+print("parsed", args.moe_monta_chain, args.moe_monta_num_chunks)
+"""
+
+
+def parse(arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Parse a command line as a training script does, as the only rank."""
+    from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
+
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            PARSE.format(before=before),
+            *BASE.split(),
+            *CPU_RANKS_ARGUMENTS,
+            *arguments.split(),
+        ],
+        env={
+            **os.environ,
+            "MONTA_CPU_RANKS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_good_input_is_parsed() -> None:
+    result = parse(f"{MOE} --moe-monta-chain alltoall_allgather --moe-monta-num-chunks 3")
+    assert result.returncode == 0, result.stderr
+    assert "parsed alltoall_allgather 3" in result.stdout
+
+
+def test_options_land_in_the_printed_arguments() -> None:
+    result = parse(MOE, MOE_MONTA_NUM_CHUNKS="5")
+    assert "parsed None 5" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (f"{MOE} --moe-monta-chain fastest", ["moe_monta_chain", "fastest", "alltoall_allgather"]),
+        (f"{MOE} --moe-monta-num-chunks 0", ["moe_monta_num_chunks", "got 0", ">= 1"]),
+        (f"{MOE} --moe-monta-num-chunks many", ["moe_monta_num_chunks", "'many'", ">= 1"]),
+        (f"{MOE} --moe-monta-num-chunks -2", ["moe_monta_num_chunks", "got -2", ">= 1"]),
+        (f"{MOE} --moe-monta-ranks-per-node 0", ["moe_monta_ranks_per_node", "got 0"]),
+        (
+            "--num-experts 3 --expert-model-parallel-size 2 --moe-token-dispatcher-type monta",
+            ["num_experts", "got 3", "multiple", "2"],
+        ),
+        ("--moe-token-dispatcher-type monta", ["moe_token_dispatcher_type", "--num-experts"]),
+        (
+            "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-monta-num-chunks 2",
+            ["moe_monta_num_chunks", "alltoall"],
+        ),
+        (f"{MOE} --overlap-moe-expert-parallel-comm", ["overlap_moe_expert_parallel_comm"]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments: str, words: list[str]) -> None:
+    result = parse(arguments)
+    assert result.returncode == 2, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("monta: error: ")]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+def test_bad_environment_is_one_line_and_status_2() -> None:
+    result = parse(MOE, MOE_MONTA_NUM_CHUNKS="many")
+    assert result.returncode == 2, result.stderr
+    assert "moe_monta_num_chunks: got 'many'" in result.stderr
+
+
+NEWER = "import megatron.core.package_info as info; info.__version__ = '0.21.0'"
+
+
+def test_megatron_outside_the_range_is_refused_by_version() -> None:
+    result = parse(MOE, before=NEWER)
+    assert result.returncode == 2, result.stderr
+    assert "version 0.21.0 found, monta-megatron 0.1.0 supports >= 0.16 and < 0.20" in result.stderr
+
+
+def test_megatron_outside_the_range_goes_on_if_asked() -> None:
+    result = parse(MOE, before=NEWER, MONTA_ALLOW_ANY_MEGATRON="1")
+    assert result.returncode == 0, result.stderr
+
+
+def test_megatron_outside_the_range_is_no_matter_without_us() -> None:
+    result = parse("--num-experts 4 --moe-token-dispatcher-type alltoall", before=NEWER)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,76 @@
+"""Every place in the installed Megatron that compares the dispatcher type is in the table."""
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monta_megatron.integration.dispatcher_type import PLACES
+
+pytestmark = pytest.mark.old_end
+
+FIELD = "moe_token_dispatcher_type"
+
+
+def comparisons(source: str) -> Iterator[tuple[str, str]]:
+    """(qualified function, comparison) for everything that compares the field, or a name or
+    string lookup that was assigned from it."""
+    tree = ast.parse(source)
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            inner = names
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inner = (*names, child.name)
+            if isinstance(child, ast.Compare | ast.Match) and FIELD in operands(child):
+                yield ".".join(inner), ast.unparse(child)
+            yield from visit(child, inner)
+
+    def operands(node: ast.Compare | ast.Match) -> str:
+        values = [node.subject] if isinstance(node, ast.Match) else [node.left, *node.comparators]
+        return " ".join(ast.unparse(value).replace(f"inference_{FIELD}", "") for value in values)
+
+    return visit(tree, ())
+
+
+def megatron_sources() -> Iterator[tuple[str, str]]:
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations
+    for root in spec.submodule_search_locations:
+        for path in Path(root).rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            if FIELD in source:
+                module = ".".join(("megatron", *path.relative_to(root).with_suffix("").parts))
+                yield module, source
+
+
+def test_every_comparison_in_the_installed_megatron_is_listed() -> None:
+    listed = {(place.module, place.function) for place in PLACES}
+    found = {
+        (module, function): text
+        for module, source in megatron_sources()
+        for function, text in comparisons(source)
+    }
+    assert found, "no comparison found: the search itself is broken"
+    unknown = {place: text for place, text in found.items() if place not in listed}
+    assert not unknown, f"Megatron compares {FIELD} in new places: {unknown}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(c):\n    return c.moe_token_dispatcher_type == 'flex'",
+        "def f(c):\n    return 'x' in (c.moe_token_dispatcher_type,)",
+        "def f(c):\n    return getattr(c, 'moe_token_dispatcher_type') != 'alltoall'",
+        "def f(c):\n    match c.moe_token_dispatcher_type:\n        case 'a': pass",
+    ],
+)
+def test_a_new_comparison_is_found(source: str) -> None:
+    assert [function for function, _ in comparisons(source)] == ["f"]
+
+
+def test_the_inference_dispatcher_is_another_field() -> None:
+    source = "def f(c):\n    return c.inference_moe_token_dispatcher_type == 'nvls'"
+    assert list(comparisons(source)) == []

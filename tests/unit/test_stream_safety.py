@@ -1,0 +1,385 @@
+"""Streams, waits and the life of buffers, on every chain and walk, without a GPU.
+
+A layer runs as one rank of a world in which all ranks have the same tokens; see stream_recorder.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from stream_recorder import Entry, Finding, Recorder, times_in_one_queue
+
+from monta_megatron.chains import CHAINS, Chain, Counts, Layout, TokenCounts
+from monta_megatron.chains.stages import AllGather, AllToAll
+from monta_megatron.exchange import walk
+from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange.counting import TokenCounting
+from monta_megatron.exchange.streams import CudaStreams, Ready
+from monta_megatron.exchange.walk import Exchange
+
+pytestmark = pytest.mark.old_end
+
+NUM_LOCAL_EXPERTS = 2
+HIDDEN = 4
+NUM_BLOCKS = 6
+NUM_CHUNKS = (1, 2, 3, 5)
+WALKS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+# Two nodes of two ranks.
+LAYOUTS = {
+    "ep4": Layout(ep=4, etp=1, num_local_experts=NUM_LOCAL_EXPERTS, rank=1, nodes=(0, 0, 1, 1)),
+    "ep2_etp2": Layout(
+        ep=2, etp=2, num_local_experts=NUM_LOCAL_EXPERTS, rank=1, nodes=(0, 0, 1, 1)
+    ),
+}
+CASES = [
+    (chain.name, layout)
+    for chain in CHAINS.values()
+    for layout in LAYOUTS
+    if chain.refusal(LAYOUTS[layout]) is None
+]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts each token takes: [T, E] bool, the same on every rank."""
+
+    num_tokens: int
+    topk: int = 3
+    one_expert: bool = False
+
+    def map(self, num_experts: int) -> torch.Tensor:
+        scores = torch.rand(self.num_tokens, num_experts, generator=torch.manual_seed(0))
+        if self.one_expert:
+            scores[:, 0] = 2
+        chosen = scores.topk(1 if self.one_expert else self.topk, dim=1).indices
+        return torch.zeros(self.num_tokens, num_experts, dtype=torch.bool).scatter_(1, chosen, True)
+
+
+PLAIN = Routing(num_tokens=23)
+
+
+def groups_of(layout: Layout) -> dict[str, PeerGroup]:
+    """Every group that a chain may name, seen from the layout's rank."""
+    ep_rank, etp_rank = divmod(layout.rank, layout.etp)
+    here = layout.node * layout.ranks_per_node
+    members = {
+        "ep": (list(range(etp_rank, len(layout.nodes), layout.etp)), ep_rank),
+        "etp": (list(range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp)), etp_rank),
+        "tp_ep": (list(range(len(layout.nodes))), layout.rank),
+        "rail": (
+            list(range(layout.position, len(layout.nodes), layout.ranks_per_node)),
+            layout.node,
+        ),
+        "node": (list(range(here, here + layout.ranks_per_node)), layout.position),
+    }
+    return {
+        name: PeerGroup(
+            name=name,
+            process_group=None,
+            size=len(ranks),
+            rank=rank,
+            nodes=tuple(layout.nodes[member] for member in ranks),
+        )
+        for name, (ranks, rank) in members.items()
+    }
+
+
+def count(
+    chain: Chain, layout: Layout, routing_map: torch.Tensor
+) -> tuple[Counts | TokenCounts, int]:
+    """What the gather would bring, and the longest list."""
+    if chain.rows == "pairs":
+        sent = routing_map.sum(dim=0).view(layout.ep, layout.num_local_experts)
+        received = sent[layout.rank // layout.etp].expand(layout.etp, layout.ep, -1)
+        return Counts(sent=sent.numpy(), received=received.numpy()), 0
+    counting = TokenCounting(chain=chain, layout=layout, num_blocks=NUM_BLOCKS)
+    table = counting.count(routing_map).expand(len(layout.nodes), -1)
+    return counting.read(counting.select(table).numpy())
+
+
+def make_exchange(
+    chain: Chain, layout: Layout, routing_map: torch.Tensor, num_chunks: int, recorder: Recorder
+) -> Exchange:
+    counts, width = count(chain, layout, routing_map)
+    return Exchange(
+        bound=chain.bind(layout, counts, 1 if chain.serial else num_chunks),
+        groups=groups_of(layout),
+        sum_dtype=torch.float32,
+        monitor=recorder.monitor,
+        list_width=width,
+        num_experts=layout.num_experts,
+    )
+
+
+def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> None:
+    """All four walks, with work on the caller's stream before, between and after them."""
+    width = exchange.list_width
+    num_rows = int(exchange.bound.num_source_rows)
+    probs = torch.ones(num_rows, width) if width else torch.ones(num_rows)
+    ids = None
+    if width:
+        numbers = torch.arange(exchange.num_experts).expand_as(routing_map)
+        numbers = torch.where(routing_map, numbers, exchange.num_experts)
+        ids = numbers.sort(dim=1).values[:, :width].int()
+    rows = torch.ones(num_rows, HIDDEN).requires_grad_()
+    probs.requires_grad_()
+    expert_rows, expert_probs = dispatch(exchange, rows * 1, probs * 1, ids)
+    output = combine(exchange, expert_rows * expert_probs[:, None])
+    (output * 2).sum().backward()
+    assert rows.grad is not None and probs.grad is not None
+    _ = rows.grad + 1, probs.grad + 1
+
+
+def record(
+    chain_name: str,
+    layout: Layout,
+    num_chunks: int,
+    routing: Routing = PLAIN,
+    streams: type[CudaStreams] = CudaStreams,
+) -> Recorder:
+    """What a layer issues to the device, up to the death of everything that it made."""
+    chain = CHAINS[chain_name]
+    routing_map = routing.map(layout.num_experts)
+    recorder = Recorder(streams)
+    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder)
+    with recorder:
+        run_layer(exchange, routing_map)
+        del exchange
+    return recorder
+
+
+@cache
+def sound(chain_name: str, layout_name: str, num_chunks: int) -> Recorder:
+    """The recording without a fault; shared by the tests."""
+    return record(chain_name, LAYOUTS[layout_name], num_chunks)
+
+
+@pytest.mark.parametrize("num_chunks", NUM_CHUNKS)
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_every_access_is_ordered_and_memory_lives_long_enough(
+    chain_name: str, layout_name: str, num_chunks: int
+) -> None:
+    recorder = sound(chain_name, layout_name, num_chunks)
+    assert recorder.findings == []
+    # Nothing is proved about memory that was not freed, or if nothing happened.
+    assert not [owner for owner in recorder.owners_of_live_memory() if owner != "caller"]
+    walks = {entry.step.walk for entry in recorder.collectives() if entry.step is not None}
+    assert walks == set(WALKS)
+    assert sum(entry.kind == "kernel" for entry in recorder.queue) > 20
+
+
+class NoWait(CudaStreams):
+    """The consumer does not wait for what the stage before it launched."""
+
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+        wait = super().ready(works)
+        own = torch.cuda.current_stream()
+
+        def wait_on_own_stream() -> None:
+            with torch.cuda.stream(own):
+                wait()
+
+        return wait_on_own_stream
+
+
+class PreviousEvent(CudaStreams):
+    """The consumer waits for the chunk before."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.previous: dict[torch.cuda.Stream, Ready] = {}
+
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+        stream = torch.cuda.current_stream()
+        wait = self.previous.get(stream, lambda: None)
+        self.previous[stream] = super().ready(works)
+        return wait
+
+
+class NoFork(CudaStreams):
+    def fork(self) -> None: ...
+
+
+class NoJoin(CudaStreams):
+    def join(self) -> None: ...
+
+
+class NoKeep(CudaStreams):
+    def keep(self, tensors: list[torch.Tensor]) -> None: ...
+
+
+class OnlyConsumerWaits(CudaStreams):
+    """The stage's own stream runs ahead of its collective, and so does the memory it owns."""
+
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+        if not works:
+            return super().ready(works)
+        return lambda: [work.wait() for work in works]
+
+
+class WaitAtOnce(CudaStreams):
+    """The stage's own stream waits for its collective as soon as that is launched."""
+
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+        for work in works:
+            work.wait()
+        return super().ready(works)
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+@pytest.mark.parametrize(
+    ("streams", "kind"),
+    [
+        (NoWait, "race"),
+        (PreviousEvent, "race"),
+        (NoFork, "race"),
+        (NoJoin, "race"),
+        (NoKeep, "reuse"),
+        (OnlyConsumerWaits, "reuse"),
+    ],
+)
+def test_a_planted_fault_is_found(
+    streams: type[CudaStreams], kind: str, chain_name: str, layout_name: str
+) -> None:
+    findings: list[Finding] = record(chain_name, LAYOUTS[layout_name], 3, streams=streams).findings
+    assert kind in {finding.kind for finding in findings}
+
+
+def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:
+    """(walk, group, stage, chunk) of every collective in the order of issue."""
+    return [
+        (entry.step.walk, entry.group, entry.step.stage, entry.step.chunk)
+        for entry in recorder.collectives()
+        if entry.step is not None
+    ]
+
+
+@pytest.mark.parametrize("num_chunks", [2, 5])
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_collectives_are_issued_in_one_order_whatever_the_data(
+    chain_name: str, layout_name: str, num_chunks: int
+) -> None:
+    expected = order_of(sound(chain_name, layout_name, num_chunks))
+    layout = LAYOUTS[layout_name]
+    num_issued = 1 if CHAINS[chain_name].serial else num_chunks
+    assert {chunk for *_, chunk in expected} == set(range(num_issued))
+    for routing in (
+        Routing(num_tokens=0),
+        Routing(num_tokens=2),  # fewer tokens than chunks: some chunks have no rows
+        Routing(num_tokens=23, one_expert=True),
+    ):
+        recorder = record(chain_name, layout, num_chunks, routing)
+        assert order_of(recorder) == expected, routing
+        assert recorder.findings == [], routing
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_collectives_are_issued_in_one_order_on_every_rank(
+    chain_name: str, layout_name: str
+) -> None:
+    # With all tokens on one expert the ranks' counts differ.
+    routing = Routing(num_tokens=23, one_expert=True)
+    layout = LAYOUTS[layout_name]
+    orders = [
+        order_of(record(chain_name, dataclasses.replace(layout, rank=rank), 3, routing))
+        for rank in range(len(layout.nodes))
+    ]
+    assert all(order == orders[0] for order in orders)
+
+
+def test_a_chunk_that_is_left_out_because_it_is_empty_is_found() -> None:
+    advance = walk._Pipeline.advance
+
+    def advance_with_rows(self: walk._Pipeline, position: int, chunk: int) -> None:
+        bound = self.stages[position]
+        is_collective = isinstance(bound.stage, AllToAll | AllGather)
+        if not is_collective or bound.send[chunk].any() or bound.receive[chunk].any():
+            advance(self, position, chunk)
+
+    expected = order_of(sound("hierarchical_alltoall", "ep4", 5))
+    with mock.patch.object(walk._Pipeline, "advance", advance_with_rows):
+        few = record("hierarchical_alltoall", LAYOUTS["ep4"], 5, Routing(num_tokens=2))
+    assert order_of(few) != expected
+
+
+def pipelined_cases() -> list[tuple[str, str]]:
+    """The chains and layouts on which a chunk goes through two collectives."""
+    return [
+        (name, layout)
+        for name, layout in CASES
+        if not CHAINS[name].serial and len(active_collectives(name, layout)) == 2
+    ]
+
+
+def active_collectives(chain_name: str, layout_name: str) -> list[str]:
+    groups = groups_of(LAYOUTS[layout_name])
+    return [
+        stage.name
+        for stage in CHAINS[chain_name].stages
+        if isinstance(stage, AllToAll | AllGather) and groups[stage.group].size > 1
+    ]
+
+
+def spans(recorder: Recorder) -> dict[tuple[str, str, int], tuple[float, float]]:
+    """(walk, stage, chunk) -> from when to when its collectives run, in one launch queue."""
+    times = times_in_one_queue(recorder.queue)
+    result: dict[tuple[str, str, int], tuple[float, float]] = {}
+    for entry in recorder.collectives():
+        assert entry.step is not None
+        key = (entry.step.walk, entry.step.stage, entry.step.chunk)
+        start, end = times[entry]
+        result[key] = (min(start, result.get(key, (start, end))[0]), end)
+    return result
+
+
+def assert_overlap(recorder: Recorder, collectives: list[str], num_chunks: int) -> None:
+    """Chunk i+1's first collective and chunk i's second one run at the same time."""
+    times = spans(recorder)
+    for name in WALKS:
+        is_transposed = name in ("combine", "dispatch_backward")
+        first, second = collectives[::-1] if is_transposed else collectives
+        for chunk in range(num_chunks - 1):
+            start, end = times[name, first, chunk + 1]
+            second_start, second_end = times[name, second, chunk]
+            assert start < second_end and second_start < end, (
+                f"{name}, chunk {chunk}: {first} of the next chunk runs from {start:.3f} to "
+                f"{end:.3f}, {second} from {second_start:.3f} to {second_end:.3f}: no overlap"
+            )
+
+
+@pytest.mark.parametrize("num_chunks", NUM_CHUNKS[1:])
+@pytest.mark.parametrize(("chain_name", "layout_name"), pipelined_cases())
+def test_collectives_overlap_in_one_launch_queue(
+    chain_name: str, layout_name: str, num_chunks: int
+) -> None:
+    recorder = sound(chain_name, layout_name, num_chunks)
+    assert_overlap(recorder, active_collectives(chain_name, layout_name), num_chunks)
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), pipelined_cases())
+def test_a_wait_at_once_is_found_in_one_launch_queue(chain_name: str, layout_name: str) -> None:
+    recorder = record(chain_name, LAYOUTS[layout_name], 3, streams=WaitAtOnce)
+    assert recorder.findings == []
+    with pytest.raises(AssertionError, match="no overlap"):
+        assert_overlap(recorder, active_collectives(chain_name, layout_name), 3)
+
+
+def test_the_chains_with_two_collectives_are_all_checked() -> None:
+    assert {name for name, _ in pipelined_cases()} == {
+        "alltoall_allgather",
+        "hierarchical_allgather",
+        "hierarchical_alltoall",
+    }
+
+
+def test_one_queue_hand_worked() -> None:
+    # A collective, a wait for it on another stream, and a kernel of a third: the wait blocks it.
+    send = Entry("collective", "group", "send")
+    wait = Entry("wait", "stage", "wait", target=send)
+    kernel = Entry("kernel", "other", "copy")
+    assert times_in_one_queue([send, wait, kernel])[kernel][0] == 1
+    assert times_in_one_queue([send, kernel, wait])[kernel][0] == 0

@@ -1,0 +1,158 @@
+"""The ways into Megatron, each in a fresh process: what is hooked, and what is never broken."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PYTHON_LIMIT_S = 120
+
+# Builds a configuration and says what Megatron makes of the dispatcher type.
+BUILD = """
+import dataclasses
+from megatron.core.transformer.transformer_config import TransformerConfig
+def build(**options):
+    return TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4,
+        expert_model_parallel_size=2, moe_token_dispatcher_type="monta", **options)
+field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
+print("choice" if "monta" in str(field.type) else "unknown")
+"""
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
+        capture_output=True,
+        text=True,
+        timeout=PYTHON_LIMIT_S,
+    )
+
+
+def succeeds(code: str, **environment: str) -> str:
+    result = python(code, **environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.old_end
+def test_installed_is_enough() -> None:
+    assert succeeds(BUILD + "print(build().moe_token_dispatcher_type)") == "choice\nmonta"
+
+
+def test_switched_off() -> None:
+    assert succeeds(BUILD, MONTA_AUTOLOAD="0") == "unknown"
+
+
+@pytest.mark.old_end
+@pytest.mark.parametrize("before", [True, False])
+def test_register_before_or_after_megatron_is_imported(before: bool) -> None:
+    call = "import monta_megatron; monta_megatron.register(); monta_megatron.register()\n"
+    megatron = "import megatron.core.transformer.transformer_config\n"
+    code = (call if before else megatron + call) + BUILD + "build(moe_monta_num_chunks=2)"
+    assert succeeds(code, MONTA_AUTOLOAD="0") == "choice"
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = """
+        import sys, monta_megatron
+        print([name for name in ("torch", "numpy", "megatron") if name in sys.modules])
+    """
+    assert succeeds(code) == "[]"
+
+
+def test_importing_torch_imports_no_megatron() -> None:
+    code = "import sys, torch; print([n for n in sys.modules if n.startswith('megatron')])"
+    assert succeeds(code) == "[]"
+
+
+def broken_megatron(folder: Path) -> str:
+    """A folder whose `megatron` cannot be imported."""
+    package = folder / "megatron" / "core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('broken on purpose')\n")
+    return str(folder)
+
+
+def test_torch_works_beside_a_broken_megatron(tmp_path: Path) -> None:
+    code = """
+        import torch, monta_megatron
+        try:
+            import megatron.core.transformer.transformer_config
+        except RuntimeError as error:
+            print(torch.ones(2).sum().item(), error)
+    """
+    path = broken_megatron(tmp_path)
+    assert succeeds(code, PYTHONPATH=path) == "2.0 broken on purpose"
+
+
+def test_torch_works_without_megatron() -> None:
+    code = """
+        import sys
+        sys.modules["megatron"] = None
+        import torch, monta_megatron
+        try:
+            monta_megatron.register()
+        except ImportError as error:
+            print("no Megatron")
+    """
+    assert succeeds(code) == "no Megatron"
+
+
+def test_torch_works_when_the_hook_itself_fails() -> None:
+    code = """
+        import sys
+        sys.modules["monta_megatron.integration.registration"] = None
+        import torch
+        print(torch.ones(2).sum().item())
+    """
+    result = python(code)
+    assert result.stdout.strip() == "2.0", result.stderr
+    assert "monta: not active" in result.stderr
+
+
+def test_a_megatron_of_another_shape_stays_usable(tmp_path: Path) -> None:
+    package = tmp_path / "megatron" / "core" / "transformer"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "transformer_config.py").write_text("class SomethingElse: ...\n")
+    code = "import torch\nfrom megatron.core.transformer.transformer_config import SomethingElse"
+    result = python(code, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "moe_token_dispatcher_type='monta' is not available" in result.stderr
+
+
+def test_environment_variables_are_the_defaults_of_the_options() -> None:
+    code = """
+c = build()
+print(c.moe_monta_num_chunks, dataclasses.asdict(c)["moe_monta_chain"])
+print(build(moe_monta_num_chunks=2).moe_monta_num_chunks)
+"""
+    environment = {"MOE_MONTA_NUM_CHUNKS": "7", "MOE_MONTA_CHAIN": "alltoall_allgather"}
+    assert succeeds(BUILD + code, **environment) == "choice\n7 alltoall_allgather\n2"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("moe_monta_chain='alltoal_allgather'", ["moe_monta_chain", "did you mean"]),
+        ("moe_monta_num_chunks=0", ["moe_monta_num_chunks", "got 0", ">= 1"]),
+        ("moe_monta_num_chunks=-3", ["moe_monta_num_chunks", "got -3"]),
+        ("moe_monta_num_chunks=True", ["moe_monta_num_chunks", "got True"]),
+        ("moe_monta_ranks_per_node=0", ["moe_monta_ranks_per_node", "got 0"]),
+        ("overlap_dispatch_backward_with_experts_wgrad=True", ["not supported with"]),
+    ],
+)
+def test_bad_options_in_code_are_value_errors(options: str, words: list[str]) -> None:
+    result = python(BUILD + f"build({options})")
+    assert result.returncode == 1
+    last_line = result.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("ValueError: ")
+    for word in words:
+        assert word in last_line
