@@ -38,6 +38,27 @@ SETTINGS = {
         --expert-tensor-parallel-size 2 --global-batch-size 16 --eval-iters 1
         --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     """,
+    # Dense and MoE layers in turn on both pipeline stages.
+    "mixed_layers_in_a_pipeline": """
+        --pipeline-model-parallel-size 2 --expert-model-parallel-size 2
+        --moe-layer-freq ([0,1]*2) --global-batch-size 16 --eval-iters 1
+        --moe-expert-capacity-factor 1.0 --moe-shared-expert-intermediate-size 32
+        --recompute-granularity selective --recompute-modules moe --use-distributed-optimizer
+    """,
+    # The first stage has no MoE layer, so it makes none of our groups; then Megatron makes more
+    # groups, for a checkpoint that is written in the background.
+    "dense_first_stage_and_asynchronous_checkpoint": """
+        --pipeline-model-parallel-size 2 --expert-model-parallel-size 2
+        --moe-layer-freq ([0]*2+[1]*2) --global-batch-size 8 --eval-iters 0
+        --save {folder}/checkpoint --save-interval 2 --async-save --use-persistent-ckpt-worker
+        --async-strategy mcore --ckpt-format torch_dist
+    """,
+}
+# Added where the dispatcher is ours.
+OPTIONS = {
+    "dense_first_stage_and_asynchronous_checkpoint": """
+        --moe-monta-chain hierarchical_allgather --moe-monta-ranks-per-node 1
+    """,
 }
 
 
@@ -59,7 +80,10 @@ def train(dispatcher: str, settings: str, data_prefix: Path, folder: Path) -> li
     """Train on 4 CPU ranks; the lines of the run's record."""
     from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
 
-    record = folder / f"{dispatcher}.jsonl"
+    folder = folder / dispatcher
+    folder.mkdir()
+    record = folder / "record.jsonl"
+    settings = settings.format(folder=folder)
     arguments = f"{MODEL} {settings} --train-iters {ITERATIONS}".split()
     result = subprocess.run(
         [
@@ -87,11 +111,13 @@ def train(dispatcher: str, settings: str, data_prefix: Path, folder: Path) -> li
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_settings(name: str, data_prefix: Path, tmp_path: Path) -> None:
-    ours = train("monta", SETTINGS[name], data_prefix, tmp_path)
+    ours = train("monta", SETTINGS[name] + OPTIONS.get(name, ""), data_prefix, tmp_path)
     stock = train("alltoall", SETTINGS[name], data_prefix, tmp_path)
     losses = [entry["loss"] for entry in ours if "loss" in entry]
     assert len(losses) >= ITERATIONS
     assert losses == [entry["loss"] for entry in stock if "loss" in entry]
     assert ours[-1]["dispatcher"] == ["MontaTokenDispatcher"]
     assert stock[-1]["dispatcher"] == ["MoEAlltoAllTokenDispatcher"]
-    assert ours[-1]["bytes"]["intra"] > 0
+    assert sum(ours[-1]["bytes"].values()) > 0
+    for saved in tmp_path.glob("*/checkpoint"):
+        assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
