@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import pickle
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -506,7 +507,7 @@ def many_steps(case: Case, num_chunks: int, num_steps: int) -> dict[str, list[fl
         forward_backward(dataclasses.replace(case, seed=step % 7), layer)
         if (step + 1) % (num_steps // 4) == 0:
             gc.collect()
-            pages = int(open("/proc/self/statm").read().split()[1])
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
             samples["memory_bytes"].append(pages * os.sysconf("SC_PAGE_SIZE"))
             samples["threads"].append(len(os.listdir("/proc/self/task")))
             samples["groups"].append(len(dist.distributed_c10d._world.pg_map))

@@ -47,9 +47,7 @@ def test_shared_experts(pools: Pools, case: Case) -> None:
 
 
 def test_shared_experts_overlap(pools: Pools, case: Case) -> None:
-    compare(
-        pools, case, moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True
-    )
+    compare(pools, case, moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True)
 
 
 def test_capacity_factor(pools: Pools, case: Case) -> None:

@@ -1,11 +1,12 @@
 """Bad input on Megatron's command line: one clear line, exit status 2, nothing started."""
 
 import importlib.util
-import os
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
+from preloaded import Preloaded
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(
@@ -20,50 +21,48 @@ BASE = (
 )
 MOE = "--num-experts 4 --moe-token-dispatcher-type monta"
 
+PREAMBLE = "from megatron.training.arguments import parse_and_validate_args"
 PARSE = """
-import sys
-from megatron.training.arguments import parse_and_validate_args
+import os, sys
 {before}
 args = parse_and_validate_args()
 print("parsed", args.moe_monta_chain, args.moe_monta_num_chunks)
 """
 
+Parse = Callable[..., subprocess.CompletedProcess[str]]
 
-def parse(arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Parse a command line as a training script does, as the only rank."""
+
+@contextmanager
+def parser(**environment: str) -> Iterator[Parse]:
+    """Parses command lines as a training script does, as the only rank."""
+    megatron = Preloaded(PREAMBLE, MONTA_CPU_RANKS="1", RANK="0", WORLD_SIZE="1", **environment)
     from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
 
-    return subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            PARSE.format(before=before),
-            *BASE.split(),
-            *CPU_RANKS_ARGUMENTS,
-            *arguments.split(),
-        ],
-        env={
-            **os.environ,
-            "MONTA_CPU_RANKS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    def parse(arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+        command_line = [*BASE.split(), *CPU_RANKS_ARGUMENTS, *arguments.split()]
+        return megatron.run(PARSE.format(before=before), *command_line)
+
+    try:
+        yield parse
+    finally:
+        megatron.close()
 
 
-def test_good_input_is_parsed() -> None:
+@pytest.fixture(scope="module")
+def parse() -> Iterator[Parse]:
+    with parser() as parse:
+        yield parse
+
+
+def test_good_input_is_parsed(parse: Parse) -> None:
     result = parse(f"{MOE} --moe-monta-chain alltoall_allgather --moe-monta-num-chunks 3")
     assert result.returncode == 0, result.stderr
     assert "parsed alltoall_allgather 3" in result.stdout
 
 
-def test_options_land_in_the_printed_arguments() -> None:
-    result = parse(MOE, MOE_MONTA_NUM_CHUNKS="5")
+def test_environment_variables_land_in_the_printed_arguments() -> None:
+    with parser(MOE_MONTA_NUM_CHUNKS="5") as parse:
+        result = parse(MOE)
     assert "parsed None 5" in result.stdout
 
 
@@ -87,7 +86,7 @@ def test_options_land_in_the_printed_arguments() -> None:
         (f"{MOE} --overlap-moe-expert-parallel-comm", ["overlap_moe_expert_parallel_comm"]),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(arguments: str, words: list[str]) -> None:
+def test_bad_input_is_one_line_and_status_2(parse: Parse, arguments: str, words: list[str]) -> None:
     result = parse(arguments)
     assert result.returncode == 2, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("monta: error: ")]
@@ -98,7 +97,8 @@ def test_bad_input_is_one_line_and_status_2(arguments: str, words: list[str]) ->
 
 
 def test_bad_environment_is_one_line_and_status_2() -> None:
-    result = parse(MOE, MOE_MONTA_NUM_CHUNKS="many")
+    with parser(MOE_MONTA_NUM_CHUNKS="many") as parse:
+        result = parse(MOE)
     assert result.returncode == 2, result.stderr
     assert "moe_monta_num_chunks: got 'many'" in result.stderr
 
@@ -106,17 +106,18 @@ def test_bad_environment_is_one_line_and_status_2() -> None:
 NEWER = "import megatron.core.package_info as info; info.__version__ = '0.21.0'"
 
 
-def test_megatron_outside_the_range_is_refused_by_version() -> None:
+def test_megatron_outside_the_range_is_refused_by_version(parse: Parse) -> None:
     result = parse(MOE, before=NEWER)
     assert result.returncode == 2, result.stderr
     assert "version 0.21.0 found, monta-megatron 0.1.0 supports >= 0.16 and < 0.20" in result.stderr
 
 
-def test_megatron_outside_the_range_goes_on_if_asked() -> None:
-    result = parse(MOE, before=NEWER, MONTA_ALLOW_ANY_MEGATRON="1")
+def test_megatron_outside_the_range_goes_on_if_asked(parse: Parse) -> None:
+    allow = "os.environ['MONTA_ALLOW_ANY_MEGATRON'] = '1'\n"
+    result = parse(MOE, before=allow + NEWER)
     assert result.returncode == 0, result.stderr
 
 
-def test_megatron_outside_the_range_is_no_matter_without_us() -> None:
+def test_megatron_outside_the_range_is_no_matter_without_us(parse: Parse) -> None:
     result = parse("--num-experts 4 --moe-token-dispatcher-type alltoall", before=NEWER)
     assert result.returncode == 0, result.stderr

@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from preloaded import Preloaded
 
 PYTHON_LIMIT_S = 120
 
@@ -138,6 +140,14 @@ print(build(moe_monta_num_chunks=2).moe_monta_num_chunks)
     assert succeeds(BUILD + code, **environment) == "choice\n7 alltoall_allgather\n2"
 
 
+@pytest.fixture(scope="module")
+def configurations() -> Iterator[Preloaded]:
+    """Builds configurations."""
+    megatron = Preloaded(BUILD)
+    yield megatron
+    megatron.close()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -149,8 +159,10 @@ print(build(moe_monta_num_chunks=2).moe_monta_num_chunks)
         ("overlap_dispatch_backward_with_experts_wgrad=True", ["not supported with"]),
     ],
 )
-def test_bad_options_in_code_are_value_errors(options: str, words: list[str]) -> None:
-    result = python(BUILD + f"build({options})")
+def test_bad_options_in_code_are_value_errors(
+    configurations: Preloaded, options: str, words: list[str]
+) -> None:
+    result = configurations.run(f"build({options})")
     assert result.returncode == 1
     last_line = result.stderr.strip().splitlines()[-1]
     assert last_line.startswith("ValueError: ")
