@@ -35,7 +35,8 @@ class Pool:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         key = os.urandom(16)
-        with Listener(("127.0.0.1", 0), authkey=key) as listener:
+        # All ranks call at once; without a backlog some of the calls would be lost.
+        with Listener(("127.0.0.1", 0), backlog=world_size, authkey=key) as listener:
             environment = {
                 **os.environ,
                 "MONTA_CPU_RANKS": "1" if backend == "gloo" else "0",

@@ -44,8 +44,8 @@ DTYPES = [
     ("bfloat16", "bfloat16"),
     ("float64", "float64"),
 ]
-# In the ordinary test run; scripts/property_tests.py runs more, on 8 ranks too.
-NUM_CASES = {4: 300}
+# In the ordinary test run; scripts/property_tests.py runs more.
+NUM_CASES = {4: 1750, 8: 250}
 BATCH = 50
 
 
