@@ -35,6 +35,9 @@ class Case:
     dtype: str = "float32"
     routing: str = "uniform"
     seed: int = 0
+    cp: int = 1
+    pp: int = 1
+    order: str = "tp-cp-ep-dp-pp"
     config: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -53,7 +56,7 @@ class Case:
 
 # Megatron's process groups by layout. They are kept, not made anew: every Gloo group has threads
 # of its own, which nothing ends before the process does.
-_parallel_states: dict[tuple[int, int, int] | None, dict[str, Any]] = {}
+_parallel_states: dict[tuple[Any, ...] | None, dict[str, Any]] = {}
 
 
 def initialize(case: Case) -> None:
@@ -68,7 +71,7 @@ def initialize(case: Case) -> None:
             if name.isupper() and name.startswith("_")
         }
 
-    layout = (case.tp, case.ep, case.etp)
+    layout = (case.tp, case.ep, case.etp, case.cp, case.pp, case.order)
     _parallel_states.setdefault(None, state())
     if layout not in _parallel_states:
         vars(parallel_state).update(_parallel_states[None])
@@ -76,6 +79,9 @@ def initialize(case: Case) -> None:
             tensor_model_parallel_size=case.tp,
             expert_model_parallel_size=case.ep,
             expert_tensor_parallel_size=case.etp,
+            context_parallel_size=case.cp,
+            pipeline_model_parallel_size=case.pp,
+            order=case.order,
             distributed_timeout_minutes=1,
         )
         _parallel_states[layout] = state()
@@ -101,6 +107,9 @@ def transformer_config(case: Case, dispatcher: str, **options: Any) -> Any:
         tensor_model_parallel_size=case.tp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
+        context_parallel_size=case.cp,
+        pipeline_model_parallel_size=case.pp,
+        pipeline_dtype=torch_dtype,
         sequence_parallel=case.tp > 1,
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -547,3 +556,16 @@ def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, floa
     finally:
         walk._Pipeline._collective = original
     return "", time.monotonic() - begin
+
+
+def nodes_found(node_of_rank: list[str]) -> tuple[int, ...]:
+    """The nodes of a dispatcher's layout, where each rank's launcher tells it its own node."""
+    import os
+    from unittest import mock
+
+    from monta_megatron.exchange import groups
+
+    variables = {"GROUP_RANK": node_of_rank[dist.get_rank()]}
+    with mock.patch.dict(os.environ, variables), mock.patch.dict(groups._nodes, clear=True):
+        layer = build_layer(Case(), "monta", moe_monta_chain="hierarchical_allgather")
+    return layer.token_dispatcher.layout.nodes

@@ -8,9 +8,28 @@ import torch.distributed as dist
 from monta_megatron.chains import Chain, Layout
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.topology.nodes import node_here, node_of_rank, number_nodes
 
 # Made once per set of ranks: layers share them, and a group is never freed while training.
 _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+
+def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:
+    """The node of every rank of `group`, numbered from 0 in their order.
+
+    Args:
+        group: the ranks of an exchange; unless `ranks_per_node` is given, all of them call this.
+        ranks_per_node: where the ranks of a node follow each other and there are so many.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ranks_per_node is not None:
+        return number_nodes([str(node_of_rank(rank, ranks_per_node)) for rank in ranks])
+    if ranks not in _nodes:
+        names: list[str] = [""] * len(ranks)
+        dist.all_gather_object(names, node_here(), group=group)
+        _nodes[ranks] = number_nodes(names)
+    return _nodes[ranks]
 
 
 def peer_groups(

@@ -28,12 +28,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from monta_megatron.chains import CHAINS, Counts, Layout
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.counting import TokenCounting
-from monta_megatron.exchange.groups import peer_groups
+from monta_megatron.exchange.groups import find_nodes, peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.walk import Exchange
 from monta_megatron.integration.duties import check_duties
 from monta_megatron.options import Options
-from monta_megatron.topology.nodes import node_of_rank, ranks_per_node_from_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -242,17 +241,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return output
 
     def _find_layout(self) -> Layout:
-        ranks_per_node = (
-            self.options.ranks_per_node or ranks_per_node_from_launcher() or dist.get_world_size()
-        )
-        ranks = dist.get_process_group_ranks(self.tp_ep_group)
         classes = 2 if self.drop_and_pad and self.chain.rows == "tokens" else 1
         return Layout(
             ep=self.ep_size,
             etp=self.tp_size,
             num_local_experts=self.num_local_experts * classes,
             rank=dist.get_group_rank(self.tp_ep_group, dist.get_rank()),
-            nodes=tuple(node_of_rank(rank, ranks_per_node) for rank in ranks),
+            nodes=find_nodes(self.tp_ep_group, self.options.ranks_per_node),
             classes=classes,
         )
 

@@ -1,0 +1,41 @@
+"""Ranks to nodes, from what launchers say."""
+
+import pytest
+
+from monta_megatron.chains import Layout
+from monta_megatron.topology.nodes import node_here, number_nodes, ranks_per_node_from_launcher
+
+
+def test_launchers_before_host_names() -> None:
+    torchrun_in_slurm = {"GROUP_RANK": "3", "LOCAL_WORLD_SIZE": "8", "SLURM_NODEID": "1"}
+    assert node_here(torchrun_in_slurm) == "GROUP_RANK=3"
+    assert node_here({"SLURM_NODEID": "1"}) == "SLURM_NODEID=1"
+    assert node_here({}).startswith("host ")
+
+
+def test_nodes_are_numbered_as_they_are_met() -> None:
+    assert number_nodes(["b", "b", "a", "c", "a"]) == (0, 0, 1, 2, 1)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "2(x2)", ""])
+def test_a_launcher_that_says_nonsense(value: str) -> None:
+    with pytest.raises(ValueError, match="must be a positive integer"):
+        ranks_per_node_from_launcher({"SLURM_NTASKS_PER_NODE": value})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "etp", "reason"),
+    [
+        ((0, 0, 1, 1), 1, None),
+        ((0, 0, 0, 0), 1, None),
+        ((0, 0, 1), 1, "not evenly in order"),  # EP 3 on nodes of 2
+        ((0, 1, 0, 1), 1, "not evenly in order"),  # ranks dealt out in turn
+        ((0, 1, 1, 2), 2, "not evenly in order"),  # starts in the middle of a node
+        ((0, 1, 2, 3), 2, "spans nodes of 1 rank"),
+    ],
+)
+def test_even_nodes(nodes: tuple[int, ...], etp: int, reason: str | None) -> None:
+    ep = len(nodes) // etp
+    layout = Layout(ep=ep, etp=etp, num_local_experts=1, rank=0, nodes=nodes)
+    found = layout.uneven_nodes()
+    assert found is reason if reason is None else reason in str(found)
