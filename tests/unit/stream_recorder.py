@@ -80,6 +80,7 @@ class Buffer:
 
     memory: StorageWeakRef
     owner: "RecordedStream"
+    num_bytes: int
     write: Access | None = None
     reads: dict[str, Access] = field(default_factory=dict)
     recorded: "set[RecordedStream]" = field(default_factory=set)
@@ -140,6 +141,8 @@ class Recorder(TorchDispatchMode):
         monitor: hand it to the exchange: it names the stage and chunk of every collective.
         queue: everything issued to the device, in the order of issue.
         findings: what the checker found, in the order of issue.
+        live_bytes: of all memory that was touched and not freed yet.
+        peak_bytes: the most of it since `forget_peak`.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class Recorder(TorchDispatchMode):
         self.monitor = Monitor(record=[])
         self.queue: list[Entry] = []
         self.findings: list[Finding] = []
+        self.live_bytes = self.peak_bytes = 0
         self.current = RecordedStream(self, "caller")
         self._make_streams = make_streams
         self._buffers: dict[int, Buffer] = {}
@@ -216,7 +220,17 @@ class Recorder(TorchDispatchMode):
         Called before anything changes the clocks, so they still are what they were at the free.
         """
         for key in [key for key, buffer in self._buffers.items() if buffer.memory.expired()]:
-            self._free(self._buffers.pop(key))
+            buffer = self._buffers.pop(key)
+            self.live_bytes -= buffer.num_bytes
+            self._free(buffer)
+
+    def forget_peak(self, inputs: list[torch.Tensor]) -> int:
+        """Begin anew with what is live now, `inputs` included: their bytes."""
+        for tensor in inputs:
+            self._buffer_of(tensor)
+        self.find_freed()
+        self.peak_bytes = self.live_bytes
+        return self.live_bytes
 
     def collectives(self) -> list[Entry]:
         """The collectives in the order of issue."""
@@ -240,7 +254,10 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         # Its weak reference keeps the key from being used again.
         if storage._cdata not in self._buffers:
-            self._buffers[storage._cdata] = Buffer(StorageWeakRef(storage), self.current)
+            buffer = Buffer(StorageWeakRef(storage), self.current, storage.nbytes())
+            self._buffers[storage._cdata] = buffer
+            self.live_bytes += buffer.num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return self._buffers[storage._cdata]
 
     def _run(

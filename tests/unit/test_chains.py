@@ -72,8 +72,17 @@ def test_expected_values_take_the_same_path() -> None:
 
 
 def test_depth_trails_by_one_step_per_collective() -> None:
-    assert depth_of_stages(CHAIN.stages) == [0, 0, 1, 2]
-    assert depth_of_stages(CHAIN.stages[::-1]) == [0, 0, 1, 2]
+    counts = Counts(sent=np.ones((2, 1), int), received=np.ones((2, 2, 1), int))
+    stages = CHAIN.bind(layout_of(2, 2, 1), counts, num_chunks=2).stages
+    assert depth_of_stages(stages) == [0, 0, 1, 2]
+    assert depth_of_stages(stages[::-1]) == [0, 0, 1, 2]
+
+
+def test_a_group_of_one_rank_takes_no_step() -> None:
+    counts = Counts(sent=np.ones((2, 1), int), received=np.ones((1, 2, 1), int))
+    stages = CHAIN.bind(layout_of(2, 1, 1), counts, num_chunks=2).stages
+    assert depth_of_stages(stages) == [0, 0, 1, 1]
+    assert depth_of_stages(stages[::-1]) == [0, 0, 0, 1]
 
 
 def test_num_chunks_below_one_is_refused() -> None:

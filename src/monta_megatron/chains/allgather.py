@@ -4,6 +4,10 @@
 
 It wins where few ranks share the experts and top-k is close to their number, so that most tokens
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
+
+Memory of dispatch beyond its input, in rows (G gathered, P pairs, C chunks):
+
+    P + (2G + P) / C                G + 2P in one chunk
 """
 
 import numpy as np
@@ -19,11 +23,11 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     gathered = by_chunk(counts.tokens, num_chunks, axis=1).T  # [C, S]
     own = gathered[:, layout.rank, None]
-    arrival = np.arange(len(layout.nodes))
+    gather = BoundStage(stage=GATHER, send=np.broadcast_to(own, gathered.shape), receive=gathered)
     return (
         bind_cut(layout, counts, num_chunks),
-        BoundStage(stage=GATHER, send=np.broadcast_to(own, gathered.shape), receive=gathered),
-        *bind_experts(layout, counts, num_chunks, arrival),
+        gather,
+        *bind_experts(layout, counts, gather, np.arange(len(layout.nodes))),
     )
 
 

@@ -3,7 +3,8 @@
     A2A(EP) then AG(ETP) then Place (into expert order)
 
 The plainest chain: it wins where there is one tier, where messages are tiny, and at top-1. Its
-stages are those of `alltoall_allgather`, which pipelines them.
+stages are those of `alltoall_allgather`, which pipelines them. Memory of dispatch beyond its input,
+in rows (A received, G gathered): A + 2G, or 2A at ETP 1.
 """
 
 from monta_megatron.chains import alltoall_allgather

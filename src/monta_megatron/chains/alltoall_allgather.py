@@ -17,6 +17,11 @@ Order of rows (etp rank t, source EP rank s, local expert l; r are the tokens of
 Hand-worked: EP 2, ETP 1, L = 2, two chunks; this rank holds rows [a a b b b b | c d d] for the
 experts 0 1 | 2 3. Chunk 0 takes 1 of a, 2 of b, then 0 of c, 1 of d (the odd row of an odd
 expert goes to the earlier chunk); chunk 1 takes the rest. So A2A sends [3, 1], then [3, 2] rows.
+
+Memory of dispatch beyond its input, in rows (S sent, A received, G gathered, C chunks):
+
+    G + (2S + 3A + 2G) / C          A + 2G in one chunk, where nothing is packed
+    A + (2S + 2A) / C at ETP 1      2A in one chunk
 """
 
 import numpy as np

@@ -4,6 +4,10 @@
 
 It wins where EP lies in one tier and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
+
+Memory of dispatch beyond its input, in rows (D sent, A received, P pairs, C chunks):
+
+    P + (2D + 2A + P) / C           D + A + 2P in one chunk
 """
 
 import numpy as np
@@ -41,11 +45,12 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
     send = by_chunk(counts.sent_to_ranks, num_chunks, axis=0)  # [C, EP]
     receive = by_chunk(counts.for_rank, num_chunks, axis=1).T  # [C, EP]
     parts = ExpertRange(first=0, size=layout.num_local_experts, num_parts=layout.ep)
+    exchange = BoundStage(stage=EXCHANGE, send=send, receive=receive)
     return (
         cut,
         bind_copies(TO_RANKS, cut.receive[:, 0], send, parts),
-        BoundStage(stage=EXCHANGE, send=send, receive=receive),
-        *bind_experts(layout, counts, num_chunks, np.arange(layout.ep)),
+        exchange,
+        *bind_experts(layout, counts, exchange, np.arange(layout.ep)),
     )
 
 

@@ -7,7 +7,7 @@ Notation: C = number of chunks, B = number of token blocks, S = source ranks, EP
 size, ETP = expert tensor parallel size, L = local experts per EP rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -271,13 +271,16 @@ def expert_order(runs: RowCounts, source_order: list[int], classes: int) -> Segm
     )
 
 
-def depth_of_stages(stages: tuple[Stage, ...]) -> list[int]:
+def depth_of_stages(stages: Sequence[BoundStage]) -> list[int]:
     """By how many steps each stage trails the first: one for every collective before it.
 
     Stage s of chunk c runs in step c + depth[s]. A copy needs no step of its own: it runs with
-    the stage in front of which it stands.
+    the stage in front of which it stands; nor does a group of one rank, where nothing moves.
     """
     collectives: NDArray[np.int64] = np.cumsum(
-        [isinstance(stage, AllToAll | AllGather) for stage in stages]
+        [
+            isinstance(bound.stage, AllToAll | AllGather) and bound.send.shape[1] > 1
+            for bound in stages
+        ]
     )
     return [0, *collectives[:-1].tolist()]

@@ -5,6 +5,11 @@
 It wins where EP spans nodes, top-k is high and nodes have few ranks: most tokens that reach a
 node are wanted by most of its ranks. Its transpose carries a partial sum per (token, rank) inside
 the node and one per (token, node) between them: two hops.
+
+Memory of dispatch beyond its input, in rows (D sent along the rail, A received, G gathered in the
+node, P pairs, C chunks):
+
+    P + (D + 3A + 2G + P) / C       A + G + 2P in one chunk
 """
 
 import numpy as np
@@ -33,10 +38,11 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
     here = by_chunk(counts.for_node, num_chunks, axis=1)
     gathered = here.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
     own = gathered[:, layout.position, None]
+    gather = BoundStage(stage=GATHER, send=np.broadcast_to(own, gathered.shape), receive=gathered)
     return (
         *bind_node_exchange(layout, counts, num_chunks),
-        BoundStage(stage=GATHER, send=np.broadcast_to(own, gathered.shape), receive=gathered),
-        *bind_experts(layout, counts, num_chunks, arrival_on_node(layout)),
+        gather,
+        *bind_experts(layout, counts, gather, arrival_on_node(layout)),
     )
 
 

@@ -5,6 +5,11 @@
 
 It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
 per (token, rank) inside the node and one per (token, node) between them: two hops.
+
+Memory of dispatch beyond its input, in rows (D sent along the rail, A received, R sent in the
+node, Q received, P pairs, C chunks):
+
+    P + (D + A + 2R + 2Q + P) / C   R + Q + 2P in one chunk
 """
 
 from monta_megatron.chains import alltoall_dedup
@@ -47,13 +52,14 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
         size=layout.num_local_experts,
         num_parts=num_ranks,
     )
+    exchange = BoundStage(stage=EXCHANGE, send=send, receive=receive)
     return (
         cut,
         to_nodes,
         along_rail,
         bind_copies(TO_RANKS, along_rail.receive.sum(axis=1), send, parts),
-        BoundStage(stage=EXCHANGE, send=send, receive=receive),
-        *bind_experts(layout, counts, num_chunks, arrival_on_node(layout)),
+        exchange,
+        *bind_experts(layout, counts, exchange, arrival_on_node(layout)),
     )
 
 

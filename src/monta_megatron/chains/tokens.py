@@ -71,18 +71,19 @@ def arrival_on_node(layout: Layout) -> NDArray[np.int64]:
 
 
 def bind_experts(
-    layout: Layout, counts: TokenCounts, num_chunks: int, arrival: NDArray[np.int64]
+    layout: Layout, counts: TokenCounts, arrived: BoundStage, arrival: NDArray[np.int64]
 ) -> tuple[BoundStage, BoundStage]:
     """The copies for the local experts, and their places in stock's order.
 
     Args:
         layout: this rank's place.
         counts: by token block.
-        num_chunks: C.
+        arrived: the collective that brought the tokens.
         arrival: [S'] the sources whose tokens lie in a chunk, in the order in which they lie.
     """
+    rows = arrived.receive.sum(axis=1)  # [C]
     # [S, B, L] -> [C, L, S'] in the order in which a chunk's copies lie
-    runs = by_chunk(counts.experts[arrival], num_chunks, axis=1).transpose(1, 2, 0)
+    runs = by_chunk(counts.experts[arrival], len(rows), axis=1).transpose(1, 2, 0)
     # Stock's order of sources: ETP rank, then EP rank; `arrival` holds them ETP fastest.
     ep_ranks, etp_ranks = np.divmod(arrival, layout.etp)
     source_order = np.lexsort((ep_ranks, etp_ranks)).tolist()
@@ -90,7 +91,7 @@ def bind_experts(
     copies = runs.sum(axis=2)
     total = copies.sum(axis=1)
     return (
-        bind_copies(TO_EXPERTS, total, copies, experts),
+        bind_copies(TO_EXPERTS, rows, copies, experts),
         BoundStage(
             stage=ORDER,
             send=total[:, None],

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGNMENT_BYTES = 16
+from monta_megatron.chains.lanes import offsets_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +106,9 @@ class Payload:
 
     def _offsets_bytes(self) -> list[int]:
         """Where each lane of a packed row begins, and at the end the size of the row."""
-        offsets, end = [], 0
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            end = _round_up(end, dtype.itemsize)
-            offsets.append(end)
-            end += (shape[0] if shape else 1) * dtype.itemsize
-        return [*offsets, _round_up(end, ALIGNMENT_BYTES)]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+        return offsets_bytes(
+            [
+                (shape[0] if shape else 1, dtype.itemsize)
+                for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+            ]
+        )

@@ -109,7 +109,7 @@ def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
     """
     streams = streams_for(lanes.rows.device)
     pipeline = _Pipeline(exchange, walk, lanes, streams)
-    depth = depth_of_stages(tuple(bound.stage for bound in pipeline.stages))
+    depth = depth_of_stages(pipeline.stages)
     num_chunks = exchange.bound.num_chunks
 
     streams.fork()

@@ -1,0 +1,119 @@
+"""What a row weighs on its way: the lanes of each walk, and where they lie in a packed row.
+
+A walk over a chain carries the hidden rows and, by direction, the probabilities and the lists of
+experts. The executor lays messages out by `offsets_bytes`, and the cost model weighs them with
+`row_bytes_by_stage`: plain integers, free of torch.
+
+Notation: H = hidden size, W = length of the lists of experts (0 where a row is a pair).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monta_megatron.chains.chain import BoundChain
+from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Replicate
+
+ALIGNMENT_BYTES = 16
+ID_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkLanes:
+    """One of the four walks over a chain, and which lanes it carries besides the rows."""
+
+    name: str
+    transpose: bool
+    probs: bool = False
+    ids: bool = False
+
+
+DISPATCH = WalkLanes(name="dispatch", transpose=False, probs=True, ids=True)
+COMBINE = WalkLanes(name="combine", transpose=True)
+DISPATCH_BACKWARD = WalkLanes(name="dispatch_backward", transpose=True, probs=True)
+COMBINE_BACKWARD = WalkLanes(name="combine_backward", transpose=False)
+
+FORWARD = (DISPATCH, COMBINE)
+FORWARD_BACKWARD = (DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """The values of a row.
+
+    Attributes:
+        hidden_size: H.
+        value_bytes: of each hidden value.
+        prob_bytes: of each probability.
+        list_width: W where rows are tokens.
+    """
+
+    hidden_size: int
+    value_bytes: int
+    prob_bytes: int
+    list_width: int
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The hidden values of a row."""
+        return self.hidden_size * self.value_bytes
+
+
+def offsets_bytes(lanes: Sequence[tuple[int, int]]) -> list[int]:
+    """Where each lane of a packed row begins, and at the end the size of the row.
+
+    Args:
+        lanes: (number of values, bytes of a value) of each lane.
+    """
+    offsets, end = [], 0
+    for num_values, value_bytes in lanes:
+        end = _round_up(end, value_bytes)
+        offsets.append(end)
+        end += num_values * value_bytes
+    return [*offsets, _round_up(end, ALIGNMENT_BYTES)]
+
+
+def row_bytes_by_stage(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> list[int]:
+    """Bytes of a row behind each stage of the walk, in the walk's order.
+
+    The lanes share a message where a stage copies rows that go on to a collective, and where that
+    copy is made anyway; elsewhere they are sent as they lie, lane by lane.
+    """
+    stages = bound.stages[::-1] if walk.transpose else bound.stages
+    has_lists = bound.chain.rows == "tokens"
+    packs = bound.num_chunks > 1 or has_lists
+    # A token has a list on the sources' side of "copy per expert"; behind it one probability.
+    lists = has_lists and not walk.transpose
+    found: list[int] = []
+    for position, stage in enumerate(stages):
+        copies = isinstance(stage.stage, Replicate) or (
+            position == 0 and stage.segments is not None and not stage.segments.is_slice
+        )
+        if isinstance(stage.stage, Replicate) and stage.stage.part == "expert":
+            lists = walk.transpose
+        if copies or position == 0:
+            to_collective = position + 1 < len(stages) and _is_collective(stages[position + 1])
+            lanes = _lanes(row, walk, lists)
+            packed = copies and packs and to_collective and len(lanes) > 1
+            found.append(offsets_bytes(lanes)[-1] if packed else sum(n * size for n, size in lanes))
+        elif position == len(stages) - 1:
+            found.append(sum(n * size for n, size in _lanes(row, walk, lists)))
+        else:
+            found.append(found[-1])
+    return found
+
+
+def _lanes(row: RowFormat, walk: WalkLanes, lists: bool) -> list[tuple[int, int]]:
+    lanes = [(row.hidden_size, row.value_bytes)]
+    if walk.probs:
+        lanes.append((row.list_width if lists else 1, row.prob_bytes))
+    if walk.ids and lists:
+        lanes.append((row.list_width, ID_BYTES))
+    return lanes
+
+
+def _is_collective(stage: BoundStage) -> bool:
+    return isinstance(stage.stage, AllToAll | AllGather)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
