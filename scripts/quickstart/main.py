@@ -24,7 +24,8 @@ from report import ShowProgress, loss_table, progress
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs" / "quickstart"
 
-NODES, RANKS_PER_NODE = 2, 2
+NODES, CHAIN = "alltoall_allgather"
+RANKS_PER_NODE = 2, 2
 TP = EP = ETP = 2
 SEQUENCE_LENGTH = 128
 MICRO_BATCH_SIZE = 4
@@ -91,6 +92,8 @@ def dispatcher_arguments(name: str) -> list[str]:
     if name == "monta":
         # torchrun knows of one machine; this says where the nodes of the layout end.
         chosen += ["--moe-monta-ranks-per-node", str(RANKS_PER_NODE)]
+        # Named, for the planner would send so small a model's tokens by plain alltoall.
+        chosen += ["--moe-monta-chain", CHAIN]
     return chosen
 
 

@@ -91,7 +91,7 @@ def _describe(dispatcher: Any) -> dict[str, Any]:
     return {
         "dispatcher": type(dispatcher).__name__,
         "chain": chain.name if chain else None,
-        "num_chunks": dispatcher.options.num_chunks if chain else None,
+        "num_chunks": dispatcher.num_chunks if chain else None,
         "bytes": dispatcher.monitor.bytes_by_tier() if chain else {"inter": 0, "intra": 0},
     }
 

@@ -12,8 +12,13 @@ from difflib import get_close_matches
 from typing import Any, Optional
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.plan import Plan
+from monta_megatron.strict_yaml import load
 
 DISPATCHER_TYPE = "monta"
+AUTO = "auto"
+# Of a chain that is named without a number of chunks.
 DEFAULT_NUM_CHUNKS = 4
 
 
@@ -39,16 +44,24 @@ class OptionFields:
     """
 
     moe_monta_chain: Optional[str] = _option(  # noqa: UP045
-        "Chain of the monta token dispatcher: " + ", ".join(CHAINS) + "."
+        "Chain of the monta token dispatcher: auto (the planner chooses; default), "
+        + ", ".join(CHAINS)
+        + "."
     )
     moe_monta_num_chunks: Optional[int] = _option(  # noqa: UP045
-        "Number of chunks that the monta token dispatcher pipelines (default: 4, or 1 "
-        "for a serial chain).",
+        "Number of chunks that the monta token dispatcher pipelines (default: the planner "
+        "chooses; 4 for a chain that is named, or 1 if it is serial).",
         _integer_or_text,
     )
     moe_monta_ranks_per_node: Optional[int] = _option(  # noqa: UP045
         "Ranks joined by the fast tier, where the launcher does not say it or says it wrong.",
         _integer_or_text,
+    )
+    moe_monta_cluster: Optional[str] = _option(  # noqa: UP045
+        "Cluster file, made by `monta calibrate`, by which the planner chooses."
+    )
+    moe_monta_plan: Optional[str] = _option(  # noqa: UP045
+        "Plan file, made by `monta plan`, whose chain and number of chunks are used."
     )
 
 
@@ -60,14 +73,18 @@ class Options:
     """The options of one dispatcher, resolved and checked.
 
     Attributes:
-        chain: key of `chains.CHAINS`.
-        num_chunks: at least 1.
+        chain: key of `chains.CHAINS`, or "auto".
+        num_chunks: at least 1; None where the planner chooses.
         ranks_per_node: ranks joined by the fast tier, or None where only the launcher knows.
+        cluster: costs by which the planner chooses, or None where nobody measured them.
+        plan: a choice that was made before, or None.
     """
 
-    chain: str = "alltoall_allgather"
-    num_chunks: int = DEFAULT_NUM_CHUNKS
+    chain: str = AUTO
+    num_chunks: int | None = None
     ranks_per_node: int | None = None
+    cluster: Cluster | None = None
+    plan: Plan | None = None
 
     @classmethod
     def of(cls, source: object) -> "Options":
@@ -81,24 +98,36 @@ class Options:
             for name in OPTION_NAMES
             if getattr(source, name, None) is not None
         }
-        if getattr(CHAINS.get(given.get("chain", "")), "serial", False):
-            given.setdefault("num_chunks", 1)
-        options = cls(**given)
-        if options.chain not in CHAINS:
+        chain = given.get("chain", AUTO)
+        if chain != AUTO and chain not in CHAINS:
             raise ValueError(
-                f"moe_monta_chain: got {options.chain!r}, must be one of "
-                f"{', '.join(CHAINS)}{_nearest(options.chain)}"
+                f"moe_monta_chain: got {chain!r}, must be one of "
+                f"{', '.join((AUTO, *CHAINS))}{_nearest(chain)}"
             )
         for name in ("num_chunks", "ranks_per_node"):
-            value = getattr(options, name)
+            value = given.get(name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"moe_monta_{name}: got {value!r}, must be an integer >= 1")
-        if CHAINS[options.chain].serial and options.num_chunks > 1:
-            raise ValueError(
-                f"moe_monta_num_chunks: got {options.num_chunks}, must be 1 for the serial chain "
-                f"{options.chain}; alltoall_allgather is its pipelined form"
-            )
-        return options
+        if "plan" in given:
+            for name in ("chain", "num_chunks"):
+                if name in given:
+                    raise ValueError(
+                        f"moe_monta_{name}: got {given[name]!r}, must be left out beside "
+                        "moe_monta_plan, which holds it"
+                    )
+            given["plan"] = Plan.load(given["plan"])
+        if chain != AUTO:
+            is_serial = CHAINS[chain].serial
+            given.setdefault("num_chunks", 1 if is_serial else DEFAULT_NUM_CHUNKS)
+            if is_serial and given["num_chunks"] > 1:
+                raise ValueError(
+                    f"moe_monta_num_chunks: got {given['num_chunks']}, must be 1 for the serial "
+                    f"chain {chain}; alltoall_allgather is its pipelined form"
+                )
+        if "cluster" in given:
+            given["cluster"] = load(Cluster, given["cluster"])
+            given.setdefault("ranks_per_node", given["cluster"].ranks_per_node)
+        return cls(**given)
 
 
 def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from monta_megatron import reference
 from monta_megatron.chains import CHAINS, Counts, Layout
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.counting import TokenCounting
+from monta_megatron.exchange.counting import Counting
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.walk import Exchange
@@ -201,7 +201,7 @@ def find_groups(
     ep_rank, etp_rank = divmod(rank, etp)
     whole = _group_of(range(first, first + case.size))
     groups = peer_groups(
-        CHAINS[chain],
+        (CHAINS[chain],),
         case.layout(rank),
         {
             "ep": _group_of(range(first + etp_rank, first + case.size, etp)),
@@ -271,16 +271,18 @@ def make_source(case: Case, data: Data) -> Source:
     routing_map, probs = data.routing_maps[rank], data.probs[rank]
     num_tokens, num_experts = routing_map.shape
 
+    num_blocks = case.num_blocks if chain.rows == "tokens" else 1
+    counting = Counting(chains=(chain,), layout=layout, num_blocks=num_blocks)
+    # What the ranks would gather.
+    table = torch.stack([counting.count(routing_map) for routing_map in data.routing_maps])
+    gathered = counting.read(counting.select(table).numpy())
+    counts: Any = gathered.tokens if chain.rows == "tokens" else gathered.pairs
+    width = gathered.list_width
     if chain.rows == "pairs":
         # Megatron's permutation: [E, T] in order.
         expert, token = routing_map.T.nonzero(as_tuple=True)
-        counts: Any = _pair_counts(case, data, layout)
-        width, row_probs = 0, probs[token, expert]
+        row_probs = probs[token, expert]
     else:
-        counting = TokenCounting(chain=chain, layout=layout, num_blocks=case.num_blocks)
-        # What the ranks would gather.
-        table = torch.stack([counting.count(routing_map) for routing_map in data.routing_maps])
-        counts, width = counting.read(counting.select(table).numpy())
         token = torch.arange(num_tokens)
         descending = torch.arange(num_experts, 0, -1, dtype=torch.int32)
         scores = (routing_map * descending).topk(width, dim=1).values
@@ -296,14 +298,6 @@ def make_source(case: Case, data: Data) -> Source:
         num_experts=num_experts,
     )
     return Source(exchange=exchange, rank=rank, token=token, expert=expert, probs=row_probs)
-
-
-def _pair_counts(case: Case, data: Data, layout: Layout) -> Counts:
-    # [S, E] -> [EP, ETP, E] -> [ETP, EP, L]
-    table = np.stack([routing_map.sum(dim=0).numpy() for routing_map in data.routing_maps])
-    experts = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
-    received = table.reshape(case.ep, case.etp, -1).transpose(1, 0, 2)[:, :, experts]
-    return Counts(sent=table[layout.rank].reshape(case.ep, -1), received=received)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 HIDDEN = 16
+DEFAULT_CHAIN = "alltoall_allgather"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ class Case:
         """Whether our sums have stock's order, so that they are equal to the bit."""
         from monta_megatron.chains import CHAINS
 
-        chain = CHAINS[self.options.get("moe_monta_chain", "alltoall_allgather")]
-        return self.etp <= 2 and chain.rows == "pairs"
+        chain = CHAINS.get(self.options.get("moe_monta_chain", DEFAULT_CHAIN))
+        return self.etp <= 2 and chain is not None and chain.rows == "pairs"
 
 
 # Megatron's process groups by layout. They are kept, not made anew: every Gloo group has threads
@@ -130,6 +131,8 @@ def build_layer(case: Case, dispatcher: str, **options: Any) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs
 
     initialize(case)
+    if dispatcher == "monta" and not {"moe_monta_chain", "moe_monta_plan"} & case.options.keys():
+        options.setdefault("moe_monta_chain", DEFAULT_CHAIN)
     config = transformer_config(case, dispatcher, **options)
     if config.moe_grouped_gemm:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
@@ -340,14 +343,23 @@ def compare_padded_for_quantization(case: Case, num_chunks: int) -> None:
     assert_equal(ours, stock, case.exact_sums, f"{case}, router padding")
 
 
-def compare_steps(case: Case, num_chunks: int, tokens: list[list[int]]) -> None:
-    """One layer over several steps; step i has tokens[i][rank] tokens on each rank."""
+def compare_steps(
+    case: Case, num_chunks: int | None, tokens: list[list[int]]
+) -> list[tuple[str, int]]:
+    """One layer over several steps; step i has tokens[i][rank] tokens on each rank.
+
+    Returns:
+        chain and number of chunks of every step.
+    """
+    decisions = []
     stock = build_layer(case, "alltoall")
     ours = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     for seed, by_rank in enumerate(tokens):
         step = dataclasses.replace(case, num_tokens=by_rank[dist.get_rank()], seed=seed)
         expected = forward_backward(step, stock)
         assert_equal(forward_backward(step, ours), expected, case.exact_sums, f"step {seed}")
+        decisions.append((ours.token_dispatcher.chain.name, ours.token_dispatcher.num_chunks))
+    return decisions
 
 
 def compare_without_gradient(case: Case, num_chunks: int) -> None:
@@ -475,7 +487,7 @@ def options_survive_copies(case: Case) -> list[tuple[str, str, int]]:
         spec = get_gpt_layer_local_spec(num_experts=case.num_experts, moe_grouped_gemm=False)
         dispatcher = build_moe(spec.submodules.mlp, each).token_dispatcher
         built.append(
-            (type(dispatcher).__name__, dispatcher.chain.name, dispatcher.options.num_chunks)
+            (type(dispatcher).__name__, dispatcher.chain.name, dispatcher.num_chunks)
         )
     return built
 
@@ -569,3 +581,28 @@ def nodes_found(node_of_rank: list[str]) -> tuple[int, ...]:
     with mock.patch.dict(os.environ, variables), mock.patch.dict(groups._nodes, clear=True):
         layer = build_layer(Case(), "monta", moe_monta_chain="hierarchical_allgather")
     return layer.token_dispatcher.layout.nodes
+
+
+def disagree(case: Case, options_of_rank: dict[int, dict[str, Any]]) -> None:
+    """Build a layer whose options differ on some ranks."""
+    build_layer(case, "monta", **options_of_rank.get(dist.get_rank(), {}))
+
+
+def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
+    """Write the plan behind a layer's choice for so many tokens; what it chose."""
+    from monta_megatron.planner.choice import plan_for
+
+    layer = build_layer(case, "monta")
+    plan = plan_for(layer.token_dispatcher.choice, tokens)
+    if dist.get_rank() == 0:
+        plan.save(path)
+    dist.barrier()
+    return plan.chain, plan.num_chunks
+
+
+def lookup_us(case: Case) -> float:
+    """The least time of a choice that was made before."""
+    import timeit
+
+    choice = build_layer(case, "monta").token_dispatcher.choice
+    return 1e6 * min(timeit.repeat(lambda: choice.decide(4096), number=100, repeat=20)) / 100

@@ -17,7 +17,7 @@ from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange import walk
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.counting import TokenCounting
+from monta_megatron.exchange.counting import Counting
 from monta_megatron.exchange.streams import CudaStreams, Ready
 from monta_megatron.exchange.walk import Exchange
 
@@ -96,9 +96,11 @@ def count(
         sent = routing_map.sum(dim=0).view(layout.ep, layout.num_local_experts)
         received = sent[layout.rank // layout.etp].expand(layout.etp, layout.ep, -1)
         return Counts(sent=sent.numpy(), received=received.numpy()), 0
-    counting = TokenCounting(chain=chain, layout=layout, num_blocks=NUM_BLOCKS)
+    counting = Counting(chains=(chain,), layout=layout, num_blocks=NUM_BLOCKS)
     table = counting.count(routing_map).expand(len(layout.nodes), -1)
-    return counting.read(counting.select(table).numpy())
+    gathered = counting.read(counting.select(table).numpy())
+    assert gathered.tokens is not None
+    return gathered.tokens, gathered.list_width
 
 
 def make_exchange(

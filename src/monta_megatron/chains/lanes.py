@@ -15,6 +15,9 @@ from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Replic
 
 ALIGNMENT_BYTES = 16
 ID_BYTES = 4
+# What a rank tells besides its counts: its tokens, its longest list of experts, and the hash of
+# what the ranks agree on.
+HEAD_SIZE = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,18 +7,24 @@ and the rule. With `--json`, standard output holds one JSON document and nothing
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from monta_megatron import __version__
-from monta_megatron.cli import doctor
+from monta_megatron.cli import bench, doctor, emulate, plan
 
-COMMANDS = (doctor,)
+COMMANDS = (bench, doctor, emulate, plan)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that leaves the usage to `--help` and says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one sub-command; the value is the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="monta", description="Expert-parallel token dispatch for Megatron-Core."
-    )
+    parser = _Parser(prog="monta", description="Expert-parallel token dispatch for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"monta-megatron {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

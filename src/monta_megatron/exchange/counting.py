@@ -4,28 +4,63 @@ Notation: T = tokens of this rank, E = experts, B = token blocks, S = source ran
 experts, EP = expert parallel size, R = ranks per node.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from monta_megatron.chains import Chain, Layout, TokenCounts
+from monta_megatron.chains import Chain, Counts, Layout, TokenCounts
+from monta_megatron.chains.lanes import HEAD_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenCounting:
-    """Counts tokens by block for one chain on one layout.
+class GatheredCounts:
+    """What the gather brought to one rank, on the host.
 
     Attributes:
-        chain: decides which counts are taken at all.
-        layout: this rank's place.
-        num_blocks: B.
+        pairs: for chains whose rows are pairs.
+        tokens: for chains whose rows are tokens, or None where no candidate's are.
+        max_tokens: the most tokens of any rank.
+        list_width: the longest list of experts of any token; 0 where rows are pairs only.
+        hashes: [S] of what each rank believes that all agree on.
     """
 
-    chain: Chain
+    pairs: Counts
+    tokens: TokenCounts | None
+    max_tokens: int
+    list_width: int
+    hashes: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """Counts what any of several chains on one layout needs, and no more.
+
+    Attributes:
+        chains: the candidates.
+        layout: this rank's place; its experts are those of the token chains, by class.
+        num_blocks: B, of token blocks; 1 where rows are pairs only.
+        agreement: hash of what all ranks have to agree on.
+    """
+
+    chains: tuple[Chain, ...]
     layout: Layout
     num_blocks: int
+    agreement: int = 0
+
+    @cached_property
+    def by_block(self) -> bool:
+        """Whether any chain's rows are tokens, which are counted by block."""
+        return any(chain.rows == "tokens" for chain in self.chains)
+
+    @cached_property
+    def _parts(self) -> tuple[str, ...]:
+        """ "node", "rank": what tokens are counted for."""
+        named = {part for chain in self.chains for part in chain.parts}
+        return tuple(part for part in ("node", "rank") if part in named)
 
     def count(self, routing_map: torch.Tensor) -> torch.Tensor:
         """This rank's counts: [K] int64, on the device of the map, with no sync.
@@ -34,20 +69,22 @@ class TokenCounting:
             routing_map: [T, E] bool.
         """
         num_tokens, num_experts = routing_map.shape
+        device = routing_map.device
+        lists = routing_map.sum(dim=1)
+        # Of no token the longest list is not defined.
+        widest = torch.nn.functional.pad(lists, (0, 1)).amax(dim=0, keepdim=True)
+        counts = [
+            torch.full((1,), num_tokens, device=device),
+            widest,
+            torch.full((1,), self.agreement, device=device),
+        ]
         block = self._block_size(num_tokens)
         padded = torch.nn.functional.pad(
             routing_map, (0, 0, 0, self.num_blocks * block - num_tokens)
         )
         # [T, E] -> [B, T/B, E]
         blocks = padded.view(self.num_blocks, block, num_experts)
-        widest = routing_map.sum(dim=1).amax(dim=0, keepdim=True) if num_tokens else None
-        counts = [
-            torch.full((1,), num_tokens, device=routing_map.device),
-            torch.zeros(1, dtype=torch.long, device=routing_map.device)
-            if widest is None
-            else widest,
-            blocks.sum(dim=1).flatten(),
-        ]
+        counts.append(blocks.sum(dim=1).flatten())
         for num_parts in self._num_parts():
             # [B, T/B, E] -> [B, T/B, P, E/P] -> [B, P]: tokens with an expert in each part
             hits = blocks.unflatten(2, (num_parts, -1)).any(dim=3).sum(dim=1)
@@ -58,9 +95,13 @@ class TokenCounting:
         """The part of the gathered table [S, K] that this rank needs, as one tensor."""
         num_experts, first = self.layout.num_experts, self.layout.first_expert
         head, experts, *parts = table.split(self._widths(num_experts), dim=1)
-        experts = experts.unflatten(1, (self.num_blocks, num_experts))
-        selected = [head, experts[:, :, first : first + self.layout.num_local_experts]]
-        for name, counts in zip(self._part_names(), parts, strict=True):
+        experts = experts.unflatten(1, (-1, num_experts))
+        selected = [
+            head,
+            experts[self.layout.rank].sum(dim=0),
+            experts[:, :, first : first + self.layout.num_local_experts],
+        ]
+        for name, counts in zip(self._parts, parts, strict=True):
             by_part = counts.unflatten(1, (self.num_blocks, -1))
             selected += [by_part[self.layout.rank], by_part[:, :, self._here(name)]]
         return torch.cat([counts.flatten() for counts in selected])
@@ -69,32 +110,53 @@ class TokenCounting:
         """[L] pairs for each local expert, from the gathered table, on its device."""
         num_experts, first = self.layout.num_experts, self.layout.first_expert
         _, experts, *_ = table.split(self._widths(num_experts), dim=1)
-        by_expert = experts.unflatten(1, (self.num_blocks, num_experts)).sum(dim=(0, 1))
+        by_expert = experts.unflatten(1, (-1, num_experts)).sum(dim=(0, 1))
         return by_expert[first : first + self.layout.num_local_experts]
 
-    def read(self, selected: NDArray[np.int64]) -> tuple[TokenCounts, int]:
-        """What `select` left, on the host: the counts, and the longest list of any token."""
-        num_sources, num_blocks = len(self.layout.nodes), self.num_blocks
-        shapes = [(num_sources, 2), (num_sources, num_blocks, self.layout.num_local_experts)]
-        for name, num_parts in zip(self._part_names(), self._num_parts(), strict=True):
+    def read(self, selected: NDArray[np.int64]) -> GatheredCounts:
+        """What `select` left, on the host."""
+        layout, num_sources = self.layout, len(self.layout.nodes)
+        num_blocks = self.num_blocks
+        shapes = [
+            (num_sources, HEAD_SIZE),
+            (layout.ep, layout.num_local_experts),
+            (num_sources, num_blocks, layout.num_local_experts),
+        ]
+        for name, num_parts in zip(self._parts, self._num_parts(), strict=True):
             here = self._here(name)
             shapes += [(num_blocks, num_parts), (num_sources, num_blocks, here.stop - here.start)]
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
-        head, experts, *parts = (
+        head, sent, experts, *parts = (
             counts.reshape(shape)
             for counts, shape in zip(np.split(selected, ends[:-1]), shapes, strict=True)
         )
+        # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
+        received = experts.sum(axis=1).reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2)
+        return GatheredCounts(
+            pairs=Counts(sent=sent, received=received),
+            tokens=self._token_counts(head, experts, parts) if self.by_block else None,
+            max_tokens=int(head[:, 0].max()),
+            list_width=max(int(head[:, 1].max()), 1) if self.by_block else 0,
+            hashes=head[:, 2],
+        )
+
+    def _token_counts(
+        self,
+        head: NDArray[np.int64],
+        experts: NDArray[np.int64],
+        parts: Sequence[NDArray[np.int64]],
+    ) -> TokenCounts:
         fields: dict[str, NDArray[np.int64]] = {}
-        for name, sent, received in zip(self._part_names(), parts[::2], parts[1::2], strict=True):
+        for name, sent, received in zip(self._parts, parts[::2], parts[1::2], strict=True):
             if name == "node":
                 fields |= {"sent_to_nodes": sent, "for_node": received[:, :, 0]}
-            elif "node" in self.chain.parts:
-                fields |= {"for_node_ranks": received}
             else:
-                fields |= {"sent_to_ranks": sent, "for_rank": received[:, :, 0]}
+                own = self.layout.position if "node" in self._parts else 0
+                fields |= {"sent_to_ranks": sent, "for_rank": received[:, :, own]}
+                if "node" in self._parts:
+                    fields["for_node_ranks"] = received
         tokens = np.stack([self._tokens_by_block(int(count)) for count in head[:, 0]])
-        counts = TokenCounts(tokens=tokens, experts=experts, **fields)
-        return counts, max(int(head[:, 1].max()), 1)
+        return TokenCounts(tokens=tokens, experts=experts, **fields)
 
     def _block_size(self, num_tokens: int) -> int:
         return max(-(-num_tokens // self.num_blocks), 1)
@@ -103,21 +165,19 @@ class TokenCounting:
         block = self._block_size(num_tokens)
         return np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
 
-    def _part_names(self) -> list[str]:
-        return [part for part in self.chain.parts if part != "expert"]
-
     def _num_parts(self) -> list[int]:
         sizes = {"node": self.layout.num_nodes, "rank": self.layout.ep}
-        return [sizes[name] for name in self._part_names()]
+        return [sizes[name] for name in self._parts]
 
     def _here(self, name: str) -> slice:
         """The parts whose counts this rank needs of every source."""
         if name == "node":
             return slice(self.layout.node, self.layout.node + 1)
-        if "node" in self.chain.parts:
+        if "node" in self._parts:
+            # Copies per rank are for ETP 1, so that a rank is an EP rank.
             first = self.layout.node * self.layout.ranks_per_node
             return slice(first, first + self.layout.ranks_per_node)
         return slice(self.layout.rank, self.layout.rank + 1)
 
     def _widths(self, num_experts: int) -> list[int]:
-        return [2, *(self.num_blocks * size for size in (num_experts, *self._num_parts()))]
+        return [HEAD_SIZE, *(self.num_blocks * size for size in (num_experts, *self._num_parts()))]

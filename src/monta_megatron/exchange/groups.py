@@ -1,5 +1,6 @@
 """The process groups of an exchange: Megatron's own, and the rails and nodes made from them."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -12,7 +13,6 @@ from monta_megatron.topology.nodes import node_here, node_of_rank, number_nodes
 
 # Made once per set of ranks: layers share them, and a group is never freed while training.
 _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
 
 def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:
@@ -22,32 +22,35 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
         group: the ranks of an exchange; unless `ranks_per_node` is given, all of them call this.
         ranks_per_node: where the ranks of a node follow each other and there are so many.
     """
-    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks = dist.get_process_group_ranks(group)
     if ranks_per_node is not None:
         return number_nodes([str(node_of_rank(rank, ranks_per_node)) for rank in ranks])
-    if ranks not in _nodes:
-        names: list[str] = [""] * len(ranks)
-        dist.all_gather_object(names, node_here(), group=group)
-        _nodes[ranks] = number_nodes(names)
-    return _nodes[ranks]
+    names: list[str] = [""] * len(ranks)
+    dist.all_gather_object(names, node_here(), group=group)
+    return number_nodes(names)
 
 
 def peer_groups(
-    chain: Chain, layout: Layout, megatron_groups: dict[str, dist.ProcessGroup]
+    chains: Sequence[Chain], layout: Layout, megatron_groups: dict[str, dist.ProcessGroup]
 ) -> dict[str, PeerGroup]:
-    """The group behind every group name that the chain uses.
+    """The group behind every group name that one of the chains uses.
 
     Rails and nodes are made by their own members alone: pipeline stages without MoE layers never
     come here, and a group that some ranks make for all would break the next one that all make.
 
     Args:
-        chain: whose stages name groups.
+        chains: whose stages name groups.
         layout: this rank's place; gives the node of every rank of the exchange.
         megatron_groups: "ep", "etp" and "tp_ep".
     """
     ranks = dist.get_process_group_ranks(megatron_groups["tp_ep"])
     node_of = dict(zip(ranks, layout.nodes, strict=True))
-    names = {stage.group for stage in chain.stages if isinstance(stage, AllToAll | AllGather)}
+    names = {
+        stage.group
+        for chain in chains
+        for stage in chain.stages
+        if isinstance(stage, AllToAll | AllGather)
+    }
     groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
     timeout = _timeout_of(megatron_groups["tp_ep"])
     # In this order on every rank.

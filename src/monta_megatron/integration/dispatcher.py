@@ -27,12 +27,14 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from monta_megatron.chains import CHAINS, Counts, Layout
 from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.exchange.counting import TokenCounting
+from monta_megatron.exchange.counting import Counting, GatheredCounts
 from monta_megatron.exchange.groups import find_nodes, peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.walk import Exchange
+from monta_megatron.integration.choice import agree, choose
 from monta_megatron.integration.duties import check_duties
-from monta_megatron.options import Options
+from monta_megatron.options import AUTO, Options
+from monta_megatron.planner.choice import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     Attributes:
         options: what the configuration asked for, checked.
-        chain: the chain that runs.
+        choice: how the chain is chosen for every micro-batch.
+        chain: the chain of the micro-batch under way.
+        num_chunks: its number of chunks.
         layout: this rank's place in the exchange.
         groups: the process groups behind the chain's group names.
         monitor: bytes by tier, and the record of starts and waits where one is kept.
@@ -71,20 +75,31 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         check_duties(config)
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.options = Options.of(config)
-        self.chain = CHAINS[self.options.chain]
         self.layout = self._find_layout()
-        reason = self.chain.refusal(self.layout)
-        if reason is not None:
-            raise ValueError(f"moe_monta_chain: {self.chain.name} cannot run here: {reason}")
+        # Where capacity decides the counts nothing is gathered, and where CUDA graphs capture the
+        # permutation there has to be one: then tokens are no choice.
+        self.choice = choose(
+            self.options,
+            config,
+            self.layout,
+            pairs_only=self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1",
+        )
+        agreement = agree(self.choice.rule(), self.tp_ep_group)
         self.groups = peer_groups(
-            self.chain,
+            self.choice.chains,
             self.layout,
             {"ep": self.ep_group, "etp": self.tp_group, "tp_ep": self.tp_ep_group},
         )
         self.monitor = Monitor()
-        self._token_counting = TokenCounting(
-            chain=self.chain, layout=self.layout, num_blocks=self.options.num_chunks
+        rows = {chain.rows for chain in self.choice.chains}
+        self._counting = Counting(
+            chains=self.choice.chains,
+            layout=self.layout,
+            num_blocks=self.choice.num_blocks if "tokens" in rows else 1,
+            agreement=agreement,
         )
+        # Whether tokens or pairs are sent is known only once the counts are on the host.
+        self._is_open = len(rows) > 1
         # The counts behind every split, as one tensor: the only thing that goes to the host. CUDA
         # graphs replay it by name.
         self.exchange_counts: torch.Tensor | None = None
@@ -93,11 +108,11 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.cudagraph_attrs.append("exchange_counts")
         self._counts_on_host: torch.Tensor | None = None
         self._counts_event: torch.cuda.Event | None = None
+        self._counts: GatheredCounts | None = None
         self._exchange: Exchange | None = None
-        _log_once(
-            f"monta: chain {self.chain.name}, {self.options.num_chunks} chunks, EP {self.ep_size} "
-            f"x ETP {self.tp_size} over {self.layout.num_nodes} node(s)"
-        )
+        self._decision: Decision | None = None
+        # One token stands for the first micro-batch until its counts are there.
+        self._decide(max_tokens=1, log=len(self.choice.chains) == 1)
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Gather the counts from which every split follows; nothing goes to the host yet.
@@ -108,39 +123,32 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         Returns:
             [L] rows for each local expert.
         """
-        if self.chain.rows == "tokens":
-            return self._count_tokens(routing_map)
-        if self.drop_and_pad:
-            # Every expert takes `capacity` rows from every rank, so no rank has to ask.
+        if self._needs_no_gather:
             return super().preprocess(routing_map)
-
-        # [E]
-        sent = routing_map.sum(dim=0).long()
+        self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
         if (
             self.config.moe_expert_capacity_factor is not None
             or self.config.moe_router_padding_for_quantization
         ):
             # How many rows there are is known on the device only, and permute needs the number.
             self.num_out_tokens = None
+            if not self._counting.by_block:
+                self._maybe_update_cuda_sync_point("before_permutation_1")
+        if self._is_open:
             self._maybe_update_cuda_sync_point("before_permutation_1")
-        else:
-            self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
-
-        # [EP*ETP, E] -> [ETP, EP, L]
-        first = self.local_expert_indices[0]
-        received = (
-            self._gather(sent)
-            .view(self.ep_size, self.tp_size, self.num_experts)
-            .transpose(0, 1)[:, :, first : first + self.num_local_experts]
-        )
-        self.exchange_counts = torch.cat([sent, received.reshape(-1)])
         self._maybe_update_cuda_sync_point("before_ep_alltoall")
-        return received.sum(dim=(0, 1))
+        # [EP*ETP, K]
+        table = self._gather(self._counting.count(routing_map))
+        self.exchange_counts = self._counting.select(table)
+        per_class = self._counting.tokens_per_expert(table)
+        return per_class.view(self.num_local_experts, -1).sum(dim=1)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Count, and permute where rows are pairs.
+
+        Where the chain depends on the counts they are waited for here, else in token_dispatch.
 
         Args:
             hidden_states: [S/TP, B, H].
@@ -151,7 +159,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             [N, H] pairs in expert order and their probabilities [N]; or the tokens [T, H] and
             all probabilities [T, E].
         """
-        if self.chain.rows == "pairs":
+        if not self._counting.by_block:
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.hidden_shape = hidden_states.shape
         self.probs = probs
@@ -167,6 +175,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self._maybe_dtoh_and_synchronize("before_permutation_1")
+        if self._is_open:
+            self._decide_by_counts()
+            if self.chain.rows == "pairs":
+                return self._permute(tokens, probs)
         return tokens, probs
 
     def token_dispatch(
@@ -185,13 +197,17 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
+        if not self._is_open:
+            self._decide_by_counts()
         if self.chain.rows == "pairs":
             self._exchange = self._bind(self._pair_counts())
             probs, ids = permuted_probs, None
         else:
-            counts, width = self._token_counting.read(self._host_counts())
-            self._exchange = self._bind(counts, width)
+            assert self._counts is not None and self._counts.tokens is not None
+            width = self._counts.list_width
+            self._exchange = self._bind(self._counts.tokens, width)
             probs, ids = self._lists(permuted_probs, width)
+        self._counts = None
         rows, row_probs = dispatch(self._exchange, permutated_local_input_tokens, probs, ids)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(rows)
@@ -241,7 +257,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return output
 
     def _find_layout(self) -> Layout:
-        classes = 2 if self.drop_and_pad and self.chain.rows == "tokens" else 1
+        named = self.options.chain if self.options.plan is None else self.options.plan.chain
+        sends_tokens = named != AUTO and CHAINS[named].rows == "tokens"
+        classes = 2 if self.drop_and_pad and sends_tokens else 1
         return Layout(
             ep=self.ep_size,
             etp=self.tp_size,
@@ -258,12 +276,47 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             return gathered.view(-1, counts.shape[0])
         return counts[None]
 
-    def _count_tokens(self, routing_map: torch.Tensor) -> torch.Tensor:
-        table = self._gather(self._token_counting.count(routing_map))
-        self.exchange_counts = self._token_counting.select(table)
-        self._maybe_update_cuda_sync_point("before_ep_alltoall")
-        per_class = self._token_counting.tokens_per_expert(table)
-        return per_class.view(self.num_local_experts, -1).sum(dim=1)
+    @property
+    def _needs_no_gather(self) -> bool:
+        """Whether every expert takes `capacity` pairs from every rank, so that none has to ask."""
+        return bool(self.drop_and_pad) and not self._counting.by_block
+
+    def _decide_by_counts(self) -> None:
+        """Choose for this micro-batch, by what all ranks know."""
+        if self._needs_no_gather:
+            self._decide(max_tokens=self.routing_map.shape[0])
+            return
+        assert self._counts is not None, "the counts are not on the host yet"
+        if (self._counts.hashes != self._counting.agreement).any():
+            # They agreed once; it takes a copy with another configuration to come here.
+            agree(self.choice.rule(), self.tp_ep_group)
+        self._decide(self._counts.max_tokens)
+
+    def _decide(self, max_tokens: int, log: bool = True) -> None:
+        decision = self.choice.decide(max_tokens)
+        if decision is self._decision:
+            return
+        self._decision = decision if log else None
+        self.chain, self.num_chunks = decision.chain, decision.num_chunks
+        if log:
+            _log_once(
+                f"monta: chain {self.chain.name}, {self.num_chunks} chunks, EP {self.ep_size} x "
+                f"ETP {self.tp_size} over {self.layout.num_nodes} node(s): {decision.reason}"
+            )
+
+    def _permute(
+        self, tokens: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stock's permutation: [T, H], [T, E] -> [N, H], [N]."""
+        self.hidden_shape_before_permute = tokens.shape
+        rows, row_probs, self.reversed_local_input_permutation_mapping, *_ = stock.permute(
+            tokens,
+            self.routing_map,
+            probs=probs,
+            num_out_tokens=int(self._pair_counts().sent.sum()),
+            fused=self.config.moe_permute_fusion,
+        )
+        return rows, row_probs
 
     def _padded_to_capacity(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Which tokens fill each expert to its capacity: [T, E] -> [T, 2E].
@@ -306,7 +359,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def _bind(self, counts: Any, list_width: int = 0) -> Exchange:
         return Exchange(
-            bound=self.chain.bind(self.layout, counts, self.options.num_chunks),
+            bound=self.chain.bind(self.layout, counts, self.num_chunks),
             groups=self.groups,
             sum_dtype=torch.promote_types(self.probs.dtype, torch.float32),
             monitor=self.monitor,
@@ -325,15 +378,17 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
         Stock's phases call this with the points they pass; ours needs one tensor on the host.
         """
-        if self.drop_and_pad and self.chain.rows == "pairs":
+        if self._needs_no_gather:
             return tokens_per_expert
         if point == self.cuda_dtoh_point:
             self._copy_counts_to_host()
         if point == self.cuda_sync_point:
             if self._counts_event is not None:
                 self._counts_event.synchronize()
-            if self.chain.rows == "pairs" and self.num_out_tokens is None:
-                self.num_out_tokens = int(self._pair_counts().sent.sum())
+            assert self._counts_on_host is not None
+            self._counts = self._counting.read(self._counts_on_host.numpy())
+            if self.num_out_tokens is None:
+                self.num_out_tokens = int(self._counts.pairs.sent.sum())
         return tokens_per_expert
 
     def _copy_counts_to_host(self) -> None:
@@ -349,24 +404,16 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             )
         self._counts_event = side_stream.record_event()
 
-    def _host_counts(self) -> Any:
-        assert self._counts_on_host is not None
-        return self._counts_on_host.numpy()
-
     def _pair_counts(self) -> Counts:
         """The counts of this micro-batch's pairs, on the host."""
-        sent_shape = (self.ep_size, self.num_local_experts)
-        received_shape = (self.tp_size, self.ep_size, self.num_local_experts)
-        if self.drop_and_pad:
+        if self._needs_no_gather:
+            sent_shape = (self.ep_size, self.num_local_experts)
             return Counts(
                 sent=np.full(sent_shape, self.capacity),
-                received=np.full(received_shape, self.capacity),
+                received=np.full((self.tp_size, *sent_shape), self.capacity),
             )
-        counts = self._host_counts()
-        return Counts(
-            sent=counts[: self.num_experts].reshape(sent_shape),
-            received=counts[self.num_experts :].reshape(received_shape),
-        )
+        assert self._counts is not None
+        return self._counts.pairs
 
 
 def _log_once(message: str) -> None:

@@ -1,0 +1,173 @@
+"""How close the pipeline of `alltoall_allgather` comes to its bound: the slowest of its stages.
+
+Each stage is timed alone, on the rows that it moves in the chain, in the same interleaved run as
+the chain; forward is the way there and back, as in dispatch and combine. A perfect pipeline takes
+as long as its slowest stage, so it is (A2A + AG + Place) / max(A2A, AG, Place) times faster than
+the stages one after the other. Permutation and metadata, which every dispatcher has, are left out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from monta_megatron.benchmark.settings import Settings
+from monta_megatron.benchmark.timing import time_interleaved
+from monta_megatron.benchmark.workload import Batch
+from monta_megatron.chains import CHAINS, BoundChain, Counts, Layout
+from monta_megatron.chains.stages import AllGather, BoundStage, Place
+from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.groups import peer_groups
+from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.walk import Exchange
+from monta_megatron.integration.bench_layer import exchange_groups
+
+CHAIN = CHAINS["alltoall_allgather"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundResult:
+    """The pipeline with one number of chunks, in one phase.
+
+    Attributes:
+        phase: "forward" or "forward_backward".
+        num_chunks: of the pipeline.
+        alltoall_ms, allgather_ms, place_ms: medians of the stages alone, of the slowest rank.
+        pipelined_ms: of the chain.
+        speedup: of the chain over the stages one after the other.
+        bound: of any pipeline over them.
+        pct_of_bound: the one in percent of the other.
+    """
+
+    phase: str
+    num_chunks: int
+    alltoall_ms: float
+    allgather_ms: float
+    place_ms: float
+    pipelined_ms: float
+    speedup: float
+    bound: float
+    pct_of_bound: float
+
+
+def measure_bound(settings: Settings, layout: Layout, batch: Batch) -> list[BoundResult]:
+    """Time the stages alone and the chain with every number of chunks."""
+    counts = _gather_counts(layout, batch)
+    groups = peer_groups((CHAIN,), layout, exchange_groups())
+
+    def exchange_of(bound: BoundChain) -> Exchange:
+        return Exchange(bound=bound, groups=groups, sum_dtype=torch.float32, monitor=Monitor())
+
+    serial = CHAIN.bind(layout, counts, 1)
+    # A2A, AG and the Place into expert order; one chunk needs no packing.
+    alone = [_alone(serial, stage) for stage in serial.stages[1:]]
+    pipelines = [CHAIN.bind(layout, counts, num_chunks) for num_chunks in settings.num_chunks]
+    results = []
+    for phase in settings.phases:
+        timings = time_interleaved(
+            [
+                _walks(exchange_of(bound), batch, backward=phase == "forward_backward")
+                for bound in (*alone, *pipelines)
+            ],
+            settings.repeats,
+            settings.warmup,
+            lambda: 0,
+        )
+        medians_ms: list[float] = np.median(timings.times_ms, axis=0).tolist()
+        for bound, pipelined_ms in zip(pipelines, medians_ms[len(alone) :], strict=True):
+            results.append(
+                bound_result(phase, bound.num_chunks, medians_ms[: len(alone)], pipelined_ms)
+            )
+    return results
+
+
+def bound_result(
+    phase: str, num_chunks: int, stages_ms: Sequence[float], pipelined_ms: float
+) -> BoundResult:
+    """The figures that follow from the times of A2A, AG and Place alone, and of the pipeline."""
+    alltoall_ms, allgather_ms, place_ms = stages_ms
+    speedup, bound = sum(stages_ms) / pipelined_ms, sum(stages_ms) / max(stages_ms)
+    return BoundResult(
+        phase=phase,
+        num_chunks=num_chunks,
+        alltoall_ms=alltoall_ms,
+        allgather_ms=allgather_ms,
+        place_ms=place_ms,
+        pipelined_ms=pipelined_ms,
+        speedup=speedup,
+        bound=bound,
+        pct_of_bound=100 * speedup / bound,
+    )
+
+
+def bound_table(results: Sequence[BoundResult]) -> str:
+    """One line per phase and number of chunks, 80 columns wide."""
+    lines = [
+        "alltoall_allgather against its stages alone (ms)",
+        f"{'phase':<17} {'chunks':>6} {'A2A':>8} {'AG':>8} {'Place':>8} {'chain':>8} "
+        f"{'speedup':>7} {'bound':>5} {'%':>4}",
+    ]
+    for result in results:
+        lines.append(
+            f"{result.phase.replace('_', ' + '):<17} {result.num_chunks:>6} "
+            f"{result.alltoall_ms:>8.1f} {result.allgather_ms:>8.1f} {result.place_ms:>8.1f} "
+            f"{result.pipelined_ms:>8.1f} {result.speedup:>7.2f} {result.bound:>5.2f} "
+            f"{result.pct_of_bound:>4.0f}"
+        )
+    return "\n".join(lines)
+
+
+def _alone(serial: BoundChain, stage: BoundStage) -> BoundChain:
+    """A chain of one stage, between two ends that move nothing."""
+
+    def end(num_rows: int) -> BoundStage:
+        rows = np.full((1, 1), num_rows)
+        return BoundStage(stage=Place(name="end"), send=rows, receive=rows)
+
+    before, after = end(int(_rows_before(stage))), end(int(stage.receive.sum()))
+    is_last = isinstance(stage.stage, Place)
+    stages = (before, stage) if is_last else (before, stage, after)
+    return replace(serial, stages=stages, num_source_rows=int(_rows_before(stage)))
+
+
+def _rows_before(stage: BoundStage) -> float:
+    """Rows that a stage takes; an AllGather sends the same ones to every peer."""
+    if isinstance(stage.stage, AllGather):
+        return float(stage.send[0, 0])
+    return float(stage.send.sum())
+
+
+def _walks(exchange: Exchange, batch: Batch, backward: bool) -> Callable[[], None]:
+    """There and back over a chain, on rows of the batch's width."""
+    hidden = batch.hidden
+    source = hidden.new_ones(int(exchange.bound.num_source_rows), hidden.shape[-1])
+    probs = batch.probs.new_ones(len(source))
+
+    def run() -> None:
+        rows, row_probs = dispatch(
+            exchange, source.detach().requires_grad_(), probs.detach().requires_grad_()
+        )
+        output = combine(exchange, rows)
+        if backward:
+            torch.autograd.backward(
+                [output, row_probs], [torch.ones_like(output), torch.ones_like(row_probs)]
+            )
+
+    return run
+
+
+def _gather_counts(layout: Layout, batch: Batch) -> Counts:
+    """The counts of pairs from the routing maps of all ranks of the exchange."""
+    # [E]
+    own = batch.routing_map.sum(dim=0).long()
+    gathered = [torch.empty_like(own) for _ in layout.nodes]
+    dist.all_gather(gathered, own, group=exchange_groups()["tp_ep"])
+    table = torch.stack(gathered).cpu().numpy()
+    first = layout.first_expert
+    # [S, E] -> [EP, ETP, L] -> [ETP, EP, L]
+    received = table[:, first : first + layout.num_local_experts].reshape(layout.ep, layout.etp, -1)
+    return Counts(
+        sent=table[layout.rank].reshape(layout.ep, -1), received=received.transpose(1, 0, 2)
+    )

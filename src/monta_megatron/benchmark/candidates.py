@@ -1,0 +1,220 @@
+"""The dispatchers to compare, and how one of them runs.
+
+Notation: T = tokens of a rank, H = hidden size, E = experts, N = rows for the local experts.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from monta_megatron.benchmark import traffic
+from monta_megatron.benchmark.settings import DTYPE_BYTES, Settings
+from monta_megatron.benchmark.traffic import Traffic
+from monta_megatron.benchmark.workload import Batch
+from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.integration.bench_layer import (
+    Experts,
+    LayerShape,
+    monta_dispatcher,
+    stock_dispatcher,
+)
+from monta_megatron.options import AUTO
+
+STOCK_TRAFFIC = {"alltoall": traffic.stock_alltoall, "allgather": traffic.stock_allgather}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One dispatcher, with the data that it runs on.
+
+    Attributes:
+        kind: whose dispatcher it is.
+        requested: stock's dispatcher or our chain, as asked for; "auto" where the planner chooses.
+        dispatcher: with Megatron's six phases.
+        batch: what goes in.
+        own_tokens: where this rank's tokens lie in the batch.
+        traffic: bytes that this rank's tokens cause, with or without backward; None where the
+            dispatcher counts what it sends.
+        step: of the ablation, or None.
+    """
+
+    kind: Literal["megatron", "monta"]
+    requested: str
+    dispatcher: Any
+    batch: Batch
+    own_tokens: slice = slice(None)
+    traffic: Callable[[bool], Traffic] | None = None
+    step: int | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The chain that runs, and in how many chunks; known to "auto" once it has run."""
+        if self.kind == "megatron":
+            return self.requested, 1
+        return self.dispatcher.chain.name, self.dispatcher.num_chunks
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        chain, num_chunks = self.key
+        return f"{self.kind} {chain} x{num_chunks}"
+
+    @property
+    def rows(self) -> Literal["pairs", "tokens"]:
+        """What a row of our chain is."""
+        rows: Literal["pairs", "tokens"] = self.dispatcher.chain.rows
+        return rows
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the others are compared with this one."""
+        return self.kind == "megatron" and self.requested == "alltoall" and self.step is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """What came out of the dispatcher at both ends.
+
+    Attributes:
+        expert_rows: [N, H].
+        tokens_per_expert: rows of each local expert.
+        row_probs: [N].
+        output: [T, 1, H].
+        input_gradient: [T, 1, H], or None without backward.
+        probs_gradient: [T, E], likewise.
+    """
+
+    expert_rows: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    row_probs: torch.Tensor
+    output: torch.Tensor
+    input_gradient: torch.Tensor | None
+    probs_gradient: torch.Tensor | None
+
+
+def stock_candidate(
+    settings: Settings, shape: LayerShape, layout: Layout, batch: Batch, name: str
+) -> Candidate:
+    """One of Megatron's dispatchers."""
+    return Candidate(
+        kind="megatron",
+        requested=name,
+        dispatcher=stock_dispatcher(shape, name),
+        batch=batch,
+        traffic=functools.partial(
+            STOCK_TRAFFIC[name],
+            layout,
+            batch.routing_map.cpu().numpy(),
+            settings.hidden,
+            DTYPE_BYTES[settings.dtype],
+        ),
+    )
+
+
+def build_candidates(
+    settings: Settings, shape: LayerShape, layout: Layout, batch: Batch
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Stock's dispatchers, then ours, chain by chain.
+
+    Returns:
+        the candidates, and why chains were left out that were not asked for by name.
+
+    Raises:
+        ValueError: a chain that was asked for by name cannot run here.
+    """
+    candidates = [stock_candidate(settings, shape, layout, batch, name) for name in settings.stock]
+    refused: dict[str, str] = {}
+    for name in settings.chains:
+        for num_chunks in _numbers_of_chunks(name, settings):
+            try:
+                dispatcher = build_dispatcher(settings, shape, name, num_chunks)
+            except ValueError as error:
+                if not settings.skip_refused:
+                    raise
+                refused[name] = str(error)
+                break
+            candidates.append(
+                Candidate(kind="monta", requested=name, dispatcher=dispatcher, batch=batch)
+            )
+    return candidates, refused
+
+
+def build_dispatcher(
+    settings: Settings, shape: LayerShape, chain: str, num_chunks: int | None
+) -> Any:
+    """Ours, on the benchmark's nodes and costs.
+
+    Raises:
+        ValueError: the chain cannot run here.
+    """
+    return monta_dispatcher(
+        shape,
+        chain=chain,
+        num_chunks=num_chunks,
+        ranks_per_node=settings.ranks_per_node,
+        cluster=settings.cluster,
+    )
+
+
+def _numbers_of_chunks(chain: str, settings: Settings) -> tuple[int | None, ...]:
+    """None where the planner chooses."""
+    if chain == AUTO:
+        return (None,)
+    return (1,) if CHAINS[chain].serial else settings.num_chunks
+
+
+def identity_experts(
+    rows: torch.Tensor, tokens_per_expert: torch.Tensor, row_probs: torch.Tensor
+) -> torch.Tensor:
+    """No work between the two exchanges: what is timed is the exchange alone."""
+    return rows
+
+
+def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Passed:
+    """One pass of the layer's exchange: dispatch, experts, combine, and back.
+
+    The probabilities' gradient is the experts' business; where they leave it out, ones stand in
+    for it, so that the backward pass carries what it carries in training.
+    """
+    dispatcher, batch = candidate.dispatcher, candidate.batch
+    hidden = batch.hidden.detach().requires_grad_()
+    probs = batch.probs.detach().requires_grad_()
+
+    rows, row_probs = dispatcher.dispatch_preprocess(hidden, batch.routing_map, probs)
+    rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
+    rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+    outputs = experts(rows, tokens_per_expert, row_probs)
+    combined = dispatcher.token_combine(dispatcher.combine_preprocess(outputs))
+    output = dispatcher.combine_postprocess(combined)
+
+    if backward:
+        roots, gradients = [output], [batch.output_gradient]
+        if experts is identity_experts:
+            roots.append(row_probs)
+            gradients.append(torch.ones_like(row_probs))
+        torch.autograd.backward(roots, gradients)
+    return Passed(
+        expert_rows=rows.detach(),
+        tokens_per_expert=torch.as_tensor(tokens_per_expert),
+        row_probs=row_probs.detach(),
+        output=output.detach(),
+        input_gradient=hidden.grad,
+        probs_gradient=probs.grad,
+    )
+
+
+def count_traffic(candidate: Candidate, backward: bool) -> Traffic:
+    """Payload that this rank's tokens cause, or that this rank sends: equal in the sum of ranks."""
+    if candidate.traffic is not None:
+        return candidate.traffic(backward)
+    monitor = candidate.dispatcher.monitor
+    before = monitor.bytes_by_tier()
+    run_candidate(candidate, identity_experts, backward)
+    after = monitor.bytes_by_tier()
+    return Traffic(
+        inter_bytes=after["inter"] - before["inter"],
+        intra_bytes=after["intra"] - before["intra"],
+    )

@@ -1,0 +1,60 @@
+"""This process among the ranks of a launch: what torchrun or srun says. No torch."""
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One rank's place.
+
+    Attributes:
+        rank: of all.
+        world_size: ranks.
+        local_rank: on its node.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def find_launch(environ: MutableMapping[str, str] = os.environ) -> Launch:
+    """The launch that this process is part of; srun's variables are set as torch reads them.
+
+    Raises:
+        ValueError: no launcher, or one of its variables is missing.
+    """
+    if "RANK" not in environ and "SLURM_PROCID" in environ:
+        _name_as_torch_does(environ)
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        raise ValueError(
+            "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
+            "--nproc-per-node N -m monta_megatron.cli bench ..., srun, or monta emulate"
+        )
+    return Launch(
+        rank=int(environ["RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
+        local_rank=int(environ.get("LOCAL_RANK", "0")),
+    )
+
+
+def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank speaks for all; so does a process that no launcher started."""
+    return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def _name_as_torch_does(environ: MutableMapping[str, str]) -> None:
+    for name, slurm_name in (
+        ("RANK", "SLURM_PROCID"),
+        ("WORLD_SIZE", "SLURM_NTASKS"),
+        ("LOCAL_RANK", "SLURM_LOCALID"),
+    ):
+        environ[name] = environ[slurm_name]
+    if "MASTER_ADDR" not in environ:
+        raise ValueError(
+            "MASTER_ADDR: not set, must be the host of rank 0 under srun: "
+            "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+        )
+    environ.setdefault("MASTER_PORT", "29500")

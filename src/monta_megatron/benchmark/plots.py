@@ -1,0 +1,112 @@
+"""Pictures of a report; needs matplotlib (the `plot` extra)."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.benchmark.report import Row
+
+COLOURS = {"Megatron": "#8c8c8c", "monta": "#2f7ebc", "monta, the planner's pick": "#e07b39"}
+
+
+def check_can_plot() -> None:
+    """Say before a benchmark, not after it, that its pictures cannot be drawn.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot: needs matplotlib: pip install 'monta-megatron[plot]'")
+
+
+def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Bars by chain, one picture per scope; the files that were written."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [Row(**row) for row in report["rows"]]
+    written = []
+    for scope in dict.fromkeys(row.scope for row in rows):
+        of_scope = [row for row in rows if row.scope == scope]
+        phases = list(dict.fromkeys(row.phase for row in of_scope))
+        num_bars = len(of_scope) // len(phases)
+        figure, axes = pyplot.subplots(
+            1,
+            len(phases),
+            figsize=(1 + 5.5 * len(phases), 1.6 + 0.32 * num_bars),
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        for axis, phase in zip(axes[0], phases, strict=True):
+            _bars(axis, phase, [row for row in of_scope if row.phase == phase])
+        # The axes share their rows, so one of them turns all round.
+        axes[0][0].invert_yaxis()
+        kinds = dict.fromkeys(_kind(row) for row in of_scope)
+        axes[0][-1].legend(
+            handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds],
+            loc="lower right",
+            fontsize=8,
+            frameon=False,
+        )
+        figure.suptitle(_title(report["meta"], scope), fontsize=10)
+        path = folder / f"{scope}.png"
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
+        written.append(path)
+    return written
+
+
+def _bars(axis: Any, phase: str, rows: Sequence[Row]) -> None:
+    """Medians with their spread, the first row on top, and how many times faster than stock."""
+    places = range(len(rows))
+    spreads = [
+        [row.median_ms - row.p10_ms for row in rows],
+        [row.p90_ms - row.median_ms for row in rows],
+    ]
+    axis.barh(
+        places,
+        [row.median_ms for row in rows],
+        xerr=spreads,
+        color=[COLOURS[_kind(row)] for row in rows],
+        error_kw={"elinewidth": 1, "ecolor": "#404040"},
+    )
+    for place, row in zip(places, rows, strict=True):
+        axis.annotate(
+            f"{row.ratio_to_alltoall:.2f}x",
+            (row.p90_ms, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axis.set_yticks(places, [row.name for row in rows], fontsize=8)
+    axis.margins(x=0.15)
+    axis.set_xlabel("ms (10th to 90th percentile); times faster than megatron alltoall", fontsize=8)
+    axis.set_title(phase.replace("_", " + "), fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _kind(row: Row) -> str:
+    if row.dispatcher == "megatron":
+        return "Megatron"
+    return "monta, the planner's pick" if row.chosen else "monta"
+
+
+def _title(meta: dict[str, Any], scope: str) -> str:
+    layout, layer = meta["layout"], meta["layer"]
+    where = meta["machine"]["gpu"] or f"CPU ranks, {meta['machine']['processor']}"
+    cluster = meta["emulated_cluster"]
+    if cluster is not None:
+        where += f", emulated at {cluster['inter_mbit']:g} Mbit/s"
+    return (
+        f"{scope}: {layout['nodes']} nodes x {layout['ranks_per_node']} ranks, TP {layout['tp']}, "
+        f"EP {layout['ep']}, ETP {layout['etp']}, {layer['experts']} experts, top-"
+        f"{layer['top_k']},\nH {layer['hidden']}, {layer['tokens']} tokens per rank, "
+        f"{layer['dtype']}, {layer['routing']} routing; {where}"
+    )

@@ -1,0 +1,87 @@
+"""What the planner says beforehand: the time of every candidate, and its pick. No torch."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from monta_megatron.benchmark.settings import DTYPE_BYTES, Phase, Settings
+from monta_megatron.benchmark.traffic import PROBS_BYTES
+from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.routing import Routing, UniformRouting
+from monta_megatron.planner.sampled_routing import skewed_routing
+from monta_megatron.planner.search import plan
+from monta_megatron.planner.workload import Workload
+from monta_megatron.topology.nodes import number_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of one phase.
+
+    Attributes:
+        predicted_ms: by chain and number of chunks.
+        chosen: the chain and number of chunks that the planner takes, of those.
+    """
+
+    predicted_ms: Mapping[tuple[str, int], float]
+    chosen: tuple[str, int] | None
+
+
+def predict(
+    settings: Settings,
+    layout: Layout,
+    cluster: Cluster | None,
+    phase: Phase,
+    candidates: Iterable[tuple[str, int]],
+) -> Prediction:
+    """Plan with the expected counts of the routing; nothing is known without a cluster file.
+
+    Args:
+        settings: of the benchmark.
+        layout: this rank's place.
+        cluster: the costs.
+        phase: what has to be fast.
+        candidates: chains and numbers of chunks to choose from.
+    """
+    keys = set(candidates)
+    if cluster is None or not keys:
+        return Prediction(predicted_ms={}, chosen=None)
+    # The planner numbers the nodes of an exchange from 0.
+    nodes = number_nodes([str(node) for node in layout.nodes])
+    workload = Workload(
+        layout=replace(layout, nodes=nodes),
+        hidden_size=settings.hidden,
+        value_bytes=DTYPE_BYTES[settings.dtype],
+        prob_bytes=PROBS_BYTES,
+        routing=expected_routing(settings, layout),
+        tokens_per_rank=settings.tokens,
+    )
+    found = plan(
+        workload,
+        cluster,
+        phase=phase,
+        chains=[name for name in CHAINS if name in {chain for chain, _ in keys}],
+        num_chunks=sorted({num_chunks for _, num_chunks in keys}),
+    )
+    return Prediction(
+        predicted_ms={
+            (each.chain, each.num_chunks): each.predicted_us / 1e3
+            for each in found.candidates
+            if each.num_chunks is not None and each.predicted_us is not None
+        },
+        chosen=(found.chain, found.num_chunks),
+    )
+
+
+def expected_routing(settings: Settings, layout: Layout) -> Routing:
+    """The planner's form of a routing of `routing.ROUTINGS`."""
+    if settings.routing == "skewed":
+        return skewed_routing(settings.num_experts, settings.topk, settings.seed)
+    if settings.routing == "node-limited":
+        return UniformRouting(
+            num_experts=settings.num_experts,
+            topk=settings.topk,
+            num_groups=layout.num_nodes,
+            group_topk=layout.num_nodes // 2,
+        )
+    return UniformRouting(num_experts=settings.num_experts, topk=settings.topk)

@@ -1,0 +1,212 @@
+"""What a benchmark reports: rows, a table of 80 columns, and where it was measured. No torch."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.benchmark.settings import Settings
+from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.options import AUTO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One candidate in one phase; the field names of `monta bench --json`.
+
+    Attributes:
+        dispatcher: "megatron" or "monta".
+        chain: ours, or the name of stock's dispatcher.
+        num_chunks: 1 for stock.
+        requested: the chain as asked for: "auto" where the planner chose.
+        scope: "exchange", or "layer" with the experts computed.
+        phase: "forward" (dispatch and combine) or "forward_backward".
+        tokens, top_k, routing, experts, hidden, dtype, tp, ep, etp: what was measured.
+        inter_mbit: setting of the emulated interfaces, or None.
+        median_ms, p10_ms, p90_ms: of a run's slowest rank.
+        inter_bytes, intra_bytes: payload that changes node, or rank inside a node, summed over
+            ranks, in this phase.
+        nic_bytes: what the interfaces between nodes sent, by the kernel's counters, or None.
+        pct_of_limit: the least time in which the rows that must cross can cross, in percent of the
+            median; None on one node, or where the rate is not known.
+        ratio_to_alltoall: stock alltoall's median over this one.
+        ratio_low, ratio_high: 95% interval of that ratio.
+        step: of the ablation, or None.
+        predicted_ms: the planner's, or None.
+        chosen: the planner's pick.
+    """
+
+    dispatcher: str
+    chain: str
+    num_chunks: int
+    requested: str
+    scope: str
+    phase: str
+    tokens: int
+    top_k: int
+    routing: str
+    experts: int
+    hidden: int
+    dtype: str
+    tp: int
+    ep: int
+    etp: int
+    inter_mbit: float | None
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    inter_bytes: int
+    intra_bytes: int
+    nic_bytes: int | None
+    pct_of_limit: float | None
+    ratio_to_alltoall: float
+    ratio_low: float
+    ratio_high: float
+    step: int | None = None
+    predicted_ms: float | None = None
+    chosen: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        stock = self.dispatcher == "megatron"
+        name = f"megatron {self.chain}" if stock else f"{self.chain} x{self.num_chunks}"
+        if self.requested == AUTO:
+            return f"{AUTO} {name}"
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{name}{step}{' *' if self.chosen else ''}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One block per scope and phase, 80 columns wide."""
+    blocks = []
+    for scope, phase in dict.fromkeys((row.scope, row.phase) for row in rows):
+        head = ("chain x chunks", "ms", "p10 to p90", "inter", "intra", "limit", "ratio")
+        lines = [f"{scope}, {phase.replace('_', ' + ')} (payload in MB)", _line(*head)]
+        for row in rows:
+            if (row.scope, row.phase) != (scope, phase):
+                continue
+            limit = "-" if row.pct_of_limit is None else f"{row.pct_of_limit:.0f}%"
+            lines.append(
+                _line(
+                    row.name,
+                    _short(row.median_ms),
+                    f"{_short(row.p10_ms)} to {_short(row.p90_ms)}",
+                    _short(row.inter_bytes / 1e6),
+                    _short(row.intra_bytes / 1e6),
+                    limit,
+                    f"{row.ratio_to_alltoall:.2f}",
+                )
+            )
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def prediction_table(rows: Sequence[Row]) -> str:
+    """Predicted against measured, where there is a prediction; "" where there is none."""
+    lines = [f"{'predicted from the cluster file':<51} {'ms':>7} {'measured':>9} {'error':>6}"]
+    for row in rows:
+        if row.predicted_ms is not None:
+            phase = row.phase.replace("_", " + ")
+            lines.append(
+                f"{row.name:<31} {phase:<19} {_short(row.predicted_ms):>7} "
+                f"{_short(row.median_ms):>9} {row.predicted_ms / row.median_ms - 1:>+6.0%}"
+            )
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def _line(
+    name: str, median: str, middle: str, inter: str, intra: str, limit: str, ratio: str
+) -> str:
+    return f"{name:<31} {median:>7} {middle:>14} {inter:>6} {intra:>6} {limit:>5} {ratio:>6}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def describe(
+    settings: Settings,
+    nodes: Sequence[int],
+    emulated: EmulatedCluster | None,
+    skipped: dict[str, str],
+    gpu: str | None,
+) -> dict[str, Any]:
+    """The `meta` of a report: enough to know what the numbers are of, and to run it again."""
+    return {
+        "versions": versions(),
+        "machine": {**machine(), "gpu": gpu},
+        "command": shlex.join(["monta", *sys.argv[1:]]),
+        "commit": commit(),
+        "layout": {
+            "world_size": settings.world_size,
+            "nodes": len(set(nodes)),
+            "ranks_per_node": max(Counter(nodes).values()),
+            "tp": settings.tp,
+            "ep": settings.ep,
+            "etp": settings.etp,
+        },
+        "layer": {
+            "experts": settings.num_experts,
+            "top_k": settings.topk,
+            "hidden": settings.hidden,
+            "ffn_hidden": settings.ffn_hidden,
+            "tokens": settings.tokens,
+            "dtype": settings.dtype,
+            "routing": settings.routing,
+        },
+        # Setting and measured rates of both tiers.
+        "emulated_cluster": None if emulated is None else asdict(emulated),
+        "seed": settings.seed,
+        "repeats": settings.repeats,
+        "warmup": settings.warmup,
+        "skipped": skipped,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of what takes part."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("monta-megatron", "megatron-core", "torch", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Of this rank; the others are taken to be alike."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def commit() -> str | None:
+    """Of the source that runs, with "-dirty" where it was changed; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

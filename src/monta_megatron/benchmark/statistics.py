@@ -1,0 +1,48 @@
+"""Median, spread, and the interval of a ratio of two interleaved series. No torch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Of the times of one candidate."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+
+
+def spread(times_ms: NDArray[np.float64]) -> Spread:
+    """Median and the middle 80% of [repeats] times."""
+    p10, median, p90 = np.percentile(times_ms, [10, 50, 90]).tolist()
+    return Spread(median_ms=median, p10_ms=p10, p90_ms=p90)
+
+
+def ratio_of_medians(base_ms: NDArray[np.float64], times_ms: NDArray[np.float64]) -> float:
+    """How many times faster than `base_ms`."""
+    return float(np.median(base_ms) / np.median(times_ms))
+
+
+def ratio_interval(
+    base_ms: NDArray[np.float64], times_ms: NDArray[np.float64], seed: int = 0
+) -> tuple[float, float]:
+    """95% interval of `ratio_of_medians`, by bootstrap over the repeats.
+
+    A repeat runs every candidate once, so its times share what the machine did in that minute:
+    they are drawn together.
+
+    Args:
+        base_ms: [repeats].
+        times_ms: [repeats], of the same repeats.
+        seed: of the draws.
+    """
+    num_repeats = len(times_ms)
+    draws = np.random.default_rng(seed).integers(num_repeats, size=(NUM_RESAMPLES, num_repeats))
+    ratios = np.median(base_ms[draws], axis=1) / np.median(times_ms[draws], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5]).tolist()
+    return low, high

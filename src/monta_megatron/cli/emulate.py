@@ -1,0 +1,106 @@
+"""`monta emulate`: a command under torchrun on a cluster whose nodes are network namespaces."""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+# The nodes' addresses are 10.77.NODE.NIC.
+_MAX_NODES = _MAX_RANKS_PER_NODE = 250
+_MAX_INTER_MBIT = 100_000
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to `monta`."""
+    parser = commands.add_parser(
+        "emulate",
+        usage="monta emulate [-h] --nodes N --ranks-per-node M --inter-mbit R "
+        "[--nic-per {node,rank}] [--json] -- CMD...",
+        help="run a command on an emulated cluster",
+        description="Run CMD under torchrun on every node of a cluster that is emulated here: "
+        "network namespaces are the nodes, their NICs are limited to a rate, Gloo CPU ranks talk "
+        "over both tiers and reach nothing else. Rank 0's standard output passes through "
+        "untouched, everything else goes to standard error; the exit status is that of the first "
+        "rank to fail.",
+        epilog="example: monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- "
+        "-m monta_megatron.cli bench --ep 8",
+    )
+    parser.add_argument("--nodes", type=int, required=True, metavar="N")
+    parser.add_argument("--ranks-per-node", type=int, required=True, metavar="M")
+    parser.add_argument(
+        "--inter-mbit",
+        type=float,
+        required=True,
+        metavar="R",
+        help="limit of every NIC in each direction, in 1e6 bits per second",
+    )
+    parser.add_argument(
+        "--nic-per",
+        choices=("node", "rank"),
+        default="node",
+        help="one NIC per node, or one per rank (rails); default: node",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the cluster, its measured rates and the exit status as one JSON document; "
+        "rank 0's output then goes to standard error too",
+    )
+    parser.add_argument(
+        "cmd",
+        nargs=argparse.REMAINDER,
+        metavar="-- CMD",
+        help="a Python script or -m MODULE, with its arguments",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command; its exit status."""
+    from monta_megatron.emulation import sandbox
+    from monta_megatron.emulation.cluster import EmulatedCluster
+
+    _check_range("--nodes", parsed.nodes, 2, _MAX_NODES)
+    _check_range("--ranks-per-node", parsed.ranks_per_node, 1, _MAX_RANKS_PER_NODE)
+    _check_range("--inter-mbit", parsed.inter_mbit, 1, _MAX_INTER_MBIT)
+    command = _checked_command(parsed.cmd)
+    cluster = EmulatedCluster(
+        nodes=parsed.nodes,
+        ranks_per_node=parsed.ranks_per_node,
+        nic_per=parsed.nic_per,
+        inter_mbit=parsed.inter_mbit,
+    )
+    emulator = [sys.executable, "-m", "monta_megatron.emulation.emulator"]
+    as_json = ["--json"] if parsed.json else []
+    # Set even for SIGINT: a shell starts what it puts in the background with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        return sandbox.run([*emulator, *as_json, cluster.to_json(), *command])
+    except KeyboardInterrupt as interrupt:
+        print("monta emulate: interrupted; every rank has ended", file=sys.stderr)
+        return 128 + int(interrupt.args[0])
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def _checked_command(words: list[str]) -> list[str]:
+    command = words[1:] if words[:1] == ["--"] else words
+    if not command:
+        raise ValueError("CMD: missing, must be a Python script or -m MODULE after `--`")
+    if command[0] == "-m":
+        if len(command) == 1:
+            raise ValueError("CMD: got '-m' alone, must be followed by a module's name")
+    elif not Path(command[0]).is_file():
+        raise ValueError(
+            f"CMD: got {command[0]!r}, must be a Python script that exists or -m MODULE"
+        )
+    return command
+
+
+def _check_range(name: str, value: float, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}: got {value:g}, must be from {low} to {high}")

@@ -1,0 +1,80 @@
+"""The emulated cluster as data: what was asked for, what was measured, how its parts are named.
+
+`monta emulate` hands it to every rank in one environment variable, so that a program can tell what
+it runs on:
+
+    cluster = EmulatedCluster.from_environment()   # None outside `monta emulate`
+    cluster.measured_inter_gbit_s                  # of one NIC
+    cluster.sent_bytes()                           # by this node's NICs so far
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+ENVIRONMENT_VARIABLE = "MONTA_EMULATED_CLUSTER"
+
+_INTERFACES = Path("/sys/class/net")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedCluster:
+    """A cluster whose nodes are network namespaces.
+
+    Attributes:
+        nodes: number of nodes.
+        ranks_per_node: number of ranks on each.
+        nic_per: whether a node has one NIC, or one for each of its ranks.
+        inter_mbit: what each NIC is limited to, in each direction, in 1e6 bits per second.
+        measured_inter_gbit_s: what one TCP stream reached between two nodes, payload alone.
+        measured_intra_gbit_s: the same inside a node.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    nic_per: Literal["node", "rank"]
+    inter_mbit: float
+    measured_inter_gbit_s: float | None = None
+    measured_intra_gbit_s: float | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> "EmulatedCluster":
+        """The inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "EmulatedCluster | None":
+        """The cluster that this process runs on, or None outside `monta emulate`."""
+        text = environ.get(ENVIRONMENT_VARIABLE)
+        return None if text is None else cls.from_json(text)
+
+    def to_json(self) -> str:
+        """One line of JSON: an object with the attributes' names as keys."""
+        return json.dumps(asdict(self))
+
+    @property
+    def nics_per_node(self) -> int:
+        """Number of NICs of each node."""
+        return self.ranks_per_node if self.nic_per == "rank" else 1
+
+    @property
+    def node_names(self) -> list[str]:
+        """Host names of the nodes, and names of their namespaces."""
+        return [f"node{node}" for node in range(self.nodes)]
+
+    @property
+    def nic_names(self) -> list[str]:
+        """Names of a node's NICs, the same on every node; that of local rank r is r modulo n."""
+        return [f"nic{nic}" for nic in range(self.nics_per_node)]
+
+    def address(self, node: int, nic: int = 0) -> str:
+        """IPv4 address of a NIC."""
+        return f"10.77.{node + 1}.{nic + 1}"
+
+    def sent_bytes(self) -> int:
+        """Bytes that the NICs of this process's node have sent so far, headers included."""
+        counters = (_INTERFACES / name / "statistics/tx_bytes" for name in self.nic_names)
+        return sum(int(counter.read_text()) for counter in counters)

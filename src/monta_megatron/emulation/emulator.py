@@ -1,0 +1,203 @@
+"""The emulated cluster at work: its network built and measured, a command under torchrun on it.
+
+Runs as the first process of a sandbox (sandbox.py):
+
+    python -m monta_megatron.emulation.emulator [--json] CLUSTER_JSON SCRIPT_OR_MODULE...
+
+Rank 0's standard output is this process's own, untouched; everything else goes to standard error,
+line by line, with the node and rank that it comes from. With --json the document is the only thing
+on standard output, and rank 0's goes the way of the others.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from monta_megatron.emulation import link_rate, network, sandbox
+from monta_megatron.emulation.cluster import ENVIRONMENT_VARIABLE, EmulatedCluster
+from monta_megatron.emulation.network import PRIVATE_DIRECTORY, in_node
+
+# After one node has failed, the others get this long to fail too and to say why.
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+# What processes that outlive their launcher may still have to say is not waited for longer.
+_LAST_WORDS_SECONDS = 2.0
+
+# Below this share of its setting a link is limited by the machine.
+_EXPECTED_SHARE = 0.9
+
+_EXIT_STATUSES = PRIVATE_DIRECTORY / ".exit_statuses"
+
+_START_NODE = """
+import os, socket, sys
+socket.sethostname(sys.argv[1])
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+# What torchrun starts for each rank. Arguments: our directory, the number of NICs, the rank whose
+# standard output is kept, the rank's command. The shell stays in order to note the exit status at
+# the moment of the exit: torchrun's own is 1, and of several that fail the first is the reason.
+_START_RANK = """
+export GLOO_SOCKET_IFNAME=nic$((LOCAL_RANK % $1))
+exec 2>"$0/.rank$RANK"
+[ "$RANK" = "$2" ] || exec >&2
+shift 2
+"$@"
+status=$?
+echo "$status" >>"$0/.exit_statuses"
+exit "$status"
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build, measure, run; the value is the command's exit status, or 2 where it never started."""
+    sandbox.end_with_standard_input()
+    as_json = arguments[0] == "--json"
+    cluster_json, *command = arguments[as_json:]
+    cluster = EmulatedCluster.from_json(cluster_json)
+    try:
+        network.build(cluster)
+        cluster = _measured(cluster)
+    except ValueError as error:
+        _say(str(error))
+        return 2
+    _report(cluster)
+    status = _run(cluster, command, rank_on_stdout=None if as_json else 0)
+    if as_json:
+        print(json.dumps({"cluster": dataclasses.asdict(cluster), "exit_status": status}, indent=2))
+    return status
+
+
+def _say(text: str) -> None:
+    os.write(2, f"monta emulate: {text}\n".encode())
+
+
+def _measured(cluster: EmulatedCluster) -> EmulatedCluster:
+    first, second = (in_node(name) for name in cluster.node_names[:2])
+    return dataclasses.replace(
+        cluster,
+        measured_inter_gbit_s=link_rate.measure_gbit_s(second, first, cluster.address(1)),
+        measured_intra_gbit_s=link_rate.measure_gbit_s(first, first, cluster.address(0)),
+    )
+
+
+def _report(cluster: EmulatedCluster) -> None:
+    inter, intra = cluster.measured_inter_gbit_s, cluster.measured_intra_gbit_s
+    assert inter is not None and intra is not None, cluster
+    _say(
+        f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks, one NIC per {cluster.nic_per} at "
+        f"{cluster.inter_mbit:g} Mbit/s; one stream reaches {inter:.4g} Gbit/s between nodes, "
+        f"{intra:.3g} Gbit/s inside"
+    )
+    if inter * 1000 < _EXPECTED_SHARE * cluster.inter_mbit:
+        _say("note: between nodes this machine is the limit, not the setting")
+
+
+def _run(cluster: EmulatedCluster, command: Sequence[str], rank_on_stdout: int | None) -> int:
+    """Run the command on every node; the value is the exit status of the first rank to fail."""
+    _EXIT_STATUSES.touch()
+    forwarder = _Forwarder()
+    with _rank_pipes(cluster, forwarder):
+        nodes = [
+            _start_node(cluster, node, command, rank_on_stdout) for node in range(cluster.nodes)
+        ]
+        for node, process in enumerate(nodes):
+            assert process.stderr is not None
+            forwarder.add(process.stderr, f"[node {node}]")
+        launcher_status = _wait(nodes)
+    forwarder.finish()
+    statuses = (int(line) for line in _EXIT_STATUSES.read_text().split())
+    return next(filter(None, statuses), launcher_status)
+
+
+def _start_node(
+    cluster: EmulatedCluster, node: int, command: Sequence[str], rank_on_stdout: int | None
+) -> subprocess.Popen[bytes]:
+    """torchrun on one node, which has a host name of its own."""
+    name, address = cluster.node_names[node], cluster.address(node)
+    rank_command = [
+        *("sh", "-c", _START_RANK, str(PRIVATE_DIRECTORY), str(cluster.nics_per_node)),
+        *(str(rank_on_stdout), sys.executable, "-u", *command),
+    ]
+    torchrun = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(cluster.nodes), "--node-rank", str(node)),
+        *("--nproc-per-node", str(cluster.ranks_per_node)),
+        *("--master-addr", cluster.address(0), "--master-port", "29500", "--local-addr", address),
+        *("--no-python", *rank_command),
+    ]
+    return subprocess.Popen(
+        [*in_node(name), "unshare", "--uts", sys.executable, "-c", _START_NODE, name, *torchrun],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "MONTA_CPU_RANKS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            ENVIRONMENT_VARIABLE: cluster.to_json(),
+        },
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def _wait(nodes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for the launchers; the value is the first exit status that is not 0, if any."""
+    running, status, deadline = list(nodes), 0, float("inf")
+    while running and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        for node in [node for node in running if node.poll() is not None]:
+            running.remove(node)
+            if node.returncode and not status:
+                status = node.returncode
+                deadline = time.monotonic() + _GRACE_SECONDS
+    return status
+
+
+@contextmanager
+def _rank_pipes(cluster: EmulatedCluster, forwarder: "_Forwarder") -> Iterator[None]:
+    """A named pipe for what each rank writes: torchrun passes no file descriptors on to its ranks.
+
+    Until the context ends we hold a writing end of each as well, so that a reader neither waits for
+    its rank to open the pipe nor takes a rank that has not started for one that has ended.
+    """
+    with ExitStack() as stack:
+        for rank in range(cluster.nodes * cluster.ranks_per_node):
+            path = PRIVATE_DIRECTORY / f".rank{rank}"
+            os.mkfifo(path)
+            stack.callback(os.close, os.open(path, os.O_RDWR))
+            forwarder.add(path.open("rb"), f"[node {rank // cluster.ranks_per_node} rank {rank}]")
+        yield
+
+
+class _Forwarder:
+    """Copies lines to standard error with a label in front, one thread per source."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def add(self, lines: Iterable[bytes], label: str) -> None:
+        """Start to copy."""
+        thread = threading.Thread(target=self._copy, args=(lines, label.encode()), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def finish(self) -> None:
+        """Wait for the sources to end."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    @staticmethod
+    def _copy(lines: Iterable[bytes], label: bytes) -> None:
+        for line in lines:
+            os.write(2, label + b" " + line.rstrip(b"\n") + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""The network of an emulated cluster: namespaces, virtual NICs, a switch, and their rates.
+
+    node 0              switch (a bridge)             node 1
+    nic0 = veth = node0nic0 ---+--- node1nic0 = veth = nic0
+      tbf: sends at most R     |    tbf: node 1 receives at most R
+    nic1 = veth = node0nic1 ---+--- node1nic1 = veth = nic1
+
+Both ends of every pair are shaped, so that a node neither sends nor receives faster than its NICs,
+however many peers send to it at once. Ranks of a node reach each other by the same addresses, but
+over the namespace's own stack (the kernel sends what is addressed to itself through `lo`).
+
+NICs per rank are rails: what is sent from a NIC's address leaves by that NIC (source routing), and
+a socket that is not bound to an address takes the rail of its destination. Gloo binds the listening
+end of a connection alone, which is the rank on the lower node, as addresses grow with the node. A
+connection between ranks of different rails therefore runs on that rank's rail in both nodes, and
+a balanced exchange loads all NICs equally.
+
+It is built inside network and mount namespaces of its own (sandbox.py) and is gone with them.
+"""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from monta_megatron.emulation.cluster import EmulatedCluster
+
+# A tmpfs that only this emulation sees. `ip netns` keeps its names here; so do we our files.
+PRIVATE_DIRECTORY = Path("/run/netns")
+
+# Jumbo frames, which cost less CPU time per byte.
+_MTU_BYTES = 9000
+# What may leave at once after a pause. The longer, the more of a small message is free; the
+# shorter, the more often a timer has to fire (CPU time), which it does tens of microseconds late.
+# With 250 us a message of 100 kB takes at least 0.8 of its time on the link at 1 Gbit/s, 0.9 below,
+# and a stream reaches 99% of the setting from 10 Mbit/s to 20 Gbit/s.
+_BURST_SECONDS = 250e-6
+_MIN_BURST_BYTES = 10_000  # one frame
+_MAX_SEGMENT_BYTES = 64 * 1024  # the kernel's own
+# Ports do not drop, as fabrics hardly do: TCP's windows bound what waits in one.
+_QUEUE_BYTES = 10**9
+
+_SETTINGS = {
+    # Compiled into every kernel, allowed in every namespace, and the same on every host.
+    "net/ipv4/tcp_congestion_control": "reno",
+    # At most 1 MiB of each connection on its way (half of the last value), on any host.
+    "net/ipv4/tcp_rmem": "4096 131072 2097152",
+    # The link's rate does not change while a program computes.
+    "net/ipv4/tcp_slow_start_after_idle": "0",
+    # Each NIC answers for its own address alone, although all are on one switch.
+    "net/ipv4/conf/all/arp_ignore": "1",
+    "net/ipv4/conf/all/arp_announce": "2",
+}
+# Absent where the kernel has no IPv6. Router solicitations would count as bytes sent.
+_NO_IPV6 = "net/ipv6/conf/all/disable_ipv6"
+
+
+def build(cluster: EmulatedCluster) -> None:
+    """Make the cluster's network in the current network and mount namespaces.
+
+    Raises:
+        ValueError: something is missing here; says what.
+    """
+    _make_private_directory()
+    _name_hosts(cluster)
+    _run("ip", "-batch", "-", stdin=_switch(cluster))
+    _run("tc", "-batch", "-", stdin=_rates(cluster, _switch_ports(cluster)))
+    for node, name in enumerate(cluster.node_names):
+        _run(*in_node(name), "sh", "-c", _apply_settings())
+        _run("ip", "-netns", name, "-batch", "-", stdin=_routes(cluster, node))
+        _run("tc", "-netns", name, "-batch", "-", stdin=_rates(cluster, cluster.nic_names))
+
+
+def in_node(name: str) -> list[str]:
+    """What to put in front of a command so that it runs in a node's network."""
+    return ["ip", "netns", "exec", name]
+
+
+def _make_private_directory() -> None:
+    try:
+        PRIVATE_DIRECTORY.mkdir(parents=True, exist_ok=True)
+        _run("mount", "-t", "tmpfs", "monta", str(PRIVATE_DIRECTORY))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{PRIVATE_DIRECTORY}, where `ip netns` keeps its names, cannot be mounted ({error}): "
+            f"make it once as root (mkdir {PRIVATE_DIRECTORY}), or run as root"
+        ) from None
+
+
+def _name_hosts(cluster: EmulatedCluster) -> None:
+    """Let every node resolve the nodes' names: there is no other name service inside."""
+    hosts = Path("/etc/hosts")
+    if not hosts.exists():
+        return
+    # The second form is what torch's TCPStore, which listens on IPv6, asks for.
+    lines = [
+        f"{prefix}{cluster.address(node)} {name}\n"
+        for node, name in enumerate(cluster.node_names)
+        for prefix in ("", "::ffff:")
+    ]
+    ours = PRIVATE_DIRECTORY / ".hosts"
+    ours.write_text("".join(lines) + hosts.read_text())
+    _run("mount", "--bind", str(ours), str(hosts))
+
+
+def _switch_ports(cluster: EmulatedCluster) -> list[str]:
+    return [node + nic for node in cluster.node_names for nic in cluster.nic_names]
+
+
+def _switch(cluster: EmulatedCluster) -> Iterator[str]:
+    """`ip` commands: the bridge, the nodes, and the pairs that join them."""
+    segment_bytes = min(_burst_bytes(cluster), _MAX_SEGMENT_BYTES)
+    yield "link add switch type bridge"
+    yield "link set switch up"
+    for node in cluster.node_names:
+        yield f"netns add {node}"
+        for nic in cluster.nic_names:
+            end = f"mtu {_MTU_BYTES} gso_max_size {segment_bytes}"
+            yield f"link add {node}{nic} {end} type veth peer name {nic} {end} netns {node}"
+            yield f"link set {node}{nic} master switch up"
+
+
+def _routes(cluster: EmulatedCluster, node: int) -> Iterator[str]:
+    """`ip` commands for one node: addresses, and which NIC leads where."""
+    yield "link set lo up"
+    for nic, name in enumerate(cluster.nic_names):
+        address, table = cluster.address(node, nic), 100 + nic
+        yield f"address add {address} dev {name}"
+        yield f"link set {name} up"
+        yield f"rule add from {address} lookup {table}"
+        yield f"route add 10.77.0.0/16 dev {name} src {address} table {table}"
+        for peer in range(cluster.nodes):
+            if peer != node:
+                yield f"route add {cluster.address(peer, nic)} dev {name} src {address}"
+
+
+def _rates(cluster: EmulatedCluster, interfaces: list[str]) -> Iterator[str]:
+    """`tc` commands that limit what leaves by each interface."""
+    rate_bit_per_s = round(cluster.inter_mbit * 1e6)
+    for interface in interfaces:
+        yield (
+            f"qdisc add dev {interface} root tbf rate {rate_bit_per_s}bit "
+            f"burst {_burst_bytes(cluster)} limit {_QUEUE_BYTES}"
+        )
+
+
+def _burst_bytes(cluster: EmulatedCluster) -> int:
+    return max(_MIN_BURST_BYTES, round(cluster.inter_mbit * 1e6 / 8 * _BURST_SECONDS))
+
+
+def _apply_settings() -> str:
+    lines = [f"echo {value} >/proc/sys/{name}" for name, value in _SETTINGS.items()]
+    lines.append(f"[ ! -e /proc/sys/{_NO_IPV6} ] || echo 1 >/proc/sys/{_NO_IPV6}")
+    return " && ".join(lines)
+
+
+def _run(*command: str, stdin: Iterator[str] | None = None) -> None:
+    text = None if stdin is None else "\n".join(stdin) + "\n"
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode != 0:
+        said = "; ".join(done.stderr.strip().splitlines())
+        raise ValueError(f"`{' '.join(command)}` failed: {said}")

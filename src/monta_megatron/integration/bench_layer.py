@@ -1,0 +1,217 @@
+"""Megatron's side of the benchmark: its groups, the dispatchers on them, its experts.
+
+Stock's dispatchers and ours are built on the same process groups from the same configuration.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.moe import token_dispatcher as stock
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from monta_megatron.chains import Layout
+from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+
+STOCK_DISPATCHERS = {
+    "alltoall": stock.MoEAlltoAllTokenDispatcher,
+    "allgather": stock.MoEAllGatherTokenDispatcher,
+}
+
+# Rows, rows of each local expert, their probabilities -> the experts' outputs.
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The MoE layer whose exchange is measured.
+
+    Attributes:
+        num_experts, topk, hidden, ffn_hidden: of the layer.
+        dtype: of parameters and rows.
+        tp, ep, etp: parallel sizes.
+    """
+
+    num_experts: int
+    topk: int
+    hidden: int
+    ffn_hidden: int
+    dtype: torch.dtype
+    tp: int
+    ep: int
+    etp: int
+
+    def config(self) -> Any:
+        """A TransformerConfig of one such layer, for the alltoall dispatcher."""
+        return TransformerConfig(
+            num_layers=1,
+            hidden_size=self.hidden,
+            num_attention_heads=self.tp,
+            num_moe_experts=self.num_experts,
+            moe_router_topk=self.topk,
+            moe_ffn_hidden_size=self.ffn_hidden,
+            moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_router_dtype="fp32",
+            moe_router_pre_softmax=self.topk == 1,
+            moe_grouped_gemm=_has_transformer_engine(),
+            tensor_model_parallel_size=self.tp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
+            sequence_parallel=self.tp > 1,
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            bias_activation_fusion=False,
+            gradient_accumulation_fusion=False,
+            params_dtype=self.dtype,
+            bf16=self.dtype == torch.bfloat16,
+        )
+
+
+def initialize_groups(shape: LayerShape) -> None:
+    """Make Megatron's process groups; once per process."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=shape.tp,
+        expert_model_parallel_size=shape.ep,
+        expert_tensor_parallel_size=shape.etp,
+    )
+
+
+def exchange_layout(shape: LayerShape, nodes: Sequence[int]) -> Layout:
+    """This rank's place in the exchange.
+
+    Args:
+        shape: of the layer.
+        nodes: of every rank of the launch; the layout keeps their numbers.
+    """
+    group = exchange_groups()["tp_ep"]
+    return Layout(
+        ep=shape.ep,
+        etp=shape.etp,
+        num_local_experts=shape.num_experts // shape.ep,
+        rank=dist.get_group_rank(group, dist.get_rank()),
+        nodes=tuple(nodes[rank] for rank in dist.get_process_group_ranks(group)),
+    )
+
+
+def exchange_groups() -> dict[str, dist.ProcessGroup]:
+    """Megatron's process groups, by the names that chains have for them."""
+    groups = get_default_pg_collection()
+    return {"ep": groups.ep, "etp": groups.expt_tp, "tp_ep": groups.tp_ep}
+
+
+def stock_dispatcher(shape: LayerShape, name: str) -> Any:
+    """Megatron's own dispatcher of that name."""
+    config = shape.config()
+    config.moe_token_dispatcher_type = name
+    return _build(STOCK_DISPATCHERS[name], shape, config, get_default_pg_collection())
+
+
+def monta_dispatcher(shape: LayerShape, **options: Any) -> Any:
+    """Ours, with options by their names without "moe_monta_"; None is not given.
+
+    Raises:
+        ValueError: an option is wrong, or the chain cannot run on this layout.
+    """
+    config = shape.config()
+    for name, value in options.items():
+        setattr(config, f"moe_monta_{name}", value)
+    return _build(MontaTokenDispatcher, shape, config, get_default_pg_collection())
+
+
+class WholeGroupTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
+    """Stock's alltoall in a layer without sequence parallelism.
+
+    Every tensor parallel rank holds the tokens of its whole group, and sends all of them to the
+    parts of the experts at its own place in their groups. Megatron's conjugate operators around the
+    layer add up the parts: outputs on the way forward, gradients on the way back.
+    """
+
+    def __init__(self, *args: Any, parts_group: dist.ProcessGroup, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parts_group = parts_group
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As stock's; backward adds up the gradients of the parts."""
+        hidden_states = copy_to_tensor_model_parallel_region(hidden_states, self._parts_group)
+        probs = copy_to_tensor_model_parallel_region(probs, self._parts_group)
+        return super().dispatch_preprocess(hidden_states, routing_map, probs)
+
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        """As stock's, then the sum of the parts."""
+        output = super().combine_postprocess(permutated_local_input_tokens)
+        return reduce_from_tensor_model_parallel_region(output, self._parts_group)
+
+
+def whole_group_dispatcher(shape: LayerShape) -> Any:
+    """Step 0 of the ablation: for the tokens of the whole tensor parallel group, on every rank."""
+    groups = get_default_pg_collection()
+    parts_group = groups.expt_tp
+    # No gather inside the group: every rank has all that its part of an expert needs.
+    groups.expt_tp, groups.tp_ep = None, groups.ep
+    dispatcher_class = functools.partial(WholeGroupTokenDispatcher, parts_group=parts_group)
+    return _build(dispatcher_class, shape, shape.config(), groups)
+
+
+def build_experts(shape: LayerShape) -> Experts:
+    """Megatron's experts of this rank; grouped where Transformer Engine is there."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+    model_parallel_cuda_manual_seed(1)
+    config = shape.config()
+    if config.moe_grouped_gemm:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=shape.num_experts, moe_grouped_gemm=True
+        )
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=shape.num_experts, moe_grouped_gemm=False
+        )
+    mlp, groups = spec.submodules.mlp, get_default_pg_collection()
+    # megatron-core >= 0.18 builds the MoE layer from a partial, before that from a spec.
+    if isinstance(mlp, ModuleSpec):
+        layer = build_module(mlp, config=config, pg_collection=groups)
+    else:
+        layer = mlp(config=config, pg_collection=groups)
+    experts = layer.to("cuda").experts
+
+    def compute(
+        rows: torch.Tensor, tokens_per_expert: torch.Tensor, row_probs: torch.Tensor
+    ) -> torch.Tensor:
+        outputs, bias = experts(rows, tokens_per_expert, row_probs)
+        assert bias is None, "built without bias"
+        return outputs
+
+    return compute
+
+
+def _build(dispatcher_class: Any, shape: LayerShape, config: Any, groups: Any) -> Any:
+    num_local_experts = shape.num_experts // shape.ep
+    first = dist.get_rank(groups.ep) * num_local_experts
+    return dispatcher_class(
+        num_local_experts,
+        list(range(first, first + num_local_experts)),
+        config=config,
+        pg_collection=groups,
+    )
+
+
+def _has_transformer_engine() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("transformer_engine") is not None

@@ -1,0 +1,108 @@
+"""From a configuration to a choice of chain, and the agreement of all ranks on it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.options import AUTO, Options
+from monta_megatron.planner.choice import (
+    NUM_CHUNKS,
+    Choice,
+    Decision,
+    FixedChoice,
+    PlannedChoice,
+    chains_for,
+    uncalibrated,
+)
+from monta_megatron.planner.plan import hash_of
+from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.workload import Workload
+
+
+def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> Choice:
+    """How a dispatcher with this configuration chooses its chain.
+
+    Args:
+        options: checked.
+        config: the TransformerConfig.
+        layout: this rank's place.
+        pairs_only: "auto" may choose between chains of pairs alone.
+
+    Raises:
+        ValueError: the chain cannot run here, or a plan is for another layout.
+    """
+    if options.plan is not None:
+        reason = options.plan.misfit(layout, config.num_moe_experts)
+        if reason is not None:
+            raise ValueError(f"moe_monta_plan: {reason}")
+        return FixedChoice(
+            decision=Decision(
+                chain=CHAINS[options.plan.chain],
+                num_chunks=options.plan.num_chunks,
+                reason=options.plan.reason,
+            )
+        )
+    if options.chain != AUTO:
+        chain = CHAINS[options.chain]
+        reason = chain.refusal(layout)
+        if reason is not None:
+            raise ValueError(f"moe_monta_chain: {chain.name} cannot run here: {reason}")
+        assert options.num_chunks is not None, "a named chain has a number of chunks"
+        return FixedChoice(
+            decision=Decision(chain=chain, num_chunks=options.num_chunks, reason="as asked for")
+        )
+    cluster = options.cluster or uncalibrated(layout)
+    if layout.num_nodes > cluster.num_nodes:
+        raise ValueError(
+            f"moe_monta_cluster: {cluster.name} has {cluster.num_nodes} node(s), must have at "
+            f"least the {layout.num_nodes} of the exchange"
+        )
+    return PlannedChoice(
+        cluster=cluster,
+        workload=_workload(config, layout),
+        chains=tuple(
+            chain for chain in chains_for(layout) if chain.rows == "pairs" or not pairs_only
+        ),
+        num_chunks=NUM_CHUNKS if options.num_chunks is None else (options.num_chunks,),
+    )
+
+
+def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
+    """Make sure that all ranks of an exchange choose by the same rule: its hash.
+
+    Raises:
+        ValueError: names the first rank that differs, and the field.
+    """
+    rules: list[dict[str, Any]] = [{}] * group.size()
+    dist.all_gather_object(rules, rule, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, other in zip(ranks[1:], rules[1:], strict=True):
+        for name in rules[0].keys() | other.keys():
+            values = rules[0].get(name), other.get(name)
+            if values[0] != values[1]:
+                raise ValueError(
+                    f"moe_monta: ranks {ranks[0]} and {rank} differ in {name}: {values[0]} and "
+                    f"{values[1]}; give every rank the same options and files"
+                )
+    return hash_of(rule)
+
+
+def _workload(config: Any, layout: Layout) -> Workload:
+    """What a layer exchanges, as far as its configuration tells: all but the tokens."""
+    value_bytes = torch.empty(0, dtype=config.params_dtype).element_size()
+    router_dtype = getattr(config, "moe_router_dtype", None)
+    return Workload(
+        layout=layout,
+        hidden_size=getattr(config, "moe_latent_size", None) or config.hidden_size,
+        value_bytes=value_bytes,
+        prob_bytes={"fp32": 4, "fp64": 8}.get(str(router_dtype), value_bytes),
+        routing=UniformRouting(
+            num_experts=config.num_moe_experts,
+            topk=config.moe_router_topk,
+            num_groups=config.moe_router_num_groups or 1,
+            group_topk=config.moe_router_group_topk or 1,
+        ),
+        tokens_per_rank=1,
+    )

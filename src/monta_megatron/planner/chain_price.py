@@ -1,0 +1,136 @@
+"""What a chain costs in a number of chunks: all walks of a phase, their bytes and their memory."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from monta_megatron.chains import Chain
+from monta_megatron.chains.lanes import FORWARD, FORWARD_BACKWARD, WalkLanes
+from monta_megatron.planner.cluster import RESOURCES, Cluster
+from monta_megatron.planner.memory import peak_bytes
+from monta_megatron.planner.plan import Phase, StageCost
+from monta_megatron.planner.pricing import WalkPrice, price_walk
+from monta_megatron.planner.traffic import CollectiveTraffic, WalkTraffic, walk_traffic
+from monta_megatron.planner.workload import Workload
+
+WALKS: dict[Phase, tuple[WalkLanes, ...]] = {
+    "forward": FORWARD,
+    "forward_backward": FORWARD_BACKWARD,
+}
+RESOURCE_NAMES = {"inter": "network", "intra": "fast tier", "memory": "memory"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainPrice:
+    """A chain in a number of chunks, priced.
+
+    Attributes:
+        chain: which.
+        num_chunks: in how many chunks.
+        walks: the walks of the phase.
+        traffic: [walks][ranks] what they move.
+        num_alike: ranks for which each of those stands.
+        peak_bytes: the most that the executor holds at once.
+    """
+
+    chain: Chain
+    num_chunks: int
+    walks: tuple[WalkPrice, ...]
+    traffic: tuple[tuple[WalkTraffic, ...], ...]
+    num_alike: int
+    peak_bytes: float
+
+    @cached_property
+    def total_us(self) -> float:
+        """All walks, one after the other."""
+        return sum(walk.total_us for walk in self.walks)
+
+    @cached_property
+    def lower_bound_us(self) -> float:
+        """What no schedule of these stages beats."""
+        return sum(walk.lower_bound_us for walk in self.walks)
+
+    def tier_bytes(self, tier: str) -> float:
+        """Bytes of the chain's stages over all ranks and walks."""
+        return (
+            sum(
+                num_bytes
+                for ranks in self.traffic
+                for rank in ranks
+                for (_, found), num_bytes in rank.bytes_by_stage().items()
+                if found == tier
+            )
+            * self.num_alike
+        )
+
+    @property
+    def plainness(self) -> tuple[bool, int, int]:
+        """Less is plainer."""
+        return self.chain.name != "alltoall", len(self.chain.stages), self.num_chunks
+
+    def busiest(self) -> tuple[str, float]:
+        """The resource with most to do, and for how long."""
+        busy = {
+            resource: sum(
+                sum(work.times_us)
+                for walk in self.walks
+                for work in walk.works
+                if work.resource == resource
+            )
+            for resource in RESOURCES
+        }
+        resource = max(RESOURCES, key=lambda name: busy[name])
+        return RESOURCE_NAMES[resource], busy[resource]
+
+
+def price_chain(
+    workload: Workload, cluster: Cluster, chain: Chain, num_chunks: int, phase: Phase
+) -> ChainPrice:
+    """What one chain costs in one number of chunks."""
+    bound = workload.bind(chain, num_chunks)
+    traffic = tuple(
+        tuple(
+            walk_traffic(each, layout, workload.row, walk, workload.num_blocks or num_chunks)
+            for each, layout in zip(bound, workload.ranks, strict=True)
+        )
+        for walk in WALKS[phase]
+    )
+    nic_starts = workload.nic_starts(cluster)
+    return ChainPrice(
+        chain=chain,
+        num_chunks=num_chunks,
+        walks=tuple(
+            price_walk(walk, ranks, cluster, nic_starts)
+            for walk, ranks in zip(WALKS[phase], traffic, strict=True)
+        ),
+        traffic=traffic,
+        num_alike=len(workload.layout.nodes) // len(workload.ranks),
+        peak_bytes=max(
+            peak_bytes(each, workload.row, walk) for each in bound for walk in WALKS[phase]
+        ),
+    )
+
+
+def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
+    costs = []
+    for walk, ranks in zip(price.walks, price.traffic, strict=True):
+        for work, *stages in zip(walk.works, *(rank.stages for rank in ranks), strict=True):
+            moved = {
+                tier: price.num_alike
+                * sum(
+                    float(stage.sent_bytes[tier].sum())
+                    for stage in stages
+                    if isinstance(stage, CollectiveTraffic)
+                )
+                for tier in ("inter", "intra")
+            }
+            costs.append(
+                StageCost(
+                    walk=walk.walk,
+                    stage=work.stage,
+                    resource=work.resource,
+                    alone_us=sum(work.times_us) + work.launch_us * len(work.times_us),
+                    inter_bytes=moved["inter"],
+                    intra_bytes=moved["intra"],
+                )
+            )
+    return tuple(costs)

@@ -1,0 +1,184 @@
+"""Which chain runs, in how many chunks: fixed by the user, or planned for the tokens at hand.
+
+Every rank has to choose alike, so a choice depends on what all of them know: its rule, on which
+they agree once, and the largest number of tokens on any rank, which is in the gathered counts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from monta_megatron.chains import CHAINS, Chain, Layout
+from monta_megatron.planner.cluster import Cluster, Launch, Link
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.search import plan
+from monta_megatron.planner.workload import Workload
+
+# Of counts by block, which chunks are made of: every number of chunks below divides it.
+NUM_BLOCKS = 8
+NUM_CHUNKS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What runs.
+
+    Attributes:
+        chain: the chain.
+        num_chunks: its number of chunks.
+        reason: why.
+    """
+
+    chain: Chain
+    num_chunks: int
+    reason: str
+
+
+class Choice(Protocol):
+    """How a dispatcher chooses."""
+
+    @property
+    def chains(self) -> tuple[Chain, ...]:
+        """Every chain that may be chosen."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Token blocks for which counts are taken: at least as many as chunks."""
+
+    def rule(self) -> dict[str, Any]:
+        """What every rank has to agree on, as plain values."""
+
+    def decide(self, max_tokens: int) -> Decision:
+        """What runs where no rank has more than `max_tokens` tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedChoice:
+    """A chain in a number of chunks, whatever the tokens."""
+
+    decision: Decision
+
+    @property
+    def chains(self) -> tuple[Chain, ...]:
+        """See `Choice`."""
+        return (self.decision.chain,)
+
+    @property
+    def num_blocks(self) -> int:
+        """See `Choice`."""
+        return self.decision.num_chunks
+
+    def rule(self) -> dict[str, Any]:
+        """See `Choice`."""
+        return {"chain": self.decision.chain.name, "num_chunks": self.decision.num_chunks}
+
+    def decide(self, max_tokens: int) -> Decision:
+        """See `Choice`."""
+        return self.decision
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedChoice:
+    """A plan for every range of tokens, made when it is first needed.
+
+    Attributes:
+        cluster: whose costs are used.
+        workload: what is exchanged; its number of tokens is replaced.
+        chains: which chains may be chosen.
+        num_chunks: which numbers of chunks.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    chains: tuple[Chain, ...]
+    num_chunks: tuple[int, ...] = NUM_CHUNKS
+    _decisions: dict[int, Decision] = field(default_factory=dict)
+
+    @property
+    def num_blocks(self) -> int:
+        """See `Choice`."""
+        return max(self.num_chunks)
+
+    def rule(self) -> dict[str, Any]:
+        """See `Choice`."""
+        return {
+            "chain": "auto",
+            "chains": [chain.name for chain in self.chains],
+            "num_chunks": list(self.num_chunks),
+            "cluster": self.cluster.name,
+            "costs": repr(self.cluster),
+            "hidden_size": self.workload.hidden_size,
+            "value_bytes": self.workload.value_bytes,
+            "prob_bytes": self.workload.prob_bytes,
+        }
+
+    def decide(self, max_tokens: int) -> Decision:
+        """See `Choice`."""
+        tokens = bucket_of(max_tokens)
+        if tokens not in self._decisions:
+            self._decisions[tokens] = self._plan(tokens)
+        return self._decisions[tokens]
+
+    def _plan(self, tokens: int) -> Decision:
+        found = plan_for(self, tokens)
+        return Decision(
+            chain=CHAINS[found.chain],
+            num_chunks=found.num_chunks,
+            reason=f"planned on {self.cluster.name} for up to {tokens} tokens per rank: "
+            f"{found.reason}",
+        )
+
+
+def plan_for(choice: PlannedChoice, tokens: int) -> Plan:
+    """The plan behind a choice for so many tokens per rank."""
+    return plan(
+        choice.workload.with_tokens(tokens),
+        choice.cluster,
+        chains=[chain.name for chain in choice.chains],
+        num_chunks=choice.num_chunks,
+    )
+
+
+def bucket_of(num_tokens: int) -> int:
+    """The next size at half an octave: 1, 2, 3, 4, 6, 8, 12, ... so that plans are few."""
+    if num_tokens <= 2:
+        return max(num_tokens, 1)
+    octave = 1 << (num_tokens - 1).bit_length() - 1
+    return octave * 3 // 2 if num_tokens <= octave * 3 // 2 else octave * 2
+
+
+def chains_for(layout: Layout, names: Sequence[str] = tuple(CHAINS)) -> tuple[Chain, ...]:
+    """The chains that can run on a layout."""
+    return tuple(CHAINS[name] for name in names if CHAINS[name].refusal(layout) is None)
+
+
+def uncalibrated(layout: Layout) -> Cluster:
+    """Published figures of a common cluster, for want of measured ones: H100 with 8 x NDR.
+
+    Only ratios matter for the choice, and most clusters have ratios like these.
+    """
+    source = "facts of H100 SXM with one 400 Gbit/s adapter per GPU"
+    ranks_per_node = math.ceil(len(layout.nodes) / layout.num_nodes)
+    return Cluster(
+        name="an uncalibrated cluster",
+        num_nodes=layout.num_nodes,
+        ranks_per_node=ranks_per_node,
+        nics_per_node=ranks_per_node,
+        kind="datasheet",
+        source=source,
+        launch=Launch(
+            collective_us=10,
+            copy_us=5,
+            sum_us=10,
+            find_us=60,
+            counts_to_host_us=20,
+            kind="datasheet",
+            source="typical of PyTorch on a current host",
+        ),
+        links=(
+            Link(tier="inter", alpha_us=30, gbps=46, kind="datasheet", source=source),
+            Link(tier="intra", alpha_us=15, gbps=335, kind="datasheet", source=source),
+            Link(tier="memory", alpha_us=5, gbps=2500, kind="datasheet", source=source),
+        ),
+    )

@@ -1,0 +1,277 @@
+"""The cluster: nodes, and what every operation costs on them, measured or from datasheets."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+from monta_megatron.planner.curves import Curve, Kind, Operation, Tier
+from monta_megatron.strict_yaml import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Text,
+)
+
+# What an operation occupies: the network, the fast tier, or the memory.
+Resource: TypeAlias = Literal["inter", "intra", "memory"]
+RESOURCES: tuple[Resource, ...] = ("inter", "intra", "memory")
+
+TIER_OF_MEMORY: Tier = "memory"
+
+# Where a cluster has no curve for an operation, the next one like it stands in.
+STANDS_IN: dict[Operation, Operation] = {
+    "sum": "copy",
+    "find": "copy",
+    "permute": "copy",
+    "unpermute": "sum",
+}
+
+
+class Time(NamedTuple):
+    """What an operation takes, and what has to be said about how it was found."""
+
+    us: float
+    note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A tier as a straight line: for clusters that nobody has calibrated.
+
+    Attributes:
+        tier: "inter" per NIC, "intra" and "memory" per rank.
+        alpha_us: time of the smallest operation.
+        gbps: 1e9 bytes per second, one direction; "memory" reads and writes together.
+        kind: whether it was measured on this cluster.
+        source: where it was published.
+    """
+
+    tier: Tier
+    alpha_us: NonNegativeFloat
+    gbps: PositiveFloat
+    kind: Kind
+    source: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the host spends on starting an operation, per stage and chunk.
+
+    Attributes:
+        collective_us: an AllToAll or AllGather.
+        copy_us: a copy of rows.
+        sum_us: a sum over copies.
+        find_us: finding out what is copied, from the lists of experts.
+        counts_to_host_us: the copy of the counts to the host, with the wait for it.
+        kind: whether it was measured on this cluster.
+        source: with what, or where it was published.
+    """
+
+    collective_us: NonNegativeFloat
+    copy_us: NonNegativeFloat
+    sum_us: NonNegativeFloat
+    find_us: NonNegativeFloat
+    counts_to_host_us: NonNegativeFloat
+    kind: Kind
+    source: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contention:
+    """By how much two operations slow each other while both run.
+
+    Attributes:
+        pair: of resources, in any order; twice the same for two operations on one.
+        factor: 1 if they do not feel each other, 2 if each runs at half its rate.
+        kind: whether it was measured on this cluster.
+        source: with what, or where it was published.
+    """
+
+    pair: tuple[Resource, Resource]
+    factor: Annotated[float, Rule("a number >= 1", lambda value: value >= 1)]
+    kind: Kind
+    source: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes and costs. At least a link or curves for every tier.
+
+    Attributes:
+        name: as users call it.
+        num_nodes: sets of ranks joined by the fast tier.
+        ranks_per_node: ranks in each.
+        nics_per_node: network interfaces that the ranks of a node share evenly.
+        kind: whether these numbers and the memory were found on this cluster or published.
+        source: where.
+        launch: host time per operation.
+        memory_gb_per_rank: 1e9 bytes that a rank may use, or None where that is not known.
+        copies_block_host: copies run on the host thread in program order, as on CPU ranks.
+        links: each tier as a line, used where there is no curve.
+        curves: each operation by tier and group size.
+        contention: pairs that are not named slow each other by 1, or by 2 if they are the same.
+    """
+
+    name: Text
+    num_nodes: PositiveInt
+    ranks_per_node: PositiveInt
+    nics_per_node: PositiveInt
+    kind: Kind
+    source: Text
+    launch: Launch
+    memory_gb_per_rank: PositiveFloat | None = None
+    copies_block_host: bool = False
+    links: tuple[Link, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    contention: tuple[Contention, ...] = ()
+
+    def __post_init__(self) -> None:
+        _refuse_twice("links", (link.tier for link in self.links))
+        _refuse_twice(
+            "curves", ((curve.operation, curve.tier, curve.group_size) for curve in self.curves)
+        )
+        _refuse_twice("contention", (tuple(sorted(entry.pair)) for entry in self.contention))
+        for curve in self.curves:
+            in_memory = curve.operation not in ("alltoall", "allgather")
+            if in_memory != (curve.tier == TIER_OF_MEMORY):
+                raise ValueError(
+                    f"curves: got {curve.operation} in tier {curve.tier}, must be in "
+                    + ("memory" if in_memory else "inter or intra")
+                )
+        tiers = [link.tier for link in self.links]
+        for tier in RESOURCES if self.num_nodes > 1 else RESOURCES[1:]:
+            needed = ("copy",) if tier == TIER_OF_MEMORY else ("alltoall", "allgather")
+            found = {curve.operation for curve in self.curves if curve.tier == tier}
+            if tier not in tiers and not found.issuperset(needed):
+                raise ValueError(
+                    f"links: none for tier {tier}, must be given where curves has none for "
+                    f"{' and '.join(needed)} in that tier"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole cluster."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def memory_bytes_per_rank(self) -> float | None:
+        """Bytes that a rank may use, or None where that is not known."""
+        return None if self.memory_gb_per_rank is None else self.memory_gb_per_rank * 1e9
+
+    def factor(self, first: Resource, second: Resource) -> float:
+        """By how much two operations slow each other while both run."""
+        return self._factors[first, second]
+
+    def launch_us(self, operation: Operation) -> float:
+        """Host time to start one operation."""
+        if operation in ("alltoall", "allgather"):
+            return self.launch.collective_us
+        return {"sum": self.launch.sum_us, "find": self.launch.find_us}.get(
+            operation, self.launch.copy_us
+        )
+
+    def time_us(
+        self,
+        operation: Operation,
+        tier: Tier,
+        num_bytes: float,
+        group_size: int = 1,
+        ranks_on_node: int = 1,
+    ) -> Time:
+        """What one operation takes.
+
+        Args:
+            operation: what is done.
+            tier: through which the bytes go.
+            num_bytes: bytes per rank that leave it in this tier; read and written, in memory.
+            group_size: ranks that take part: of the whole group in "inter", of its part on one
+                node in "intra".
+            ranks_on_node: ranks of the group on each node.
+
+        Raises:
+            ValueError: the cluster has no nodes to cross.
+        """
+        named: Operation | None = operation
+        while named is not None:
+            curves = self._curves.get((named, tier))
+            if curves:
+                return _from_curves(curves, num_bytes, group_size)
+            named = STANDS_IN.get(named)
+        link = self._links.get(tier)
+        if link is None:
+            raise ValueError(
+                f"cluster {self.name}: no curve and no link for {operation} in tier {tier}"
+            )
+        gbps = link.gbps
+        if tier == "inter":
+            gbps *= self.nics_per_node / self.ranks_per_node
+            if operation == "allgather":
+                # A ring crosses once per node, not once per rank of it: each rank's network
+                # interface carries its share.
+                gbps *= ranks_on_node
+        return Time(link.alpha_us + num_bytes / (gbps * 1e3))
+
+    def with_inter_rate(self, rate_ratio: float) -> "Cluster":
+        """This cluster with a network of `rate_ratio` times the rate, and the same start times.
+
+        Raises:
+            ValueError: the ratio is not a number above 0.
+        """
+        if not (rate_ratio > 0 and math.isfinite(rate_ratio)):
+            raise ValueError(f"rate_ratio: got {rate_ratio}, must be a number > 0")
+        return replace(
+            self,
+            name=f"{self.name}, network x {rate_ratio:g}",
+            links=tuple(
+                replace(link, gbps=link.gbps * rate_ratio) if link.tier == "inter" else link
+                for link in self.links
+            ),
+            curves=tuple(
+                curve.scaled(rate_ratio) if curve.tier == "inter" else curve
+                for curve in self.curves
+            ),
+        )
+
+    @cached_property
+    def _links(self) -> dict[Tier, Link]:
+        return {link.tier: link for link in self.links}
+
+    @cached_property
+    def _curves(self) -> dict[tuple[Operation, Tier], dict[int, Curve]]:
+        found: dict[tuple[Operation, Tier], dict[int, Curve]] = {}
+        for curve in self.curves:
+            found.setdefault((curve.operation, curve.tier), {})[curve.group_size] = curve
+        return found
+
+    @cached_property
+    def _factors(self) -> dict[tuple[Resource, Resource], float]:
+        factors = {(a, b): 2.0 if a == b else 1.0 for a in RESOURCES for b in RESOURCES}
+        for entry in self.contention:
+            factors[entry.pair] = factors[entry.pair[::-1]] = entry.factor
+        return factors
+
+
+def _from_curves(curves: dict[int, Curve], num_bytes: float, group_size: int) -> Time:
+    """From the curve of the group size, or of the nearest one by ratio."""
+    notes = []
+    curve = curves.get(group_size)
+    if curve is None:
+        nearest = min(curves, key=lambda size: (abs(math.log(size / group_size)), -size))
+        curve = curves[nearest]
+        notes.append(f"no curve for {group_size} ranks, that for {nearest} taken")
+    if num_bytes > 0 and not curve.covers(num_bytes):
+        ends = (curve.sizes_bytes[0], curve.sizes_bytes[-1])
+        notes.append(f"extrapolated beyond {ends[0]:,} to {ends[1]:,} bytes")
+    note = f"{curve.operation} ({curve.tier}): {'; '.join(notes)}" if notes else None
+    return Time(curve.time_us(num_bytes), note)
+
+
+def _refuse_twice(field: str, keys: Iterable[object]) -> None:
+    seen = set()
+    for key in keys:
+        if key in seen:
+            raise ValueError(f"{field}: got {key} twice, must be given once")
+        seen.add(key)

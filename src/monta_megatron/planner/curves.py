@@ -1,0 +1,156 @@
+"""Cost curves: how long an operation takes for so many bytes, from points or from a line.
+
+Between its points a curve is interpolated in the logarithms of both, as costs bend over decades.
+Beyond its ends it goes on as a line, alpha + bytes * beta, through the end point with the slope
+that fits the last points best; that is an extrapolation and is reported as one.
+"""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Literal, TypeAlias
+
+from monta_megatron.strict_yaml import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Text
+
+Operation: TypeAlias = Literal[
+    "alltoall", "allgather", "copy", "sum", "find", "permute", "unpermute"
+]
+Tier: TypeAlias = Literal["inter", "intra", "memory"]
+# Datasheet: published, by a vendor or by others who measured. Measured: on that very cluster.
+Kind: TypeAlias = Literal["measured", "datasheet"]
+
+# Points at an end of a curve to which its line beyond that end is fitted.
+NUM_END_POINTS = 3
+
+Sizes = Annotated[
+    tuple[PositiveInt, ...],
+    Rule(
+        "at least 2 sizes in ascending order",
+        lambda sizes: len(sizes) >= 2 and all(low < high for low, high in pairwise(sizes)),
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A line through measured points.
+
+    Attributes:
+        alpha_us: time at 0 bytes.
+        gbps: 1e9 bytes per second.
+        largest_residual: the largest relative distance of a point from the line.
+    """
+
+    alpha_us: NonNegativeFloat
+    gbps: PositiveFloat
+    largest_residual: NonNegativeFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What one operation costs on a group of one size, with every rank of a node busy at it.
+
+    Attributes:
+        operation: what was timed; see `cluster.Cluster.time_us`.
+        tier: through which the bytes go.
+        group_size: ranks that take part; 1 for operations in memory.
+        sizes_bytes: ascending; bytes per rank that leave it in this tier, or that an operation in
+            memory reads and writes.
+        times_us: for each size.
+        kind: whether it was measured on this cluster.
+        source: with what, or where it was published.
+        fit: a line through the points, for the reader; the points alone are used.
+    """
+
+    operation: Operation
+    tier: Tier
+    group_size: PositiveInt
+    sizes_bytes: Sizes
+    times_us: tuple[PositiveFloat, ...]
+    kind: Kind
+    source: Text
+    fit: Fit | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.times_us) != len(self.sizes_bytes):
+            raise ValueError(
+                f"times_us: got {len(self.times_us)} times, must be as many as sizes_bytes "
+                f"({len(self.sizes_bytes)})"
+            )
+
+    def covers(self, num_bytes: float) -> bool:
+        """Whether a size lies between the points."""
+        return self.sizes_bytes[0] <= num_bytes <= self.sizes_bytes[-1]
+
+    def time_us(self, num_bytes: float) -> float:
+        """Time for a size, inside the curve or beyond its ends."""
+        sizes, times = self.sizes_bytes, self.times_us
+        if num_bytes <= sizes[0]:
+            return times[0] - self._slopes[0] * (sizes[0] - num_bytes)
+        if num_bytes >= sizes[-1]:
+            return times[-1] + self._slopes[1] * (num_bytes - sizes[-1])
+        above = bisect_right(sizes, num_bytes)
+        log_sizes, log_times = self._logarithms
+        low, high = log_sizes[above - 1], log_sizes[above]
+        part = (math.log(num_bytes) - low) / (high - low)
+        return math.exp(log_times[above - 1] + part * (log_times[above] - log_times[above - 1]))
+
+    def scaled(self, rate_ratio: float) -> "Curve":
+        """The same curve where a byte takes `1 / rate_ratio` of its time, and the start as long."""
+        alpha_us = self.time_us(0.0)
+        times = tuple(alpha_us + (time - alpha_us) / rate_ratio for time in self.times_us)
+        return Curve(
+            operation=self.operation,
+            tier=self.tier,
+            group_size=self.group_size,
+            sizes_bytes=self.sizes_bytes,
+            times_us=times,
+            kind=self.kind,
+            source=f"{self.source}; scaled to {rate_ratio:g} of the measured rate",
+        )
+
+    @cached_property
+    def _logarithms(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return tuple(map(math.log, self.sizes_bytes)), tuple(map(math.log, self.times_us))
+
+    @cached_property
+    def _slopes(self) -> tuple[float, float]:
+        """us per byte below the first point and beyond the last; no time falls below 0."""
+        first = fit_line(self.sizes_bytes[:NUM_END_POINTS], self.times_us[:NUM_END_POINTS])[1]
+        last = fit_line(self.sizes_bytes[-NUM_END_POINTS:], self.times_us[-NUM_END_POINTS:])[1]
+        return min(max(first, 0.0), self.times_us[0] / self.sizes_bytes[0]), max(last, 0.0)
+
+
+def fit_line(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> tuple[float, float]:
+    """Least squares: (alpha in us, beta in us per byte)."""
+    mean_size = math.fsum(sizes_bytes) / len(sizes_bytes)
+    mean_time = math.fsum(times_us) / len(times_us)
+    shared = math.fsum(
+        (size - mean_size) * (time - mean_time)
+        for size, time in zip(sizes_bytes, times_us, strict=True)
+    )
+    beta = shared / math.fsum((size - mean_size) ** 2 for size in sizes_bytes)
+    return mean_time - beta * mean_size, beta
+
+
+def fit(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> Fit | None:
+    """What a calibration writes beside its points; None where times do not grow with the size.
+
+    Every point has the same weight relative to its time: a plain fit would follow the largest
+    size alone.
+    """
+    weights = [1 / time**2 for time in times_us]
+    total = math.fsum(weights)
+    mean_size = math.fsum(w * s for w, s in zip(weights, sizes_bytes, strict=True)) / total
+    mean_time = math.fsum(w * t for w, t in zip(weights, times_us, strict=True)) / total
+    points = list(zip(weights, sizes_bytes, times_us, strict=True))
+    beta = math.fsum(w * (s - mean_size) * (t - mean_time) for w, s, t in points) / math.fsum(
+        w * (s - mean_size) ** 2 for w, s, _ in points
+    )
+    if beta <= 0:
+        return None
+    alpha = max(mean_time - beta * mean_size, 0.0)
+    residual = max(abs(alpha + beta * s - t) / t for _, s, t in points)
+    return Fit(alpha_us=alpha, gbps=1e-3 / beta, largest_residual=residual)

@@ -1,0 +1,94 @@
+"""The layout: how the ranks are cut into parallel groups, and where an exchange then lies."""
+
+import math
+from dataclasses import dataclass
+
+from monta_megatron.chains import Layout
+from monta_megatron.planner.model import Model
+from monta_megatron.strict_yaml import PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """Sizes of Megatron's parallel groups.
+
+    Attributes:
+        world_size: all ranks.
+        tp: tensor parallel size of the attention, with sequence parallelism.
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
+        cp: context parallel size.
+        pp: pipeline parallel size.
+    """
+
+    world_size: PositiveInt
+    tp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt = 1
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        for name, size in (
+            ("tp * cp * pp", self.tp * self.cp * self.pp),
+            ("etp * ep * pp", self.etp * self.ep * self.pp),
+        ):
+            if self.world_size % size != 0:
+                raise ValueError(
+                    f"world_size: got {self.world_size}, must be a multiple of {name} ({size})"
+                )
+
+    @property
+    def exchange_size(self) -> int:
+        """Ranks of one exchange."""
+        return self.ep * self.etp
+
+    def misfit(self, model: Model) -> str | None:
+        """Why this layout cannot train the model, or None if it can."""
+        for field, size, name, whole in (
+            ("ep", self.ep, "num_experts", model.num_experts),
+            ("etp", self.etp, "moe_ffn_hidden_size", model.moe_ffn_hidden_size),
+            ("tp", self.tp, "num_attention_heads", model.num_attention_heads),
+            ("pp", self.pp, "num_layers", model.num_layers),
+        ):
+            if whole % size != 0:
+                return f"{field}: got {size}, must divide {name} of {model.name} ({whole})"
+        # Sequence parallelism cuts the sequence; context parallelism takes it in two halves.
+        parts = self.tp * self.cp * (2 if self.cp > 1 else 1)
+        if model.seq_length % parts != 0:
+            return (
+                f"tp: got {self.tp}, must divide seq_length of {model.name} ({model.seq_length}) "
+                f"together with cp ({self.cp})"
+            )
+        return None
+
+    def tokens_per_rank(self, model: Model) -> int:
+        """Tokens that one rank brings to an exchange."""
+        return model.seq_length * model.micro_batch_size // (self.tp * self.cp)
+
+
+def exchanges(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> tuple[Layout, ...]:
+    """The exchanges of a layout that lie differently on the nodes, each as its first rank sees it.
+
+    Megatron numbers the expert ranks of a pipeline stage with ETP fastest, then EP, so an
+    exchange is a run of consecutive ranks. Where its size fits the nodes all lie alike.
+    """
+    size = layout.exchange_size
+    # After this many exchanges the pattern begins again.
+    period = math.lcm(size, ranks_per_node) // size
+    patterns: dict[tuple[int, ...], None] = {}
+    for index in range(min(period, layout.world_size // size)):
+        first = index * size
+        first_node = first // ranks_per_node
+        nodes = tuple((first + rank) // ranks_per_node - first_node for rank in range(size))
+        patterns.setdefault(nodes)
+    return tuple(
+        Layout(
+            ep=layout.ep,
+            etp=layout.etp,
+            num_local_experts=num_experts // layout.ep,
+            rank=0,
+            nodes=nodes,
+        )
+        for nodes in patterns
+    )

@@ -1,0 +1,142 @@
+"""Every layout that fits model and cluster, by what its exchange costs: a user's first question."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import ParallelLayout, exchanges
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.plan import Phase
+from monta_megatron.planner.search import plan
+from monta_megatron.planner.workload import Workload
+
+# A plan per layout: fewer numbers of chunks than where one layout is asked for.
+NUM_CHUNKS = (1, 2, 4, 8)
+
+# Mixed precision with the distributed optimizer: weights in 16 bits and gradients in 32 on every
+# rank; master weights and two moments in 32 bits, cut over the data parallel ranks.
+BYTES_PER_PARAMETER = 2 + 4
+BYTES_PER_PARAMETER_OVER_DATA_PARALLEL = 3 * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedLayout:
+    """A layout, with the plan for its exchange.
+
+    Attributes:
+        tp, ep, etp, cp, pp: sizes of the parallel groups.
+        tokens_per_rank: that a rank brings to an exchange.
+        chain: the plan's.
+        num_chunks: likewise.
+        predicted_us: of the exchanges of one layer and micro-batch.
+        us_per_1k_tokens: that, for 1,000 tokens of a rank; layouts differ in tokens per rank.
+        peak_bytes: the most that the executor holds at once on one rank.
+        state_bytes: weights, gradients and optimizer on one rank; activations come on top.
+    """
+
+    tp: int
+    ep: int
+    etp: int
+    cp: int
+    pp: int
+    tokens_per_rank: int
+    chain: str
+    num_chunks: int
+    predicted_us: float
+    us_per_1k_tokens: float
+    peak_bytes: float
+    state_bytes: float
+
+
+def rank_layouts(
+    model: Model,
+    cluster: Cluster,
+    *,
+    world_size: int,
+    cp: int = 1,
+    pp: int = 1,
+    phase: Phase = "forward_backward",
+) -> list[RankedLayout]:
+    """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
+
+    TP and ETP stay inside a node. Where the cluster says what memory a rank has, layouts whose
+    weights, gradients, optimizer state and exchange do not fit into it are left out.
+
+    Raises:
+        ValueError: none fits.
+    """
+    found = []
+    limit = cluster.memory_bytes_per_rank
+    least: float | None = None
+    for layout in _layouts(model, cluster, world_size, cp, pp):
+        state = state_bytes(model, layout)
+        least = state if least is None else min(least, state)
+        if limit is not None and state > limit:
+            continue
+        ranked = _ranked(model, cluster, layout, phase, state)
+        if limit is None or state + ranked.peak_bytes <= limit:
+            found.append(ranked)
+    if not found:
+        needs = "" if least is None else f"; the least that one needs is {least / 1e9:.0f} GB"
+        raise ValueError(
+            f"world_size: got {world_size}, no (tp, ep, etp) fits {model.name} on {cluster.name} "
+            f"with cp {cp} and pp {pp}{needs}; more ranks or pipeline stages may help"
+        )
+    return sorted(found, key=lambda each: (each.us_per_1k_tokens, each.peak_bytes))
+
+
+def state_bytes(model: Model, layout: ParallelLayout) -> float:
+    """Weights, gradients and optimizer of one rank, pipeline stages being alike."""
+    experts = min(model.num_expert_parameters, model.num_parameters_billions * 1e9)
+    dense = model.num_parameters_billions * 1e9 - experts
+    total = 0.0
+    for parameters, parts in ((dense, layout.tp), (experts, layout.ep * layout.etp)):
+        own = parameters / (parts * layout.pp)
+        data_parallel = layout.world_size / (parts * layout.pp)
+        total += own * (
+            BYTES_PER_PARAMETER + BYTES_PER_PARAMETER_OVER_DATA_PARALLEL / data_parallel
+        )
+    return total
+
+
+def _layouts(
+    model: Model, cluster: Cluster, world_size: int, cp: int, pp: int
+) -> Iterator[ParallelLayout]:
+    for tp in range(1, cluster.ranks_per_node + 1):
+        for etp in range(1, cluster.ranks_per_node + 1):
+            for ep in range(1, model.num_experts + 1):
+                if model.num_experts % ep or world_size % (tp * cp * pp):
+                    continue
+                if world_size % (etp * ep * pp) or cluster.ranks_per_node % etp:
+                    continue
+                layout = ParallelLayout(world_size=world_size, tp=tp, ep=ep, etp=etp, cp=cp, pp=pp)
+                if cluster.ranks_per_node % tp == 0 and layout.misfit(model) is None:
+                    yield layout
+
+
+def _ranked(
+    model: Model, cluster: Cluster, layout: ParallelLayout, phase: Phase, state: float
+) -> RankedLayout:
+    tokens = layout.tokens_per_rank(model)
+    plans = [
+        plan(Workload.of(model, place, tokens), cluster, phase=phase, num_chunks=NUM_CHUNKS)
+        for place in exchanges(layout, model.num_experts, cluster.ranks_per_node)
+    ]
+    # Where exchanges lie differently on the nodes, the slowest one holds up the others.
+    slowest = max(plans, key=lambda each: each.predicted_us or 0.0)
+    choice = next(entry for entry in slowest.candidates if entry.rejected is None)
+    predicted_us, peak_bytes = choice.predicted_us or 0.0, choice.peak_bytes or 0.0
+    return RankedLayout(
+        tp=layout.tp,
+        ep=layout.ep,
+        etp=layout.etp,
+        cp=layout.cp,
+        pp=layout.pp,
+        tokens_per_rank=tokens,
+        chain=slowest.chain,
+        num_chunks=slowest.num_chunks,
+        predicted_us=predicted_us,
+        us_per_1k_tokens=predicted_us / tokens * 1e3,
+        peak_bytes=peak_bytes,
+        state_bytes=state,
+    )

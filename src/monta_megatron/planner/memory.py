@@ -1,0 +1,92 @@
+"""The most memory that the executor holds at once in a walk, from the bound chain."""
+
+from monta_megatron.chains import BoundChain
+from monta_megatron.chains.chain import depth_of_stages
+from monta_megatron.chains.lanes import RowFormat, WalkLanes, row_bytes_by_stage
+from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Place, Replicate
+
+SUM_BYTES = 4
+
+
+def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
+    """Output, messages of the chunks under way, and sums, in the order in which they are issued.
+
+    A chunk holds what its last stage wrote, and what a collective among them still reads; a stage
+    lets go of that once its own message is there. Sums are made in fp32 before they are rounded
+    into the message; rows that lie among other lanes are copied out for it. Indices, which are
+    8 bytes a row, are left out.
+
+    Returns:
+        bytes on this rank beyond the walk's input.
+    """
+    stages = bound.stages[::-1] if walk.transpose else bound.stages
+    row_bytes = row_bytes_by_stage(bound, row, walk)
+    depths = depth_of_stages(stages)
+    last = len(stages) - 1
+    num_rows = bound.num_source_rows if walk.transpose else bound.num_expert_rows
+    output = row_bytes[last] * num_rows if stages[last].segments is not None else 0.0
+    sum_bytes = row.hidden_size * max(SUM_BYTES, row.value_bytes)
+    writes = [_writes(stage, position) for position, stage in enumerate(stages)]
+    # [stages][C]
+    rows_behind = [_rows_behind(stage, walk) for stage in stages]
+    rows_before = [stage.receive.sum(axis=1).tolist() for stage in stages]
+
+    peak = live = output
+    # What each chunk holds: what its last stage wrote, and what that stage still reads.
+    wrote: dict[int, float] = {}
+    reads: dict[int, float] = {}
+    copies: dict[int, int] = {}
+    for step in range(bound.num_chunks + depths[last]):
+        for position, stage in enumerate(stages):
+            chunk = step - depths[position]
+            if not 0 <= chunk < bound.num_chunks:
+                continue
+            before, read = wrote.get(chunk, 0.0), reads.get(chunk, 0.0)
+            if copies.get(chunk, 1) > 1 and (position == last or writes[position]):
+                # The sum of what a transposed AllGather brought, made where it is read.
+                summed = before / copies.pop(chunk)
+                rows = summed / row_bytes[position - 1]
+                peak = max(peak, live + summed + rows * sum_bytes)
+                live += summed
+                before, read = summed, read + before
+            if position == last:
+                live -= before + read
+                continue
+            if not writes[position]:
+                continue
+            new = row_bytes[position] * rows_behind[position][chunk]
+            if walk.transpose and isinstance(stage.stage, Replicate):
+                rows = rows_behind[position][chunk]
+                # Copied out of a message that holds other lanes too.
+                is_packed = walk.probs and not isinstance(stages[position - 1].stage, Place)
+                copied = rows_before[position][chunk] * row.hidden_bytes if is_packed else 0.0
+                peak = max(peak, live + rows * sum_bytes + max(copied, new))
+            peak = max(peak, live + new)
+            is_collective = isinstance(stage.stage, AllToAll | AllGather)
+            keeps = before if is_collective else 0.0
+            live += new - read - (before - keeps)
+            wrote[chunk], reads[chunk] = new, keeps
+            if walk.transpose and isinstance(stage.stage, AllGather):
+                copies[chunk] = stage.send.shape[1]
+    return peak
+
+
+def _writes(stage: BoundStage, position: int) -> bool:
+    """Whether a stage allocates: not one that hands on views, nor a group of one rank."""
+    if isinstance(stage.stage, AllToAll | AllGather):
+        return stage.send.shape[1] > 1
+    if isinstance(stage.stage, Replicate):
+        return True
+    return position == 0 and stage.segments is not None and not stage.segments.is_slice
+
+
+def _rows_behind(stage: BoundStage, walk: WalkLanes) -> list[float]:
+    """[C] rows that a stage of the walk writes."""
+    if not walk.transpose:
+        rows = stage.receive.sum(axis=1)
+    elif isinstance(stage.stage, AllToAll | AllGather):
+        rows = stage.send.sum(axis=1)
+    else:
+        rows = stage.send[:, 0]
+    written: list[float] = rows.tolist()
+    return written

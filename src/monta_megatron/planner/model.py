@@ -1,0 +1,106 @@
+"""The model: the dimensions of an MoE layer that decide what is exchanged, and what fits.
+
+Fields are named as Megatron-Core names them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from monta_megatron.strict_yaml import PositiveFloat, PositiveInt, Text
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model, and the batch that it is trained with.
+
+    Attributes:
+        name: as users call it.
+        source: where the dimensions were published.
+        hidden_size: H.
+        num_layers: transformer layers.
+        num_moe_layers: those with experts.
+        num_attention_heads: query heads; a tensor parallel size divides them.
+        num_query_groups: key and value heads.
+        num_experts: routed experts per layer.
+        moe_router_topk: experts per token.
+        moe_ffn_hidden_size: of one expert; an expert tensor parallel size divides it.
+        num_parameters_billions: of the whole model.
+        seq_length: tokens of a sequence. A choice of the training, not of the model.
+        micro_batch_size: sequences of a micro-batch. Likewise.
+        dtype: of the hidden rows on their way.
+        probs_dtype: of the routing probabilities (Megatron: moe_router_dtype).
+        moe_router_num_groups: groups of experts of a group-limited router.
+        moe_router_group_topk: groups that a token may use.
+    """
+
+    name: Text
+    source: Text
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
+    num_moe_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_query_groups: PositiveInt
+    num_experts: PositiveInt
+    moe_router_topk: PositiveInt
+    moe_ffn_hidden_size: PositiveInt
+    num_parameters_billions: PositiveFloat
+    seq_length: PositiveInt
+    micro_batch_size: PositiveInt
+    dtype: Dtype = "bf16"
+    probs_dtype: Dtype = "fp32"
+    moe_router_num_groups: PositiveInt | None = None
+    moe_router_group_topk: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
+        if self.moe_router_topk > self.num_experts:
+            raise ValueError(
+                f"moe_router_topk: got {self.moe_router_topk}, must be at most num_experts "
+                f"({self.num_experts})"
+            )
+        if self.num_moe_layers > self.num_layers:
+            raise ValueError(
+                f"num_moe_layers: got {self.num_moe_layers}, must be at most num_layers "
+                f"({self.num_layers})"
+            )
+        if (groups is None) != (group_topk is None):
+            raise ValueError(
+                "moe_router_group_topk: must be given together with moe_router_num_groups, or "
+                "neither"
+            )
+        if groups is None or group_topk is None:
+            return
+        if self.num_experts % groups != 0:
+            raise ValueError(
+                f"moe_router_num_groups: got {groups}, must divide num_experts ({self.num_experts})"
+            )
+        if group_topk > groups:
+            raise ValueError(
+                f"moe_router_group_topk: got {group_topk}, must be at most moe_router_num_groups "
+                f"({groups})"
+            )
+        if group_topk * (self.num_experts // groups) < self.moe_router_topk:
+            raise ValueError(
+                f"moe_router_group_topk: got {group_topk}, must leave at least moe_router_topk "
+                f"({self.moe_router_topk}) experts to choose from"
+            )
+
+    @property
+    def value_bytes(self) -> int:
+        """Of one hidden value."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def prob_bytes(self) -> int:
+        """Of one routing probability."""
+        return DTYPE_BYTES[self.probs_dtype]
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Of all routed experts: two matrices in (gate and up) and one out."""
+        per_expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
+        return self.num_moe_layers * self.num_experts * per_expert

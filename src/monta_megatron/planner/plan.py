@@ -1,0 +1,193 @@
+"""The plan: the choice, every candidate with its numbers, and why each was not chosen."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from monta_megatron import strict_yaml
+from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.planner.cluster import Resource
+from monta_megatron.strict_yaml import NonNegativeFloat, PositiveInt, Text
+
+Phase = Literal["forward", "forward_backward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What a plan was made for, and is checked against where it is used.
+
+    Attributes:
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
+        nodes: [ep * etp] node of every rank of the exchange, the first one being 0.
+        num_experts: of the layer.
+        topk: experts per token; for a routing that is no top-k, the longest list.
+        hidden_size: of a row.
+        value_bytes: of one hidden value.
+        tokens_per_rank: that a rank brings, at most.
+        routing: where tokens go.
+        phase: what was made fast.
+        cluster: whose costs were used.
+    """
+
+    ep: PositiveInt
+    etp: PositiveInt
+    nodes: tuple[int, ...]
+    num_experts: PositiveInt
+    topk: PositiveInt
+    hidden_size: PositiveInt
+    value_bytes: PositiveInt
+    tokens_per_rank: int
+    routing: Text
+    phase: Phase
+    cluster: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One stage of the chosen chain, all chunks together.
+
+    Attributes:
+        walk: dispatch, combine, or the backward pass of one of them.
+        stage: its name.
+        resource: what it occupies.
+        alone_us: its chunks one after the other, with nothing beside them.
+        inter_bytes: that leave ranks for other nodes, over all ranks of the exchange.
+        intra_bytes: that leave ranks for others on their node, likewise.
+    """
+
+    walk: Text
+    stage: Text
+    resource: Resource
+    alone_us: NonNegativeFloat
+    inter_bytes: NonNegativeFloat
+    intra_bytes: NonNegativeFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A chain in a number of chunks.
+
+    Attributes:
+        chain: its name.
+        num_chunks: None where the chain cannot run, in whatever number of chunks.
+        predicted_us: time of the phase; None where it cannot run.
+        lower_bound_us: of that time: the busiest resource alone.
+        inter_bytes: over all ranks of the exchange.
+        intra_bytes: likewise.
+        peak_bytes: the most that the executor holds at once on one rank.
+        rejected: why it was not chosen; None for the choice.
+    """
+
+    chain: Text
+    num_chunks: PositiveInt | None
+    predicted_us: NonNegativeFloat | None = None
+    lower_bound_us: NonNegativeFloat | None = None
+    inter_bytes: NonNegativeFloat | None = None
+    intra_bytes: NonNegativeFloat | None = None
+    peak_bytes: NonNegativeFloat | None = None
+    rejected: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A choice, with everything that led to it.
+
+    Attributes:
+        chain: key of `chains.CHAINS`.
+        num_chunks: of the chosen chain.
+        predicted_us: time of the phase; None where the choice was made by hand.
+        reason: why this one.
+        situation: what it was made for.
+        stages: the choice, stage by stage.
+        candidates: all of them, the fastest first, those that cannot run last.
+        notes: what had to be assumed.
+    """
+
+    chain: Text
+    num_chunks: PositiveInt
+    predicted_us: NonNegativeFloat | None
+    reason: Text
+    situation: Situation
+    stages: tuple[StageCost, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.chain not in CHAINS:
+            raise ValueError(f"chain: got {self.chain!r}, must be one of {', '.join(CHAINS)}")
+        if CHAINS[self.chain].serial and self.num_chunks > 1:
+            raise ValueError(
+                f"num_chunks: got {self.num_chunks}, must be 1 for the serial chain {self.chain}"
+            )
+
+    @property
+    def hash(self) -> int:
+        """63 bits of what every rank has to agree on; the same in every process."""
+        return hash_of(self.decision())
+
+    def decision(self) -> dict[str, Any]:
+        """What every rank has to agree on, field by field: the choice, and what it is for."""
+        return {
+            "chain": self.chain,
+            "num_chunks": self.num_chunks,
+            **strict_yaml.plain(self.situation),
+        }
+
+    def misfit(self, layout: Layout, num_experts: int) -> str | None:
+        """The first field in which this plan is for another exchange, or None if it fits.
+
+        Args:
+            layout: of the exchange that wants to use it.
+            num_experts: of the layer.
+        """
+        first_node = min(layout.nodes)
+        found = {
+            "ep": layout.ep,
+            "etp": layout.etp,
+            "num_experts": num_experts,
+            "nodes": tuple(node - first_node for node in layout.nodes),
+        }
+        for field, value in found.items():
+            planned = getattr(self.situation, field)
+            if planned != value:
+                shown = [
+                    list(each) if isinstance(each, tuple) else each for each in (planned, value)
+                ]
+                return (
+                    f"situation.{field}: the plan is for {shown[0]}, used with {shown[1]}; "
+                    "make one for this layout with `monta plan`"
+                )
+        return CHAINS[self.chain].refusal(layout)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, to be read, edited and given to --moe-monta-plan."""
+        Path(path).write_text(strict_yaml.dump(self), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan; one whose choice was edited says so.
+
+        Raises:
+            ValueError: one line that names the file, the key, the value and the rule.
+        """
+        plan = strict_yaml.load(cls, path)
+        chosen = [entry for entry in plan.candidates if entry.rejected is None]
+        if [(entry.chain, entry.num_chunks) for entry in chosen] == [(plan.chain, plan.num_chunks)]:
+            return plan
+        priced = {(entry.chain, entry.num_chunks): entry.predicted_us for entry in plan.candidates}
+        return replace(
+            plan,
+            predicted_us=priced.get((plan.chain, plan.num_chunks)),
+            reason=f"chosen by hand in {path}",
+            stages=(),
+        )
+
+
+def hash_of(decision: Mapping[str, Any]) -> int:
+    """63 bits of a mapping of plain values, the same in every process."""
+    text = json.dumps(decision, sort_keys=True)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

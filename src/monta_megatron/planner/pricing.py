@@ -1,0 +1,207 @@
+"""What a walk costs on a cluster: bytes through the curves, stages through the schedule.
+
+A collective of a group that spans nodes moves bytes in both tiers at once: it takes the longer of
+the two times and occupies the network. All ranks of a group finish together, so the busiest one
+is priced; where ranks share a network interface, the busiest interface.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from monta_megatron.chains.lanes import WalkLanes
+from monta_megatron.chains.stages import RowCounts
+from monta_megatron.planner.cluster import Cluster, Resource
+from monta_megatron.planner.curves import Operation, Tier
+from monta_megatron.planner.schedule import (
+    Schedule,
+    Work,
+    lower_bound_us,
+    serial_us,
+    simulate,
+)
+from monta_megatron.planner.traffic import (
+    GATHER_OF_COUNTS,
+    CollectiveTraffic,
+    CopyTraffic,
+    StageTraffic,
+    WalkTraffic,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkPrice:
+    """The time of one walk.
+
+    Attributes:
+        walk: its name.
+        before: what comes before the pipeline, one after the other, each in one chunk.
+        pipeline: the stages that work on chunks.
+        after: what comes after it.
+        schedule: of the pipeline.
+        lower_bound_us: of the whole walk; see `schedule.lower_bound_us`.
+        notes: what had to be assumed.
+    """
+
+    walk: str
+    before: tuple[Work, ...]
+    pipeline: tuple[Work, ...]
+    after: tuple[Work, ...]
+    schedule: Schedule
+    lower_bound_us: float
+    notes: tuple[str, ...]
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """Everything, in order."""
+        return (*self.before, *self.pipeline, *self.after)
+
+    @cached_property
+    def total_us(self) -> float:
+        """From the first to the last operation."""
+        return serial_us(self.before) + self.schedule.total_us + serial_us(self.after)
+
+
+def price_walk(
+    walk: WalkLanes, ranks: Sequence[WalkTraffic], cluster: Cluster, nic_starts: Sequence[int]
+) -> WalkPrice:
+    """Price one walk.
+
+    Args:
+        walk: which of the four.
+        ranks: what each rank of the exchange moves, in order; one alone stands for all.
+        cluster: whose curves.
+        nic_starts: the first rank of each network interface; the ranks up to the next share it.
+    """
+    notes: dict[str, None] = {}
+
+    def priced(part: str) -> tuple[Work, ...]:
+        by_stage = zip(*(getattr(rank, part) for rank in ranks), strict=True)
+        return tuple(_work(stages, cluster, nic_starts, notes) for stages in by_stage)
+
+    before, pipeline, after = priced("before"), priced("pipeline"), priced("after")
+    return WalkPrice(
+        walk=walk.name,
+        before=before,
+        pipeline=pipeline,
+        after=after,
+        schedule=simulate(pipeline, cluster.factor, cluster.copies_block_host),
+        lower_bound_us=serial_us(before)
+        + lower_bound_us(pipeline, cluster.factor)
+        + serial_us(after),
+        notes=tuple(notes),
+    )
+
+
+def _work(
+    stages: Sequence[StageTraffic],
+    cluster: Cluster,
+    nic_starts: Sequence[int],
+    notes: dict[str, None],
+) -> Work:
+    """One stage, from what every rank does in it."""
+    first = stages[0]
+    if isinstance(first, CopyTraffic):
+        times, launch_us = _copy_times(cast(Sequence[CopyTraffic], stages), cluster, notes)
+        resource: Resource = "memory"
+    else:
+        collectives = cast(Sequence[CollectiveTraffic], stages)
+        times, resource = _collective_times(collectives, cluster, nic_starts, notes)
+        launch_us = cluster.launch_us(first.operation)
+        if first.stage == GATHER_OF_COUNTS:
+            launch_us += cluster.launch.counts_to_host_us
+    return Work(
+        stage=first.stage,
+        resource=resource,
+        times_us=tuple(times),
+        depth=first.depth,
+        launch_us=launch_us,
+    )
+
+
+def _copy_times(
+    ranks: Sequence[CopyTraffic], cluster: Cluster, notes: dict[str, None]
+) -> tuple[list[float], float]:
+    """[C] us, and the host time to launch all operations of one chunk."""
+    times: list[float] = []
+    launch_us = 0.0
+    for operation in ranks[0].moved_bytes:
+        moved = _busiest([[rank.moved_bytes[operation] for rank in ranks]], range(len(ranks)))
+        found = _times_us(cluster, operation, "memory", moved, 1, 1, notes)
+        times = [sum(pair) for pair in zip(times, found, strict=True)] if times else found
+        launch_us += cluster.launch_us(operation)
+    return times, launch_us
+
+
+def _collective_times(
+    ranks: Sequence[CollectiveTraffic],
+    cluster: Cluster,
+    nic_starts: Sequence[int],
+    notes: dict[str, None],
+) -> tuple[list[float], Resource]:
+    """[C] us, and what the collective occupies."""
+    first = ranks[0]
+    operation, size = first.operation, first.peers.size
+    on_node = max(rank.peers.ranks_on_node for rank in ranks)
+    times: list[float] = []
+    resource: Resource = "intra"
+    if on_node > 1:
+        moved = _busiest(_directions(ranks, "intra"), range(len(ranks)))
+        times = _times_us(cluster, operation, "intra", moved, on_node, on_node, notes)
+    if on_node < size:
+        moved = _busiest(_directions(ranks, "inter"), nic_starts)
+        network = _times_us(cluster, operation, "inter", moved, size, on_node, notes)
+        times = list(map(max, times, network)) if times else network
+        resource = "inter"
+    return times, resource
+
+
+def _directions(ranks: Sequence[CollectiveTraffic], tier: str) -> list[list[RowCounts]]:
+    """[2][ranks] of [C] bytes: what leaves each rank, and what comes to it."""
+    return [
+        [rank.sent_bytes[tier] for rank in ranks],
+        [rank.received_bytes[tier] for rank in ranks],
+    ]
+
+
+def _busiest(directions: Sequence[Sequence[RowCounts]], starts: Sequence[int]) -> list[float]:
+    """[C] bytes of the busiest run of ranks, per rank of it, in the busier direction.
+
+    Args:
+        directions: [directions][ranks] of [C] bytes.
+        starts: the first rank of each run.
+    """
+    if len(directions[0]) == 1:
+        return [
+            max(chunk) for chunk in zip(*(ranks[0].tolist() for ranks in directions), strict=True)
+        ]
+    shares = np.diff([*starts, len(directions[0])])[:, None]
+    by_direction = [
+        (np.add.reduceat(np.stack(ranks), starts, axis=0) / shares).max(axis=0)
+        for ranks in directions
+    ]
+    busiest: list[float] = np.max(by_direction, axis=0).tolist()
+    return busiest
+
+
+def _times_us(
+    cluster: Cluster,
+    operation: Operation,
+    tier: Tier,
+    moved: Sequence[float],
+    group_size: int,
+    ranks_on_node: int,
+    notes: dict[str, None],
+) -> list[float]:
+    """[C] bytes -> [C] us; chunks are mostly alike, so each size is looked up once."""
+    found: dict[float, float] = {}
+    for num_bytes in moved:
+        if num_bytes not in found:
+            time = cluster.time_us(operation, tier, num_bytes, group_size, ranks_on_node)
+            found[num_bytes] = time.us
+            if time.note is not None:
+                notes.setdefault(time.note)
+    return [found[num_bytes] for num_bytes in moved]

@@ -1,0 +1,127 @@
+"""A plan, and a ranking of layouts, as text of 80 columns."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from monta_megatron.planner.layouts import RankedLayout
+from monta_megatron.planner.plan import Candidate, Plan, StageCost
+
+WIDTH = 80
+MAX_LAYOUTS = 20
+PHASES = {
+    "forward": "dispatch + combine, forward",
+    "forward_backward": "dispatch + combine, forward + backward",
+}
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The decision, then every chain, then the choice stage by stage."""
+    situation = plan.situation
+    time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f} us"
+    chunks = f"{plan.num_chunks} chunk" + ("s" if plan.num_chunks > 1 else "")
+    lines = [
+        *_field(
+            "exchange",
+            f"EP {situation.ep} x ETP {situation.etp} over "
+            f"{len(set(situation.nodes))} node(s) of {situation.cluster}",
+        ),
+        *_field(
+            "tokens",
+            f"{situation.tokens_per_rank:,} per rank, top-{situation.topk} of "
+            f"{situation.num_experts} experts, {situation.routing}",
+        ),
+        *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[situation.phase]}"),
+        *_field("why", plan.reason),
+        *(line for note in plan.notes for line in _field("note", note)),
+        "",
+        *_candidate_lines(plan),
+    ]
+    if plan.stages:
+        lines += ["", *_stage_lines(plan.stages)]
+    return lines
+
+
+def layout_lines(layouts: Sequence[RankedLayout]) -> list[str]:
+    """One line each, the best first."""
+    head = (
+        f"{'TP':>3} {'EP':>4} {'ETP':>4} {'tokens':>8}  {'chain':<23}{'chunks':>6} "
+        f"{'us/1k':>9} {'peak':>8} {'state':>8}"
+    )
+    lines = [head]
+    for each in layouts[:MAX_LAYOUTS]:
+        lines.append(
+            f"{each.tp:>3} {each.ep:>4} {each.etp:>4} {each.tokens_per_rank:>8,}  "
+            f"{each.chain:<23}{each.num_chunks:>6} {each.us_per_1k_tokens:>9,.0f} "
+            f"{_gigabytes(each.peak_bytes):>8} {_gigabytes(each.state_bytes):>8}"
+        )
+    if len(layouts) > MAX_LAYOUTS:
+        lines.append(f"and {len(layouts) - MAX_LAYOUTS} more, all of them with --json")
+    return [
+        *lines,
+        "",
+        *_wrapped(
+            "tokens: of a rank. us/1k: exchange of one layer and micro-batch, per 1,000 of them. "
+            "peak: held by the exchange on a rank. state: weights, gradients, optimizer on a rank; "
+            "activations come on top. Name a layout (--tp --ep --etp) to see its decision."
+        ),
+    ]
+
+
+def _candidate_lines(plan: Plan) -> Iterable[str]:
+    """The best number of chunks of every chain, and why it was not chosen."""
+    yield f"{'chain':<23}{'chunks':>6}{'us':>12}{'inter':>12}{'intra':>12}{'peak':>12}"
+    shown: dict[str, Candidate] = {}
+    for entry in plan.candidates:
+        if entry.rejected is None or entry.chain not in shown:
+            shown[entry.chain] = entry
+    for entry in shown.values():
+        if entry.predicted_us is None:
+            yield f"{entry.chain:<23}{'-':>6}"
+        else:
+            yield (
+                f"{entry.chain:<23}{entry.num_chunks:>6}{entry.predicted_us:>12,.0f}"
+                f"{_gigabytes(entry.inter_bytes):>12}{_gigabytes(entry.intra_bytes):>12}"
+                f"{_gigabytes(entry.peak_bytes):>12}"
+            )
+        yield from _wrapped(entry.rejected or "chosen", indent="    ")
+    hidden = len(plan.candidates) - len(shown)
+    if hidden > 0:
+        yield f"and {hidden} more in other numbers of chunks, all of them with --json or --out"
+
+
+def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
+    yield f"{'walk':<19}{'stage':<25}{'occupies':<9}{'us alone':>9}{'inter':>9}{'intra':>9}"
+    for stage in stages:
+        yield (
+            f"{stage.walk:<19}{stage.stage:<25}{stage.resource:<9}{stage.alone_us:>9,.0f}"
+            f"{_gigabytes(stage.inter_bytes):>9}{_gigabytes(stage.intra_bytes):>9}"
+        )
+    yield "bytes are those of all ranks of one exchange; peak is that of one rank"
+
+
+def _field(name: str, text: str) -> list[str]:
+    return _wrapped(text, first=f"{name:<10}", indent=" " * 10)
+
+
+def _wrapped(text: str, first: str | None = None, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+
+
+def _gigabytes(num_bytes: float | None) -> str:
+    """1e9 bytes, with a unit that keeps three digits."""
+    if not num_bytes:
+        return "-"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return (
+                f"{num_bytes / size:.3g} {unit}"
+                if num_bytes < 999.5 * size
+                else f"{num_bytes / size:.0f} {unit}"
+            )
+    return f"{num_bytes:.0f} B"

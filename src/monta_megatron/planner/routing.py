@@ -1,0 +1,177 @@
+"""What a routing puts on the wire, before there is one: expected counts, or counts of a trace.
+
+The chains are bound to what is found here by the same code that binds them to a micro-batch's
+counts, with floats in the place of integers.
+
+Notation: T = tokens of a rank, E = experts, k = experts per token, S = source ranks, B = token
+blocks, L = local experts, EP = expert parallel size.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import comb
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains import Chain, Counts, Layout, TokenCounts
+
+
+class Routing(Protocol):
+    """Where tokens go."""
+
+    @property
+    def name(self) -> str:
+        """For messages and plans."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+
+    @property
+    def list_width(self) -> int:
+        """The longest list of experts of any token."""
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every rank sends and receives alike, so that one stands for all."""
+
+    def counts(
+        self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
+    ) -> Counts | TokenCounts:
+        """What `chain.bind` takes, as the layout's rank sees it."""
+
+
+class ExpectedRouting:
+    """Expected counts from two distributions that are the same for every token."""
+
+    @property
+    def pairs(self) -> NDArray[np.float64]:
+        """[E] pairs per token and expert."""
+        raise NotImplementedError
+
+    def hits(self, num_parts: int) -> NDArray[np.float64]:
+        """[P] share of the tokens that have an expert in each of P equal parts of the experts."""
+        raise NotImplementedError
+
+    def counts(
+        self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
+    ) -> Counts | TokenCounts:
+        """See `Routing`."""
+        own = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
+        if chain.rows == "pairs":
+            sent = (tokens_per_rank * self.pairs).reshape(layout.ep, -1)
+            shape = (layout.etp, layout.ep, layout.num_local_experts)
+            return Counts(sent=sent, received=np.broadcast_to(sent.reshape(-1)[own], shape))
+        block = tokens_per_rank / num_blocks
+        num_sources = len(layout.nodes)
+
+        def everywhere(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+            """[...] -> [S, B, ...]: the same from every source in every block."""
+            return np.broadcast_to(counts, (num_sources, num_blocks, *counts.shape))
+
+        fields: dict[str, NDArray[np.float64]] = {}
+        for part in chain.parts:
+            if part == "node":
+                to_nodes = block * self.hits(layout.num_nodes)
+                fields["sent_to_nodes"] = everywhere(to_nodes)[0]
+                fields["for_node"] = everywhere(to_nodes[layout.node])
+            elif part == "rank":
+                to_ranks = block * self.hits(layout.ep)
+                if "node" in chain.parts:
+                    first = layout.node * layout.ranks_per_node
+                    here = to_ranks[first : first + layout.ranks_per_node]
+                    fields["for_node_ranks"] = everywhere(here)
+                else:
+                    fields["sent_to_ranks"] = everywhere(to_ranks)[0]
+                    fields["for_rank"] = everywhere(to_ranks[layout.rank])
+        return TokenCounts(
+            tokens=everywhere(np.array(block)),
+            experts=everywhere(block * self.pairs[own]),
+            **fields,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformRouting(ExpectedRouting):
+    """k of E experts at random, inside `group_topk` of `num_groups` groups of experts at random.
+
+    Attributes:
+        num_experts: E.
+        topk: k.
+        num_groups: 1 where every expert may be chosen.
+        group_topk: groups that a token may use.
+    """
+
+    num_experts: int
+    topk: int
+    num_groups: int = 1
+    group_topk: int = 1
+
+    @property
+    def name(self) -> str:
+        """See `Routing`."""
+        if self.group_topk == self.num_groups:
+            return "uniform"
+        return f"uniform in {self.group_topk} of {self.num_groups} groups"
+
+    @property
+    def list_width(self) -> int:
+        """k."""
+        return self.topk
+
+    @property
+    def is_even(self) -> bool:
+        """Every expert is as likely as any other, and every group."""
+        return True
+
+    @property
+    def pairs(self) -> NDArray[np.float64]:
+        """[E] pairs per token and expert."""
+        return np.full(self.num_experts, self.topk / self.num_experts)
+
+    def hits(self, num_parts: int) -> NDArray[np.float64]:
+        """[P] share of the tokens that have an expert in each part."""
+        return _uniform_hits(self, num_parts)
+
+
+@cache
+def _uniform_hits(routing: UniformRouting, num_parts: int) -> NDArray[np.float64]:
+    part_size = routing.num_experts // num_parts
+    group_size = routing.num_experts // routing.num_groups
+    shares = []
+    for start in range(0, routing.num_experts, part_size):
+        overlaps = [
+            max(min(start + part_size, group + group_size) - max(start, group), 0)
+            for group in range(0, routing.num_experts, group_size)
+        ]
+        shares.append(1 - _misses(routing, tuple(sorted(overlaps))))
+    return np.array(shares)
+
+
+@cache
+def _misses(routing: UniformRouting, overlaps: tuple[int, ...]) -> float:
+    """Share of the tokens whose k experts all lie outside a range of experts.
+
+    Without groups this is C(E - n, k) / C(E, k) for a range of n experts. With groups it is the
+    mean of that over the choices of groups.
+
+    Args:
+        routing: how experts are chosen.
+        overlaps: experts of the range in each group.
+    """
+    # ways[chosen, shared]: choices of `chosen` groups that hold `shared` experts of the range.
+    ways = {(0, 0): 1}
+    for overlap in overlaps:
+        for (chosen, shared), count in list(ways.items()):
+            if chosen < routing.group_topk:
+                key = (chosen + 1, shared + overlap)
+                ways[key] = ways.get(key, 0) + count
+    allowed = routing.group_topk * (routing.num_experts // routing.num_groups)
+    missing = sum(
+        count * comb(allowed - shared, routing.topk)
+        for (chosen, shared), count in ways.items()
+        if chosen == routing.group_topk
+    )
+    return missing / (comb(routing.num_groups, routing.group_topk) * comb(allowed, routing.topk))

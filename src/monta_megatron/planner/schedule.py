@@ -1,0 +1,214 @@
+"""When the stages of a pipelined walk run: an event simulation with rates, and its bounds.
+
+Stage s of chunk c starts after stage s - 1 of chunk c and after stage s of chunk c - 1, and after
+the host has launched it. The host launches in program order, each launch taking its time. While
+operations run at once they slow each other: one that runs beside others is slowed by
+
+    1 + the sum of (factor - 1) over the others, at most by their number, itself included.
+
+A sum and not a product, as k operations that share one resource (each pair's factor is 2) then
+run at 1/k each, which is what sharing means; a product would give 1/2**(k - 1), slower than one
+after the other. The cap keeps that for factors above 2 too: so no schedule is slower than the
+serial one, and none is faster than its busiest resource.
+
+Where copies block the host (CPU ranks), the host waits for what an operation reads before it
+launches it, and runs the copies itself; collectives run behind its back.
+
+With all factors 1 and no launch times this is the recurrence of a pipeline (`recurrence_us`).
+
+Notation: N = stages, C = chunks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from monta_megatron.planner.cluster import RESOURCES, Resource
+
+Factor = Callable[[Resource, Resource], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A stage of a pipeline, with its time in each chunk.
+
+    Attributes:
+        stage: name.
+        resource: what it occupies.
+        times_us: [C] how long it runs alone.
+        depth: by how many steps it trails the first stage in program order.
+        launch_us: host time to launch it, per chunk.
+    """
+
+    stage: str
+    resource: Resource
+    times_us: tuple[float, ...]
+    depth: int = 0
+    launch_us: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When everything runs.
+
+    Attributes:
+        starts_us: [N][C].
+        ends_us: [N][C].
+        total_us: when the last one ends.
+    """
+
+    starts_us: tuple[tuple[float, ...], ...]
+    ends_us: tuple[tuple[float, ...], ...]
+    total_us: float
+
+
+def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = False) -> Schedule:
+    """Run the stages of one walk.
+
+    Args:
+        works: in the walk's order, all with the same number of chunks.
+        factor: by how much operations on two resources slow each other.
+        copies_block_host: see above.
+    """
+    num_chunks = len(works[0].times_us) if works else 0
+    host = _Host(works, num_chunks, copies_block_host)
+    # What each stage that runs adds to another one's slowdown; a stage runs one chunk at a time.
+    excess = [
+        [0.0 if one is other else factor(one.resource, other.resource) - 1 for other in works]
+        for one in works
+    ]
+    starts_us: list[list[float]] = [[] for _ in works]
+    ends_us: list[list[float]] = [[] for _ in works]
+    now_us = 0.0
+    # By stage: when the next chunk may start; what is left of the one that runs, in us alone.
+    waits_until_us: dict[int, float] = {}
+    left_us: dict[int, float] = {}
+
+    def feed(stage: int) -> None:
+        """Start a stage's next chunk if it is there, or let it wait for its launch."""
+        chunk = len(ends_us[stage])
+        is_fed = stage == 0 or len(ends_us[stage - 1]) > chunk
+        if not is_fed or stage in left_us or chunk >= len(host.launched_us[stage]):
+            return
+        launched_us = host.launched_us[stage][chunk]
+        if launched_us > now_us:
+            waits_until_us[stage] = launched_us
+            return
+        starts_us[stage].append(now_us)
+        left_us[stage] = works[stage].times_us[chunk]
+
+    for stage in host.launch(now_us, ends_us):
+        feed(stage)
+    while left_us or waits_until_us:
+        # Step 1: the next event is the first end, or the first start before it.
+        step_us, ends, starts = float("inf"), -1, -1
+        slowdowns = {}
+        for stage, left in left_us.items():
+            slowdown = 1.0
+            for other in left_us:
+                slowdown += excess[stage][other]
+            slowdowns[stage] = slowdown = min(slowdown, len(left_us))
+            if left * slowdown < step_us:
+                step_us, ends = left * slowdown, stage
+        for stage, until_us in waits_until_us.items():
+            if until_us - now_us < step_us:
+                step_us, starts = until_us - now_us, stage
+
+        # Step 2: everything that runs goes on until then.
+        now_us += step_us
+        for stage, slowdown in slowdowns.items():
+            # Tasks that end together differ by rounding; none goes below 0.
+            left_us[stage] = max(left_us[stage] - step_us / slowdown, 0.0)
+
+        # Step 3: the event.
+        if starts >= 0:
+            now_us = waits_until_us.pop(starts)
+            feed(starts)
+        else:
+            del left_us[ends]
+            ends_us[ends].append(now_us)
+            feed(ends)
+            if ends + 1 < len(works):
+                feed(ends + 1)
+            for stage in host.launch(now_us, ends_us):
+                feed(stage)
+    assert all(len(ends) == num_chunks for ends in ends_us), "the pipeline is stuck"
+    return Schedule(
+        starts_us=tuple(map(tuple, starts_us)),
+        ends_us=tuple(map(tuple, ends_us)),
+        total_us=now_us,
+    )
+
+
+def recurrence_us(times_us: Sequence[Sequence[float]]) -> list[list[float]]:
+    """ends[s][c] = max(ends[s - 1][c], ends[s][c - 1]) + times[s][c]: a pipeline that shares
+    nothing."""
+    ends: list[list[float]] = []
+    for times in times_us:
+        row: list[float] = []
+        for chunk, time in enumerate(times):
+            before = max(row[-1] if row else 0.0, ends[-1][chunk] if ends else 0.0)
+            row.append(before + time)
+        ends.append(row)
+    return ends
+
+
+def serial_us(works: Sequence[Work]) -> float:
+    """One after the other, launches included."""
+    return sum(sum(work.times_us) + work.launch_us * len(work.times_us) for work in works)
+
+
+def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
+    """What no schedule beats: the busiest resource, the host, the longest stage."""
+    bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
+    for resource in RESOURCES:
+        times = [sum(work.times_us) for work in works if work.resource == resource]
+        if times:
+            # n operations on one resource run at n / slowdown together.
+            slowdown = 1 + (len(times) - 1) * (min(factor(resource, resource), 2.0) - 1)
+            bounds += [sum(times) * slowdown / len(times), max(times)]
+    return max(bounds)
+
+
+class _Host:
+    """Launches the tasks in program order: step by step, and in a step stage by stage.
+
+    Attributes:
+        launched_us: by stage, when each chunk that has its launch is launched.
+    """
+
+    def __init__(self, works: Sequence[Work], num_chunks: int, copies_block_host: bool) -> None:
+        self.launched_us: list[list[float]] = [[] for _ in works]
+        self._works = works
+        self._copies_block_host = copies_block_host
+        in_order = sorted(
+            (chunk + work.depth, stage, chunk)
+            for stage, work in enumerate(works)
+            for chunk in range(num_chunks)
+        )
+        self._next = iter([(stage, chunk) for _, stage, chunk in in_order])
+        self._task = next(self._next, None)
+        self._free_us = 0.0
+        self._copy: tuple[int, int] | None = None
+
+    def launch(self, now_us: float, ends_us: Sequence[Sequence[float]]) -> list[int]:
+        """Launch until the host has to wait for something; the stages that got a launch."""
+        stages = []
+        while self._task is not None and not self._has_to_wait(ends_us):
+            stage, chunk = self._task
+            work = self._works[stage]
+            self._free_us = max(self._free_us, now_us) + work.launch_us
+            self.launched_us[stage].append(self._free_us)
+            stages.append(stage)
+            if work.resource == "memory":
+                self._copy = (stage, chunk)
+            self._task = next(self._next, None)
+        return stages
+
+    def _has_to_wait(self, ends_us: Sequence[Sequence[float]]) -> bool:
+        """For what the next task reads, or for a copy that the host itself is at."""
+        if not self._copies_block_host or self._task is None:
+            return False
+        stage, chunk = self._task
+        is_fed = stage == 0 or len(ends_us[stage - 1]) > chunk
+        is_copying = self._copy is not None and len(ends_us[self._copy[0]]) <= self._copy[1]
+        return is_copying or not is_fed

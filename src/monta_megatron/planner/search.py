@@ -1,0 +1,168 @@
+"""The search: every chain in every number of chunks, priced; the fastest, or a plainer one near it.
+
+Steps: bind the chain to the expected rows, weigh them, price the stages, run the schedule of each
+walk, add up the walks. The space is small, so all of it is searched.
+"""
+
+from collections.abc import Sequence
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.planner.chain_price import ChainPrice, price_chain, stage_costs
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.plan import Candidate, Phase, Plan, Situation
+from monta_megatron.planner.workload import Workload
+
+NUM_CHUNKS = (1, 2, 3, 4, 6, 8)
+MARGIN = 0.03
+
+
+def plan(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    phase: Phase = "forward_backward",
+    chains: Sequence[str] = tuple(CHAINS),
+    num_chunks: Sequence[int] = NUM_CHUNKS,
+    memory_limit_bytes: float | None = None,
+    margin: float = MARGIN,
+) -> Plan:
+    """Choose a chain and a number of chunks.
+
+    Args:
+        workload: what is exchanged.
+        cluster: on what.
+        phase: what has to be fast.
+        chains: which to consider.
+        num_chunks: which numbers of chunks; a serial chain has one.
+        memory_limit_bytes: of what the executor holds at once on a rank, or None.
+        margin: a plainer chain is chosen if it takes at most this part longer than the fastest.
+
+    Raises:
+        ValueError: no chain can run.
+    """
+    refused: list[Candidate] = []
+    prices: list[ChainPrice] = []
+    for chain in (CHAINS[name] for name in chains):
+        reason = chain.refusal(workload.layout)
+        if reason is not None:
+            refused.append(Candidate(chain=chain.name, num_chunks=None, rejected=reason))
+            continue
+        for chunks in (1,) if chain.serial else num_chunks:
+            prices.append(price_chain(workload, cluster, chain, chunks, phase))
+    prices.sort(key=lambda price: (price.total_us, price.plainness))
+
+    allowed = [
+        price
+        for price in prices
+        if memory_limit_bytes is None or price.peak_bytes <= memory_limit_bytes
+    ]
+    if not allowed:
+        raise ValueError(_why_none(prices, refused, memory_limit_bytes))
+    choice = min(
+        (price for price in allowed if price.total_us <= allowed[0].total_us * (1 + margin)),
+        key=lambda price: price.plainness,
+    )
+    situation = Situation(
+        ep=workload.layout.ep,
+        etp=workload.layout.etp,
+        nodes=workload.layout.nodes,
+        num_experts=workload.routing.num_experts,
+        topk=workload.routing.list_width,
+        hidden_size=workload.hidden_size,
+        value_bytes=workload.value_bytes,
+        tokens_per_rank=workload.tokens_per_rank,
+        routing=workload.routing.name,
+        phase=phase,
+        cluster=cluster.name,
+    )
+    return Plan(
+        chain=choice.chain.name,
+        num_chunks=choice.num_chunks,
+        predicted_us=choice.total_us,
+        reason=_why_chosen(choice, allowed, margin),
+        situation=situation,
+        stages=stage_costs(choice),
+        candidates=(
+            *(_candidate(price, choice, memory_limit_bytes, margin) for price in prices),
+            *refused,
+        ),
+        notes=tuple(dict.fromkeys(note for walk in choice.walks for note in walk.notes)),
+    )
+
+
+def _candidate(
+    price: ChainPrice, choice: ChainPrice, memory_limit_bytes: float | None, margin: float
+) -> Candidate:
+    if price is choice:
+        rejected = None
+    elif memory_limit_bytes is not None and price.peak_bytes > memory_limit_bytes:
+        rejected = (
+            f"needs {price.peak_bytes / 1e9:.3g} GB on a rank, over the limit of "
+            f"{memory_limit_bytes / 1e9:.3g} GB"
+        )
+    elif price.total_us <= choice.total_us:
+        rejected = (
+            f"{_percent(choice.total_us / price.total_us)} faster, within the margin of "
+            f"{margin:.0%} for a plainer chain"
+        )
+    else:
+        resource, busy_us = price.busiest()
+        rejected = (
+            f"{_percent(price.total_us / choice.total_us)} slower; {resource} {busy_us:,.0f} us"
+        )
+    return Candidate(
+        chain=price.chain.name,
+        num_chunks=price.num_chunks,
+        predicted_us=price.total_us,
+        lower_bound_us=price.lower_bound_us,
+        inter_bytes=price.tier_bytes("inter"),
+        intra_bytes=price.tier_bytes("intra"),
+        peak_bytes=price.peak_bytes,
+        rejected=rejected,
+    )
+
+
+def _why_chosen(choice: ChainPrice, allowed: Sequence[ChainPrice], margin: float) -> str:
+    resource, busy_us = choice.busiest()
+    share = busy_us / choice.total_us if choice.total_us > 0 else 0.0
+    bound_by = f"the {resource} is busy for {share:.0%} of the time"
+    fastest = allowed[0]
+    others = [price for price in allowed if price.chain is not choice.chain]
+    if fastest is not choice:
+        how = (
+            f"plainer than {fastest.chain.name} in {_chunks(fastest)}, which is "
+            f"{_percent(choice.total_us / fastest.total_us)} faster, within the margin of "
+            f"{margin:.0%}"
+        )
+    elif others:
+        how = (
+            f"{others[0].total_us / choice.total_us:.2f}x as fast as {others[0].chain.name} in "
+            f"{_chunks(others[0])}, the next chain"
+        )
+    else:
+        how = "the only chain that can run"
+    return f"{how}; {bound_by}"
+
+
+def _why_none(
+    prices: Sequence[ChainPrice], refused: Sequence[Candidate], memory_limit_bytes: float | None
+) -> str:
+    if prices and memory_limit_bytes is not None:
+        least = min(prices, key=lambda price: price.peak_bytes)
+        return (
+            f"memory_limit: got {memory_limit_bytes / 1e9:.3g} GB, must be at least "
+            f"{least.peak_bytes / 1e9:.3g} GB, what {least.chain.name} in {_chunks(least)} "
+            "needs on a rank"
+        )
+    return "chains: none can run: " + "; ".join(
+        f"{each.chain}: {each.rejected}" for each in refused
+    )
+
+
+def _percent(ratio: float) -> str:
+    """1.234 -> "23%", and "under 1%" instead of nothing."""
+    return f"{ratio - 1:.0%}" if ratio >= 1.01 else "under 1%"
+
+
+def _chunks(price: ChainPrice) -> str:
+    return "1 chunk" if price.num_chunks == 1 else f"{price.num_chunks} chunks"

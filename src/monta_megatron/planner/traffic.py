@@ -1,0 +1,263 @@
+"""What each stage of a walk moves, by chunk and tier: from the bound chain, in bytes.
+
+The rows come from `chain.bind`, which the executor runs too, and the bytes of a row from
+`chains.lanes`; nothing about a chain is written down a second time here. For integer counts the
+bytes equal what the executor's monitor counts.
+
+Notation: C = number of chunks, S = ranks of the exchange, P = ranks of a stage's group.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains import BoundChain, Chain, Layout
+from monta_megatron.chains.chain import depth_of_stages
+from monta_megatron.chains.lanes import HEAD_SIZE, RowFormat, WalkLanes, row_bytes_by_stage
+from monta_megatron.chains.stages import (
+    AllGather,
+    AllToAll,
+    BoundStage,
+    GroupName,
+    Place,
+    Replicate,
+    RowCounts,
+)
+from monta_megatron.planner.curves import Operation
+
+GATHER_OF_COUNTS = "gather of counts"
+COUNT_BYTES = 8
+
+# Finding copies sorts and scans the lists about as often, as int64 (exchange/copies.py).
+FIND_PASSES = 12
+FIND_VALUE_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The group of a collective, as one rank sees it.
+
+    Attributes:
+        size: P.
+        position: this rank's.
+        inter: [P] 1 for every rank on another node.
+        intra: [P] 1 for every other rank on this node.
+    """
+
+    size: int
+    position: int
+    inter: NDArray[np.int64]
+    intra: NDArray[np.int64]
+
+    @property
+    def ranks_on_node(self) -> int:
+        """Ranks of the group on this node, this one included."""
+        return 1 + int(self.intra.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyTraffic:
+    """One stage of a walk on one rank, in its memory.
+
+    Attributes:
+        stage: name of the chain's stage, or of what comes before or behind the chain.
+        depth: by how many steps it trails the first stage; see `chains.chain.depth_of_stages`.
+        moved_bytes: operation -> [C] bytes read and written, one operation after the other.
+    """
+
+    stage: str
+    depth: int
+    moved_bytes: Mapping[Operation, RowCounts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTraffic:
+    """One collective of a walk on one rank.
+
+    Attributes:
+        stage: name of the chain's stage, or of what comes before or behind the chain.
+        depth: by how many steps it trails the first stage.
+        operation: which collective.
+        peers: its group.
+        sent_bytes: tier -> [C] bytes that leave this rank for others.
+        received_bytes: tier -> [C] bytes that come to it from others.
+    """
+
+    stage: str
+    depth: int
+    operation: Operation
+    peers: Peers
+    sent_bytes: Mapping[str, RowCounts]
+    received_bytes: Mapping[str, RowCounts]
+
+
+StageTraffic: TypeAlias = CopyTraffic | CollectiveTraffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkTraffic:
+    """One walk of one rank.
+
+    Attributes:
+        before: what comes before the pipeline starts, one after the other.
+        pipeline: the stages that work on chunks, in the walk's order.
+        after: what comes after it.
+    """
+
+    before: tuple[StageTraffic, ...]
+    pipeline: tuple[StageTraffic, ...]
+    after: tuple[StageTraffic, ...]
+
+    @property
+    def stages(self) -> tuple[StageTraffic, ...]:
+        """All of them."""
+        return (*self.before, *self.pipeline, *self.after)
+
+    def bytes_by_stage(self) -> dict[tuple[str, str], float]:
+        """(stage, tier) -> bytes of the chain's stages, as the executor's monitor counts them."""
+        return {
+            (stage.stage, tier): sent.sum().item()
+            for stage in self.pipeline
+            if isinstance(stage, CollectiveTraffic)
+            for tier, sent in stage.sent_bytes.items()
+        }
+
+
+def walk_traffic(
+    bound: BoundChain, layout: Layout, row: RowFormat, walk: WalkLanes, num_blocks: int
+) -> WalkTraffic:
+    """Everything that one rank does in one walk.
+
+    Args:
+        bound: the chain with this rank's rows.
+        layout: this rank's place.
+        row: what a row weighs.
+        walk: which of the four.
+        num_blocks: token blocks for which counts are gathered.
+    """
+    stages = bound.stages[::-1] if walk.transpose else bound.stages
+    depths = depth_of_stages(stages)
+    row_bytes = row_bytes_by_stage(bound, row, walk)
+    pipeline: list[StageTraffic] = []
+    for position, stage in enumerate(stages):
+        kind, depth, behind = stage.stage, depths[position], row_bytes[position]
+        if isinstance(kind, Place):
+            # The first one hands on views of the tensor where a chunk is one run of its rows.
+            is_view = stage.segments is None or (position == 0 and stage.segments.is_slice)
+            if not is_view:
+                pipeline.append(_copy(kind.name, depth, copy=2 * behind * stage.send[:, 0]))
+        elif isinstance(kind, Replicate):
+            rows, copies = stage.send[:, 0], stage.receive.sum(axis=1)
+            if walk.transpose:
+                summed = row_bytes[position - 1] * copies + behind * rows
+                pipeline.append(_copy(kind.name, depth, sum=summed))
+                continue
+            copied = 2 * behind * copies
+            if walk.ids:
+                found = FIND_PASSES * FIND_VALUE_BYTES * row.list_width * rows
+                pipeline.append(_copy(kind.name, depth, find=found, copy=copied))
+            else:
+                pipeline.append(_copy(kind.name, depth, copy=copied))
+        else:
+            peers = peers_of(layout, kind.group)
+            if peers.size == 1:
+                continue
+            pipeline.append(_collective(stage, peers, behind, depth, walk.transpose))
+            if walk.transpose and isinstance(kind, AllGather):
+                # The copies of a row that came from everyone are summed by the next stage.
+                summed = behind * (peers.size + 1) * stage.send[:, peers.position]
+                pipeline.append(_copy(f"sum of {kind.name}", depths[position + 1], sum=summed))
+    before, after = _around(bound, layout, row, walk, num_blocks)
+    return WalkTraffic(before=before, pipeline=tuple(pipeline), after=after)
+
+
+def num_counts(chain: Chain, layout: Layout, num_blocks: int) -> int:
+    """Integers that a rank gathers from every other one before it binds."""
+    if chain.rows == "pairs":
+        return HEAD_SIZE + layout.num_experts
+    sizes = {"node": layout.num_nodes, "rank": layout.ep}
+    parts = sum(sizes[part] for part in chain.parts if part != "expert")
+    return HEAD_SIZE + num_blocks * (layout.num_experts + parts)
+
+
+@lru_cache(maxsize=4096)
+def peers_of(layout: Layout, group: GroupName) -> Peers:
+    """The ranks of the exchange in a group of this rank (exchange/groups.py makes the same)."""
+    size, rank, per_node = len(layout.nodes), layout.rank, layout.ranks_per_node
+    members: dict[GroupName, Sequence[int]] = {
+        "ep": range(rank % layout.etp, size, layout.etp),
+        "etp": range(rank - rank % layout.etp, rank - rank % layout.etp + layout.etp),
+        "tp_ep": range(size),
+        "rail": range(rank % per_node, size, per_node),
+        "node": range(rank - rank % per_node, rank - rank % per_node + per_node),
+    }
+    ranks = np.array(members[group])
+    on_node = np.array(layout.nodes)[ranks] == layout.nodes[rank]
+    return Peers(
+        size=len(ranks),
+        position=members[group].index(rank),
+        inter=(~on_node).astype(np.int64),
+        intra=(on_node & (ranks != rank)).astype(np.int64),
+    )
+
+
+def _copy(stage: str, depth: int, **moved_bytes: RowCounts) -> CopyTraffic:
+    return CopyTraffic(stage=stage, depth=depth, moved_bytes=moved_bytes)  # type: ignore[arg-type]
+
+
+def _collective(
+    stage: BoundStage, peers: Peers, row_bytes: int, depth: int, transpose: bool
+) -> CollectiveTraffic:
+    assert isinstance(stage.stage, AllToAll | AllGather)
+    send, receive = (stage.receive, stage.send) if transpose else (stage.send, stage.receive)
+    gathers = isinstance(stage.stage, AllGather) and not transpose
+    return CollectiveTraffic(
+        stage=stage.stage.name,
+        depth=depth,
+        operation="allgather" if gathers else "alltoall",
+        peers=peers,
+        sent_bytes=_by_tier(peers, row_bytes * send),
+        received_bytes=_by_tier(peers, row_bytes * receive),
+    )
+
+
+def _by_tier(peers: Peers, num_bytes: RowCounts) -> dict[str, RowCounts]:
+    """[C, P] -> tier -> [C]."""
+    return {"inter": num_bytes @ peers.inter, "intra": num_bytes @ peers.intra}
+
+
+def _around(
+    bound: BoundChain, layout: Layout, row: RowFormat, walk: WalkLanes, num_blocks: int
+) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
+    """What dispatcher and Megatron do before and behind the pipeline of a walk.
+
+    Dispatch gathers the counts. Where rows are pairs, Megatron permutes tokens into pairs before
+    it and sums pairs into tokens behind combine; the backward walks do the transposes.
+    """
+    before: list[StageTraffic] = []
+    after: list[StageTraffic] = []
+    peers = peers_of(layout, "tp_ep")
+    if walk.ids and peers.size > 1:
+        num_bytes = COUNT_BYTES * num_counts(bound.chain, layout, num_blocks)
+        moved = _by_tier(peers, np.full((1, peers.size), num_bytes))
+        gather = CollectiveTraffic(
+            stage=GATHER_OF_COUNTS,
+            depth=0,
+            operation="allgather",
+            peers=peers,
+            sent_bytes=moved,
+            received_bytes=moved,
+        )
+        before.append(gather)
+    if bound.chain.rows == "pairs":
+        pairs = np.array([bound.num_source_rows])
+        if walk.transpose:
+            tokens = pairs / row.list_width
+            after.append(_copy("unpermute", 0, unpermute=row.hidden_bytes * (pairs + tokens)))
+        else:
+            before.append(_copy("permute", 0, permute=2 * row.hidden_bytes * pairs))
+    return tuple(before), tuple(after)

@@ -1,0 +1,105 @@
+"""What is exchanged, by whom: the layout of an exchange, its rows, and where they go."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from monta_megatron.chains import BoundChain, Chain, Layout
+from monta_megatron.chains.lanes import RowFormat
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.routing import Routing, UniformRouting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is exchanged, by whom.
+
+    Attributes:
+        layout: of the exchange, as any of its ranks sees it.
+        hidden_size: of a row.
+        value_bytes: of one hidden value.
+        prob_bytes: of one routing probability.
+        routing: where tokens go.
+        tokens_per_rank: that each rank brings.
+        num_blocks: token blocks for which counts are gathered, of which chunks are made; None
+            where there are as many as chunks.
+    """
+
+    layout: Layout
+    hidden_size: int
+    value_bytes: int
+    prob_bytes: int
+    routing: Routing
+    tokens_per_rank: int
+    num_blocks: int | None = None
+
+    @classmethod
+    def of(
+        cls, model: Model, layout: Layout, tokens_per_rank: int, routing: Routing | None = None
+    ) -> "Workload":
+        """A model's exchange; with the model's own router where no routing is given."""
+        return cls(
+            layout=layout,
+            hidden_size=model.hidden_size,
+            value_bytes=model.value_bytes,
+            prob_bytes=model.prob_bytes,
+            routing=uniform_routing(model) if routing is None else routing,
+            tokens_per_rank=tokens_per_rank,
+        )
+
+    def with_tokens(self, tokens_per_rank: int) -> "Workload":
+        """The same exchange with so many tokens on each rank."""
+        return replace(self, tokens_per_rank=tokens_per_rank)
+
+    @property
+    def row(self) -> RowFormat:
+        """What a row weighs."""
+        return RowFormat(
+            hidden_size=self.hidden_size,
+            value_bytes=self.value_bytes,
+            prob_bytes=self.prob_bytes,
+            list_width=self.routing.list_width,
+        )
+
+    @cached_property
+    def ranks(self) -> tuple[Layout, ...]:
+        """The places that are priced: one where all are alike, else every rank's."""
+        if self.routing.is_even and self.layout.uneven_nodes() is None:
+            return (replace(self.layout, rank=0),)
+        return tuple(replace(self.layout, rank=rank) for rank in range(len(self.layout.nodes)))
+
+    def bind(self, chain: Chain, num_chunks: int) -> tuple[BoundChain, ...]:
+        """The chain with the rows of each of `ranks`."""
+        num_blocks = self.num_blocks or num_chunks
+        return tuple(
+            chain.bind(
+                layout,
+                self.routing.counts(chain, layout, self.tokens_per_rank, num_blocks),
+                num_chunks,
+            )
+            for layout in self.ranks
+        )
+
+    def nic_starts(self, cluster: Cluster) -> list[int]:
+        """The first rank of each network interface among `ranks`."""
+        ranks_per_nic = max(cluster.ranks_per_node // cluster.nics_per_node, 1)
+        starts, before = [], None
+        on_node: dict[int, int] = {}
+        for layout in self.ranks:
+            node = layout.nodes[layout.rank]
+            position = on_node.setdefault(node, 0)
+            on_node[node] += 1
+            if (node, position // ranks_per_nic) != before:
+                before = (node, position // ranks_per_nic)
+                starts.append(layout.rank)
+        return starts
+
+
+def uniform_routing(model: Model) -> UniformRouting:
+    """The model's router with every expert as likely as any other."""
+    return UniformRouting(
+        num_experts=model.num_experts,
+        topk=model.moe_router_topk,
+        num_groups=model.moe_router_num_groups or 1,
+        group_topk=model.moe_router_group_topk or 1,
+    )

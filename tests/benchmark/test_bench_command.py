@@ -1,0 +1,216 @@
+"""`monta bench` as a command: its JSON, and what stops it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monta_megatron.chains import CHAINS
+
+SMALL = "--experts 8 --top-k 3 --hidden 32 --tokens 40 --repeats 2 --warmup 1 --ranks-per-node 2"
+# Seconds; a launch takes 15 where nothing else runs.
+LIMIT_S = 240
+ROW_FIELDS = {
+    "requested": str,
+    "dispatcher": str,
+    "chain": str,
+    "num_chunks": int,
+    "scope": str,
+    "phase": str,
+    "tokens": int,
+    "top_k": int,
+    "routing": str,
+    "tp": int,
+    "ep": int,
+    "etp": int,
+    "inter_mbit": type(None),
+    "median_ms": float,
+    "p10_ms": float,
+    "p90_ms": float,
+    "inter_bytes": int,
+    "intra_bytes": int,
+    "nic_bytes": type(None),
+    "pct_of_limit": type(None),
+    "ratio_to_alltoall": float,
+    "predicted_ms": (float, type(None)),
+    "chosen": bool,
+}
+
+
+def launch(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run on 4 CPU ranks."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", *command],
+        env={**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        # torchrun ends its ranks when it is asked to end, not when it is killed.
+        process.terminate()
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def bench(arguments: str) -> dict[str, Any]:
+    result = launch(["-m", "monta_megatron.cli", "bench", *arguments.split(), "--json"])
+    assert result.returncode == 0, result.stderr
+    # Nothing else on standard output.
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def test_report_holds_every_chain_and_field(tmp_path: Path) -> None:
+    report = bench(f"{SMALL} --num-chunks 1,3 --layer --plot {tmp_path}")
+    meta, rows = report["meta"], report["rows"]
+    assert set(meta["versions"]) >= {"monta-megatron", "megatron-core", "torch", "python"}
+    assert meta["machine"]["cores"] == os.cpu_count()
+    assert meta["command"].startswith("monta bench --experts 8")
+    assert meta["layout"] == {
+        "world_size": 4,
+        "nodes": 2,
+        "ranks_per_node": 2,
+        "tp": 1,
+        "ep": 4,
+        "etp": 1,
+    }
+    assert (meta["seed"], meta["repeats"], meta["skipped"]) == (1, 2, {})
+
+    for row in rows:
+        for field, kind in ROW_FIELDS.items():
+            assert isinstance(row[field], kind), (field, row[field])
+        assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
+        assert row["ratio_low"] <= row["ratio_to_alltoall"] <= row["ratio_high"]
+    keys = {
+        (row["dispatcher"], row["chain"], row["num_chunks"], row["scope"], row["phase"])
+        for row in rows
+        if row["requested"] != "auto"
+    }
+    # Two of stock's, alltoall in one chunk, five chains in 1 and 3; two scopes, two phases.
+    assert len(keys) == (2 + 1 + 5 * 2) * 2 * 2
+    autos = [row for row in rows if row["requested"] == "auto"]
+    assert len(autos) == 2 * 2 == len(rows) - len(keys)
+    assert all(row["chosen"] and row["chain"] in CHAINS for row in autos)
+
+    by_key = {
+        (row["dispatcher"], row["requested"], row["num_chunks"], row["phase"]): row for row in rows
+    }
+    for phase in ("forward", "forward_backward"):
+        stock = by_key["megatron", "alltoall", 1, phase]
+        assert stock["ratio_to_alltoall"] == 1.0
+        # Counted from the routing, and by the executor as it sent the same rows.
+        ours = by_key["monta", "alltoall", 1, phase]
+        assert (stock["inter_bytes"], stock["intra_bytes"]) == (
+            ours["inter_bytes"],
+            ours["intra_bytes"],
+        )
+        assert (
+            by_key["monta", "hierarchical_alltoall", 3, phase]["inter_bytes"]
+            < (stock["inter_bytes"])
+        )
+    for scope in ("exchange", "layer"):
+        assert (tmp_path / f"{scope}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ablation_and_bound() -> None:
+    report = bench(f"{SMALL} --tp 2 --num-chunks 2 --phase forward --ablation --bound")
+    steps = report["ablation"]
+    assert [step["step"] for step in steps] == [0, 1, 3, 4]
+    assert [step["num_chunks"] for step in steps[:3]] == [1, 1, 4]
+    assert steps[-1]["chosen_by"] in ("measurement", "planner")
+    assert steps[0]["gain_over_step_0"] == 1.0
+    product = 1.0
+    for step in steps:
+        product *= step["gain"]
+        assert step["gain_over_step_0"] == pytest.approx(product)
+    rows = {row["step"]: row for row in report["rows"]}
+    # A group of two ranks sends everything twice.
+    assert rows[0]["inter_bytes"] == 2 * rows[1]["inter_bytes"]
+    (bound,) = report["bound"]
+    assert bound["num_chunks"] == 2
+    slowest_ms = max(bound["alltoall_ms"], bound["allgather_ms"], bound["place_ms"])
+    assert bound["pct_of_bound"] == pytest.approx(100 * slowest_ms / bound["pipelined_ms"])
+
+
+def test_wrong_results_stop_it_before_anything_is_timed() -> None:
+    script = str(Path(__file__).with_name("bench_with_fault.py"))
+    result = launch([script, *SMALL.split(), "--chains", "alltoall_allgather", "--num-chunks", "2"])
+    assert result.returncode != 0
+    assert "results differ, nothing was timed" in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "rows at the experts" in line]
+    assert line == "monta alltoall_allgather x2: rows at the experts differ from stock's (rank 1)"
+    assert "exitcode  : 1 " in result.stderr
+    assert "repeats" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_refused_chain_asked_for_by_name_is_one_line() -> None:
+    arguments = f"{SMALL} --tp 2 --chains alltoall_dedup"
+    result = launch(["-m", "monta_megatron.cli", "bench", *arguments.split()])
+    lines = [line for line in result.stderr.splitlines() if line.startswith("monta bench: ")]
+    assert len(lines) == 1, result.stderr
+    assert "alltoall_dedup cannot run here: expert_tensor_parallel_size is 2" in lines[0]
+    assert "exitcode  : 2 " in result.stderr
+
+
+def run_alone(arguments: str, rank: int) -> subprocess.CompletedProcess[str]:
+    """One of 4 ranks, as a launcher starts it."""
+    return subprocess.run(
+        [sys.executable, "-m", "monta_megatron.cli", "bench", *arguments.split()],
+        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (f"{SMALL} --top-k 9", "--top-k: got 9, must be at most --experts (8)"),
+        ("--experts 8", "--top-k: not given, must be an integer >= 1"),
+        (f"{SMALL} --cluster nowhere", "nowhere: cannot be read: No such file or directory"),
+    ],
+)
+def test_bad_flags_are_one_line(arguments: str, message: str) -> None:
+    result = run_alone(arguments, rank=0)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"monta bench: {message}\n"
+
+
+def test_other_ranks_leave_the_word_to_the_first() -> None:
+    result = run_alone(f"{SMALL} --top-k 9", rank=1)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
+
+
+def test_outside_of_a_launch_it_says_how_to_start_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    result = subprocess.run(
+        [sys.executable, "-m", "monta_megatron.cli", "bench", *SMALL.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert result.returncode == 2
+    assert "torchrun --nproc-per-node N -m monta_megatron.cli bench" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_help_is_quick() -> None:
+    start = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "monta_megatron.cli", "bench", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert result.returncode == 0 and "monta emulate" in result.stdout
+    assert time.monotonic() - start < 0.5

@@ -1,0 +1,244 @@
+"""The computations behind `monta bench`, against numbers worked by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from monta_megatron.benchmark import traffic
+from monta_megatron.benchmark.launch import find_launch, is_first_rank
+from monta_megatron.benchmark.report import Row, table
+from monta_megatron.benchmark.routing import ROUTINGS, make_routing
+from monta_megatron.benchmark.settings import parse_settings
+from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians, spread
+from monta_megatron.benchmark.traffic import Traffic
+from monta_megatron.chains import Layout
+
+# Two nodes of two ranks, eight experts; rows of 4 values of 4 bytes, so a pair costs 16 + 4 bytes
+# there and 16 back.
+FLAT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
+SPLIT = Layout(ep=2, etp=2, num_local_experts=4, rank=0, nodes=(0, 0, 1, 1))
+HIDDEN, DTYPE_BYTES = 4, 4
+
+
+def routing_map(*tokens: tuple[int, ...]) -> np.ndarray:
+    """[T, 8] from the experts of each token."""
+    chosen = np.zeros((len(tokens), 8), dtype=np.bool_)
+    for token, experts in enumerate(tokens):
+        chosen[token, list(experts)] = True
+    return chosen
+
+
+def test_stock_alltoall_bytes() -> None:
+    # One pair stays, one goes to rank 1, three go to rank 2 on the other node: 36 bytes each.
+    chosen = routing_map((0, 2, 4), (4, 5))
+    forward = traffic.stock_alltoall(FLAT, chosen, HIDDEN, DTYPE_BYTES, False)
+    assert forward == Traffic(inter_bytes=108, intra_bytes=36)
+    both = traffic.stock_alltoall(FLAT, chosen, HIDDEN, DTYPE_BYTES, True)
+    assert both == Traffic(inter_bytes=216, intra_bytes=72)
+
+
+def test_stock_alltoall_bytes_with_expert_tensor_parallelism() -> None:
+    # One pair stays with rank 0, one goes to rank 2: 36 bytes. Each then goes to its expert's other
+    # part (16 + 4) and is summed from there in fp32 (16): 36 bytes inside each node.
+    chosen = routing_map((0, 4))
+    moved = traffic.stock_alltoall(SPLIT, chosen, HIDDEN, DTYPE_BYTES, False)
+    assert moved == Traffic(inter_bytes=36, intra_bytes=72)
+    # In bf16 a row has 8 bytes, but the sum over the parts stays in fp32: 2 * 8 + 4 between nodes,
+    # 8 + 4 + 16 inside, twice.
+    moved = traffic.stock_alltoall(SPLIT, chosen, HIDDEN, 2, False)
+    assert moved == Traffic(inter_bytes=20, intra_bytes=56)
+
+
+def test_stock_allgather_bytes() -> None:
+    # Two tokens to each of three peers: 16 + 16 bytes of row, 8 probabilities, 8 bytes of map.
+    chosen = routing_map((0, 2, 4), (4, 5))
+    forward = traffic.stock_allgather(FLAT, chosen, HIDDEN, DTYPE_BYTES, False)
+    assert forward == Traffic(inter_bytes=2 * 144, intra_bytes=144)
+    # The map does not come back.
+    both = traffic.stock_allgather(FLAT, chosen, HIDDEN, DTYPE_BYTES, True)
+    assert both == Traffic(inter_bytes=2 * 272, intra_bytes=272)
+
+
+def test_whole_group_bytes() -> None:
+    # Two tokens of the group: one pair stays on EP rank 0, two go to rank 2. The group of two adds
+    # up outputs: one token's row of 16 bytes to the peer, and one sum back.
+    chosen = routing_map((0, 4), (4,))
+    forward = traffic.stock_alltoall_of_whole_group(SPLIT, chosen, HIDDEN, DTYPE_BYTES, False)
+    assert forward == Traffic(inter_bytes=72, intra_bytes=32)
+    # Backward adds up the gradients of one token's 8 probabilities, too.
+    both = traffic.stock_alltoall_of_whole_group(SPLIT, chosen, HIDDEN, DTYPE_BYTES, True)
+    assert both == Traffic(inter_bytes=144, intra_bytes=2 * 32 + 2 * 32)
+
+
+def test_rows_that_cross_once_per_token_and_node() -> None:
+    # Both tokens have experts on node 1, one of them two: each crosses once.
+    chosen = routing_map((0, 2, 4), (4, 5))
+    assert traffic.rows_that_cross(FLAT, chosen, 2).tolist() == [0, 2]
+    there = dataclasses.replace(FLAT, rank=3)
+    assert traffic.rows_that_cross(there, chosen, 2).tolist() == [1, 0]
+    # An expert whose parts lie on both nodes needs every token on both.
+    across = Layout(ep=1, etp=4, num_local_experts=8, rank=0, nodes=(0, 0, 1, 1))
+    assert traffic.rows_that_cross(across, chosen, 2).tolist() == [0, 2]
+    # Other nodes of the launch belong to other exchanges.
+    assert traffic.rows_that_cross(FLAT, chosen, 4).tolist() == [0, 2, 0, 0]
+    one_node = dataclasses.replace(FLAT, nodes=(1, 1, 1, 1))
+    assert traffic.rows_that_cross(one_node, chosen, 2).tolist() == [0, 0]
+
+
+def test_limit() -> None:
+    # 1,000 rows of 4,096 bytes at 0.5 Gbit/s take 65.536 ms.
+    crossing = np.array([[0, 1000], [1000, 0]])
+    assert traffic.limit_ms(crossing, 4096, 0.5, False) == pytest.approx(131.072)
+    assert traffic.limit_ms(crossing, 4096, 0.5, True) == pytest.approx(262.144)
+    # Node 2 receives 1,500 rows, which is more than any node sends.
+    crossing = np.array([[0, 0, 700], [100, 0, 800], [300, 300, 0]])
+    assert traffic.limit_ms(crossing, 1000, 1.0, False) == pytest.approx(2 * 12.0)
+
+
+def test_spread_and_ratio() -> None:
+    times_ms = np.arange(1.0, 12.0)
+    middle = spread(times_ms)
+    assert (middle.median_ms, middle.p10_ms, middle.p90_ms) == (6.0, 2.0, 10.0)
+    assert ratio_of_medians(2 * times_ms, times_ms) == 2.0
+
+
+def test_interval_of_a_ratio_keeps_pairs_together() -> None:
+    # The machine is ten times slower in half of the repeats, for both: the ratio is exactly 2.
+    times_ms = np.array([1.0, 10.0] * 10)
+    assert ratio_interval(2 * times_ms, times_ms) == (2.0, 2.0)
+    # Medians of 20 draws with a deviation of 10% have one of about 3%.
+    noise = np.random.default_rng(0).normal(1.0, 0.1, size=(2, 20))
+    low, high = ratio_interval(3 * noise[0], noise[1])
+    assert low < 3 < high and 0.1 < high - low < 0.8
+    assert ratio_interval(np.array([4.0]), np.array([2.0])) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routing_is_top_k_and_the_same_wherever_it_is_made(routing: str) -> None:
+    nodes = traffic.expert_nodes(FLAT)
+    assert nodes.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    made = make_routing(routing, 300, 3, nodes, seed=5, rank=2)
+    assert (made.sum(axis=1) == 3).all()
+    assert np.array_equal(made, make_routing(routing, 300, 3, nodes, seed=5, rank=2))
+    assert not np.array_equal(made, make_routing(routing, 300, 3, nodes, seed=5, rank=3))
+    share = made.sum(axis=0) / made.sum()
+    on_both_nodes = made[:, :4].any(axis=1) & made[:, 4:].any(axis=1)
+    assert (share.max() > 0.2) == (routing == "skewed")
+    assert on_both_nodes.any() == (routing != "node-limited")
+
+
+def test_node_limited_routing_needs_nodes_with_room() -> None:
+    with pytest.raises(ValueError, match="--routing: got node-limited"):
+        make_routing("node-limited", 4, 2, np.zeros(8, dtype=np.int64), seed=0, rank=0)
+    with pytest.raises(ValueError, match=r"hold 4 experts: fewer than --top-k \(5\)"):
+        make_routing("node-limited", 4, 5, traffic.expert_nodes(FLAT), seed=0, rank=0)
+
+
+BASE = {"experts": "8", "top_k": "2", "hidden": "16", "tokens": "4"}
+
+
+def test_settings_have_defaults() -> None:
+    settings = parse_settings({**BASE, "tp": "2"}, world_size=8)
+    assert (settings.tp, settings.ep, settings.etp, settings.ranks_per_node) == (2, 4, 2, None)
+    assert settings.stock == ("alltoall", "allgather")
+    assert settings.phases == ("forward", "forward_backward")
+    assert settings.skip_refused
+    # The ratio needs stock alltoall.
+    named = parse_settings({**BASE, "stock": "allgather", "chains": "alltoall"}, 4)
+    assert named.stock == ("alltoall", "allgather")
+    assert not named.skip_refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"experts": "x"}, "--experts: got 'x', must be an integer >= 1"),
+        ({"tokens": "0"}, "--tokens: got '0', must be an integer >= 1"),
+        ({"warmup": "-1"}, "--warmup: got '-1', must be an integer >= 0"),
+        ({"top_k": "9"}, "--top-k: got 9, must be at most --experts (8)"),
+        ({"tp": "3"}, "--tp: got 3, must be a divisor of the 4 ranks of this launch"),
+        ({"ep": "3"}, "--ep: got 3, must be such that ep x etp (3 x 1) divides the 4 ranks"),
+        ({"experts": "6"}, "--experts: got 6, must be a multiple of --ep (4)"),
+        ({"hidden": "15", "tp": "2"}, "--hidden: got 15, must be a multiple of --tp (2)"),
+        ({"dtype": "fp8"}, "--dtype: got 'fp8', must be one of float32, bfloat16"),
+        ({"chains": "alltoal"}, "--chains: got 'alltoal', must be one of alltoall,"),
+        ({"chains": "alltoal"}, "(did you mean alltoall?)"),
+        ({"chains": "alltoall,"}, "--chains: got 'alltoall,', must be a list"),
+        ({"num_chunks": "1,0"}, "--num-chunks: got '0', must be an integer >= 1"),
+        ({"phase": "back"}, "--phase: got 'back', must be one of forward, forward_backward"),
+        ({"stock": "flex"}, "--stock: got 'flex', must be one of alltoall, allgather"),
+        ({"routing": "zipf"}, "--routing: got 'zipf', must be one of uniform, skewed"),
+        ({"ablation": True}, "--tp: got 1, must be above 1 for --ablation"),
+        ({"ablation": True, "tp": "2", "etp": "1"}, "--etp: got 1, must be equal to --tp (2)"),
+        ({"ablation": True, "tp": "2", "chains": "alltoall"}, "--chains: got alltoall, must be"),
+        ({"bound": True}, "--etp: got 1, must be above 1 for --bound"),
+        ({"ffn_hidden": "3", "tp": "2"}, "--ffn-hidden: got 3, must be a multiple of --etp (2)"),
+    ],
+)
+def test_bad_settings_are_named(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_settings({**BASE, **flags}, world_size=4)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_launchers() -> None:
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    launch = find_launch(torchrun)
+    assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
+    assert not is_first_rank(torchrun)
+
+    slurm = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "0",
+        "MASTER_ADDR": "node0",
+    }
+    assert is_first_rank(slurm)
+    assert find_launch(slurm).world_size == 16
+    assert slurm["RANK"] == "0" and slurm["MASTER_PORT"] == "29500"
+
+    with pytest.raises(ValueError, match="RANK, WORLD_SIZE: not set"):
+        find_launch({})
+    del slurm["MASTER_ADDR"], slurm["RANK"]
+    with pytest.raises(ValueError, match="MASTER_ADDR: not set"):
+        find_launch(slurm)
+
+
+def row(**changes: object) -> Row:
+    values = {
+        "dispatcher": "monta",
+        "chain": "hierarchical_allgather",
+        "num_chunks": 8,
+        "requested": "auto",
+        "scope": "exchange",
+        "phase": "forward_backward",
+        "tokens": 16384,
+        "top_k": 8,
+        "routing": "uniform",
+        "experts": 64,
+        "hidden": 1024,
+        "dtype": "float32",
+        "tp": 1,
+        "ep": 8,
+        "etp": 1,
+        "inter_mbit": 500.0,
+        "median_ms": 12345.6,
+        "p10_ms": 12345.6,
+        "p90_ms": 23456.7,
+        "inter_bytes": 9_999_900_000,
+        "intra_bytes": 9_999_900_000,
+        "nic_bytes": None,
+        "pct_of_limit": 100.0,
+        "ratio_to_alltoall": 10.25,
+        "ratio_low": 10.0,
+        "ratio_high": 10.5,
+    }
+    return Row(**{**values, **changes})
+
+
+def test_table_fits_80_columns() -> None:
+    text = table([row(), row(chosen=True), row(phase="forward", pct_of_limit=None)])
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("chain x chunks") == 2

@@ -1,0 +1,63 @@
+"""The planner chooses: every rank alike, whatever its own tokens, and as often as they change."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Pools
+from layers import Case
+from pool import PoolError
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.planner.choice import bucket_of
+
+CLUSTER = Path(__file__).parents[2] / "configs/clusters/emulated_2x4_500mbit.yaml"
+# 2 nodes of 2 ranks, with costs at which the answer depends on the size.
+AUTO = {
+    "moe_monta_chain": "auto",
+    "moe_monta_cluster": str(CLUSTER),
+    "moe_monta_ranks_per_node": 2,
+}
+TOKENS = [[0, 1, 100, 4096], [4096, 0, 1, 100], [1, 0, 1, 1], [0, 0, 0, 0], [100, 4096, 0, 1]]
+
+
+@pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "selective"}])
+@pytest.mark.parametrize("case", [Case(tp=2, topk=3, options=AUTO), Case(ep=2, etp=2, options=AUTO)])
+def test_unequal_tokens_changing_every_step(
+    pools: Pools, case: Case, recompute: dict[str, str]
+) -> None:
+    config = {**recompute, "recompute_modules": ["moe"]} if recompute else {}
+    by_rank = pools[4].run(
+        "layers:compare_steps", Case(**{**vars(case), "config": config}), None, TOKENS
+    )
+    assert all(decisions == by_rank[0] for decisions in by_rank)
+    assert len(set(by_rank[0])) > 1, "one answer for 1 and for 4,096 tokens"
+
+
+def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
+    with pytest.raises(PoolError, match="ranks 0 and 2 differ in num_chunks: 4 and 3"):
+        pools[4].run("layers:disagree", Case(), {2: {"moe_monta_num_chunks": 3}})
+    with pytest.raises(PoolError, match="ranks 0 and 1 differ in chain: alltoall_allgather and auto"):
+        pools[4].run("layers:disagree", Case(), {1: {"moe_monta_chain": "auto"}})
+
+
+def test_a_plan_file_is_followed_and_checked(pools: Pools, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    options = {"moe_monta_plan": str(path), "moe_monta_ranks_per_node": 2}
+    case = Case(options=options)
+    chosen = pools[4].run("layers:save_plan", Case(options=AUTO), str(path), 512)
+    assert chosen[0][0] in CHAINS
+    for found in pools[4].run("layers:compare_steps", case, None, [[24, 24, 24, 24]]):
+        assert found == [chosen[0]]
+    with pytest.raises(PoolError, match=r"moe_monta_plan: situation\.ep: the plan is for 4, .* 2"):
+        pools[4].run("layers:compare_steps", Case(ep=2, options=options), None, [[4] * 4])
+
+
+def test_buckets_are_half_octaves() -> None:
+    assert [bucket_of(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 100, 4096, 4097)] == [
+        *(1, 1, 2, 3, 4, 6, 6, 8, 12, 16, 128, 4096, 6144)
+    ]
+
+
+def test_a_choice_that_was_made_costs_nothing(pools: Pools) -> None:
+    # 20 us at most; measured far below, so that a busy machine does not fail it.
+    assert min(pools[4].run("layers:lookup_us", Case(options=AUTO))) < 20

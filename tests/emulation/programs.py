@@ -1,0 +1,105 @@
+"""What the tests run on the emulated cluster: `programs.py NAME ARGUMENTS...`, once per rank."""
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from monta_megatron.emulation.cluster import EmulatedCluster
+
+RANK = int(os.environ.get("RANK", "0"))
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+
+# Every byte there is, no line end: anything that reads lines or decodes them would change it.
+BYTES_OF_RANK_0 = bytes(range(256))
+
+
+def write() -> None:
+    """Rank 0 writes bytes; every rank says where it is."""
+    os.write(1, BYTES_OF_RANK_0 if RANK == 0 else b"a line on standard output\n")
+    names = ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "MONTA_CPU_RANKS", "OMP_NUM_THREADS")
+    told = {name: os.environ[name] for name in names}
+    print(json.dumps({"host": socket.gethostname(), **told}), file=sys.stderr)
+
+
+def incast() -> None:
+    """All other ranks send to rank 0 at once; rank 0 prints what it receives, in 1e6 bits/s."""
+    address = (os.environ["MASTER_ADDR"], 5000)
+    if RANK != 0:
+        with connected(address) as connection:
+            try:
+                while True:
+                    connection.sendall(bytes(1 << 20))
+            except ConnectionError:
+                return
+    with socket.create_server(address) as server, selectors.DefaultSelector() as selector:
+        for _ in range(NUM_RANKS - 1):
+            selector.register(server.accept()[0], selectors.EVENT_READ)
+        receive_for(selector, 0.3)
+        print(receive_for(selector, 1.0))
+
+
+def connected(address: tuple[str, int]) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(address)
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+
+
+def receive_for(selector: selectors.BaseSelector, seconds: float) -> float:
+    start, num_bytes = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < seconds:
+        for key, _ in selector.select():
+            assert isinstance(key.fileobj, socket.socket)
+            num_bytes += len(key.fileobj.recv(1 << 20))
+    return num_bytes * 8 / elapsed / 1e6
+
+
+def exchange(num_bytes: str) -> None:
+    """An all-to-all over Gloo; each node's first rank prints what every NIC of the node sent."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    cluster = EmulatedCluster.from_environment()
+    assert cluster is not None
+    rows = torch.full((int(num_bytes) // 4,), float(RANK))
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows)
+    assert received.view(NUM_RANKS, -1)[:, 0].tolist() == list(range(NUM_RANKS))
+    dist.barrier()
+    before = [nic_bytes(name) for name in cluster.nic_names]
+    dist.all_to_all_single(received, rows)
+    dist.barrier()
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        after = [nic_bytes(name) for name in cluster.nic_names]
+        sent = [end - begin for end, begin in zip(after, before, strict=True)]
+        print(json.dumps({"sent_bytes": sent}))
+    dist.barrier()
+
+
+def nic_bytes(name: str) -> int:
+    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+
+
+def fail(rank: str, status: str) -> None:
+    """One rank fails, the others would go on."""
+    if int(rank) == RANK:
+        sys.exit(int(status))
+    time.sleep(1000)
+
+
+def linger(mark: str) -> None:
+    """Go on, with a child in a session of its own; `mark` is in every command line."""
+    subprocess.Popen(["sh", "-c", "sleep 1000; :", mark], start_new_session=True)
+    print("started", flush=True)
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

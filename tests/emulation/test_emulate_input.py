@@ -1,0 +1,100 @@
+"""What `monta emulate` refuses: one line that says why, exit status 2, nothing started."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from monta_megatron import cli
+from monta_megatron.emulation import sandbox
+
+GOOD = ["--nodes", "2", "--ranks-per-node", "2", "--inter-mbit", "500"]
+CMD = ["--", __file__]
+
+
+def changed(name: str, value: str) -> list[str]:
+    words = [*GOOD, *CMD]
+    words[words.index(name) + 1] = value
+    return words
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (changed("--nodes", "0"), ["--nodes", "got 0", "from 2 to 250"]),
+        (changed("--nodes", "1"), ["--nodes", "got 1", "from 2"]),
+        (changed("--nodes", "two"), ["--nodes", "'two'"]),
+        (changed("--ranks-per-node", "0"), ["--ranks-per-node", "got 0", "from 1"]),
+        (changed("--ranks-per-node", "-4"), ["--ranks-per-node", "got -4", "from 1"]),
+        (changed("--inter-mbit", "0"), ["--inter-mbit", "got 0", "from 1 to 100000"]),
+        (changed("--inter-mbit", "-500"), ["--inter-mbit", "got -500", "from 1"]),
+        (changed("--inter-mbit", "nan"), ["--inter-mbit", "got nan", "from 1"]),
+        (changed("--inter-mbit", "inf"), ["--inter-mbit", "got inf", "from 1"]),
+        (changed("--inter-mbit", "fast"), ["--inter-mbit", "'fast'"]),
+        ([*GOOD, "--nic-per", "card", *CMD], ["--nic-per", "'card'", "rank"]),
+        ([*GOOD, "--speed", "3", *CMD], ["unrecognized", "--speed"]),
+        (GOOD, ["CMD", "missing", "script", "-m MODULE"]),
+        ([*GOOD, "--"], ["CMD", "missing", "script", "-m MODULE"]),
+        ([*GOOD, "--", "-m"], ["CMD", "'-m'", "module"]),
+        ([*GOOD, "--", "absent.py"], ["CMD", "'absent.py'", "exists"]),
+        (GOOD[2:], ["--nodes", "required"]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(["emulate", *words])
+    except SystemExit as exit_:
+        status = int(exit_.code or 0)
+    assert status == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line.startswith("monta")
+    for word in expected:
+        assert word in line
+
+
+@pytest.mark.parametrize("absent", ["ip", "tc", "unshare", "mount"])
+def test_a_missing_command_is_named_with_its_package(
+    absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sandbox.shutil, "which", lambda name, path: None if name == absent else f"/bin/{name}"
+    )
+    assert cli.main(["emulate", *GOOD, *CMD]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    package = "iproute2" if absent in ("ip", "tc") else "util-linux"
+    assert line.startswith(f"monta emulate: `{absent}` not found: install {package} ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give up a capability")
+def test_root_that_may_not_make_namespaces_is_told_so() -> None:
+    without = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
+    result = subprocess.run(
+        [*without, sys.executable, "-m", "monta_megatron.cli", "emulate", *GOOD, *CMD],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("monta emulate: private namespaces cannot be made (unshare: ")
+    assert "--privileged" in line
+
+
+def test_help_ends_with_an_example_and_imports_nothing_heavy() -> None:
+    show = (
+        "import sys\n"
+        "from monta_megatron.cli import main\n"
+        "try: main(['emulate', '--help'])\n"
+        "finally: assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", show], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "example: monta emulate" in " ".join(result.stdout.split())[-160:]

@@ -1,0 +1,77 @@
+"""Clusters and workloads that the tests of this folder share."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from monta_megatron import strict_yaml
+from monta_megatron.chains import Layout
+from monta_megatron.planner.cluster import Cluster, Launch, Link
+from monta_megatron.planner.curves import Tier
+from monta_megatron.planner.routing import Routing, UniformRouting
+from monta_megatron.planner.workload import Workload
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+LAUNCH = Launch(
+    collective_us=0.0,
+    copy_us=0.0,
+    sum_us=0.0,
+    find_us=0.0,
+    counts_to_host_us=0.0,
+    kind="measured",
+    source="by hand",
+)
+
+
+def link(tier: Tier, alpha_us: float, gbps: float) -> Link:
+    """A tier by hand."""
+    return Link(tier=tier, alpha_us=alpha_us, gbps=gbps, kind="measured", source="by hand")
+
+
+def preset(name: str) -> Cluster:
+    """A cluster of configs/clusters."""
+    return strict_yaml.load(Cluster, CONFIGS / "clusters" / f"{name}.yaml")
+
+
+def with_link(cluster: Cluster, tier: Tier, **changes: float) -> Cluster:
+    """The cluster with another line for one tier."""
+    links = tuple(
+        replace(each, **changes) if each.tier == tier else each  # type: ignore[arg-type]
+        for each in cluster.links
+    )
+    return replace(cluster, links=links)
+
+
+def layout_of(ep: int, etp: int, ranks_per_node: int, num_experts: int) -> Layout:
+    """Consecutive ranks, nodes filled one after the other."""
+    return Layout(
+        ep=ep,
+        etp=etp,
+        num_local_experts=num_experts // ep,
+        rank=0,
+        nodes=tuple(rank // ranks_per_node for rank in range(ep * etp)),
+    )
+
+
+def workload_of(
+    ep: int,
+    etp: int = 1,
+    *,
+    ranks_per_node: int = 8,
+    num_experts: int = 64,
+    topk: int = 8,
+    tokens: int = 4096,
+    hidden: int = 4096,
+    routing: Routing | None = None,
+    num_blocks: int | None = None,
+) -> Workload:
+    """An exchange in bf16."""
+    return Workload(
+        layout=layout_of(ep, etp, ranks_per_node, num_experts),
+        hidden_size=hidden,
+        value_bytes=2,
+        prob_bytes=4,
+        routing=routing or UniformRouting(num_experts=num_experts, topk=topk),
+        tokens_per_rank=tokens,
+        num_blocks=num_blocks,
+    )

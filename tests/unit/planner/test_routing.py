@@ -1,0 +1,135 @@
+"""Expected traffic: against the published figures, by counting every choice, and against counts."""
+
+import json
+from itertools import combinations
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+from clusters import layout_of
+
+from monta_megatron.chains import CHAINS, Counts, TokenCounts
+from monta_megatron.planner.router_trace import traced_routing
+from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.sampled_routing import (
+    MeasuredRouting,
+    SampledRouting,
+    skewed_routing,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "topk", "expected"),
+    [
+        (256, 8, {2: 1.99, 4: 3.61, 8: 5.29, 16: 6.52}),
+        (64, 6, {2: 1.98, 4: 3.35, 8: 4.54, 16: 5.32}),
+        (8, 2, {2: 1.57, 4: 1.86, 8: 2.0}),
+    ],
+)
+def test_expected_distinct_groups(num_experts: int, topk: int, expected: dict[int, float]) -> None:
+    routing = UniformRouting(num_experts=num_experts, topk=topk)
+    for num_parts, distinct in expected.items():
+        assert routing.hits(num_parts).sum() == pytest.approx(distinct, abs=0.005)
+        formula = num_parts * (
+            1 - comb(num_experts - num_experts // num_parts, topk) / comb(num_experts, topk)
+        )
+        assert routing.hits(num_parts).sum() == pytest.approx(formula)
+
+
+# Parts that are whole groups, parts of groups, and parts that lie across groups.
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize(("num_groups", "group_topk"), [(4, 2), (6, 3), (3, 1), (2, 2)])
+def test_group_limited_routing_by_counting(
+    num_parts: int, num_groups: int, group_topk: int
+) -> None:
+    num_experts, topk = 12, 3
+    routing = UniformRouting(
+        num_experts=num_experts, topk=topk, num_groups=num_groups, group_topk=group_topk
+    )
+    group_size, part_size = num_experts // num_groups, num_experts // num_parts
+    shares = np.zeros(num_parts)
+    choices = list(combinations(range(num_groups), group_topk))
+    for chosen in choices:
+        allowed = [expert for expert in range(num_experts) if expert // group_size in chosen]
+        picks = list(combinations(allowed, topk))
+        for pick in picks:
+            for part in {expert // part_size for expert in pick}:
+                shares[part] += 1 / len(picks) / len(choices)
+    assert routing.hits(num_parts) == pytest.approx(shares)
+
+
+def test_group_limits_bound_the_distinct_nodes() -> None:
+    routing = UniformRouting(num_experts=256, topk=8, num_groups=8, group_topk=4)
+    assert routing.hits(8).sum() < 4
+    assert UniformRouting(num_experts=256, topk=8).hits(8).sum() == pytest.approx(5.29, abs=0.005)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_expected_counts_are_the_mean_of_counts(chain: str, rank: int) -> None:
+    """Drawn tokens, counted as the executor counts, against the formulas."""
+    num_tokens, num_blocks = 6_000, 2
+    layout = layout_of(ep=4, etp=1, ranks_per_node=2, num_experts=16)
+    layout = type(layout)(**{**vars(layout), "rank": rank})
+    generator = np.random.default_rng(0)
+    maps = []
+    for _ in range(4):
+        chosen = generator.random((num_tokens, 16)).argsort(axis=1)[:, :3]
+        routing_map = np.zeros((num_tokens, 16), dtype=bool)
+        np.put_along_axis(routing_map, chosen, True, axis=1)
+        maps.append(routing_map)
+    measured = MeasuredRouting(routing_maps=tuple(maps))
+    sampled = SampledRouting(name="sample", routing_map=np.concatenate(maps))
+    uniform = UniformRouting(num_experts=16, topk=3)
+    counted = measured.counts(CHAINS[chain], layout, 0, num_blocks)
+    for routing in (uniform, sampled):
+        expected = routing.counts(CHAINS[chain], layout, num_tokens, num_blocks)
+        for name, counts in vars(counted).items():
+            if counts is None:
+                assert getattr(expected, name) is None
+                continue
+            assert getattr(expected, name).shape == counts.shape, name
+            # Three standard deviations of a share of 3,000 tokens are under 85 of them.
+            assert np.abs(getattr(expected, name) - counts).max() < 170, name
+
+
+def test_counts_of_a_tiny_trace_by_hand() -> None:
+    # Two ranks, one per node, experts 0 1 | 2 3. Rank 0: tokens {0, 1}, {1, 2}, {3}; rank 1: {0}.
+    first = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]], dtype=bool)
+    second = np.array([[1, 0, 0, 0]], dtype=bool)
+    routing = MeasuredRouting(routing_maps=(first, second))
+    layout = layout_of(ep=2, etp=1, ranks_per_node=1, num_experts=4)
+    pairs = routing.counts(CHAINS["alltoall"], layout, 0, 1)
+    assert isinstance(pairs, Counts)
+    assert pairs.sent.tolist() == [[1, 2], [1, 1]]
+    assert pairs.received.tolist() == [[[1, 2], [1, 0]]]
+    # Two blocks of rank 0's tokens: two, then one.
+    tokens = routing.counts(CHAINS["hierarchical_alltoall"], layout, 0, 2)
+    assert isinstance(tokens, TokenCounts)
+    assert tokens.tokens.tolist() == [[2, 1], [1, 0]]
+    assert tokens.sent_to_nodes is not None and tokens.for_node is not None
+    assert tokens.sent_to_nodes.tolist() == [[2, 1], [0, 1]]
+    assert tokens.for_node.tolist() == [[2, 0], [1, 0]]
+    assert routing.list_width == 2
+
+
+def test_skewed_routing_prefers_some_experts() -> None:
+    routing = skewed_routing(num_experts=64, topk=8)
+    assert routing.pairs.sum() == pytest.approx(8)
+    assert routing.pairs.max() > 4 * routing.pairs.min()
+    assert np.array_equal(routing.pairs, skewed_routing(num_experts=64, topk=8).pairs)
+
+
+def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> None:
+    lines = [json.dumps({"step": 0, "rank": rank, **record}) for record in records]
+    (folder / f"router_trace_rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_router_trace(tmp_path: Path) -> None:
+    write_trace(tmp_path, 0, [{"layer": 1, "top_indices": [[0, 1], [2, 3]]}])
+    write_trace(tmp_path, 1, [{"layer": 2, "top_indices": [[0, 3]]}])
+    routing = traced_routing(tmp_path, num_experts=4)
+    assert routing.pairs.tolist() == pytest.approx([2 / 3, 1 / 3, 1 / 3, 2 / 3])
+    assert routing.hits(2).tolist() == pytest.approx([2 / 3, 2 / 3])
+    assert traced_routing(tmp_path, num_experts=4, layer=2).pairs.tolist() == [1, 0, 0, 1]

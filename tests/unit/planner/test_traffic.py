@@ -1,0 +1,127 @@
+"""Bytes of a walk by hand, and expected rows through the same code as counted ones."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from clusters import workload_of
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.lanes import COMBINE, DISPATCH, FORWARD_BACKWARD, offsets_bytes
+from monta_megatron.planner.sampled_routing import MeasuredRouting
+from monta_megatron.planner.traffic import CollectiveTraffic, CopyTraffic, walk_traffic
+from monta_megatron.planner.workload import Workload
+
+
+def bytes_of(workload: Workload, chain: str, num_chunks: int, walk: object = DISPATCH) -> dict:
+    """(stage, tier) -> bytes that rank 0 sends."""
+    (bound,) = workload.bind(CHAINS[chain], num_chunks)
+    traffic = walk_traffic(bound, workload.ranks[0], workload.row, walk, num_chunks)  # type: ignore
+    return {key: count for key, count in traffic.bytes_by_stage().items() if count}
+
+
+def test_offsets() -> None:
+    # 6 bf16 values, 1 fp32 probability: 12 bytes, then 4, 16 in all.
+    assert offsets_bytes([(6, 2), (1, 4)]) == [0, 12, 16]
+    # 3 bf16 values: 6 bytes, then 2 of padding before 2 fp32 and 2 int32; 24 padded to 32.
+    assert offsets_bytes([(3, 2), (2, 4), (2, 4)]) == [0, 8, 16, 32]
+
+
+def test_flat_exchange_by_hand() -> None:
+    # 1,024 tokens, top-8 of 64, 16 ranks on 2 nodes: 8,192 pairs, 512 for each rank; 8 ranks are
+    # on the other node, 7 on this one. A pair: 4,096 * 2 + 4 bytes, 8,208 if packed.
+    workload = workload_of(16, tokens=1024)
+    assert bytes_of(workload, "alltoall", 1) == {
+        ("alltoall", "inter"): 8 * 512 * 8196,
+        ("alltoall", "intra"): 7 * 512 * 8196,
+    }
+    assert bytes_of(workload, "alltoall_allgather", 2) == {
+        ("alltoall", "inter"): 8 * 512 * 8208,
+        ("alltoall", "intra"): 7 * 512 * 8208,
+    }
+    # Combine carries the rows alone.
+    assert bytes_of(workload, "alltoall_allgather", 2, COMBINE) == {
+        ("alltoall", "inter"): 8 * 512 * 8192,
+        ("alltoall", "intra"): 7 * 512 * 8192,
+    }
+
+
+def test_one_copy_per_node_by_hand() -> None:
+    # Nearly every token has an expert on each of the 2 nodes: 1 - C(32, 8) / C(64, 8) of them. A
+    # token: 8,192 bytes, 8 probabilities and 8 ids, 8,256.
+    workload = workload_of(16, tokens=1024)
+    share = workload.routing.hits(2)[0]  # type: ignore[attr-defined]
+    assert share == pytest.approx(0.9976, abs=1e-4)
+    found = bytes_of(workload, "hierarchical_allgather", 4)
+    assert found[("alltoall between nodes", "inter")] == pytest.approx(1024 * share * 8256)
+    # Every rank of a node hands on what both nodes' ranks of its position sent, to 7 others.
+    assert found[("allgather in node", "intra")] == pytest.approx(7 * 2 * 1024 * share * 8256)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_expected_rows_do_not_depend_on_the_number_of_chunks(chain: str) -> None:
+    workload = workload_of(16, tokens=1000)
+    if CHAINS[chain].serial:
+        return
+    whole = bytes_of(workload, chain, 2)
+    for num_chunks in (3, 8):
+        for key, count in bytes_of(workload, chain, num_chunks).items():
+            assert count == pytest.approx(whole[key])
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_what_is_sent_is_received(chain: str) -> None:
+    """Over all ranks, in every walk and chunk, for routings in which no two ranks are alike."""
+    generator = np.random.default_rng(1)
+    maps = tuple(generator.random((count, 16)) < 0.2 for count in (30, 0, 7, 41))
+    workload = workload_of(
+        4,
+        ranks_per_node=2,
+        num_experts=16,
+        routing=MeasuredRouting(routing_maps=maps),
+        num_blocks=3,
+    )
+    num_chunks = 1 if CHAINS[chain].serial else 3
+    assert len(workload.ranks) == 4
+    bound = workload.bind(CHAINS[chain], num_chunks)
+    for walk in FORWARD_BACKWARD:
+        ranks = [
+            walk_traffic(each, layout, workload.row, walk, 3)
+            for each, layout in zip(bound, workload.ranks, strict=True)
+        ]
+        for stages in zip(*(rank.pipeline for rank in ranks), strict=True):
+            if isinstance(stages[0], CollectiveTraffic):
+                for tier in ("inter", "intra"):
+                    sent = sum(stage.sent_bytes[tier] for stage in stages)
+                    received = sum(stage.received_bytes[tier] for stage in stages)
+                    assert np.array_equal(sent, received), (walk.name, stages[0].stage, tier)
+
+
+def test_copies_that_the_executor_does_not_make_are_free() -> None:
+    workload = workload_of(16, tokens=1024)
+
+    def copies(chain: str, num_chunks: int, walk: object) -> list[str]:
+        (bound,) = workload.bind(CHAINS[chain], num_chunks)
+        row, layout = workload.row, workload.ranks[0]
+        traffic = walk_traffic(bound, layout, row, walk, num_chunks)  # type: ignore[arg-type]
+        return [stage.stage for stage in traffic.stages if isinstance(stage, CopyTraffic)]
+
+    # One chunk in Megatron's own order goes out as it lies; chunks are packed.
+    assert copies("alltoall", 1, DISPATCH) == ["permute", "order"]
+    assert copies("alltoall_allgather", 2, DISPATCH) == ["permute", "pack", "order"]
+    # A run of tokens is a view on the way out, and a copy on the way back.
+    assert copies("alltoall_dedup", 2, DISPATCH) == ["copy per rank", "copy per expert", "order"]
+    assert copies("alltoall_dedup", 2, COMBINE) == [
+        "order",
+        "copy per expert",
+        "copy per rank",
+        "cut",
+    ]
+
+
+def test_one_rank_stands_for_all_where_all_are_alike() -> None:
+    assert len(workload_of(16).ranks) == 1
+    # EP 3 on nodes of 2: the last rank is alone on its node.
+    assert len(workload_of(3, ranks_per_node=2, num_experts=12, topk=2).ranks) == 3
+    empty = dataclasses.replace(workload_of(16), tokens_per_rank=0)
+    assert bytes_of(empty, "hierarchical_alltoall", 2) == {}
