@@ -24,8 +24,8 @@ from report import ShowProgress, loss_table, progress
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs" / "quickstart"
 
-NODES, CHAIN = "alltoall_allgather"
-RANKS_PER_NODE = 2, 2
+NODES, RANKS_PER_NODE = 2, 2
+CHAIN = "alltoall_allgather"
 TP = EP = ETP = 2
 SEQUENCE_LENGTH = 128
 MICRO_BATCH_SIZE = 4

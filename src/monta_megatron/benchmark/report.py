@@ -125,7 +125,7 @@ def prediction_table(rows: Sequence[Row]) -> str:
 def _line(
     name: str, median: str, middle: str, inter: str, intra: str, limit: str, ratio: str
 ) -> str:
-    return f"{name:<31} {median:>7} {middle:>14} {inter:>6} {intra:>6} {limit:>5} {ratio:>6}"
+    return f"{name:<31} {median:>7} {middle:>14} {inter:>6} {intra:>6} {limit:>5} {ratio:>5}"
 
 
 def _short(value: float) -> str:

@@ -51,19 +51,30 @@ class Copies:
         flat.scatter_(0, self.pairs.flatten(), shares.flatten())
         return flat[:-1].view(num_rows, self.width)
 
-    def sum_by_row(self, copies: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def sum_by_row(
+        self, copies: torch.Tensor, dtype: torch.dtype, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Add the copies of each row in the order of their parts: [M, H] -> [N, H] in `dtype`.
 
         Without atomics, so with the same bits on every run.
+
+        Args:
+            copies: [M, H], or more rows, of which `places` names the copies.
+            dtype: of the sum.
+            places: [M] the row of `copies` in which each copy lies; None if they lie in order.
         """
-        if copies.shape[0] == 0:
+        if self.by_row.shape[0] == 0:
             num_rows = self.row_starts.shape[0] - 1
             return copies.new_zeros(num_rows, copies.shape[1], dtype=dtype)
+        by_row = self.by_row
         # On a GPU embedding_bag adds low-precision rows in fp32 itself; on a CPU it does not.
-        in_place = copies.is_cuda and dtype == torch.float32
-        rows = copies.contiguous() if in_place else copies.to(dtype).contiguous()
+        if copies.dtype == dtype or (copies.is_cuda and dtype == torch.float32):
+            by_row = by_row if places is None else places[by_row]
+            rows = copies.contiguous()
+        else:
+            rows = (copies if places is None else copies[places]).to(dtype)
         return torch.nn.functional.embedding_bag(
-            self.by_row, rows, self.row_starts, mode="sum", include_last_offset=True
+            by_row, rows, self.row_starts, mode="sum", include_last_offset=True
         )
 
 

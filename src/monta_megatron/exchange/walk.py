@@ -129,7 +129,8 @@ class _Chunk:
     """What a chunk looks like between two stages.
 
     `sources` are held until the collective that reads them has been waited for: their memory
-    belongs to another stream, which knows nothing of that collective.
+    belongs to another stream, which knows nothing of that collective. `rows` says which rows of
+    the messages are the chunk's, where they were not copied out; None if all are.
     """
 
     payload: Payload
@@ -138,6 +139,7 @@ class _Chunk:
     waits_for: str | None = None
     num_copies: int = 1
     sources: list[torch.Tensor] = field(default_factory=list)
+    rows: torch.Tensor | None = None
 
 
 class _Pipeline:
@@ -194,8 +196,12 @@ class _Pipeline:
             slices = [lane[bound.segments.slice_of(chunk)] for lane in whole]
             payload = Payload.of(slices, packed=False)
             return _Chunk(payload=payload, messages=slices, ready=lambda: None)
-        payload = Payload.of(whole, packed)
         index = self._rows_of(bound, chunk)
+        if isinstance(self.stages[1].stage, Replicate):
+            # The sum reads each row once, so it can read it where it lies.
+            payload = Payload.of(whole, packed=False)
+            return _Chunk(payload=payload, messages=whole, ready=lambda: None, rows=index)
+        payload = Payload.of(whole, packed)
         messages = payload.allocate(index.shape[0])
         for into, lane in zip(payload.lanes(messages).tensors(), whole, strict=True):
             torch.index_select(lane, 0, index, out=into)
@@ -223,6 +229,7 @@ class _Pipeline:
         """Copies for each part, or the sum of a row's copies."""
         assert isinstance(bound.stage, Replicate)
         lanes = self._wait(chunk)
+        rows_here = self.chunks[chunk].rows
         key = (bound.stage.name, chunk)
         if key not in self.exchange.copies:
             assert lanes.ids is not None and bound.parts is not None
@@ -236,9 +243,10 @@ class _Pipeline:
         lists: list[torch.Tensor] = []
         if self.walk.transpose:
             sum_dtype = torch.promote_types(self.exchange.sum_dtype, lanes.rows.dtype)
-            rows = copies.sum_by_row(lanes.rows, sum_dtype)
+            rows = copies.sum_by_row(lanes.rows, sum_dtype, rows_here)
             if lanes.probs is not None:
-                lists.append(copies.put_back(lanes.probs))
+                shares = lanes.probs if rows_here is None else lanes.probs[rows_here]
+                lists.append(copies.put_back(shares))
         else:
             rows = None
             if lanes.probs is not None:

@@ -49,10 +49,14 @@ class ParallelLayout:
             ("ep", self.ep, "num_experts", model.num_experts),
             ("etp", self.etp, "moe_ffn_hidden_size", model.moe_ffn_hidden_size),
             ("tp", self.tp, "num_attention_heads", model.num_attention_heads),
-            ("pp", self.pp, "num_layers", model.num_layers),
         ):
             if whole % size != 0:
                 return f"{field}: got {size}, must divide {name} of {model.name} ({whole})"
+        if self.pp > model.num_layers:
+            return (
+                f"pp: got {self.pp}, must be at most num_layers of {model.name} "
+                f"({model.num_layers})"
+            )
         # Sequence parallelism cuts the sequence; context parallelism takes it in two halves.
         parts = self.tp * self.cp * (2 if self.cp > 1 else 1)
         if model.seq_length % parts != 0:

@@ -1,5 +1,7 @@
 """The most memory that the executor holds at once in a walk, from the bound chain."""
 
+from collections.abc import Sequence
+
 from monta_megatron.chains import BoundChain
 from monta_megatron.chains.chain import depth_of_stages
 from monta_megatron.chains.lanes import RowFormat, WalkLanes, row_bytes_by_stage
@@ -26,7 +28,7 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
     num_rows = bound.num_source_rows if walk.transpose else bound.num_expert_rows
     output = row_bytes[last] * num_rows if stages[last].segments is not None else 0.0
     sum_bytes = row.hidden_size * max(SUM_BYTES, row.value_bytes)
-    writes = [_writes(stage, position) for position, stage in enumerate(stages)]
+    writes = [_writes(stages, position) for position in range(len(stages))]
     # [stages][C]
     rows_behind = [_rows_behind(stage, walk) for stage in stages]
     rows_before = [stage.receive.sum(axis=1).tolist() for stage in stages]
@@ -71,13 +73,22 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
     return peak
 
 
-def _writes(stage: BoundStage, position: int) -> bool:
-    """Whether a stage allocates: not one that hands on views, nor a group of one rank."""
+def _writes(stages: Sequence[BoundStage], position: int) -> bool:
+    """Whether a stage allocates: not one that hands on views, nor a group of one rank.
+
+    Rows that are to be summed are read where they lie.
+    """
+    stage = stages[position]
     if isinstance(stage.stage, AllToAll | AllGather):
         return stage.send.shape[1] > 1
     if isinstance(stage.stage, Replicate):
         return True
-    return position == 0 and stage.segments is not None and not stage.segments.is_slice
+    return (
+        position == 0
+        and stage.segments is not None
+        and not stage.segments.is_slice
+        and not isinstance(stages[1].stage, Replicate)
+    )
 
 
 def _rows_behind(stage: BoundStage, walk: WalkLanes) -> list[float]:

@@ -164,8 +164,15 @@ class Plan:
         return CHAINS[self.chain].refusal(layout)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, to be read, edited and given to --moe-monta-plan."""
-        Path(path).write_text(strict_yaml.dump(self), encoding="utf-8")
+        """Write the plan, to be read, edited and given to --moe-monta-plan.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        try:
+            Path(path).write_text(strict_yaml.dump(self), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be written: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

@@ -4,7 +4,8 @@ Notation: T = tokens of a rank, E = experts, S = source ranks, B = token blocks,
 EP = expert parallel size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ class SampledRouting(ExpectedRouting):
 
     name: str
     routing_map: NDArray[np.bool_]
+    _hits: dict[int, NDArray[np.float64]] = field(default_factory=dict, repr=False)
 
     @property
     def num_experts(self) -> int:
@@ -43,18 +45,17 @@ class SampledRouting(ExpectedRouting):
         """Some experts are wanted more than others."""
         return False
 
-    @property
+    @cached_property
     def pairs(self) -> NDArray[np.float64]:
         """[E] pairs per token and expert."""
         return self.routing_map.mean(axis=0)
 
     def hits(self, num_parts: int) -> NDArray[np.float64]:
         """[P] share of the tokens that have an expert in each part."""
-        num_samples = self.routing_map.shape[0]
-        hits: NDArray[np.float64] = (
-            self.routing_map.reshape(num_samples, num_parts, -1).any(axis=2).mean(axis=0)
-        )
-        return hits
+        if num_parts not in self._hits:
+            parts = self.routing_map.reshape(self.routing_map.shape[0], num_parts, -1)
+            self._hits[num_parts] = parts.any(axis=2).mean(axis=0)
+        return self._hits[num_parts]
 
 
 def skewed_routing(num_experts: int, topk: int, seed: int = 0) -> SampledRouting:
@@ -78,6 +79,7 @@ class MeasuredRouting:
     """
 
     routing_maps: tuple[NDArray[np.bool_], ...]
+    _counted: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -112,49 +114,47 @@ class MeasuredRouting:
             received = table.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2)[:, :, own]
             return Counts(sent=table[layout.rank].reshape(layout.ep, -1), received=received)
 
-        blocks = np.stack([self._blocks(each, num_blocks) for each in self.routing_maps])
-        lengths = [self._block_lengths(len(each), num_blocks) for each in self.routing_maps]
+        lengths = [_block_lengths(len(each), num_blocks) for each in self.routing_maps]
         fields: dict[str, NDArray[np.int64]] = {}
         for part in chain.parts:
             if part == "node":
-                by_node = _hits(blocks, layout.num_nodes)
+                by_node = self._hits(num_blocks, layout.num_nodes)
                 fields["sent_to_nodes"] = by_node[layout.rank]
                 fields["for_node"] = by_node[:, :, layout.node]
             elif part == "rank":
-                by_rank = _hits(blocks, layout.ep)
+                by_rank = self._hits(num_blocks, layout.ep)
                 if "node" in chain.parts:
                     first = layout.node * layout.ranks_per_node
                     fields["for_node_ranks"] = by_rank[:, :, first : first + layout.ranks_per_node]
                 else:
                     fields["sent_to_ranks"] = by_rank[layout.rank]
                     fields["for_rank"] = by_rank[:, :, layout.rank]
-        return TokenCounts(
-            tokens=np.array(lengths), experts=blocks.sum(axis=2)[:, :, own], **fields
-        )
+        by_expert = self._hits(num_blocks, self.num_experts)
+        return TokenCounts(tokens=np.array(lengths), experts=by_expert[:, :, own], **fields)
 
-    def _blocks(self, routing_map: NDArray[np.bool_], num_blocks: int) -> NDArray[np.bool_]:
-        """[T, E] -> [B, longest T/B, E], filled up with tokens that go nowhere."""
-        longest = max(len(each) for each in self.routing_maps)
-        padded_length = max(-(-longest // num_blocks), 1)
-        blocks = np.zeros((num_blocks, padded_length, routing_map.shape[1]), dtype=np.bool_)
-        start = 0
-        for block, length in zip(
-            blocks, self._block_lengths(len(routing_map), num_blocks), strict=True
-        ):
-            block[:length] = routing_map[start : start + length]
-            start += length
-        return blocks
-
-    @staticmethod
-    def _block_lengths(num_tokens: int, num_blocks: int) -> list[int]:
-        """[B] tokens of each block: full ones, then the rest, as the executor cuts them."""
-        size = max(-(-num_tokens // num_blocks), 1)
-        return [min(max(num_tokens - block * size, 0), size) for block in range(num_blocks)]
+    def _hits(self, num_blocks: int, num_parts: int) -> NDArray[np.int64]:
+        """[S, B, P] tokens with an expert in each of P equal parts of the experts."""
+        key = (num_blocks, num_parts)
+        if key not in self._counted:
+            self._counted[key] = np.array(
+                [
+                    [block.sum(axis=0) for block in np.split(_parts(each, num_parts), cuts)]
+                    for each in self.routing_maps
+                    for cuts in [np.cumsum(_block_lengths(len(each), num_blocks))[:-1]]
+                ]
+            )
+        return self._counted[key]
 
 
-def _hits(blocks: NDArray[np.bool_], num_parts: int) -> NDArray[np.int64]:
-    """[S, B, T/B, E] -> [S, B, P]: tokens with an expert in each part."""
-    hits: NDArray[np.int64] = (
-        blocks.reshape(*blocks.shape[:3], num_parts, -1).any(axis=4).sum(axis=2)
-    )
-    return hits
+def _parts(routing_map: NDArray[np.bool_], num_parts: int) -> NDArray[np.bool_]:
+    """[T, E] -> [T, P]: whether a token has an expert in each part."""
+    parts: NDArray[np.bool_] = routing_map.reshape(
+        len(routing_map), num_parts, routing_map.shape[1] // num_parts
+    ).any(axis=2)
+    return parts
+
+
+def _block_lengths(num_tokens: int, num_blocks: int) -> list[int]:
+    """[B] tokens of each block: full ones, then the rest, as the executor cuts them."""
+    size = max(-(-num_tokens // num_blocks), 1)
+    return [min(max(num_tokens - block * size, 0), size) for block in range(num_blocks)]

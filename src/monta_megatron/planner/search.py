@@ -62,10 +62,11 @@ def plan(
         (price for price in allowed if price.total_us <= allowed[0].total_us * (1 + margin)),
         key=lambda price: price.plainness,
     )
+    first_node = min(workload.layout.nodes)
     situation = Situation(
         ep=workload.layout.ep,
         etp=workload.layout.etp,
-        nodes=workload.layout.nodes,
+        nodes=tuple(node - first_node for node in workload.layout.nodes),
         num_experts=workload.routing.num_experts,
         topk=workload.routing.list_width,
         hidden_size=workload.hidden_size,

@@ -146,8 +146,12 @@ def walk_traffic(
     for position, stage in enumerate(stages):
         kind, depth, behind = stage.stage, depths[position], row_bytes[position]
         if isinstance(kind, Place):
-            # The first one hands on views of the tensor where a chunk is one run of its rows.
-            is_view = stage.segments is None or (position == 0 and stage.segments.is_slice)
+            # The first one hands on views of the tensor where a chunk is one run of its rows, and
+            # the whole tensor where its rows are to be summed.
+            is_view = stage.segments is None or (
+                position == 0
+                and (stage.segments.is_slice or isinstance(stages[1].stage, Replicate))
+            )
             if not is_view:
                 pipeline.append(_copy(kind.name, depth, copy=2 * behind * stage.send[:, 0]))
         elif isinstance(kind, Replicate):

@@ -185,7 +185,7 @@ def test_what_is_over_the_memory_limit_is_no_candidate() -> None:
     assert peaks[found.chain, found.num_chunks] <= limit
     over = [entry for entry in found.candidates if "over the limit" in str(entry.rejected)]
     assert len(over) == len([peak for peak in peaks.values() if peak > limit])
-    with pytest.raises(ValueError, match="memory_limit: got .* must be at least"):
+    with pytest.raises(ValueError, match=r"memory_limit: got .* must be at least"):
         plan(workload_of(16), A800, memory_limit_bytes=1.0)
 
 

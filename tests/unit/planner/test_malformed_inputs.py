@@ -1,0 +1,262 @@
+"""Whatever is wrong with a file or a flag: one line with file, key, value and rule; status 2."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from clusters import CONFIGS, preset, workload_of
+
+from monta_megatron import strict_yaml
+from monta_megatron.cli import main
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.search import plan
+
+MODEL = yaml.safe_load((CONFIGS / "models" / "deepseek_v3.yaml").read_text())
+CLUSTER = yaml.safe_load((CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_text())
+CURVE = {
+    "operation": "alltoall",
+    "tier": "inter",
+    "group_size": 2,
+    "sizes_bytes": [1000, 2000],
+    "times_us": [10.0, 20.0],
+    "kind": "measured",
+    "source": "by hand",
+}
+LAYOUT = {"world_size": 16, "ep": 16}
+DATA = {"model": MODEL, "cluster": CLUSTER, "layout": LAYOUT}
+
+MISSING = object()
+
+
+def edited(data: dict[str, Any], path: tuple[str | int, ...], value: object) -> dict[str, Any]:
+    """A deep copy with one value changed, or one key left out."""
+    copy: Any = yaml.safe_load(yaml.safe_dump(data))
+    inner = copy
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is MISSING:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return dict(copy)
+
+
+def run(tmp_path: Path, flags: tuple[str, ...] = (), **files: object) -> int:
+    """`monta plan` on the good files, but for those that are given: data, text or bytes."""
+    arguments = ["plan"]
+    for name, data in {**DATA, **files}.items():
+        path = tmp_path / f"{name}.yaml"
+        if isinstance(data, bytes):
+            path.write_bytes(data)
+        else:
+            path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+        arguments += [f"--{name}", str(path)]
+    try:
+        return main([*arguments, *flags])
+    except SystemExit as error:
+        assert isinstance(error.code, int)
+        return error.code
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], status: int, words: list[str]) -> None:
+    captured = capsys.readouterr()
+    assert status == 2, captured
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("monta")
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def test_the_good_files_are_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path) == 0
+    assert "choice" in capsys.readouterr().out
+
+
+def with_curve(**changes: object) -> dict[str, Any]:
+    return {**CLUSTER, "curves": [{**CURVE, **changes}]}
+
+
+VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
+    # Missing and unknown keys.
+    ("model", ("hidden_size",), MISSING, ["hidden_size: missing", "must be given"]),
+    ("model", ("hiden_size",), 1, ["hiden_size: unknown key", "did you mean hidden_size?"]),
+    ("cluster", ("launch", "copy_us"), MISSING, ["launch.copy_us: missing"]),
+    ("cluster", ("launch", "copy_ms"), 1.0, ["launch.copy_ms: unknown key", "copy_us?"]),
+    ("cluster", ("links", 1, "gbit_s"), 200, ["links[1].gbit_s: unknown key"]),
+    ("cluster", ("links", 0, "source"), MISSING, ["links[0].source: missing"]),
+    ("layout", ("tensor",), 2, ["tensor: unknown key", "known: world_size"]),
+    # Wrong types and units.
+    ("model", ("hidden_size",), "7168", ["hidden_size: got '7168'", "an integer >= 1"]),
+    ("model", ("hidden_size",), 7168.5, ["hidden_size: got 7168.5", "an integer >= 1"]),
+    ("model", ("hidden_size",), True, ["hidden_size: got True", "an integer >= 1"]),
+    ("model", ("hidden_size",), None, ["hidden_size: got None", "an integer >= 1"]),
+    ("model", ("name",), 3, ["name: got 3", "a text that is not empty"]),
+    ("model", ("source",), "  ", ["source: got ' '", "a text that is not empty"]),
+    ("model", ("dtype",), "fp8", ["dtype: got 'fp8'", "one of bf16, fp16, fp32"]),
+    ("cluster", ("links",), {"inter": 1}, ["links: got {'inter': 1}", "a list"]),
+    ("cluster", ("links", 0), "inter", ["links[0]: got 'inter'", "a mapping with the keys tier"]),
+    ("cluster", ("links", 0, "gbps"), "25 GB/s", ["links[0].gbps: got '25 GB/s'", "number > 0"]),
+    ("cluster", ("links", 0, "gbps"), "1e3", ["links[0].gbps: got '1e3'", "a number > 0"]),
+    ("cluster", ("links", 0, "tier"), "nvlink", ["tier: got 'nvlink'", "inter, intra, memory"]),
+    ("cluster", ("copies_block_host",), "yes", ["copies_block_host: got 'yes'", "true or false"]),
+    ("cluster", ("contention", 0, "pair"), ["intra"], ["pair: got ['intra']", "2 entries"]),
+    # Negative, zero, NaN, infinite.
+    ("cluster", ("links", 0, "gbps"), -25.0, ["links[0].gbps: got -25.0", "a number > 0"]),
+    ("cluster", ("links", 0, "gbps"), 0, ["links[0].gbps: got 0", "a number > 0"]),
+    ("cluster", ("links", 0, "gbps"), float("nan"), ["gbps: got nan", "a number > 0"]),
+    ("cluster", ("links", 0, "gbps"), float("inf"), ["gbps: got inf", "a number > 0"]),
+    ("cluster", ("links", 0, "gbps"), 10**400, ["links[0].gbps: got 1000", "a number > 0"]),
+    ("cluster", ("links", 0, "alpha_us"), -1, ["links[0].alpha_us: got -1", "a number >= 0"]),
+    ("cluster", ("contention", 0, "factor"), 0.5, ["contention[0].factor: got 0.5", ">= 1"]),
+    ("cluster", ("num_nodes",), 0, ["num_nodes: got 0", "an integer >= 1"]),
+    ("model", ("num_experts",), -8, ["num_experts: got -8", "an integer >= 1"]),
+    ("layout", ("ep",), 0, ["ep: got 0", "an integer >= 1"]),
+    # Several keys that do not fit each other.
+    ("model", ("moe_router_topk",), 300, ["moe_router_topk: got 300", "num_experts (256)"]),
+    ("model", ("num_moe_layers",), 99, ["num_moe_layers: got 99", "num_layers (61)"]),
+    ("model", ("moe_router_group_topk",), MISSING, ["moe_router_group_topk", "together"]),
+    ("model", ("moe_router_num_groups",), 7, ["moe_router_num_groups: got 7", "divide"]),
+    ("model", ("moe_router_group_topk",), 9, ["moe_router_group_topk: got 9", "at most"]),
+    ("cluster", ("links", 1, "tier"), "inter", ["links: got inter twice", "given once"]),
+    ("cluster", ("links",), [], ["links: none for tier inter", "must be given"]),
+    ("cluster", ("contention", 0, "pair"), ["nic", "memory"], ["contention[0].pair[0]: got 'nic'"]),
+    ("layout", ("world_size",), 24, ["world_size: got 24", "must be a multiple of", "(16)"]),
+    ("layout", ("world_size",), 64, ["world_size: got 64", "at most the 16 ranks"]),
+    ("layout", ("ep",), 3, ["world_size: got 16", "etp * ep * pp (3)"]),
+]
+
+
+@pytest.mark.parametrize(("file", "path", "value", "words"), VALUES)
+def test_a_bad_value(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    path: tuple[str | int, ...],
+    value: object,
+    words: list[str],
+) -> None:
+    status = run(tmp_path, **{file: edited(DATA[file], path, value)})
+    assert_one_line(capsys, status, [str(tmp_path / f"{file}.yaml"), *words])
+
+
+FILES: list[tuple[str, object, list[str]]] = [
+    ("model", "", ["got None", "a mapping with the keys name"]),
+    ("model", "- 1\n- 2\n", ["got [1, 2]", "a mapping"]),
+    ("model", "name: [1, 2", ["is no plain YAML in line 1"]),
+    ("model", "name: 'a\n", ["is no plain YAML"]),
+    ("model", "a: 1\na: 2\n", ["is no plain YAML in line 2", "'a' is written twice"]),
+    ("model", "name: !!python/object/apply:os.getcwd []\n", ["is no plain YAML", "tag"]),
+    ("model", "!!python/name:os.system\n", ["is no plain YAML", "tag"]),
+    ("model", "name: x\n---\nname: y\n", ["is no plain YAML"]),
+    ("model", "[" * 20_000, ["is no plain YAML"]),
+    ("model", b"\x7fELF\x02\x01\x01\x00\xff\xfe", ["is no text file"]),
+    ("model", b"name: \x00\n", ["is no plain YAML"]),
+    ("model", "hidden_size: " + "9" * 5_000, ["is no plain YAML"]),
+    ("cluster", "&a [*a]\n", ["must be a mapping"]),
+    ("cluster", with_curve(sizes_bytes=[2000, 1000]), ["sizes_bytes: got [2000, 1000]", "ascend"]),
+    ("cluster", with_curve(sizes_bytes=[1000]), ["sizes_bytes: got [1000]", "at least 2"]),
+    ("cluster", with_curve(sizes_bytes=[0, 1000]), ["curves[0].sizes_bytes[0]: got 0", ">= 1"]),
+    ("cluster", with_curve(times_us=[1.0]), ["curves[0].times_us: got 1 times", "(2)"]),
+    ("cluster", with_curve(times_us=[1.0, -2.0]), ["curves[0].times_us[1]: got -2.0", "> 0"]),
+    ("cluster", with_curve(tier="memory"), ["curves: got alltoall in tier memory", "inter"]),
+    ("cluster", with_curve(operation="reduce"), ["curves[0].operation: got 'reduce'"]),
+    ("cluster", {**CLUSTER, "curves": [CURVE, CURVE]}, ["curves: got", "twice"]),
+    ("layout", {"world_size": 16, "ep": 16, "tp": 3}, ["world_size: got 16", "tp * cp * pp (3)"]),
+    ("model", {**MODEL, "num_experts": 264}, ["layout.yaml: ep: got 16", "num_experts", "(264)"]),
+    ("model", {**MODEL, "seq_length": 4095}, ["layout.yaml: tp: got 2", "seq_length", "4095"]),
+    ("model", {**MODEL, "num_attention_heads": 9}, ["layout.yaml: tp", "num_attention_heads"]),
+]
+
+
+@pytest.mark.parametrize(("file", "data", "words"), FILES)
+def test_a_bad_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, data: object, words: list[str]
+) -> None:
+    # The last ones need tensor parallelism to go wrong.
+    flags = ("--tp", "2") if file == "model" else ()
+    status = run(tmp_path, flags, **{file: data})
+    assert_one_line(capsys, status, [str(tmp_path), *words])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--ep", "0"), ["--ep", "got '0'", "an integer >= 1"]),
+        (("--ep", "two"), ["--ep", "got 'two'", "an integer >= 1"]),
+        (("--ep", "5"), ["world_size: got 16", "(5)"]),
+        (("--margin", "nan"), ["--margin", "got 'nan'", "from 0 to 1"]),
+        (("--margin", "3"), ["--margin", "got '3'", "from 0 to 1"]),
+        (("--inter-rate-ratio", "-1"), ["--inter-rate-ratio", "got '-1'", "> 0"]),
+        (("--memory-limit-gb", "0.001"), ["memory_limit: got 0.001 GB", "must be at least"]),
+        (("--routing", "zipf"), ["zipf: no router_trace_rank*.jsonl"]),
+        (("--routing", "node-limited", "--ep", "8"), ["--routing: got node-limited", "1 node(s)"]),
+        (("--phase", "backward"), ["--phase", "invalid choice: 'backward'"]),
+        (("--eep", "8"), ["unrecognized arguments: --eep"]),
+        (("--model", "missing.yaml"), ["missing.yaml: cannot be read: No such file"]),
+        (("--model", "."), [".: cannot be read"]),
+        (("--out", "/nowhere/plan.yaml"), ["/nowhere/plan.yaml: cannot be written"]),
+    ],
+)
+def test_a_bad_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: list[str]
+) -> None:
+    assert_one_line(capsys, run(tmp_path, flags), words)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("not json", ["line 1: is no record of the tracer"]),
+        ('{"layer": 1}', ["line 1: is no record of the tracer", "top_indices"]),
+        ('{"top_indices": [[0, 999]]}', ["line 1: top_indices", "0 to 255"]),
+        ('{"top_indices": [0, 1]}', ["line 1: top_indices", "for every token"]),
+        ('{"top_indices": []}', ["no tokens"]),
+    ],
+)
+def test_a_bad_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: list[str]
+) -> None:
+    (tmp_path / "router_trace_rank0.jsonl").write_text(line + "\n")
+    status = run(tmp_path, ("--routing", str(tmp_path)))
+    assert_one_line(capsys, status, [str(tmp_path), *words])
+
+
+def test_no_layout_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / f"{name}.yaml" for name in ("model", "cluster")}
+    for name, path in files.items():
+        path.write_text(yaml.safe_dump(DATA[name]))
+    status = main(["plan", "--model", str(files["model"]), "--cluster", str(files["cluster"])])
+    assert_one_line(capsys, status, ["no (tp, ep, etp) fits DeepSeek-V3 on", "GB"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.update(chain="fastest"), ["chain: got 'fastest'", "one of alltoall"]),
+        (lambda data: data.update(chain="alltoall", num_chunks=2), ["num_chunks: got 2", "serial"]),
+        (lambda data: data.update(num_chunks=0), ["num_chunks: got 0", ">= 1"]),
+        (lambda data: data.pop("situation"), ["situation: missing"]),
+        (lambda data: data["situation"].update(nodes="all"), ["situation.nodes: got 'all'"]),
+        (lambda data: data["candidates"].append(1), ["candidates[", "got 1", "a mapping"]),
+    ],
+)
+def test_a_bad_plan(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], words: list[str]
+) -> None:
+    data = strict_yaml.plain(plan(workload_of(16), preset("a800_2x8_ib200")))
+    change(data)
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(ValueError) as error:
+        Plan.load(path)
+    assert "\n" not in str(error.value)
+    for word in [str(path), *words]:
+        assert word in str(error.value)
+
+
+def test_there_are_at_least_40() -> None:
+    assert len(VALUES) + len(FILES) >= 40
