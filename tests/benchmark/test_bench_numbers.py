@@ -1,6 +1,8 @@
 """The computations behind `monta bench`, against numbers worked by hand."""
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -242,3 +244,19 @@ def test_table_fits_80_columns() -> None:
     text = table([row(), row(chosen=True), row(phase="forward", pct_of_limit=None)])
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("chain x chunks") == 2
+
+
+def test_what_says_so_needs_no_torch() -> None:
+    names = [
+        "launch",
+        "plots",
+        "prediction",
+        "report",
+        "routing",
+        "settings",
+        "statistics",
+        "traffic",
+    ]
+    imports = "; ".join(f"import monta_megatron.benchmark.{name}" for name in names)
+    check = f"import sys; {imports}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

@@ -74,6 +74,7 @@ def exchange(num_bytes: str) -> None:
     assert received.view(NUM_RANKS, -1)[:, 0].tolist() == list(range(NUM_RANKS))
     dist.barrier()
     before = [nic_bytes(name) for name in cluster.nic_names]
+    dist.barrier()  # or a faster rank's bytes would count as sent before
     dist.all_to_all_single(received, rows)
     dist.barrier()
     if int(os.environ["LOCAL_RANK"]) == 0:

@@ -18,7 +18,7 @@ from monta_megatron.emulation import sandbox
 
 PROGRAMS = programs.__file__
 MONTA = [sys.executable, "-m", "monta_megatron.cli"]
-TIME_LIMIT_SECONDS = 120
+TIME_LIMIT_SECONDS = 240
 
 MBIT = 200
 # A link is never faster than its setting (what is queued when a measurement starts aside); how much
@@ -108,15 +108,15 @@ def test_incast_of_three_nodes_is_one_nic_and_rates_are_measured() -> None:
 def test_every_rank_uses_its_nic() -> None:
     num_bytes = 1_200_000
     rails = ("--nic-per", "rank")
-    result = run(command("exchange", str(num_bytes), ranks_per_node=3, flags=rails))
+    result = run(command("exchange", str(num_bytes), ranks_per_node=2, flags=rails))
     said = result.stderr.decode()
     assert result.returncode == 0, said
-    other = re.search(r"\[node 1 rank 3\] ({.*sent_bytes.*})", said)
+    other = re.search(r"\[node 1 rank 2\] ({.*sent_bytes.*})", said)
     assert other is not None, said
     for printed in (result.stdout, other.group(1)):
         sent = json.loads(printed)["sent_bytes"]
-        # Half of what each rank has goes to the other node; each rail takes a third of that.
-        assert sent == pytest.approx([num_bytes / 2] * 3, rel=0.06)
+        # Half of what each rank has goes to the other node; the two rails share that of both.
+        assert sent == pytest.approx([num_bytes / 2] * 2, rel=0.06)
 
 
 def test_status_of_the_first_rank_to_fail_and_json() -> None:

@@ -5,7 +5,7 @@ Notation: T = tokens of a rank, H = hidden size, E = experts, N = rows for the l
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -45,7 +45,7 @@ class Candidate:
     requested: str
     dispatcher: Any
     batch: Batch
-    own_tokens: slice = slice(None)
+    own_tokens: slice = field(default_factory=lambda: slice(None))
     traffic: Callable[[bool], Traffic] | None = None
     step: int | None = None
 

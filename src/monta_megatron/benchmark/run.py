@@ -65,17 +65,45 @@ def run_benchmark(
     """
     device = _start(launch)
     try:
-        return _run(settings, launch, cluster, device)
+        bench = _prepare(settings, launch, cluster, device)
     except ValueError:
         # The same on every rank; the first one is not far behind when the others leave.
         wait_for_all()
         raise
 
+    wrong = check_candidates(bench.candidates, bench.layout)
+    if wrong:
+        raise MismatchError("\n".join(wrong))
+    _say(f"{len(bench.candidates)} dispatchers checked against stock alltoall")
 
-def _run(
+    scopes: dict[str, Experts] = {"exchange": identity_experts}
+    if settings.layer:
+        scopes["layer"] = build_experts(bench.shape)
+    rows = [
+        row
+        for scope, experts in scopes.items()
+        for phase in settings.phases
+        for row in bench.rows(scope, experts, phase)
+    ]
+
+    gpu = torch.cuda.get_device_name() if bench.batch.hidden.is_cuda else None
+    report: dict[str, Any] = {
+        "meta": describe(settings, bench.nodes, bench.emulated, bench.skipped, gpu),
+        "rows": [asdict(row) for row in rows],
+    }
+    if settings.ablation:
+        report["ablation"] = [asdict(result) for result in ablation_steps(rows)]
+    if settings.bound:
+        _say("stages of alltoall_allgather alone")
+        found = measure_bound(settings, bench.layout, bench.batch)
+        report["bound"] = [asdict(result) for result in found]
+    return report
+
+
+def _prepare(
     settings: Settings, launch: Launch, cluster: Cluster | None, device: torch.device
-) -> dict[str, Any]:
-    # Step 1: the data and the dispatchers.
+) -> "_Bench":
+    """Megatron's groups, the data, and the dispatchers on both."""
     shape = LayerShape(
         num_experts=settings.num_experts,
         topk=settings.topk,
@@ -97,64 +125,44 @@ def _run(
         candidates = build_ablation(settings, shape, layout, batch)
     else:
         candidates, skipped = build_candidates(settings, shape, layout, batch)
-
-    # Step 2: check.
-    wrong = check_candidates(candidates, layout)
-    if wrong:
-        raise MismatchError("\n".join(wrong))
-    _say(f"{len(candidates)} dispatchers checked against stock alltoall")
-
-    # Step 3: time.
-    emulated = EmulatedCluster.from_environment()
-    measurement = _Measurement(
+    return _Bench(
         settings=settings,
+        shape=shape,
         nodes=nodes,
         layout=layout,
         batch=batch,
         candidates=candidates,
+        skipped=skipped,
         cluster=cluster,
-        emulated=emulated,
+        emulated=EmulatedCluster.from_environment(),
         reads_nics=launch.local_rank == 0,
     )
-    scopes: dict[str, Experts] = {"exchange": identity_experts}
-    if settings.layer:
-        scopes["layer"] = build_experts(shape)
-    rows: list[Row] = []
-    for scope, experts in scopes.items():
-        for phase in settings.phases:
-            rows += measurement.rows(scope, experts, phase)
-
-    # Step 4: report.
-    gpu = torch.cuda.get_device_name() if batch.hidden.is_cuda else None
-    report: dict[str, Any] = {
-        "meta": describe(settings, nodes, emulated, skipped, gpu),
-        "rows": [asdict(row) for row in rows],
-    }
-    if settings.ablation:
-        report["ablation"] = [asdict(result) for result in ablation_steps(rows)]
-    if settings.bound:
-        _say("stages of alltoall_allgather alone")
-        report["bound"] = [asdict(result) for result in measure_bound(settings, layout, batch)]
-    return report
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measurement:
-    """Candidates that were found right, and all that a row says of them.
+class _Bench:
+    """The candidates, and all that a row says of them.
 
     Attributes:
-        settings, layout, batch, candidates: of the benchmark.
+        settings: what was asked for.
+        shape: of the layer.
         nodes: of every rank of the launch.
+        layout: this rank's place in its exchange.
+        batch: this rank's data.
+        candidates: stock's dispatchers and ours.
+        skipped: why chains were left out.
         cluster: costs for predictions, or None.
         emulated: what it runs on, or None.
         reads_nics: whether this rank reads the NICs of its node.
     """
 
     settings: Settings
+    shape: LayerShape
     nodes: tuple[int, ...]
     layout: Layout
     batch: Batch
     candidates: list[Candidate]
+    skipped: dict[str, str]
     cluster: Cluster | None
     emulated: EmulatedCluster | None
     reads_nics: bool

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         _say(str(error))
         return 2
     _report(cluster)
-    status = _run(cluster, command, rank_on_stdout=None if as_json else 0)
+    status = _run(cluster, command, stdout_rank=None if as_json else 0)
     if as_json:
         print(json.dumps({"cluster": dataclasses.asdict(cluster), "exit_status": status}, indent=2))
     return status
@@ -99,14 +99,12 @@ def _report(cluster: EmulatedCluster) -> None:
         _say("note: between nodes this machine is the limit, not the setting")
 
 
-def _run(cluster: EmulatedCluster, command: Sequence[str], rank_on_stdout: int | None) -> int:
+def _run(cluster: EmulatedCluster, command: Sequence[str], stdout_rank: int | None) -> int:
     """Run the command on every node; the value is the exit status of the first rank to fail."""
     _EXIT_STATUSES.touch()
     forwarder = _Forwarder()
     with _rank_pipes(cluster, forwarder):
-        nodes = [
-            _start_node(cluster, node, command, rank_on_stdout) for node in range(cluster.nodes)
-        ]
+        nodes = [_start_node(cluster, node, command, stdout_rank) for node in range(cluster.nodes)]
         for node, process in enumerate(nodes):
             assert process.stderr is not None
             forwarder.add(process.stderr, f"[node {node}]")
@@ -117,13 +115,13 @@ def _run(cluster: EmulatedCluster, command: Sequence[str], rank_on_stdout: int |
 
 
 def _start_node(
-    cluster: EmulatedCluster, node: int, command: Sequence[str], rank_on_stdout: int | None
+    cluster: EmulatedCluster, node: int, command: Sequence[str], stdout_rank: int | None
 ) -> subprocess.Popen[bytes]:
     """torchrun on one node, which has a host name of its own."""
     name, address = cluster.node_names[node], cluster.address(node)
     rank_command = [
         *("sh", "-c", _START_RANK, str(PRIVATE_DIRECTORY), str(cluster.nics_per_node)),
-        *(str(rank_on_stdout), sys.executable, "-u", *command),
+        *(str(stdout_rank), sys.executable, "-u", *command),
     ]
     torchrun = [
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -134,6 +132,7 @@ def _start_node(
     ]
     return subprocess.Popen(
         [*in_node(name), "unshare", "--uts", sys.executable, "-c", _START_NODE, name, *torchrun],
+        # CPU ranks, even where there is a GPU.
         env={
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -142,6 +141,7 @@ def _start_node(
             ENVIRONMENT_VARIABLE: cluster.to_json(),
         },
         stdin=subprocess.DEVNULL,
+        stdout=None if node == 0 and stdout_rank == 0 else sys.stderr,
         stderr=subprocess.PIPE,
     )
 
@@ -154,7 +154,7 @@ def _wait(nodes: Sequence[subprocess.Popen[bytes]]) -> int:
         for node in [node for node in running if node.poll() is not None]:
             running.remove(node)
             if node.returncode and not status:
-                status = node.returncode
+                status = node.returncode if node.returncode > 0 else 128 - node.returncode
                 deadline = time.monotonic() + _GRACE_SECONDS
     return status
 

@@ -39,6 +39,8 @@ _MAX_SEGMENT_BYTES = 64 * 1024  # the kernel's own
 # Ports do not drop, as fabrics hardly do: TCP's windows bound what waits in one.
 _QUEUE_BYTES = 10**9
 
+_KERNEL_NEEDS = "the kernel has to have veth, bridge and sch_tbf (modprobe veth bridge sch_tbf)"
+
 _SETTINGS = {
     # Compiled into every kernel, allowed in every namespace, and the same on every host.
     "net/ipv4/tcp_congestion_control": "reno",
@@ -158,4 +160,5 @@ def _run(*command: str, stdin: Iterator[str] | None = None) -> None:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode != 0:
         said = "; ".join(done.stderr.strip().splitlines())
-        raise ValueError(f"`{' '.join(command)}` failed: {said}")
+        needs = "" if command[0] == "mount" else f"; {_KERNEL_NEEDS}"
+        raise ValueError(f"`{' '.join(command)}` failed: {said}{needs}")

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.lanes import FORWARD, FORWARD_BACKWARD, WalkLanes
+from monta_megatron.chains.lanes import (
+    DISPATCH,
+    DISPATCH_BACKWARD,
+    FORWARD,
+    FORWARD_BACKWARD,
+    WalkLanes,
+)
 from monta_megatron.planner.cluster import RESOURCES, Cluster
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.plan import Phase, StageCost
@@ -15,6 +21,11 @@ from monta_megatron.planner.workload import Workload
 WALKS: dict[Phase, tuple[WalkLanes, ...]] = {
     "forward": FORWARD,
     "forward_backward": FORWARD_BACKWARD,
+}
+# Those that hold most, one in each direction: the other two move the same rows with fewer lanes.
+HEAVIEST: dict[Phase, tuple[WalkLanes, ...]] = {
+    "forward": FORWARD,
+    "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
 }
 RESOURCE_NAMES = {"inter": "network", "intra": "fast tier", "memory": "memory"}
 
@@ -49,18 +60,14 @@ class ChainPrice:
         """What no schedule of these stages beats."""
         return sum(walk.lower_bound_us for walk in self.walks)
 
-    def tier_bytes(self, tier: str) -> float:
+    def bytes_by_tier(self) -> dict[str, float]:
         """Bytes of the chain's stages over all ranks and walks."""
-        return (
-            sum(
-                num_bytes
-                for ranks in self.traffic
-                for rank in ranks
-                for (_, found), num_bytes in rank.bytes_by_stage().items()
-                if found == tier
-            )
-            * self.num_alike
-        )
+        totals = {"inter": 0.0, "intra": 0.0}
+        for ranks in self.traffic:
+            for rank in ranks:
+                for (_, tier), num_bytes in rank.bytes_by_stage().items():
+                    totals[tier] += num_bytes * self.num_alike
+        return totals
 
     @property
     def plainness(self) -> tuple[bool, int, int]:
@@ -105,12 +112,13 @@ def price_chain(
         traffic=traffic,
         num_alike=len(workload.layout.nodes) // len(workload.ranks),
         peak_bytes=max(
-            peak_bytes(each, workload.row, walk) for each in bound for walk in WALKS[phase]
+            peak_bytes(each, workload.row, walk) for each in bound for walk in HEAVIEST[phase]
         ),
     )
 
 
 def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
+    """Every stage of every walk, as a plan shows it."""
     costs = []
     for walk, ranks in zip(price.walks, price.traffic, strict=True):
         for work, *stages in zip(walk.works, *(rank.stages for rank in ranks), strict=True):

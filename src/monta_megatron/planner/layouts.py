@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
@@ -102,16 +103,16 @@ def state_bytes(model: Model, layout: ParallelLayout) -> float:
 def _layouts(
     model: Model, cluster: Cluster, world_size: int, cp: int, pp: int
 ) -> Iterator[ParallelLayout]:
-    for tp in range(1, cluster.ranks_per_node + 1):
-        for etp in range(1, cluster.ranks_per_node + 1):
-            for ep in range(1, model.num_experts + 1):
-                if model.num_experts % ep or world_size % (tp * cp * pp):
-                    continue
-                if world_size % (etp * ep * pp) or cluster.ranks_per_node % etp:
-                    continue
-                layout = ParallelLayout(world_size=world_size, tp=tp, ep=ep, etp=etp, cp=cp, pp=pp)
-                if cluster.ranks_per_node % tp == 0 and layout.misfit(model) is None:
-                    yield layout
+    in_node = _divisors(cluster.ranks_per_node)
+    for tp, etp, ep in product(in_node, in_node, _divisors(model.num_experts)):
+        if world_size % (tp * cp * pp) == 0 and world_size % (etp * ep * pp) == 0:
+            layout = ParallelLayout(world_size=world_size, tp=tp, ep=ep, etp=etp, cp=cp, pp=pp)
+            if layout.misfit(model) is None:
+                yield layout
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _ranked(

@@ -44,14 +44,14 @@ def plan_lines(plan: Plan) -> list[str]:
 def layout_lines(layouts: Sequence[RankedLayout]) -> list[str]:
     """One line each, the best first."""
     head = (
-        f"{'TP':>3} {'EP':>4} {'ETP':>4} {'tokens':>8}  {'chain':<23}{'chunks':>6} "
+        f"{'TP':>3} {'EP':>4} {'ETP':>4} {'tokens':>8}  {'chain':<22}{'chunks':>6} "
         f"{'us/1k':>9} {'peak':>8} {'state':>8}"
     )
     lines = [head]
     for each in layouts[:MAX_LAYOUTS]:
         lines.append(
             f"{each.tp:>3} {each.ep:>4} {each.etp:>4} {each.tokens_per_rank:>8,}  "
-            f"{each.chain:<23}{each.num_chunks:>6} {each.us_per_1k_tokens:>9,.0f} "
+            f"{each.chain:<22}{each.num_chunks:>6} {each.us_per_1k_tokens:>9,.0f} "
             f"{_gigabytes(each.peak_bytes):>8} {_gigabytes(each.state_bytes):>8}"
         )
     if len(layouts) > MAX_LAYOUTS:

@@ -59,9 +59,11 @@ class ExpectedRouting:
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
     ) -> Counts | TokenCounts:
         """See `Routing`."""
+        # [E] -> [E * K]: routed pairs are the first class; of padding nothing is expected.
+        pairs = np.outer(self.pairs, np.eye(1, layout.classes)).ravel()
         own = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
         if chain.rows == "pairs":
-            sent = (tokens_per_rank * self.pairs).reshape(layout.ep, -1)
+            sent = (tokens_per_rank * pairs).reshape(layout.ep, -1)
             shape = (layout.etp, layout.ep, layout.num_local_experts)
             return Counts(sent=sent, received=np.broadcast_to(sent.reshape(-1)[own], shape))
         block = tokens_per_rank / num_blocks
@@ -88,7 +90,7 @@ class ExpectedRouting:
                     fields["for_rank"] = everywhere(to_ranks[layout.rank])
         return TokenCounts(
             tokens=everywhere(np.array(block)),
-            experts=everywhere(block * self.pairs[own]),
+            experts=everywhere(block * pairs[own]),
             **fields,
         )
 

@@ -101,7 +101,9 @@ def _candidate(
             f"needs {price.peak_bytes / 1e9:.3g} GB on a rank, over the limit of "
             f"{memory_limit_bytes / 1e9:.3g} GB"
         )
-    elif price.total_us <= choice.total_us:
+    elif price.total_us == choice.total_us:
+        rejected = f"as fast as {choice.chain.name} in {_chunks(choice)}, which is plainer"
+    elif price.total_us < choice.total_us:
         rejected = (
             f"{_percent(choice.total_us / price.total_us)} faster, within the margin of "
             f"{margin:.0%} for a plainer chain"
@@ -111,13 +113,14 @@ def _candidate(
         rejected = (
             f"{_percent(price.total_us / choice.total_us)} slower; {resource} {busy_us:,.0f} us"
         )
+    moved = price.bytes_by_tier()
     return Candidate(
         chain=price.chain.name,
         num_chunks=price.num_chunks,
         predicted_us=price.total_us,
         lower_bound_us=price.lower_bound_us,
-        inter_bytes=price.tier_bytes("inter"),
-        intra_bytes=price.tier_bytes("intra"),
+        inter_bytes=moved["inter"],
+        intra_bytes=moved["intra"],
         peak_bytes=price.peak_bytes,
         rejected=rejected,
     )

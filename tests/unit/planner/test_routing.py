@@ -1,6 +1,7 @@
 """Expected traffic: against the published figures, by counting every choice, and against counts."""
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from math import comb
 from pathlib import Path
@@ -112,6 +113,22 @@ def test_counts_of_a_tiny_trace_by_hand() -> None:
     assert tokens.sent_to_nodes.tolist() == [[2, 1], [0, 1]]
     assert tokens.for_node.tolist() == [[2, 0], [1, 0]]
     assert routing.list_width == 2
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_padding_is_a_class_of_its_own_of_which_nothing_is_expected(chain: str) -> None:
+    plain = layout_of(ep=4, etp=1, ranks_per_node=2, num_experts=16)
+    padded = replace(plain, num_local_experts=8, classes=2)
+    routing = UniformRouting(num_experts=16, topk=3)
+    for num_chunks in (1,) if CHAINS[chain].serial else (1, 2):
+        bound = [
+            CHAINS[chain].bind(
+                layout, routing.counts(CHAINS[chain], layout, 100, num_chunks), num_chunks
+            )
+            for layout in (plain, padded)
+        ]
+        for one, other in zip(bound[0].stages, bound[1].stages, strict=True):
+            assert one.send.sum(axis=1) == pytest.approx(other.send.sum(axis=1))
 
 
 def test_skewed_routing_prefers_some_experts() -> None:

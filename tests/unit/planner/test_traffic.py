@@ -8,6 +8,7 @@ from clusters import workload_of
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.lanes import COMBINE, DISPATCH, FORWARD_BACKWARD, offsets_bytes
+from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.sampled_routing import MeasuredRouting
 from monta_megatron.planner.traffic import CollectiveTraffic, CopyTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
@@ -121,3 +122,13 @@ def test_one_rank_stands_for_all_where_all_are_alike() -> None:
     assert len(workload_of(3, ranks_per_node=2, num_experts=12, topk=2).ranks) == 3
     empty = dataclasses.replace(workload_of(16), tokens_per_rank=0)
     assert bytes_of(empty, "hierarchical_alltoall", 2) == {}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_dispatch_and_its_backward_hold_most(chain: str) -> None:
+    """The search looks at no other walk for the peak."""
+    for num_chunks in (1,) if CHAINS[chain].serial else (1, 2, 4):
+        workload = workload_of(16, tokens=1000)
+        (bound,) = workload.bind(CHAINS[chain], num_chunks)
+        peaks = {walk.name: peak_bytes(bound, workload.row, walk) for walk in FORWARD_BACKWARD}
+        assert max(peaks, key=lambda name: peaks[name]).startswith("dispatch"), peaks

@@ -1,0 +1,122 @@
+"""`monta plan`: what scripts read, what people read, and the preset files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from clusters import CONFIGS
+
+from monta_megatron import strict_yaml
+from monta_megatron.chains import CHAINS
+from monta_megatron.cli import main
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.layouts import rank_layouts, state_bytes
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.plan import Plan
+
+MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
+A800 = ["--cluster", str(CONFIGS / "clusters" / "a800_2x8_ib200.yaml")]
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *MIXTRAL, *A800, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_json_has_the_fields_that_scripts_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(output(capsys, "--json", "--ep", "8", "--etp", "2"))
+    for field in ("chain", "num_chunks", "predicted_us", "reason", "candidates", "layouts"):
+        assert field in document
+    assert document["layouts"] is None
+    assert {entry["chain"] for entry in document["candidates"]} == set(CHAINS)
+    fields = {"chain", "num_chunks", "predicted_us", "inter_bytes", "intra_bytes", "peak_bytes"}
+    for entry in document["candidates"]:
+        assert fields | {"rejected"} <= entry.keys()
+    (choice,) = (entry for entry in document["candidates"] if entry["rejected"] is None)
+    assert (choice["chain"], choice["num_chunks"], choice["predicted_us"]) == (
+        document["chain"],
+        document["num_chunks"],
+        document["predicted_us"],
+    )
+
+
+def test_json_without_a_layout_has_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(output(capsys, "--json"))
+    layouts = document["layouts"]
+    costs = [entry["us_per_1k_tokens"] for entry in layouts]
+    assert costs == sorted(costs) and len(costs) > 10
+    best = layouts[0]
+    assert (best["chain"], best["ep"]) == (document["chain"], document["situation"]["ep"])
+    # EP 8 inside a node before EP 8 across both.
+    assert (best["ep"], best["etp"]) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--ep", "8"], ["--ep", "8", "--etp", "2", "--tp", "2", "--routing", "skewed"]]
+)
+def test_the_tables_fit_80_columns(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    text = output(capsys, *flags)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Mixtral-8x7B on A800" in text
+
+
+def test_layout_file_under_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "layout.yaml"
+    path.write_text("world_size: 16\ntp: 2\nep: 2\netp: 2\n")
+    document = json.loads(output(capsys, "--json", "--layout", str(path), "--ep", "4"))
+    assert (document["situation"]["ep"], document["situation"]["etp"]) == (4, 2)
+    assert document["situation"]["tokens_per_rank"] == 2048
+
+
+def test_out_is_a_plan_that_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    document = json.loads(output(capsys, "--json", "--ep", "8", "--out", str(path)))
+    loaded = Plan.load(path)
+    assert (loaded.chain, loaded.num_chunks) == (document["chain"], document["num_chunks"])
+
+
+def test_a_slower_network_costs_more(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--json", "--ep", "8", "--etp", "2"]
+    whole = json.loads(output(capsys, *flags))["predicted_us"]
+    half = json.loads(output(capsys, *flags, "--inter-rate-ratio", "0.5"))["predicted_us"]
+    assert 1.2 * whole < half < 2 * whole
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yaml")), ids=lambda p: p.stem)
+def test_model_presets(path: Path) -> None:
+    model = strict_yaml.load(Model, path)
+    # The experts are most of the model, and not more than all of it.
+    share = model.num_expert_parameters / 1e9 / model.num_parameters_billions
+    assert 0.85 < share < 1.0 or model.name == "quickstart"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((CONFIGS / "clusters").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_cluster_presets(path: Path) -> None:
+    cluster = strict_yaml.load(Cluster, path)
+    assert cluster.time_us("copy", "memory", 1e6).us < cluster.time_us("copy", "memory", 1e9).us
+    inter = cluster.time_us("alltoall", "inter", 1e8, 16, 8).us
+    assert inter > cluster.time_us("alltoall", "intra", 1e8, 8, 8).us
+
+
+def test_all_presets_of_the_issue_are_there() -> None:
+    assert len(list((CONFIGS / "models").glob("*.yaml"))) == 11
+    names = {path.stem for path in (CONFIGS / "clusters").glob("*.yaml")}
+    assert {"a800_2x8_ib200", "a100_hdr", "h100_8x_ndr", "h800_8x_ndr", "gb200_nvl72"} <= names
+
+
+def test_what_does_not_fit_into_memory_is_no_layout() -> None:
+    model = strict_yaml.load(Model, CONFIGS / "models" / "mixtral_8x22b.yaml")
+    cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a100_hdr.yaml")
+    ranking = rank_layouts(model, cluster, world_size=128)
+    assert all(each.state_bytes + each.peak_bytes <= 80e9 for each in ranking)
+    # By hand, one rank of a world of 1: 6 bytes and 12 of optimizer for each of 141e9 parameters.
+    assert state_bytes(model, ParallelLayout(world_size=1)) == pytest.approx(141e9 * 18)
+    # EP 8 on 128 ranks: 1/8 of the experts, their optimizer over 16 ranks; the rest over 128.
+    experts = model.num_expert_parameters
+    dense = 141e9 - experts
+    assert state_bytes(model, ParallelLayout(world_size=128, ep=8)) == pytest.approx(
+        experts / 8 * (6 + 12 / 16) + dense * (6 + 12 / 128)
+    )
