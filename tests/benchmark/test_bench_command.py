@@ -122,7 +122,7 @@ def test_report_holds_every_chain_and_field(tmp_path: Path) -> None:
 def test_ablation_and_bound() -> None:
     report = bench(f"{SMALL} --tp 2 --num-chunks 2 --phase forward --ablation --bound")
     steps = report["ablation"]
-    assert [step["step"] for step in steps] == [0, 1, 3, 4]
+    assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
     assert [step["num_chunks"] for step in steps[:3]] == [1, 1, 4]
     assert steps[-1]["chosen_by"] in ("measurement", "planner")
     assert steps[0]["gain_over_step_0"] == 1.0

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import autograd, walk
 from monta_megatron.exchange.payload import Lanes
 
@@ -77,10 +78,11 @@ def wrong_split() -> Any:
 def serial_loop() -> Any:
     """No chunk starts before the one before it is done."""
 
-    def depth_of_stages(stages: Any) -> list[int]:
-        return [0] * len(stages)
+    def order(stages: Any, num_chunks: int, lag: int) -> list[tuple[int, int]]:
+        return [(stage, chunk) for chunk in range(num_chunks) for stage in range(len(stages))]
 
-    return mock.patch.object(walk, "depth_of_stages", depth_of_stages)
+    # The chain is frozen.
+    return mock.patch.dict(vars(CHAINS["alltoall_allgather"]), order=order)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {

@@ -2,7 +2,8 @@
 
     0  every tensor-parallel rank sends the tokens of its whole group
     1  duplicates dropped: each sends its own; A2A, then AG, then Place
-    3  + A2A, AG and Place of neighbouring chunks at once
+    2  + A2A and AG of neighbouring chunks at once
+    3  + Place too
     4  + the number of chunks chosen
 
 Step 0 is Megatron without sequence parallelism, with stock's alltoall dispatcher. It moves TP
@@ -12,7 +13,7 @@ added up once, over tokens and not over pairs, which is the cheapest place for i
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +23,8 @@ from monta_megatron.benchmark.report import Row
 from monta_megatron.benchmark.settings import DTYPE_BYTES, Settings
 from monta_megatron.benchmark.workload import Batch, concatenate, make_batch
 from monta_megatron.chains import Layout
+from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.chains.stages import BoundStage
 from monta_megatron.integration.bench_layer import LayerShape, whole_group_dispatcher
 
 CHAIN = "alltoall_allgather"
@@ -31,9 +34,27 @@ FIXED_NUM_CHUNKS = 4
 STEPS = {
     0: "every TP rank sends its group's tokens",
     1: "duplicates dropped, A2A then AG then Place",
-    3: f"A2A, AG and Place pipelined, {FIXED_NUM_CHUNKS} chunks",
+    2: f"A2A and AG pipelined, {FIXED_NUM_CHUNKS} chunks",
+    3: "Place pipelined too",
     4: "number of chunks chosen",
 }
+
+
+def order_with_places_apart(
+    stages: Sequence[BoundStage], num_chunks: int, lag: int
+) -> list[tuple[int, int]]:
+    """As usual, but the first stage of all chunks before the others, and the last one after them.
+
+    The last chunk goes first at both ends: at the beginning, so that the first collective waits
+    for all copies; at the end, so that the first copy waits for the last collective.
+    """
+    order = order_of_issue(stages, num_chunks, lag)
+    last = len(stages) - 1
+    return [
+        *((0, chunk) for position, chunk in reversed(order) if position == 0),
+        *((position, chunk) for position, chunk in order if 0 < position < last),
+        *((last, chunk) for position, chunk in reversed(order) if position == last),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +119,14 @@ def build_ablation(
         )
         for num_chunks in sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks})
     ]
+    # The same chain, but no Place runs beside a collective.
+    places_apart = build_dispatcher(settings, shape, CHAIN, FIXED_NUM_CHUNKS)
+    decision = places_apart.choice.decision
+    chain = replace(decision.chain, order=order_with_places_apart)
+    places_apart.choice = replace(places_apart.choice, decision=replace(decision, chain=chain))
+    ours.append(
+        Candidate(kind="monta", requested=CHAIN, dispatcher=places_apart, batch=batch, step=2)
+    )
     return [stock_candidate(settings, shape, layout, batch, "alltoall"), whole_group, *ours]
 
 
@@ -129,7 +158,7 @@ def ablation_steps(rows: Sequence[Row]) -> list[StepResult]:
 
 def choose_num_chunks(rows: Sequence[Row]) -> tuple[Row, str]:
     """The row whose number of chunks step 4 takes, and what chose it."""
-    ours = [row for row in rows if row.dispatcher == "monta"]
+    ours = [row for row in rows if row.dispatcher == "monta" and row.step != 2]
     for row in ours:
         if row.chosen:
             return row, "planner"

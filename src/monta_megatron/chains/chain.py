@@ -133,6 +133,45 @@ class TokenCounts:
     for_node_ranks: RowCounts | None = None
 
 
+# Where the host itself waits for collectives, the network needs two chunks under way: one that is
+# waited for, and one behind it.
+HOST_LAG = 2
+
+
+def depth_of_stages(stages: Sequence[BoundStage]) -> list[int]:
+    """By how many steps each stage trails the first: one for every collective before it.
+
+    Stage s of chunk c runs in step c + depth[s]. A copy needs no step of its own: it runs with
+    the stage in front of which it stands; nor does a group of one rank, where nothing moves.
+    """
+    collectives: NDArray[np.int64] = np.cumsum(
+        [
+            isinstance(bound.stage, AllToAll | AllGather) and bound.send.shape[1] > 1
+            for bound in stages
+        ]
+    )
+    return [0, *collectives[:-1].tolist()]
+
+
+def order_of_issue(
+    stages: Sequence[BoundStage], num_chunks: int, lag: int = 1
+) -> list[tuple[int, int]]:
+    """(stage, chunk) in the order in which they are issued, the same on every rank.
+
+    Args:
+        stages: of a walk, in its order.
+        num_chunks: C.
+        lag: by how many chunks a stage trails the collective that feeds it.
+    """
+    depth = [lag * steps for steps in depth_of_stages(stages)]
+    return [
+        (position, step - depth[position])
+        for step in range(num_chunks + depth[-1])
+        for position in range(len(stages))
+        if 0 <= step - depth[position] < num_chunks
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chain:
     """A list of stages and its binding.
@@ -145,6 +184,7 @@ class Chain:
         bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
         refusal: why the chain cannot run on a layout, or None if it can.
         serial: the chain runs in one chunk.
+        order: (stages of a walk, num_chunks, lag) -> (stage, chunk) in the order of issue.
     """
 
     name: str
@@ -153,6 +193,7 @@ class Chain:
     bind_stages: Callable[[Layout, Any, int], tuple[BoundStage, ...]]
     refusal: Callable[[Layout], str | None] = lambda layout: None
     serial: bool = False
+    order: Callable[[Sequence[BoundStage], int, int], list[tuple[int, int]]] = order_of_issue
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -269,18 +310,3 @@ def expert_order(runs: RowCounts, source_order: list[int], classes: int) -> Segm
     return Segments(
         starts=starts[..., back].reshape(num_chunks, -1), lengths=runs.reshape(num_chunks, -1)
     )
-
-
-def depth_of_stages(stages: Sequence[BoundStage]) -> list[int]:
-    """By how many steps each stage trails the first: one for every collective before it.
-
-    Stage s of chunk c runs in step c + depth[s]. A copy needs no step of its own: it runs with
-    the stage in front of which it stands; nor does a group of one rank, where nothing moves.
-    """
-    collectives: NDArray[np.int64] = np.cumsum(
-        [
-            isinstance(bound.stage, AllToAll | AllGather) and bound.send.shape[1] > 1
-            for bound in stages
-        ]
-    )
-    return [0, *collectives[:-1].tolist()]

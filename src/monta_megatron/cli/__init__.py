@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from monta_megatron import __version__
-from monta_megatron.cli import bench, doctor, emulate, plan
+from monta_megatron.cli import bench, calibrate, doctor, emulate, plan
 
-COMMANDS = (bench, doctor, emulate, plan)
+COMMANDS = (bench, calibrate, doctor, emulate, plan)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 # torch's own; untyped, because they answer None only to a rank outside the group.
-_all_to_all_single: Callable[..., Any] = dist.all_to_all_single
+_all_to_all_of_gloo: Callable[..., Any] = dist.all_to_all_single
 _broadcast: Callable[..., Any] = dist.broadcast
 _init_process_group: Callable[..., None] = dist.init_process_group
 _reduce_scatter: Callable[..., Any] = dist.reduce_scatter
+
+# Pipeline stages send with tag 0.
+ALL_TO_ALL_TAG = 7
 
 
 def install() -> None:
@@ -75,24 +78,46 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> PendingWork | None:
     """`torch.distributed.all_to_all_single`, with splits that may be tensors.
 
     Megatron: its dispatcher turns splits into numpy arrays only where they are CUDA tensors
     (`maybe_move_tensor_to_cpu`), which nothing is on CPU ranks.
     """
 
-    def plain(sizes: Sequence[int] | torch.Tensor | None) -> Sequence[int] | None:
-        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+    # Receives first, then sends. 2 x 2 ranks, nodes joined at 500 Mbit/s, 4 and 16 MB: 94 and 89%
+    # of the link; Gloo's own posts each send first, so that a peer's "ready to receive" waits
+    # behind megabytes of data, and the link idles in one direction: 62 and 81%.
+    group = group or dist.group.WORLD
+    assert group is not None
+    rank, size = group.rank(), group.size()
+    outputs = output.split(_sizes(output_split_sizes, output, size))
+    inputs = input.contiguous().split(_sizes(input_split_sizes, input, size))
+    peers = [(rank + step) % size for step in range(1, size)]
+    works = [
+        group.recv([outputs[peer]], peer, ALL_TO_ALL_TAG)
+        for peer in reversed(peers)
+        if outputs[peer].numel() > 0
+    ]
+    works += [
+        group.send([inputs[peer]], peer, ALL_TO_ALL_TAG)
+        for peer in peers
+        if inputs[peer].numel() > 0
+    ]
+    outputs[rank].copy_(inputs[rank])
+    work = PendingWork(works)
+    if async_op:
+        return work
+    work.wait()
+    return None
 
-    return _all_to_all_single(
-        output,
-        input,
-        plain(output_split_sizes),
-        plain(input_split_sizes),
-        group=group,
-        async_op=async_op,
-    )
+
+def _sizes(
+    sizes: Sequence[int] | torch.Tensor | None, whole: torch.Tensor, num_ranks: int
+) -> list[int]:
+    if sizes is None:
+        return [whole.shape[0] // num_ranks] * num_ranks
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else list(map(int, sizes))
 
 
 def all_gather(
@@ -144,7 +169,7 @@ def reduce_scatter(
     num_ranks = group.size()
     # [n, numel of part r]
     received = output.new_empty((num_ranks, output.numel()))
-    work = _all_to_all_single(
+    work = _all_to_all_of_gloo(
         received.view(-1),
         _joined(input_list),
         output_split_sizes=[output.numel()] * num_ranks,

@@ -7,18 +7,26 @@ Either way the executor issues the same calls in the same order.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
 
 import torch
+
+from monta_megatron.chains.chain import HOST_LAG
 
 # Waits for what a stage started: blocks the current stream on a GPU, the host on CPU ranks.
 Ready = Callable[[], object]
 
 
 class Streams(Protocol):
-    """What the executor asks of a device."""
+    """What the executor asks of a device.
+
+    Attributes:
+        lag: by how many chunks a stage trails the collective that feeds it.
+    """
+
+    lag: int
 
     def fork(self) -> None:
         """Order every side stream behind what the caller's stream has done so far."""
@@ -39,12 +47,15 @@ class Streams(Protocol):
 class HostStreams:
     """CPU ranks: no streams; copies run at once, collectives in the background."""
 
+    lag = HOST_LAG
+
     def fork(self) -> None: ...
 
     def join(self) -> None: ...
 
     def on(self, position: int) -> AbstractContextManager[Any]:
-        return nullcontext()
+        # The stand-ins of CPU ranks look at every call for the word "cuda", which is not here.
+        return torch._C.DisableTorchFunction()
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         def wait() -> None:
@@ -58,6 +69,8 @@ class HostStreams:
 
 class CudaStreams:
     """One side stream per stage, ordered by events; nothing here blocks the host."""
+
+    lag = 1
 
     def __init__(self, device: torch.device) -> None:
         self._streams = _side_streams(device)

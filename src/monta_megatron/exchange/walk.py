@@ -7,7 +7,7 @@ One function serves all four walks of a layer:
     dispatch backward   transpose   rows + probs
     combine backward    chain       rows
 
-In step i, stage s works on chunk i - depth[s]. So chunk i+1's first collective has started before
+The order of issue is `chains.chain.order_of_issue`: chunk i+1's first collective has started before
 chunk i's second one is waited for, in every walk. Collectives are issued in the same order on
 every rank, whatever the data: a chunk without rows is still sent.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from monta_megatron.chains.chain import BoundChain, depth_of_stages
+from monta_megatron.chains.chain import BoundChain
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -109,16 +109,12 @@ def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
     """
     streams = streams_for(lanes.rows.device)
     pipeline = _Pipeline(exchange, walk, lanes, streams)
-    depth = depth_of_stages(pipeline.stages)
-    num_chunks = exchange.bound.num_chunks
+    bound = exchange.bound
 
     streams.fork()
-    for step in range(num_chunks + depth[-1]):
-        for position in range(len(pipeline.stages)):
-            chunk = step - depth[position]
-            if 0 <= chunk < num_chunks:
-                with streams.on(position):
-                    pipeline.advance(position, chunk)
+    for position, chunk in bound.chain.order(pipeline.stages, bound.num_chunks, streams.lag):
+        with streams.on(position):
+            pipeline.advance(position, chunk)
     streams.join()
     streams.keep(pipeline.outputs.tensors())
     return pipeline.outputs

@@ -12,6 +12,7 @@ from typing import cast
 
 import numpy as np
 
+from monta_megatron.chains.chain import HOST_LAG
 from monta_megatron.chains.lanes import WalkLanes
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.cluster import Cluster, Resource
@@ -117,7 +118,7 @@ def _work(
         stage=first.stage,
         resource=resource,
         times_us=tuple(times),
-        depth=first.depth,
+        depth=first.depth * (HOST_LAG if cluster.copies_block_host else 1),
         launch_us=launch_us,
     )
 

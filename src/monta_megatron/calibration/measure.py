@@ -1,0 +1,104 @@
+"""Runs tasks round by round, each once per round, until the time is spent.
+
+The time of a run is that of its slowest rank. A short task is repeated within a run, as what
+happens between the ranks before and after it would otherwise be most of its time.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.calibration.operations import Start
+from monta_megatron.calibration.points import Task, task_name
+from monta_megatron.calibration.record import Sample
+
+MAX_ROUNDS = 15
+# A run takes about so long, with at most so many repeats.
+RUN_US = 20_000.0
+MAX_REPEATS_IN_RUN = 8
+
+
+def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
+    """One run, by all ranks together; each of them gets the slowest one's times.
+
+    Args:
+        task: one point, or two; a collective stands first, so that copies run beside it.
+        starts: by a point's name, what starts it.
+        repeats: one after the other; the times are those of one.
+    """
+    parts = [starts[point.name] for point in task]
+    wait_for_all()
+    launch_s = 0.0
+    begin_s = time.perf_counter()
+    for _ in range(repeats):
+        launch_begin_s = time.perf_counter()
+        waits = [start() for start in parts]
+        launch_s += time.perf_counter() - launch_begin_s
+        for wait in waits:
+            wait()
+    torch.cuda.synchronize()
+    slowest = torch.tensor([time.perf_counter() - begin_s, launch_s], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    us, launch_us = (slowest * 1e6 / repeats).tolist()
+    return Sample(task=task_name(task), us=us, launch_us=launch_us)
+
+
+def estimates_us(
+    tasks: Iterable[Task], starts: Mapping[str, Start], on_task: Callable[[], None]
+) -> list[float]:
+    """Of a second run of each task: the first one makes connections and buffers."""
+    found = []
+    for task in tasks:
+        run(task, starts)
+        found.append(run(task, starts).us)
+        on_task()
+    return found
+
+
+def measure_rounds(
+    tasks: Sequence[Task],
+    starts: Mapping[str, Start],
+    expected_us: Sequence[float],
+    taken: Counter[str],
+    budget_s: float,
+    on_sample: Callable[[Sample], None],
+) -> None:
+    """Run every task once per round; at least one round, and no further one beyond the budget.
+
+    Args:
+        tasks: all of them.
+        starts: by a point's name, what starts it.
+        expected_us: about how long a run of each task takes.
+        taken: by a task's name, samples that an earlier calibration has taken.
+        budget_s: for all rounds.
+        on_sample: called for each sample.
+    """
+    begin_s = time.monotonic()
+    round_s = 0.0
+    for number in range(MAX_ROUNDS):
+        left = [
+            (task, task_us)
+            for task, task_us in zip(tasks, expected_us, strict=True)
+            if taken[task_name(task)] <= number
+        ]
+        spent_s = time.monotonic() - begin_s
+        if number > 0 and _first_rank_says(spent_s + round_s > budget_s):
+            return
+        for task, task_us in left:
+            repeats = min(max(int(RUN_US / task_us), 1), MAX_REPEATS_IN_RUN)
+            on_sample(run(task, starts, repeats))
+        round_s = time.monotonic() - begin_s - spent_s
+
+
+def wait_for_all() -> None:
+    """A barrier over the host's network, so that it needs no GPU."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def _first_rank_says(here: bool) -> bool:
+    answer = torch.tensor([here], dtype=torch.int64)
+    dist.broadcast(answer, src=0)
+    return bool(answer.item())

@@ -1,0 +1,146 @@
+"""The points as operations: what the executor calls, with the buffers that it allocates.
+
+Notation: N = rows, W = length of the lists of experts, H = hidden size.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.calibration.points import (
+    HIDDEN_ROW_BYTES,
+    MESSAGE_ROW_BYTES,
+    NUM_COPIES,
+    NUM_EXPERTS,
+    TOPK,
+    Point,
+    Shape,
+)
+from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
+from monta_megatron.exchange.copies import find_copies
+from monta_megatron.integration.permutation import permute, unpermute
+
+# Starts an operation; what it returns waits for the result.
+Start: TypeAlias = Callable[[], Callable[[], object]]
+Groups: TypeAlias = Mapping[tuple[str, int], PeerGroup]
+
+
+def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
+    """(tier, ranks on a node) -> the group of this rank, made by all ranks in the same order.
+
+    Args:
+        shape: nodes and ranks.
+        nodes: of every rank, in order.
+    """
+    rank, on_node = dist.get_rank(), shape.ranks_per_node
+    node, position = divmod(rank, on_node)
+    groups = {}
+    for part in shape.parts:
+        stride = on_node // part
+        # The same places on every node, `stride` apart; and neighbours on this node.
+        across = [n * on_node + p for n in range(shape.num_nodes) for p in range(on_node)]
+        members = {
+            "inter": [each for each in across if each % on_node % stride == position % stride],
+            "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
+        }
+        for tier, ranks in members.items():
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            groups[tier, part] = PeerGroup(
+                name=f"{tier} {len(ranks)}",
+                process_group=group,
+                size=len(ranks),
+                rank=ranks.index(rank),
+                nodes=tuple(nodes[each] for each in ranks),
+            )
+    return groups
+
+
+def operation_of(point: Point, groups: Groups, device: torch.device) -> Start:
+    """What is timed for a point."""
+    if point.is_collective:
+        return _collective(point, groups[point.tier, point.ranks_on_node], device)
+    work = _in_memory(point, device)
+
+    def start() -> Callable[[], object]:
+        result = work()
+        return lambda: result
+
+    return start
+
+
+def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
+    if point.operation == "allgather":
+        # Counts of tokens are hardly ever equal, and unequal ones take another way.
+        receive = [point.num_rows + (peer == 0) for peer in range(group.size)]
+        message = torch.ones(
+            receive[group.rank], MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device
+        )
+
+        def start_gather() -> Callable[[], object]:
+            output = message.new_empty(sum(receive), MESSAGE_ROW_BYTES)
+            return start_all_gather(output, message, receive, group).wait
+
+        return start_gather
+
+    counts = [point.num_rows] * group.size
+    messages = torch.ones(sum(counts), MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device)
+
+    def start_exchange() -> Callable[[], object]:
+        output = torch.empty_like(messages)
+        return start_all_to_all(output, messages, counts, counts, group).wait
+
+    return start_exchange
+
+
+def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
+    num_rows = point.num_rows
+    # CPUs add up fp32 rows; GPUs are mostly fed bf16 ones.
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    hidden_size = HIDDEN_ROW_BYTES // dtype.itemsize
+    generator = torch.Generator().manual_seed(1)
+
+    def rows(count: int) -> torch.Tensor:
+        return torch.ones(count, hidden_size, dtype=dtype, device=device)
+
+    if point.operation == "copy":
+        source, index = rows(num_rows), torch.randperm(num_rows, generator=generator).to(device)
+
+        def copy() -> torch.Tensor:
+            into = torch.empty_like(source)
+            return torch.index_select(source, 0, index, out=into)
+
+        return copy
+
+    if point.operation == "sum":
+        # [N, W] a list with an expert of each part, so that each row has a copy in each.
+        lists = torch.arange(NUM_COPIES, device=device).expand(num_rows, -1)
+        parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
+        num_copies = num_rows * NUM_COPIES
+        copies, source = find_copies(lists, parts, num_copies, keep_lists=False), rows(num_copies)
+
+        def add() -> torch.Tensor:
+            # The sum is in fp32; the message that it goes on in is allocated for itself.
+            into = source.new_empty(num_rows, hidden_size)
+            return into.copy_(copies.sum_by_row(source, torch.float32))
+
+        return add
+
+    scores = torch.rand(num_rows, NUM_EXPERTS, generator=generator)
+    # [N, W] ascending experts
+    ids = scores.topk(TOPK, dim=1).indices.sort(dim=1).values
+    if point.operation == "find":
+        size = NUM_EXPERTS // TOPK
+        parts = ExpertRange(first=0, size=size, num_parts=TOPK)
+        hits = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids // size, True)
+        num_copies, lists = int(hits.sum()), ids.int().to(device)
+        return lambda: find_copies(lists, parts, num_copies, keep_lists=True)
+
+    routing_map = torch.zeros(num_rows, NUM_EXPERTS, dtype=torch.bool).scatter(1, ids, True)
+    tokens, on_device = rows(num_rows), routing_map.to(device)
+    permuted = permute(tokens, on_device, TOPK)
+    if point.operation == "permute":
+        return lambda: permute(tokens, on_device, TOPK)
+    return lambda: unpermute(permuted, tokens.shape)

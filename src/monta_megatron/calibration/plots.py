@@ -1,0 +1,49 @@
+"""The curves of a cluster as a picture; needs matplotlib (the `plot` extra)."""
+
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import Curve
+
+TIERS = {"inter": "between nodes", "intra": "inside a node", "memory": "in memory"}
+
+
+def plot_curves(cluster: Cluster, folder: Path) -> Path:
+    """Points, and their fits as dashed lines; one panel per tier."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tiers = [tier for tier in TIERS if any(curve.tier == tier for curve in cluster.curves)]
+    figure, axes = pyplot.subplots(
+        1, len(tiers), figsize=(4.5 * len(tiers), 4), squeeze=False, layout="constrained"
+    )
+    for axis, tier in zip(axes[0], tiers, strict=True):
+        for curve in cluster.curves:
+            if curve.tier == tier:
+                _draw(axis, curve)
+        axis.set(xscale="log", yscale="log", xlabel="bytes per rank", title=TIERS[tier])
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    axes[0][0].set_ylabel("us, slowest rank (dashed: fit)")
+    figure.suptitle(cluster.name, fontsize=10)
+    path = folder / "calibration.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _draw(axis: Any, curve: Curve) -> None:
+    name = curve.operation
+    if curve.tier != "memory":
+        name = f"{curve.operation}, {curve.group_size} ranks"
+    (points,) = axis.plot(curve.sizes_bytes, curve.times_us, "o", markersize=4, label=name)
+    if curve.fit is not None:
+        fit = curve.fit
+        # GB/s -> us per byte
+        times = [fit.alpha_us + size * 1e-3 / fit.gbps for size in curve.sizes_bytes]
+        axis.plot(curve.sizes_bytes, times, "--", linewidth=1, color=points.get_color())

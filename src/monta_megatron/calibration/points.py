@@ -1,0 +1,177 @@
+"""What is measured on a cluster of a given shape: a short list of points. No torch.
+
+A point is one operation at one size, by all ranks at once, as in a real exchange: every rail at
+the same time, every node at the same time. A task is a point alone, or two points together.
+
+Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
+
+    inter   N * d ranks; at d = 1 the rails, at d = R the whole exchange, between them the EP
+            groups beside expert tensor parallelism R / d inside the node
+    intra   d consecutive ranks of a node; at d = R the node, below that ETP groups
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from monta_megatron.planner.cluster import Resource
+from monta_megatron.planner.curves import Operation, Tier
+from monta_megatron.planner.traffic import FIND_PASSES, FIND_VALUE_BYTES
+
+# Per rank. Far apart, and none a power of two, as the sizes of real exchanges mostly are.
+LADDER_BYTES = tuple(5 * 1024 * 4**step for step in range(6))
+# A message is made of such rows, so that it can be cut for any number of peers.
+MESSAGE_ROW_BYTES = 16
+
+# The rows of operations in memory, and the lists of experts that come with them.
+HIDDEN_ROW_BYTES = 4096
+NUM_EXPERTS = 64
+TOPK = 8
+# Copies of a row that a sum adds up.
+NUM_COPIES = 2
+
+# Read and written per row, counted as planner.traffic counts them.
+BYTES_PER_ROW: dict[Operation, int] = {
+    "copy": 2 * HIDDEN_ROW_BYTES,
+    "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
+    "find": FIND_PASSES * FIND_VALUE_BYTES * TOPK,
+    "permute": 2 * HIDDEN_ROW_BYTES * TOPK,
+    "unpermute": (TOPK + 1) * HIDDEN_ROW_BYTES,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Nodes and the ranks on each."""
+
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def parts(self) -> list[int]:
+        """How many ranks of a node a group may have: 1, 2, 4, ... that divide R, and R."""
+        parts, part = [], 1
+        while part < self.ranks_per_node:
+            if self.ranks_per_node % part == 0:
+                parts.append(part)
+            part *= 2
+        return [*parts, self.ranks_per_node]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One operation at one size.
+
+    Attributes:
+        operation: what is done.
+        tier: through which the bytes go.
+        group_size: ranks that take part; 1 for operations in memory.
+        ranks_on_node: of them, on each node.
+        num_rows: to every peer, or in memory.
+        num_bytes: per rank that leave it in this tier, or that it reads and writes.
+    """
+
+    operation: Operation
+    tier: Tier
+    group_size: int
+    ranks_on_node: int
+    num_rows: int
+    num_bytes: int
+
+    @property
+    def name(self) -> str:
+        """As it is recorded."""
+        return f"{self.operation} {self.tier} {self.group_size} {self.num_bytes}"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether other ranks take part."""
+        return self.tier != "memory"
+
+
+# Points that run at once.
+Task: TypeAlias = tuple[Point, ...]
+
+# Of each two resources, what stands for them: the operations that chains run beside each other.
+PAIRS: tuple[tuple[Resource, Resource], ...] = (
+    ("inter", "intra"),
+    ("inter", "memory"),
+    ("intra", "memory"),
+)
+# Two operations are put together where each takes about so long.
+PAIR_US = 20_000.0
+
+
+def task_name(task: Task) -> str:
+    """As it is recorded."""
+    return " + ".join(point.name for point in task)
+
+
+def all_points(shape: Shape) -> list[Point]:
+    """Every point of a cluster."""
+    points: list[Point] = []
+    for num_bytes in LADDER_BYTES:
+        if shape.num_nodes > 1:
+            for part in shape.parts:
+                size = shape.num_nodes * part
+                points.append(_collective("alltoall", "inter", size, part, num_bytes))
+            # Of chains, only `allgather` gathers between nodes, over the whole exchange.
+            points.append(_collective("allgather", "inter", size, part, num_bytes))
+        for part in shape.parts[1:]:
+            points.append(_collective("alltoall", "intra", part, part, num_bytes))
+            points.append(_collective("allgather", "intra", part, part, num_bytes))
+        points += [_in_memory(operation, num_bytes) for operation in BYTES_PER_ROW]
+    return points
+
+
+def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list[Task]:
+    """Two points for each pair of resources, each about `PAIR_US` long.
+
+    Args:
+        points: all points.
+        estimates_us: of each, in a first run.
+    """
+
+    def of(resource: Resource) -> Point | None:
+        """Rails between nodes, the gather of a whole node, and copies."""
+        operation = {"inter": "alltoall", "intra": "allgather", "memory": "copy"}[resource]
+        found = [
+            (abs(estimate_us - PAIR_US), position)
+            for position, (point, estimate_us) in enumerate(zip(points, estimates_us, strict=True))
+            if (point.tier, point.operation) == (resource, operation)
+            and (resource != "inter" or point.ranks_on_node == 1)
+            and (resource != "intra" or point.group_size == largest)
+        ]
+        return points[min(found)[1]] if found else None
+
+    largest = max(point.ranks_on_node for point in points)
+    pairs = [(of(first), of(second)) for first, second in PAIRS]
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+
+def _collective(
+    operation: Operation, tier: Tier, group_size: int, ranks_on_node: int, num_bytes: int
+) -> Point:
+    peers = group_size - ranks_on_node if tier == "inter" else ranks_on_node - 1
+    num_rows = max(round(num_bytes / (peers * MESSAGE_ROW_BYTES)), 1)
+    return Point(
+        operation=operation,
+        tier=tier,
+        group_size=group_size,
+        ranks_on_node=ranks_on_node,
+        num_rows=num_rows,
+        num_bytes=num_rows * peers * MESSAGE_ROW_BYTES,
+    )
+
+
+def _in_memory(operation: Operation, num_bytes: int) -> Point:
+    row_bytes = BYTES_PER_ROW[operation]
+    num_rows = max(num_bytes // row_bytes, 1)
+    return Point(
+        operation=operation,
+        tier="memory",
+        group_size=1,
+        ranks_on_node=1,
+        num_rows=num_rows,
+        num_bytes=num_rows * row_bytes,
+    )

@@ -1,0 +1,34 @@
+"""A calibrated cluster as text. No torch."""
+
+from monta_megatron.planner.cluster import Cluster
+
+
+def lines(cluster: Cluster) -> list[str]:
+    """The curves by their fits, then launch times and contention; 80 columns wide."""
+    text = [
+        cluster.name,
+        "",
+        f"{'operation':<10} {'tier':<7} {'ranks':>5} {'start us':>9} {'GB/s':>8} {'off by':>7}  "
+        f"{'measured from, to':<20}",
+    ]
+    for curve in cluster.curves:
+        name = f"{curve.operation:<10} {curve.tier:<7} {curve.group_size:>5}"
+        ends = f"{_size(curve.sizes_bytes[0])}, {_size(curve.sizes_bytes[-1])}"
+        if curve.fit is None:
+            text.append(f"{name} {'-':>9} {'-':>8} {'-':>7}  {ends}")
+            continue
+        text.append(
+            f"{name} {curve.fit.alpha_us:>9.0f} {curve.fit.gbps:>8.3f} "
+            f"{curve.fit.largest_residual:>7.0%}  {ends}"
+        )
+    text += ["", f"host time to start a collective: {cluster.launch.collective_us:.0f} us"]
+    text += [
+        f"{first} beside {second}: each {entry.factor:.2f} times as long"
+        for entry in cluster.contention
+        for first, second in [entry.pair]
+    ]
+    return text
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"

@@ -1,0 +1,202 @@
+"""One calibration on one rank: groups, estimates, rounds, and the cluster they give."""
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.calibration.cluster_file import Machine, make_cluster
+from monta_megatron.calibration.measure import estimates_us, measure_rounds
+from monta_megatron.calibration.operations import make_groups, operation_of
+from monta_megatron.calibration.points import Shape, Task, all_points, choose_pairs
+from monta_megatron.calibration.progress import Progress
+from monta_megatron.calibration.record import Record, Sample
+from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.planner.cluster import Cluster
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What was asked for.
+
+    Attributes:
+        partial: where samples are kept.
+        budget_s: for the rounds; one is always run.
+        name: of the cluster, or None.
+        ranks_per_node: ranks joined by the fast tier, or None where the launcher knows.
+        nics_per_node: or None: the emulated cluster's, else one per rank.
+    """
+
+    partial: Path
+    budget_s: float
+    name: str | None
+    ranks_per_node: int | None
+    nics_per_node: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What came out.
+
+    Attributes:
+        cluster: to be written.
+        rounds: the fewest samples of any task.
+    """
+
+    cluster: Cluster
+    rounds: int
+
+
+def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibration:
+    """Measure; every rank calls this, and every rank gets the result.
+
+    Raises:
+        ValueError: a cluster that cannot be calibrated, or a record that does not fit it.
+    """
+    device = _start(local_rank)
+    # Step 1: the machine.
+    world = dist.group.WORLD
+    assert world is not None, "_start has joined the launch"
+    nodes = find_nodes(world, settings.ranks_per_node)
+    shape = shape_of(nodes)
+    machine = _machine(settings, shape, device)
+    points = all_points(shape)
+
+    # Step 2: what an earlier calibration has left.
+    record = _on_first_rank(lambda: Record.open(settings.partial, _identity(machine)))
+
+    # Step 3: first runs, which also tell which points are put together.
+    progress.phase(f"first runs of {len(points)} points", len(points))
+    groups = make_groups(shape, nodes)
+    starts = {point.name: operation_of(point, groups, device) for point in points}
+    alone: list[Task] = [(point,) for point in points]
+    expected_us = estimates_us(alone, starts, progress.step)
+    if record.pairs is None:
+        names = [[each.name for each in pair] for pair in choose_pairs(points, expected_us)]
+        record.pairs = names
+        if dist.get_rank() == 0:
+            record.begin(names)
+    by_name = dict(zip((point.name for point in points), points, strict=True))
+    pairs: list[Task] = [tuple(by_name[name] for name in pair) for pair in record.pairs]
+
+    # Step 4: rounds, each kept as it is measured.
+    tasks = [*alone, *pairs]
+    time_of = dict(zip((point.name for point in points), expected_us, strict=True))
+    expected_us += [sum(time_of[name] for name in pair) for pair in record.pairs]
+    progress.phase(f"rounds of {len(tasks)} measurements", 0)
+
+    def keep(sample: Sample) -> None:
+        progress.step()
+        if dist.get_rank() == 0:
+            record.add(sample)
+        else:
+            record.samples.append(sample)
+
+    taken = Counter(sample.task for sample in record.samples)
+    measure_rounds(tasks, starts, expected_us, taken, settings.budget_s, keep)
+
+    # Step 5: the cluster.
+    counts = Counter(sample.task for sample in record.samples)
+    return Calibration(
+        cluster=make_cluster(machine, points, pairs, record.samples), rounds=min(counts.values())
+    )
+
+
+def shape_of(nodes: tuple[int, ...]) -> Shape:
+    """Nodes of one size, with ranks in order.
+
+    Raises:
+        ValueError: they are not, or there is no second rank on a node.
+    """
+    shape = Shape(num_nodes=len(set(nodes)), ranks_per_node=nodes.count(nodes[0]))
+    in_order = tuple(node for node in range(shape.num_nodes) for _ in range(shape.ranks_per_node))
+    if nodes != in_order:
+        raise ValueError(
+            f"ranks: got nodes {list(nodes)}, must be the same number on every node, in order"
+        )
+    if shape.ranks_per_node == 1:
+        raise ValueError(
+            "ranks per node: got 1, must be at least 2; --ranks-per-node says it where the "
+            "launcher does not"
+        )
+    return shape
+
+
+def _start(local_rank: int) -> torch.device:
+    """Join the launch; Gloo carries what the ranks have to tell each other."""
+    if not torch.cuda.is_available():
+        raise ValueError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    # A CPU where CPU ranks stand in.
+    return torch.empty(0, device="cuda").device
+
+
+def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
+    emulated = EmulatedCluster.from_environment()
+    on_cpu = device.type == "cpu"
+    if emulated is not None:
+        kind, nics_per_node = f"emulated at {emulated.inter_mbit:g} Mbit/s", emulated.nics_per_node
+    else:
+        kind, nics_per_node = "CPU ranks", shape.ranks_per_node
+        if not on_cpu:
+            kind = torch.cuda.get_device_name(device)
+    day = datetime.now(timezone.utc).date().isoformat()
+    return Machine(
+        name=settings.name or f"{kind}, {shape.num_nodes} x {shape.ranks_per_node}",
+        num_nodes=shape.num_nodes,
+        ranks_per_node=shape.ranks_per_node,
+        nics_per_node=settings.nics_per_node or nics_per_node,
+        memory_gb_per_rank=None
+        if on_cpu
+        else torch.cuda.get_device_properties(device).total_memory / 1e9,
+        copies_block_host=on_cpu,
+        counts_to_host_us=0.0 if on_cpu else _counts_to_host_us(device),
+        source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
+    )
+
+
+def _identity(machine: Machine) -> dict[str, Any]:
+    """What samples of two calibrations have to share to be put together."""
+    return {
+        "name": machine.name,
+        "num_nodes": machine.num_nodes,
+        "ranks_per_node": machine.ranks_per_node,
+        "nics_per_node": machine.nics_per_node,
+        "torch": torch.__version__,
+        "host": platform.node(),
+    }
+
+
+def _counts_to_host_us(device: torch.device, num_runs: int = 20) -> float:
+    counts = torch.zeros(1024, dtype=torch.int64, device=device)
+    counts.cpu()
+    begin_s = time.perf_counter()
+    for _ in range(num_runs):
+        counts.cpu()
+    return (time.perf_counter() - begin_s) * 1e6 / num_runs
+
+
+def _on_first_rank(function: Callable[[], T]) -> T:
+    """What the first rank finds, on all ranks; so too what it cannot accept."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = function()
+        except ValueError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise ValueError(found[1])
+    result: T = found[0]
+    return result

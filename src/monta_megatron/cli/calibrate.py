@@ -1,0 +1,151 @@
+"""`monta calibrate`: measure what a cluster file holds, one process per rank."""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monta_megatron.calibration.run import Calibration
+
+# torchrun ends all ranks as soon as one has failed; by then the first rank has to have said why.
+OTHER_RANKS_LINGER_S = 5.0
+
+EXAMPLE = """\
+examples:
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m monta_megatron.cli calibrate --out cluster.yaml
+  monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
+      -m monta_megatron.cli calibrate --out cluster.yaml
+"""
+
+# Flags with a value. Values are checked in `run`, so that a bad one is one line from one rank.
+FLAGS = (
+    ("out", "FILE", "the cluster file to write"),
+    ("budget-seconds", "X", "for repeats (default: 120); every point is measured at least once"),
+    ("name", "TEXT", "of the cluster (default: what it is made of)"),
+    ("ranks-per-node", "N", "ranks joined by the fast tier (default: what the launcher says)"),
+    ("nics-per-node", "N", "network interfaces that they share (default: one per rank)"),
+    ("plot", "DIR", "draw the curves there; needs the extra 'plot'"),
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to `monta`."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure a cluster file for plan and bench",
+        description="Measure collectives, copies and pairs of them, and write the cluster file by "
+        "which the planner chooses: one process per rank, under torchrun, srun or monta emulate. "
+        "What has been measured is kept in FILE.partial; the same command goes on from there.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, metavar, text in FLAGS:
+        parser.add_argument(f"--{name}", metavar=metavar, help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure on this rank; the first one writes and prints."""
+    from monta_megatron.benchmark.launch import is_first_rank
+
+    if is_first_rank():
+        return _run(parsed)
+    try:
+        return _run(parsed)
+    except ValueError:
+        time.sleep(OTHER_RANKS_LINGER_S)
+        return 2
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from monta_megatron.benchmark.launch import find_launch
+    from monta_megatron.benchmark.plots import check_can_plot
+
+    # Step 1: what was asked for.
+    if parsed.out is None:
+        raise ValueError("--out: not given, must be the file to write")
+    out = Path(parsed.out)
+    if not out.parent.is_dir() or out.is_dir():
+        raise ValueError(f"--out: got {out}, must be a file in a folder that exists")
+    budget_s = _positive("--budget-seconds", parsed.budget_seconds or "120")
+    ranks_per_node = _whole("--ranks-per-node", parsed.ranks_per_node)
+    nics_per_node = _whole("--nics-per-node", parsed.nics_per_node)
+    if parsed.plot is not None:
+        check_can_plot()
+    launch = find_launch()
+    partial = out.with_name(f"{out.name}.partial")
+
+    # Step 2: measure. Standard output is for the report alone.
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from monta_megatron.calibration.progress import show_progress
+        from monta_megatron.calibration.run import Settings, calibrate
+
+        settings = Settings(
+            partial=partial,
+            budget_s=budget_s,
+            name=parsed.name,
+            ranks_per_node=ranks_per_node,
+            nics_per_node=nics_per_node,
+        )
+        with show_progress(launch.rank == 0) as progress:
+            result = calibrate(settings, launch.local_rank, progress)
+
+    # Step 3: write and tell.
+    if launch.rank == 0:
+        _write(result, out, partial)
+        _print(result, out, parsed)
+    return 0
+
+
+def _write(result: "Calibration", out: Path, partial: Path) -> None:
+    from monta_megatron import strict_yaml
+    from monta_megatron.calibration.record import write_whole
+
+    write_whole(out, strict_yaml.dump(result.cluster))
+    partial.unlink(missing_ok=True)
+
+
+def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None:
+    from monta_megatron import strict_yaml
+    from monta_megatron.calibration.report import lines
+
+    text = "\n".join([*lines(result.cluster), "", f"{result.rounds} rounds; wrote {out}"])
+    print(text, file=sys.stderr if parsed.json else sys.stdout)
+    if parsed.json:
+        document = {
+            "out": str(out),
+            "rounds": result.rounds,
+            "cluster": strict_yaml.plain(result.cluster),
+        }
+        print(json.dumps(document, indent=2))
+    if parsed.plot is not None:
+        from monta_megatron.calibration.plots import plot_curves
+
+        path = plot_curves(result.cluster, Path(parsed.plot))
+        print(f"monta calibrate: drew {path}", file=sys.stderr)
+
+
+def _positive(flag: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{flag}: got {text!r}, must be a number > 0")
+    return value
+
+
+def _whole(flag: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{flag}: got {text!r}, must be an integer >= 1")
+    return int(text)

@@ -1,0 +1,28 @@
+"""Megatron's permutation of tokens into pairs, and back: what it costs is measured here.
+
+Notation: T = tokens, E = experts, H = hidden size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+
+
+class Permuted(NamedTuple):
+    """[T * top-k, H] pairs in expert order, and the token of each."""
+
+    rows: torch.Tensor
+    indices: torch.Tensor
+
+
+def permute(tokens: torch.Tensor, routing_map: torch.Tensor, topk: int) -> Permuted:
+    """Copy each token for each of its experts: [T, H] by [T, E] bool."""
+    rows, _, indices, *_ = moe_utils.permute(tokens, routing_map, num_out_tokens=len(tokens) * topk)
+    return Permuted(rows, indices)
+
+
+def unpermute(permuted: Permuted, shape: torch.Size) -> torch.Tensor:
+    """Sum each token's pairs: the way back to [T, H]."""
+    tokens: torch.Tensor = moe_utils.unpermute(permuted.rows, permuted.indices, shape)
+    return tokens
