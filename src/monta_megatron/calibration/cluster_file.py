@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from monta_megatron.calibration.points import Point, Task, task_name
+from monta_megatron.calibration.points import Pair, Point
 from monta_megatron.calibration.record import Sample
 from monta_megatron.planner.cluster import Cluster, Contention, Launch
 from monta_megatron.planner.curves import Curve, fit
@@ -36,7 +36,7 @@ class Machine:
 
 
 def make_cluster(
-    machine: Machine, points: Sequence[Point], pairs: Sequence[Task], samples: Sequence[Sample]
+    machine: Machine, points: Sequence[Point], pairs: Sequence[Pair], samples: Sequence[Sample]
 ) -> Cluster:
     """Medians of all samples as a cluster."""
     by_task: dict[str, list[Sample]] = {}
@@ -66,7 +66,7 @@ def _launch(machine: Machine, points: Sequence[Point], launches_us: Mapping[str,
     """The least that an operation takes the host; what more it takes at some size is in curves."""
 
     def least(*operations: str) -> float:
-        found = [launches_us[task_name((p,))] for p in points if p.operation in operations]
+        found = [launches_us[p.name] for p in points if p.operation in operations]
         return round(min(found), 1)
 
     # Where copies run on the host, their time is no launch.
@@ -96,7 +96,7 @@ def _curves(
         if not first.is_collective:
             launch_us = launches_us.get(first.operation, launch.copy_us)
         sizes = tuple(point.num_bytes for point in group)
-        times = tuple(round(times_us[task_name((point,))] - launch_us, 1) for point in group)
+        times = tuple(round(times_us[point.name] - launch_us, 1) for point in group)
         curves.append(
             Curve(
                 operation=first.operation,
@@ -112,14 +112,14 @@ def _curves(
     return tuple(curves)
 
 
-def _contention(machine: Machine, pair: Task, times_us: Mapping[str, float]) -> Contention:
+def _contention(machine: Machine, pair: Pair, times_us: Mapping[str, float]) -> Contention:
+    both_us, first_us = times_us[pair.name], times_us[pair.first.name]
+    factor = factor_of(both_us, first_us, times_us[pair.second.name] * pair.repeats)
     return Contention(
-        pair=(pair[0].tier, pair[1].tier),
-        factor=round(
-            factor_of(times_us[task_name(pair)], *(times_us[task_name((p,))] for p in pair)), 3
-        ),
+        pair=(pair.first.tier, pair.second.tier),
+        factor=round(factor, 3),
         kind="measured",
-        source=f"{task_name(pair)}; {machine.source}",
+        source=f"{pair.name}; {machine.source}",
     )
 
 

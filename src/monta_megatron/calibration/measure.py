@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.calibration.operations import Start
-from monta_megatron.calibration.points import Task, task_name
+from monta_megatron.calibration.points import Pair, Task
 from monta_megatron.calibration.record import Sample
 
 MAX_ROUNDS = 15
@@ -25,35 +25,39 @@ def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
     """One run, by all ranks together; each of them gets the slowest one's times.
 
     Args:
-        task: one point, or two; a collective stands first, so that copies run beside it.
+        task: what is run.
         starts: by a point's name, what starts it.
         repeats: one after the other; the times are those of one.
     """
-    parts = [starts[point.name] for point in task]
+    is_pair = isinstance(task, Pair)
+    start_first = starts[task.first.name if is_pair else task.name]
+    start_second = starts[task.second.name] if is_pair else None
     wait_for_all()
     launch_s = 0.0
     begin_s = time.perf_counter()
     for _ in range(repeats):
         launch_begin_s = time.perf_counter()
-        waits = [start() for start in parts]
+        wait = start_first()
         launch_s += time.perf_counter() - launch_begin_s
-        for wait in waits:
-            wait()
+        if start_second is not None:
+            for _ in range(task.repeats):
+                start_second()()
+        wait()
     torch.cuda.synchronize()
     slowest = torch.tensor([time.perf_counter() - begin_s, launch_s], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     us, launch_us = (slowest * 1e6 / repeats).tolist()
-    return Sample(task=task_name(task), us=us, launch_us=launch_us)
+    return Sample(task=task.name, us=us, launch_us=launch_us)
 
 
 def estimates_us(
     tasks: Iterable[Task], starts: Mapping[str, Start], on_task: Callable[[], None]
 ) -> list[float]:
-    """Of a second run of each task: the first one makes connections and buffers."""
+    """Of two more runs of each task: the first one makes connections and buffers."""
     found = []
     for task in tasks:
         run(task, starts)
-        found.append(run(task, starts).us)
+        found.append(min(run(task, starts).us for _ in range(2)))
         on_task()
     return found
 
@@ -82,7 +86,7 @@ def measure_rounds(
         left = [
             (task, task_us)
             for task, task_us in zip(tasks, expected_us, strict=True)
-            if taken[task_name(task)] <= number
+            if taken[task.name] <= number
         ]
         spent_s = time.monotonic() - begin_s
         if number > 0 and _first_rank_says(spent_s + round_s > budget_s):

@@ -43,7 +43,8 @@ def _draw(axis: Any, curve: Curve) -> None:
         name = f"{curve.operation}, {curve.group_size} ranks"
     (points,) = axis.plot(curve.sizes_bytes, curve.times_us, "o", markersize=4, label=name)
     if curve.fit is not None:
-        fit = curve.fit
-        # GB/s -> us per byte
-        times = [fit.alpha_us + size * 1e-3 / fit.gbps for size in curve.sizes_bytes]
-        axis.plot(curve.sizes_bytes, times, "--", linewidth=1, color=points.get_color())
+        fit, ratio = curve.fit, curve.sizes_bytes[-1] / curve.sizes_bytes[0]
+        # A line, drawn on axes of logarithms.
+        sizes = [curve.sizes_bytes[0] * ratio ** (step / 100) for step in range(101)]
+        times = [fit.alpha_us + size * 1e-3 / fit.gbps for size in sizes]
+        axis.plot(sizes, times, "--", linewidth=1, color=points.get_color())

@@ -1,7 +1,7 @@
 """What is measured on a cluster of a given shape: a short list of points. No torch.
 
 A point is one operation at one size, by all ranks at once, as in a real exchange: every rail at
-the same time, every node at the same time. A task is a point alone, or two points together.
+the same time, every node at the same time. A pair is two points beside each other.
 
 Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
 
@@ -10,6 +10,7 @@ Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
     intra   d consecutive ranks of a node; at d = R the node, below that ETP groups
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from monta_megatron.planner.traffic import FIND_PASSES, FIND_VALUE_BYTES
 
 # Per rank. Far apart, and none a power of two, as the sizes of real exchanges mostly are.
 LADDER_BYTES = tuple(5 * 1024 * 4**step for step in range(6))
+LADDER_IN_MEMORY_BYTES = tuple(20 * 1024 * 4**step for step in range(6))
 # A message is made of such rows, so that it can be cut for any number of peers.
 MESSAGE_ROW_BYTES = 16
 
@@ -89,8 +91,27 @@ class Point:
         return self.tier != "memory"
 
 
-# Points that run at once.
-Task: TypeAlias = tuple[Point, ...]
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A collective, and beside it an operation on another resource, several times.
+
+    Attributes:
+        first: the collective.
+        second: the other operation.
+        repeats: of the second one, so that both take about as long.
+    """
+
+    first: Point
+    second: Point
+    repeats: int
+
+    @property
+    def name(self) -> str:
+        """As it is recorded."""
+        return f"{self.first.name} beside {self.repeats} x {self.second.name}"
+
+
+Task: TypeAlias = Point | Pair
 
 # Of each two resources, what stands for them: the operations that chains run beside each other.
 PAIRS: tuple[tuple[Resource, Resource], ...] = (
@@ -98,13 +119,8 @@ PAIRS: tuple[tuple[Resource, Resource], ...] = (
     ("inter", "memory"),
     ("intra", "memory"),
 )
-# Two operations are put together where each takes about so long.
+# Of a pair, the collective takes about so long.
 PAIR_US = 20_000.0
-
-
-def task_name(task: Task) -> str:
-    """As it is recorded."""
-    return " + ".join(point.name for point in task)
 
 
 def all_points(shape: Shape) -> list[Point]:
@@ -120,33 +136,43 @@ def all_points(shape: Shape) -> list[Point]:
         for part in shape.parts[1:]:
             points.append(_collective("alltoall", "intra", part, part, num_bytes))
             points.append(_collective("allgather", "intra", part, part, num_bytes))
-        points += [_in_memory(operation, num_bytes) for operation in BYTES_PER_ROW]
-    return points
+    points += [
+        _in_memory(operation, num_bytes)
+        for operation in BYTES_PER_ROW
+        for num_bytes in LADDER_IN_MEMORY_BYTES
+    ]
+    # A row of the largest operations is more than the smallest sizes.
+    return list(dict.fromkeys(points))
 
 
-def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list[Task]:
-    """Two points for each pair of resources, each about `PAIR_US` long.
+def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list[Pair]:
+    """A pair for each two resources.
 
     Args:
         points: all points.
         estimates_us: of each, in a first run.
     """
-
-    def of(resource: Resource) -> Point | None:
-        """Rails between nodes, the gather of a whole node, and copies."""
-        operation = {"inter": "alltoall", "intra": "allgather", "memory": "copy"}[resource]
-        found = [
-            (abs(estimate_us - PAIR_US), position)
-            for position, (point, estimate_us) in enumerate(zip(points, estimates_us, strict=True))
-            if (point.tier, point.operation) == (resource, operation)
-            and (resource != "inter" or point.ranks_on_node == 1)
-            and (resource != "intra" or point.group_size == largest)
-        ]
-        return points[min(found)[1]] if found else None
-
     largest = max(point.ranks_on_node for point in points)
-    pairs = [(of(first), of(second)) for first, second in PAIRS]
-    return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+    def nearest(resource: Resource, wanted_us: float) -> tuple[Point, float] | None:
+        """Among rails between nodes, gathers of a whole node, or copies."""
+        operation = {"inter": "alltoall", "intra": "allgather", "memory": "copy"}[resource]
+        ranks_on_node = {"inter": 1, "intra": largest, "memory": 1}[resource]
+        found = [
+            (abs(math.log(estimate_us / wanted_us)), point.num_bytes, point, estimate_us)
+            for point, estimate_us in zip(points, estimates_us, strict=True)
+            if (point.tier, point.operation) == (resource, operation)
+            and point.ranks_on_node == ranks_on_node
+        ]
+        return min(found)[2:] if found else None
+
+    pairs = []
+    for first, second in PAIRS:
+        one, other = nearest(first, PAIR_US), nearest(second, PAIR_US / 4)
+        if one is not None and other is not None:
+            repeats = max(round(one[1] / other[1]), 1)
+            pairs.append(Pair(first=one[0], second=other[0], repeats=repeats))
+    return pairs
 
 
 def _collective(

@@ -3,7 +3,7 @@
 `FILE.partial` holds one JSON object per line. The first one says what is measured; every other one
 is one run of one task:
 
-    {"cluster": {...}, "pairs": [["alltoall inter 2 327680", "copy memory 1 1310720"], ...]}
+    {"cluster": {...}, "pairs": [["alltoall inter 2 327680", "copy memory 1 81920", 9], ...]}
     {"task": "copy memory 1 20480", "us": 12.5, "launch_us": 12.5}
 """
 
@@ -35,13 +35,13 @@ class Record:
     Attributes:
         path: the file.
         cluster: what was measured: numbers and versions that samples have to share.
-        pairs: names of the points that were put together, or None before that was decided.
+        pairs: first point, second point and repeats; None before that was decided.
         samples: in the order in which they were taken.
     """
 
     path: Path
     cluster: dict[str, Any]
-    pairs: list[list[str]] | None = None
+    pairs: list[list[Any]] | None = None
     samples: list[Sample] = field(default_factory=list)
 
     @classmethod
@@ -73,9 +73,8 @@ class Record:
         record._write_all()
         return record
 
-    def begin(self, pairs: list[list[str]]) -> None:
-        """Decide on the pairs, and write the first line."""
-        self.pairs = pairs
+    def begin(self) -> None:
+        """Write the first line."""
         self._write_all()
 
     def add(self, sample: Sample) -> None:

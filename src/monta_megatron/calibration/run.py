@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.calibration.cluster_file import Machine, make_cluster
-from monta_megatron.calibration.measure import estimates_us, measure_rounds
+from monta_megatron.calibration.measure import MAX_ROUNDS, RUN_US, estimates_us, measure_rounds
 from monta_megatron.calibration.operations import make_groups, operation_of
-from monta_megatron.calibration.points import Shape, Task, all_points, choose_pairs
+from monta_megatron.calibration.points import Pair, Shape, Task, all_points, choose_pairs
 from monta_megatron.calibration.progress import Progress
 from monta_megatron.calibration.record import Record, Sample
 from monta_megatron.emulation.cluster import EmulatedCluster
@@ -79,21 +79,24 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     progress.phase(f"first runs of {len(points)} points", len(points))
     groups = make_groups(shape, nodes)
     starts = {point.name: operation_of(point, groups, device) for point in points}
-    alone: list[Task] = [(point,) for point in points]
-    expected_us = estimates_us(alone, starts, progress.step)
+    expected_us = estimates_us(points, starts, progress.step)
     if record.pairs is None:
-        names = [[each.name for each in pair] for pair in choose_pairs(points, expected_us)]
-        record.pairs = names
+        pairs = choose_pairs(points, expected_us)
+        record.pairs = [[pair.first.name, pair.second.name, pair.repeats] for pair in pairs]
         if dist.get_rank() == 0:
-            record.begin(names)
-    by_name = dict(zip((point.name for point in points), points, strict=True))
-    pairs: list[Task] = [tuple(by_name[name] for name in pair) for pair in record.pairs]
+            record.begin()
+    by_name = {point.name: point for point in points}
+    pairs = [
+        Pair(first=by_name[first], second=by_name[second], repeats=repeats)
+        for first, second, repeats in record.pairs
+    ]
 
     # Step 4: rounds, each kept as it is measured.
-    tasks = [*alone, *pairs]
-    time_of = dict(zip((point.name for point in points), expected_us, strict=True))
-    expected_us += [sum(time_of[name] for name in pair) for pair in record.pairs]
-    progress.phase(f"rounds of {len(tasks)} measurements", 0)
+    tasks: list[Task] = [*points, *pairs]
+    # A pair takes long enough not to be repeated within a run.
+    expected_us += [RUN_US] * len(pairs)
+    taken = Counter(sample.task for sample in record.samples)
+    progress.phase("rounds", MAX_ROUNDS * len(tasks) - taken.total())
 
     def keep(sample: Sample) -> None:
         progress.step()
@@ -102,7 +105,6 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
         else:
             record.samples.append(sample)
 
-    taken = Counter(sample.task for sample in record.samples)
     measure_rounds(tasks, starts, expected_us, taken, settings.budget_s, keep)
 
     # Step 5: the cluster.

@@ -79,7 +79,7 @@ def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
     dist.all_gather_object(rules, rule, group=group)
     ranks = dist.get_process_group_ranks(group)
     for rank, other in zip(ranks[1:], rules[1:], strict=True):
-        for name in rules[0].keys() | other.keys():
+        for name in dict.fromkeys((*rules[0], *other)):
             values = rules[0].get(name), other.get(name)
             if values[0] != values[1]:
                 raise ValueError(
