@@ -2,6 +2,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+plot = ["matplotlib", "rich"]
 test = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3"]
 
 setup(
@@ -17,9 +18,9 @@ setup(
     install_requires=["torch>=2.6", "megatron-core>=0.16", "numpy", "pyyaml"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
-        "plot": ["matplotlib"],
+        "plot": plot,
         "test": test,
-        "dev": [*test, "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML"],
+        "dev": [*test, *plot, "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML"],
     },
     entry_points={
         "console_scripts": ["monta = monta_megatron.cli:main"],
