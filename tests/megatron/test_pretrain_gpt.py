@@ -119,6 +119,13 @@ def pretrain(script: list[str], arguments: str, folder: Path) -> str:
     return result.stdout
 
 
+# The planner may choose a chain whose sums have another order; this one is equal to the bit.
+DISPATCHERS = {
+    "alltoall": "--moe-token-dispatcher-type alltoall",
+    "monta": "--moe-token-dispatcher-type monta --moe-monta-chain alltoall_allgather",
+}
+
+
 class Run:
     """One training with recorded losses.
 
@@ -135,7 +142,7 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self.output = pretrain(
             [recorder, str(record), str(checkout() / "pretrain_gpt.py")],
-            f"{arguments} --moe-token-dispatcher-type {dispatcher}",
+            f"{arguments} {DISPATCHERS[dispatcher]}",
             folder,
         )
         entries = [json.loads(line) for line in record.read_text().splitlines()]
