@@ -3,7 +3,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 plot = ["matplotlib", "rich"]
-test = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3"]
+test = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3", *plot]
 
 setup(
     name="monta-megatron",
@@ -20,7 +20,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "plot": plot,
         "test": test,
-        "dev": [*test, *plot, "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML"],
+        "dev": [*test, "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML"],
     },
     entry_points={
         "console_scripts": ["monta = monta_megatron.cli:main"],
