@@ -45,8 +45,10 @@ ROW_FIELDS = {
 def launch(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run on 4 CPU ranks."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        + ["--nproc-per-node", "4", *command],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "4", *command),
+        ],
         env={**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
