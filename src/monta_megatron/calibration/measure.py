@@ -29,19 +29,19 @@ def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
         starts: by a point's name, what starts it.
         repeats: one after the other; the times are those of one.
     """
-    is_pair = isinstance(task, Pair)
-    start_first = starts[task.first.name if is_pair else task.name]
-    start_second = starts[task.second.name] if is_pair else None
+    if isinstance(task, Pair):
+        start, beside = starts[task.first.name], [starts[task.second.name]] * task.repeats
+    else:
+        start, beside = starts[task.name], []
     wait_for_all()
     launch_s = 0.0
     begin_s = time.perf_counter()
     for _ in range(repeats):
         launch_begin_s = time.perf_counter()
-        wait = start_first()
+        wait = start()
         launch_s += time.perf_counter() - launch_begin_s
-        if start_second is not None:
-            for _ in range(task.repeats):
-                start_second()()
+        for start_other in beside:
+            start_other()()
         wait()
     torch.cuda.synchronize()
     slowest = torch.tensor([time.perf_counter() - begin_s, launch_s], dtype=torch.float64)
@@ -67,20 +67,19 @@ def measure_rounds(
     starts: Mapping[str, Start],
     expected_us: Sequence[float],
     taken: Counter[str],
-    budget_s: float,
+    end_s: float,
     on_sample: Callable[[Sample], None],
 ) -> None:
-    """Run every task once per round; at least one round, and no further one beyond the budget.
+    """Run every task once per round; at least one round, and no further one that ends too late.
 
     Args:
         tasks: all of them.
         starts: by a point's name, what starts it.
         expected_us: about how long a run of each task takes.
         taken: by a task's name, samples that an earlier calibration has taken.
-        budget_s: for all rounds.
+        end_s: by which the last round has ended, on the first rank's monotonic clock.
         on_sample: called for each sample.
     """
-    begin_s = time.monotonic()
     round_s = 0.0
     for number in range(MAX_ROUNDS):
         left = [
@@ -88,13 +87,13 @@ def measure_rounds(
             for task, task_us in zip(tasks, expected_us, strict=True)
             if taken[task.name] <= number
         ]
-        spent_s = time.monotonic() - begin_s
-        if number > 0 and _first_rank_says(spent_s + round_s > budget_s):
+        begin_s = time.monotonic()
+        if number > 0 and _first_rank_says(begin_s + round_s > end_s):
             return
         for task, task_us in left:
             repeats = min(max(int(RUN_US / task_us), 1), MAX_REPEATS_IN_RUN)
             on_sample(run(task, starts, repeats))
-        round_s = time.monotonic() - begin_s - spent_s
+        round_s = time.monotonic() - begin_s
 
 
 def wait_for_all() -> None:

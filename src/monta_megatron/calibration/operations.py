@@ -48,6 +48,7 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
         }
         for tier, ranks in members.items():
             group = dist.new_group(ranks, use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup), f"rank {rank} is not one of {ranks}"
             groups[tier, part] = PeerGroup(
                 name=f"{tier} {len(ranks)}",
                 process_group=group,
@@ -73,8 +74,10 @@ def operation_of(point: Point, groups: Groups, device: torch.device) -> Start:
 
 def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
     if point.operation == "allgather":
-        # Counts of tokens are hardly ever equal, and unequal ones take another way.
-        receive = [point.num_rows + (peer == 0) for peer in range(group.size)]
+        # Between nodes `allgather` gathers all tokens, of which ranks have equally many. Inside a
+        # node chains gather what has arrived, hardly ever equally much, and that takes another way.
+        odd_row = int(point.tier == "intra")
+        receive = [point.num_rows + odd_row * (peer == 0) for peer in range(group.size)]
         message = torch.ones(
             receive[group.rank], MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device
         )
@@ -113,6 +116,14 @@ def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
             return torch.index_select(source, 0, index, out=into)
 
         return copy
+
+    if point.operation == "put":
+        source, index = rows(num_rows), torch.randperm(num_rows, generator=generator).to(device)
+
+        def put() -> torch.Tensor:
+            return torch.empty_like(source).index_copy_(0, index, source)
+
+        return put
 
     if point.operation == "sum":
         # [N, W] a list with an expert of each part, so that each row has a copy in each.

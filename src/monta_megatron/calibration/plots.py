@@ -38,7 +38,7 @@ def plot_curves(cluster: Cluster, folder: Path) -> Path:
 
 
 def _draw(axis: Any, curve: Curve) -> None:
-    name = curve.operation
+    name: str = curve.operation
     if curve.tier != "memory":
         name = f"{curve.operation}, {curve.group_size} ranks"
     (points,) = axis.plot(curve.sizes_bytes, curve.times_us, "o", markersize=4, label=name)

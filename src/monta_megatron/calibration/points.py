@@ -35,6 +35,7 @@ NUM_COPIES = 2
 # Read and written per row, counted as planner.traffic counts them.
 BYTES_PER_ROW: dict[Operation, int] = {
     "copy": 2 * HIDDEN_ROW_BYTES,
+    "put": 2 * HIDDEN_ROW_BYTES,
     "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
     "find": FIND_PASSES * FIND_VALUE_BYTES * TOPK,
     "permute": 2 * HIDDEN_ROW_BYTES * TOPK,

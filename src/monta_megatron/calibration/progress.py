@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -60,19 +60,29 @@ def show_progress(is_first_rank: bool) -> Iterator[Progress]:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as RichProgress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with RichProgress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         yield _BarProgress(bar)
 
 
 class _BarProgress:
-    def __init__(self, bar: "RichProgress") -> None:  # noqa: F821
+    """One bar for each phase.
+
+    Args:
+        bar: of rich, which is optional.
+    """
+
+    def __init__(self, bar: Any) -> None:
         self._bar = bar
-        self._task = None
+        self._task: Any = None
 
     def phase(self, text: str, total: int) -> None:
         self._task = self._bar.add_task(text, total=total)

@@ -31,7 +31,7 @@ class Settings:
 
     Attributes:
         partial: where samples are kept.
-        budget_s: for the rounds; one is always run.
+        budget_s: for everything; one round is always run.
         name: of the cluster, or None.
         ranks_per_node: ranks joined by the fast tier, or None where the launcher knows.
         nics_per_node: or None: the emulated cluster's, else one per rank.
@@ -51,10 +51,12 @@ class Calibration:
     Attributes:
         cluster: to be written.
         rounds: the fewest samples of any task.
+        kept_samples: those that an earlier, killed calibration had taken.
     """
 
     cluster: Cluster
     rounds: int
+    kept_samples: int
 
 
 def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibration:
@@ -64,6 +66,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
         ValueError: a cluster that cannot be calibrated, or a record that does not fit it.
     """
     device = _start(local_rank)
+    end_s = time.monotonic() + settings.budget_s
     # Step 1: the machine.
     world = dist.group.WORLD
     assert world is not None, "_start has joined the launch"
@@ -105,12 +108,14 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
         else:
             record.samples.append(sample)
 
-    measure_rounds(tasks, starts, expected_us, taken, settings.budget_s, keep)
+    measure_rounds(tasks, starts, expected_us, taken, end_s, keep)
 
     # Step 5: the cluster.
     counts = Counter(sample.task for sample in record.samples)
     return Calibration(
-        cluster=make_cluster(machine, points, pairs, record.samples), rounds=min(counts.values())
+        cluster=make_cluster(machine, points, pairs, record.samples),
+        rounds=min(counts.values()),
+        kept_samples=taken.total(),
     )
 
 

@@ -26,7 +26,7 @@ examples:
 # Flags with a value. Values are checked in `run`, so that a bad one is one line from one rank.
 FLAGS = (
     ("out", "FILE", "the cluster file to write"),
-    ("budget-seconds", "X", "for repeats (default: 120); every point is measured at least once"),
+    ("budget-seconds", "X", "about (default: 120); every point is measured at least once"),
     ("name", "TEXT", "of the cluster (default: what it is made of)"),
     ("ranks-per-node", "N", "ranks joined by the fast tier (default: what the launcher says)"),
     ("nics-per-node", "N", "network interfaces that they share (default: one per rank)"),
@@ -123,6 +123,7 @@ def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None
         document = {
             "out": str(out),
             "rounds": result.rounds,
+            "kept_samples": result.kept_samples,
             "cluster": strict_yaml.plain(result.cluster),
         }
         print(json.dumps(document, indent=2))

@@ -25,6 +25,7 @@ TIER_OF_MEMORY: Tier = "memory"
 STANDS_IN: dict[Operation, Operation] = {
     "sum": "copy",
     "find": "copy",
+    "put": "copy",
     "permute": "copy",
     "unpermute": "sum",
 }

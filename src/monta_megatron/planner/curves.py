@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Text
 
 Operation: TypeAlias = Literal[
-    "alltoall", "allgather", "copy", "sum", "find", "permute", "unpermute"
+    "alltoall", "allgather", "copy", "put", "sum", "find", "permute", "unpermute"
 ]
 Tier: TypeAlias = Literal["inter", "intra", "memory"]
 # Datasheet: published, by a vendor or by others who measured. Measured: on that very cluster.

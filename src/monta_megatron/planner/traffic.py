@@ -153,7 +153,10 @@ def walk_traffic(
                 and (stage.segments.is_slice or isinstance(stages[1].stage, Replicate))
             )
             if not is_view:
-                pipeline.append(_copy(kind.name, depth, copy=2 * behind * stage.send[:, 0]))
+                moved = 2 * behind * stage.send[:, 0]
+                # The last one writes to places all over the tensor, the first one reads from them.
+                puts = position > 0 and stage.segments is not None and not stage.segments.is_slice
+                pipeline.append(_copy(kind.name, depth, **{"put" if puts else "copy": moved}))
         elif isinstance(kind, Replicate):
             rows, copies = stage.send[:, 0], stage.receive.sum(axis=1)
             if walk.transpose:

@@ -1,0 +1,82 @@
+"""`monta calibrate` as a command: its file, its JSON, what stops it, and how it goes on."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from monta_megatron import strict_yaml
+from monta_megatron.planner.cluster import Cluster
+
+# Seconds; a launch takes 20 where nothing else runs.
+LIMIT_S = 240
+ENVIRON = {**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def command_of(out: Path) -> list[str]:
+    """4 ranks that stand for 2 nodes, as few repeats as there may be."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", "4"),
+        *("-m", "monta_megatron.cli", "calibrate", "--ranks-per-node", "2", "--nics-per-node", "1"),
+        *("--budget-seconds", "1", "--out", str(out), "--json"),
+    ]
+
+
+def test_killed_calibration_goes_on_and_writes_the_file(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.yaml"
+    partial = tmp_path / "cluster.yaml.partial"
+
+    # Step 1: kill it after some points.
+    with subprocess.Popen(
+        command_of(out), env=ENVIRON, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        end_s = time.monotonic() + LIMIT_S
+        while not partial.exists() or len(partial.read_text().splitlines()) < 10:
+            assert process.poll() is None and time.monotonic() < end_s, "no point was kept"
+            time.sleep(0.05)
+        process.terminate()
+    kept = partial.read_text().splitlines()
+    assert not out.exists()
+
+    # Step 2: the same command again.
+    done = subprocess.run(
+        command_of(out), env=ENVIRON, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    cluster = strict_yaml.load(Cluster, out)
+    assert document["cluster"] == strict_yaml.plain(cluster)
+    assert (cluster.num_nodes, cluster.ranks_per_node, cluster.nics_per_node) == (2, 2, 1)
+    assert cluster.copies_block_host
+    # The first line is no sample, and the last one may have been cut short.
+    assert document["kept_samples"] >= len(kept) - 2
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--out: not given, must be the file to write"),
+        ("--out missing/c.yaml", "--out: got missing/c.yaml, must be a file in a folder that"),
+        ("--out c.yaml --budget-seconds -1", "--budget-seconds: got '-1', must be a number > 0"),
+        ("--out c.yaml --ranks-per-node 0", "--ranks-per-node: got '0', must be an integer >= 1"),
+        ("--out c.yaml", "RANK, WORLD_SIZE: not set, must be"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, flags: str, message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "monta_megatron.cli", "calibrate", *flags.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,116 @@
+"""From samples to a cluster file, by hand; and the record that a killed calibration leaves."""
+
+from pathlib import Path
+
+import pytest
+
+from monta_megatron import strict_yaml
+from monta_megatron.calibration.cluster_file import Machine, factor_of, make_cluster
+from monta_megatron.calibration.points import Point, Shape, all_points, choose_pairs
+from monta_megatron.calibration.record import Record, Sample
+from monta_megatron.planner.cluster import Cluster
+
+SHAPE = Shape(num_nodes=2, ranks_per_node=4)
+MACHINE = Machine(
+    name="by hand",
+    num_nodes=2,
+    ranks_per_node=4,
+    nics_per_node=1,
+    memory_gb_per_rank=None,
+    copies_block_host=True,
+    counts_to_host_us=0.0,
+    source="by hand",
+)
+LAUNCH_US = 20.0
+
+
+def time_us(point: Point) -> float:
+    """100 us and 1e9 bytes per second."""
+    return 100 + point.num_bytes / 1e3
+
+
+def samples_of(points: list[Point]) -> list[Sample]:
+    """Three of each, of which one is far off."""
+    return [
+        Sample(task=point.name, us=LAUNCH_US + time_us(point) * noise, launch_us=LAUNCH_US)
+        for point in points
+        for noise in (1.0, 1.0, 30.0)
+    ]
+
+
+def test_groups_are_those_that_layouts_give() -> None:
+    """Rails, EP beside ETP 2, the whole exchange; ETP 2 and nodes."""
+    groups = {(each.operation, each.tier, each.group_size) for each in all_points(SHAPE)}
+    assert {size for name, tier, size in groups if (name, tier) == ("alltoall", "inter")} == {
+        2,
+        4,
+        8,
+    }
+    assert {size for name, tier, size in groups if (name, tier) == ("allgather", "intra")} == {2, 4}
+
+
+def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
+    """What host and operation take adds up to what was measured."""
+    points = all_points(SHAPE)
+    pairs = choose_pairs(points, [time_us(point) for point in points])
+    together = [
+        Sample(task=pair.name, us=30_000.0 + LAUNCH_US, launch_us=LAUNCH_US) for pair in pairs
+    ]
+    made = make_cluster(MACHINE, points, pairs, samples_of(points) + together)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(strict_yaml.dump(made))
+    cluster = strict_yaml.load(Cluster, path)
+    assert cluster == made
+    assert {entry.pair for entry in cluster.contention} == {
+        ("inter", "intra"),
+        ("inter", "memory"),
+        ("intra", "memory"),
+    }
+    assert cluster.launch.collective_us == LAUNCH_US
+    for curve in cluster.curves:
+        in_memory = LAUNCH_US if curve.tier == "memory" else 0.0
+        assert curve.fit is not None
+        assert curve.fit.gbps == pytest.approx(1.0, rel=0.01)
+        assert curve.fit.alpha_us == pytest.approx(100 + in_memory, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("both_us", "first_us", "second_us", "factor"),
+    [
+        (3000, 2000, 3000, 1.0),  # the shorter one hides behind the longer one
+        (4000, 2000, 3000, 1.5),
+        (5000, 3000, 2000, 2.0),  # one after the other
+        (2900, 2000, 3000, 1.0),  # noise
+        (9000, 2000, 3000, 2.0),  # noise
+    ],
+)
+def test_contention_factor(
+    both_us: float, first_us: float, second_us: float, factor: float
+) -> None:
+    assert factor_of(both_us, first_us, second_us) == pytest.approx(factor)
+
+
+def test_record_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+    """A line that a kill has cut short is measured again."""
+    path, sample = tmp_path / "c.yaml.partial", Sample(task="a", us=2.0, launch_us=1.0)
+    record = Record.open(path, {"num_nodes": 2})
+    record.pairs = [["a", "b", 3]]
+    record.begin()
+    record.add(sample)
+    with path.open("a") as file:
+        file.write('{"task": "b", "us"')
+    again = Record.open(path, {"num_nodes": 2})
+    assert (again.pairs, again.samples) == ([["a", "b", 3]], [sample])
+    again.add(sample)
+    assert Record.open(path, {"num_nodes": 2}).samples == [sample, sample]
+
+
+def test_record_of_another_cluster_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml.partial"
+    record = Record.open(path, {"num_nodes": 2})
+    record.begin()
+    with pytest.raises(ValueError, match="num_nodes: got 2, must be 4 as here; remove it"):
+        Record.open(path, {"num_nodes": 4})
+    path.write_text("no record\n")
+    with pytest.raises(ValueError, match="is no record of a calibration; remove it"):
+        Record.open(path, {"num_nodes": 2})
