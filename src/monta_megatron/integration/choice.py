@@ -1,11 +1,12 @@
 """From a configuration to a choice of chain, and the agreement of all ranks on it."""
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.chains import CHAINS, Chain, Layout
 from monta_megatron.options import AUTO, Options
 from monta_megatron.planner.choice import (
     NUM_CHUNKS,
@@ -16,6 +17,7 @@ from monta_megatron.planner.choice import (
     chains_for,
     uncalibrated,
 )
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import hash_of
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
@@ -59,14 +61,20 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
             f"moe_monta_cluster: {cluster.name} has {cluster.num_nodes} node(s), must have at "
             f"least the {layout.num_nodes} of the exchange"
         )
-    return PlannedChoice(
-        cluster=cluster,
-        workload=_workload(config, layout),
-        chains=tuple(
-            chain for chain in chains_for(layout) if chain.rows == "pairs" or not pairs_only
-        ),
-        num_chunks=NUM_CHUNKS if options.num_chunks is None else (options.num_chunks,),
+    return _planned_choice(
+        cluster,
+        _workload(config, layout),
+        tuple(chain for chain in chains_for(layout) if chain.rows == "pairs" or not pairs_only),
+        NUM_CHUNKS if options.num_chunks is None else (options.num_chunks,),
     )
+
+
+@cache
+def _planned_choice(
+    cluster: Cluster, workload: Workload, chains: tuple[Chain, ...], num_chunks: tuple[int, ...]
+) -> PlannedChoice:
+    """One for all layers that are alike, so that a plan is made once and not once per layer."""
+    return PlannedChoice(cluster=cluster, workload=workload, chains=chains, num_chunks=num_chunks)
 
 
 def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
