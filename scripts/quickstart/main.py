@@ -291,7 +291,7 @@ def main() -> int:
         metavar="FILE",
         help="UTF-8 text to train on (default: the documentation that Python itself contains)",
     )
-    parser.add_argument("--iterations", type=int, default=60, help="of each training (default: 60)")
+    parser.add_argument("--iterations", type=int, default=40, help="of each training (default: 40)")
     options = parser.parse_args()
     if options.iterations < 2 * NUM_LAST_LOSSES:
         parser.error(f"--iterations: got {options.iterations}, must be >= {2 * NUM_LAST_LOSSES}")
