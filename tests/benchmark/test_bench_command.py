@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -207,13 +206,14 @@ def test_outside_of_a_launch_it_says_how_to_start_it() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_help_is_quick() -> None:
-    start = time.monotonic()
+def test_help_imports_nothing_heavy() -> None:
+    # Its time, under 0.5 s, depends on the machine; what it imports does not.
+    code = (
+        "import sys; from monta_megatron.cli import main\n"
+        "try: main(['bench', '--help'])\n"
+        "finally: assert not {'torch', 'megatron'} & set(sys.modules)"
+    )
     result = subprocess.run(
-        [sys.executable, "-m", "monta_megatron.cli", "bench", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=30,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0 and "monta emulate" in result.stdout
-    assert time.monotonic() - start < 0.5
