@@ -575,10 +575,7 @@ def nodes_found(node_of_rank: list[str]) -> tuple[int, ...]:
     import os
     from unittest import mock
 
-    from monta_megatron.exchange import groups
-
-    variables = {"GROUP_RANK": node_of_rank[dist.get_rank()]}
-    with mock.patch.dict(os.environ, variables), mock.patch.dict(groups._nodes, clear=True):
+    with mock.patch.dict(os.environ, GROUP_RANK=node_of_rank[dist.get_rank()]):
         layer = build_layer(Case(), "monta", moe_monta_chain="hierarchical_allgather")
     return layer.token_dispatcher.layout.nodes
 
