@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from monta_megatron import reference
-from monta_megatron.chains import CHAINS, Counts, Layout
+from monta_megatron.chains import CHAINS, Layout
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting

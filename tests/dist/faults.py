@@ -37,9 +37,9 @@ def last_chunk_skipped() -> Any:
         else:
             self._wait(chunk)
 
-    def allocate_as_nan(self: Any, num_rows: int) -> Lanes:
+    def allocate_as_nan(self: Any) -> Lanes:
         # Fresh memory may still hold the right rows, of the run with stock.
-        outputs = allocate_outputs(self, num_rows)
+        outputs = allocate_outputs(self)
         for lane in outputs.tensors():
             lane.fill_(torch.nan)
         return outputs

@@ -21,7 +21,9 @@ TOKENS = [[0, 1, 100, 4096], [4096, 0, 1, 100], [1, 0, 1, 1], [0, 0, 0, 0], [100
 
 
 @pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "selective"}])
-@pytest.mark.parametrize("case", [Case(tp=2, topk=3, options=AUTO), Case(ep=2, etp=2, options=AUTO)])
+@pytest.mark.parametrize(
+    "case", [Case(tp=2, topk=3, options=AUTO), Case(ep=2, etp=2, options=AUTO)]
+)
 def test_unequal_tokens_changing_every_step(
     pools: Pools, case: Case, recompute: dict[str, str]
 ) -> None:
@@ -36,7 +38,9 @@ def test_unequal_tokens_changing_every_step(
 def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
     with pytest.raises(PoolError, match="ranks 0 and 2 differ in num_chunks: 4 and 3"):
         pools[4].run("layers:disagree", Case(), {2: {"moe_monta_num_chunks": 3}})
-    with pytest.raises(PoolError, match="ranks 0 and 1 differ in chain: alltoall_allgather and auto"):
+    with pytest.raises(
+        PoolError, match="ranks 0 and 1 differ in chain: alltoall_allgather and auto"
+    ):
         pools[4].run("layers:disagree", Case(), {1: {"moe_monta_chain": "auto"}})
 
 

@@ -7,7 +7,6 @@ import pytest
 from conftest import Pools
 from layers import Case
 
-
 pytestmark = pytest.mark.old_end
 
 # Every chain, on 2 nodes of 2 ranks; with expert tensor parallelism where it can have it.

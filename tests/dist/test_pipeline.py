@@ -11,22 +11,23 @@ pytestmark = pytest.mark.old_end
 CASE = Case(tp=2, ep=2, etp=2, num_local_experts=2)
 NUM_CHUNKS = 4
 
-# First and second collective of each walk: the chain forward, or its transpose.
+# First and second collective of each walk, and from one chunk to the next: the chain forward, or
+# its transpose, which takes the chunks from the last to the first.
 WALKS = {
-    "dispatch": ("alltoall", "allgather"),
-    "combine": ("allgather", "alltoall"),
-    "dispatch_backward": ("allgather", "alltoall"),
-    "combine_backward": ("alltoall", "allgather"),
+    "dispatch": ("alltoall", "allgather", 1),
+    "combine": ("allgather", "alltoall", -1),
+    "dispatch_backward": ("allgather", "alltoall", -1),
+    "combine_backward": ("alltoall", "allgather", 1),
 }
 
 
 def assert_pipelined(record: list[tuple[str, str, str, int]], num_chunks: int) -> None:
-    """Chunk i+1's first collective starts before chunk i's second one is waited for."""
-    for walk, (first, second) in WALKS.items():
-        for chunk in range(num_chunks - 1):
-            started = record.index(("start", walk, first, chunk + 1))
+    """The next chunk's first collective starts before a chunk's second one is waited for."""
+    for walk, (first, second, step) in WALKS.items():
+        for chunk in range(num_chunks)[::step][:-1]:
+            started = record.index(("start", walk, first, chunk + step))
             waited = record.index(("wait", walk, second, chunk))
-            assert started < waited, f"{walk}: chunk {chunk + 1} starts too late"
+            assert started < waited, f"{walk}: chunk {chunk + step} starts too late"
 
 
 def test_four_walks_are_pipelined(pools: Pools) -> None:

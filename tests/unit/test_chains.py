@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monta_megatron.chains import CHAINS, BoundChain, Counts, Layout
-from monta_megatron.chains.chain import cut, depth_of_stages
+from monta_megatron.chains.chain import cut, depth_of_stages, first_blocks
 from monta_megatron.chains.stages import AllGather, AllToAll, Segments
 
 pytestmark = pytest.mark.old_end
@@ -37,16 +37,16 @@ def test_hand_worked_two_chunks() -> None:
     bound = CHAIN.bind(layout_of(2, 1, 2), counts, num_chunks=2)
     pack, exchange, gather, order = bound.stages
 
-    # Of an odd count the first expert's extra row goes to the last chunk, the second expert's
-    # to the first chunk.
-    assert rows_of(pack.segments, 0) == [0, 2, 3, 7]  # a b b d
-    assert rows_of(pack.segments, 1) == [1, 4, 5, 6, 8]  # a b b c d
-    assert exchange.send.tolist() == [[3, 1], [3, 2]]
-    assert exchange.receive.tolist() == [[3, 2], [3, 2]]
-    assert gather.receive.tolist() == [[5], [5]]
+    # The first chunk takes two thirds of every count: rounded down for the first expert, one
+    # third of a row more for the second.
+    assert rows_of(pack.segments, 0) == [0, 2, 3, 4, 7]  # a b b b d
+    assert rows_of(pack.segments, 1) == [1, 5, 6, 8]  # a b c d
+    assert exchange.send.tolist() == [[4, 1], [2, 2]]
+    assert exchange.receive.tolist() == [[4, 3], [2, 1]]
+    assert gather.receive.tolist() == [[7], [3]]
     # On the experts' side: expert 0 from rank 0 (2 rows) and rank 1 (3), then expert 1 (4, 1).
-    assert rows_of(order.segments, 0) == [0, 5, 6, 2, 9]
-    assert rows_of(order.segments, 1) == [1, 7, 8, 3, 4]
+    assert rows_of(order.segments, 0) == [0, 5, 6, 7, 2, 3, 9]
+    assert rows_of(order.segments, 1) == [1, 8, 4]
     assert bound.rows_per_local_expert.tolist() == [5, 5]
     assert bound.num_expert_rows == 10
 
@@ -67,8 +67,21 @@ def test_remainders_do_not_gather_in_one_chunk() -> None:
 
 def test_expected_values_take_the_same_path() -> None:
     counts = Counts(sent=np.full((2, 2), 1.5), received=np.full((1, 2, 2), 1.5))
-    bound = CHAIN.bind(layout_of(2, 1, 2), counts, num_chunks=4)
-    assert bound.stages[1].send.tolist() == [[0.75, 0.75]] * 4
+    bound = CHAIN.bind(layout_of(2, 1, 2), counts, num_chunks=2)
+    assert bound.stages[1].send.tolist() == [[2.0, 2.0], [1.0, 1.0]]
+
+
+def test_the_last_chunk_is_smaller_and_comes_first_on_the_way_back() -> None:
+    assert [first_blocks(8, chunks).tolist() for chunks in (1, 2, 3, 4)] == [
+        [0],
+        [0, 5],
+        [0, 3, 6],
+        [0, 2, 5, 7],
+    ]
+    counts = Counts(sent=np.full((2, 2), 1.5), received=np.full((2, 2, 2), 1.5))
+    bound = CHAIN.bind(layout_of(2, 2, 2), counts, num_chunks=2)
+    assert bound.walked(transpose=True)[2].send.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+    assert [bound.chunk(turn, transpose=True) for turn in range(2)] == [1, 0]
 
 
 def test_depth_trails_by_one_step_per_collective() -> None:

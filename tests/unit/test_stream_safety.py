@@ -339,13 +339,17 @@ def spans(recorder: Recorder) -> dict[tuple[str, str, int], tuple[float, float]]
 
 
 def assert_overlap(recorder: Recorder, collectives: list[str], num_chunks: int) -> None:
-    """Chunk i+1's first collective and chunk i's second one run at the same time."""
+    """The next chunk's first collective and a chunk's second one run at the same time.
+
+    Transposed walks take the chunks from the last to the first.
+    """
     times = spans(recorder)
     for name in WALKS:
         is_transposed = name in ("combine", "dispatch_backward")
         first, second = collectives[::-1] if is_transposed else collectives
-        for chunk in range(num_chunks - 1):
-            start, end = times[name, first, chunk + 1]
+        step = -1 if is_transposed else 1
+        for chunk in range(num_chunks)[::step][:-1]:
+            start, end = times[name, first, chunk + step]
             second_start, second_end = times[name, second, chunk]
             assert start < second_end and second_start < end, (
                 f"{name}, chunk {chunk}: {first} of the next chunk runs from {start:.3f} to "

@@ -8,7 +8,8 @@ size, ETP = expert tensor parallel size, L = local experts per EP rank.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -160,7 +161,7 @@ def order_of_issue(
 
     Args:
         stages: of a walk, in its order.
-        num_chunks: C.
+        num_chunks: C; the first chunk of the walk counts as 0, see `BoundChain.chunk`.
         lag: by how many chunks a stage trails the collective that feeds it.
     """
     depth = [lag * steps for steps in depth_of_stages(stages)]
@@ -257,14 +258,40 @@ class BoundChain:
         """Rows of the whole tensor on the experts' side."""
         return self.rows_per_local_expert.sum().item()
 
+    @cached_property
+    def turns_back(self) -> bool:
+        """Whether transposed walks take the chunks from the last to the first: the small one first.
+
+        Behind one collective alone there is only a copy to hide, and a small first chunk would
+        have the large ones in memory together with the output.
+        """
+        return depth_of_stages(self.stages)[-1] > 1
+
+    def chunk(self, turn: int, transpose: bool) -> int:
+        """The chunk whose turn it is in a walk."""
+        return self.num_chunks - 1 - turn if transpose and self.turns_back else turn
+
+    def walked(self, transpose: bool) -> tuple[BoundStage, ...]:
+        """The stages of a walk in their order, the chunks of each in the order of their turns."""
+        if not transpose:
+            return self.stages
+        order = slice(None, None, -1 if self.turns_back else 1)
+        return tuple(
+            replace(stage, send=stage.send[order], receive=stage.receive[order])
+            for stage in self.stages[::-1]
+        )
+
 
 def cut(rows: RowCounts, num_chunks: int) -> RowCounts:
-    """Cut every count into `num_chunks` even parts.
+    """Cut every count into `num_chunks` parts: even ones, and a last one of half their size.
 
-    Each source's rows for each expert are cut by themselves, so a chunk holds an even share of
+    Each source's rows for each expert are cut by themselves, so a chunk holds the same share of
     every (source, expert) pair, and every rank knows every cut from the counts alone. The
     remainders of neighbouring experts fall into different chunks; without that the last chunk
     would collect them all.
+
+    Nothing hides what comes behind the last chunk's collective, hence the smaller one; see also
+    `BoundChain.turns_back`.
 
     Args:
         rows: [..., L] counts.
@@ -273,15 +300,26 @@ def cut(rows: RowCounts, num_chunks: int) -> RowCounts:
     Returns:
         [C + 1, ..., L] where the chunks begin and end: from 0 to `rows`.
     """
-    steps = np.arange(num_chunks + 1).reshape(-1, *[1] * rows.ndim)
+    halves = 2 * num_chunks - 1
+    steps = 2 * np.arange(num_chunks + 1).reshape(-1, *[1] * rows.ndim)
     if np.issubdtype(rows.dtype, np.floating):
-        return steps * rows / num_chunks
-    return (steps * rows + np.arange(rows.shape[-1]) % num_chunks) // num_chunks
+        return np.minimum(steps * rows / halves, rows)
+    return np.minimum((steps * rows + np.arange(rows.shape[-1]) % halves) // halves, rows)
+
+
+# Of counts by token block, from which chunks are made.
+NUM_BLOCKS = 8
+
+
+def blocks_for(num_chunks: int) -> int:
+    """B: how many token blocks are counted where a chain may run in so many chunks."""
+    return 1 if num_chunks == 1 else max(NUM_BLOCKS, num_chunks)
 
 
 def first_blocks(num_blocks: int, num_chunks: int) -> NDArray[np.int64]:
-    """[C] the first block of each chunk, where chunks are made of whole blocks."""
-    return np.arange(num_chunks) * num_blocks // num_chunks
+    """[C] the first block of each chunk, where chunks are made of whole blocks; see `cut`."""
+    first = np.rint(2 * num_blocks * np.arange(num_chunks) / (2 * num_chunks - 1))
+    return first.astype(np.int64)
 
 
 def starts_of(lengths: RowCounts) -> RowCounts:

@@ -1,17 +1,41 @@
-"""What an exchange did: bytes by stage and tier, and the order of starts and waits."""
+"""What an exchange did: bytes by stage and tier, the order of starts and waits, and their times."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch.autograd import profiler
+
+Action = Literal["begin", "start", "wait", "ready", "end"]
+_NO_RANGE = nullcontext()
 
 
 class Step(NamedTuple):
-    """One collective of one chunk was started, or waited for."""
+    """What happened to a chunk in a stage of a walk.
 
-    action: Literal["start", "wait"]
+    A stage begins and ends with a chunk; in between it waits until the stage before it is ready,
+    and starts a collective. `wait` and `ready` name the stage that is waited for.
+    """
+
+    action: Action
     walk: str
     stage: str
     chunk: int
+
+
+class Recorder(Protocol):
+    """Takes the times of a walk; see `timeline.recorder`."""
+
+    def note(self, step: Step) -> None:
+        """Something happens now."""
+
+    def watch(
+        self, works: Sequence[torch.distributed.Work], walk: str, stage: str, chunk: int
+    ) -> list[torch.distributed.Work]:
+        """A collective was started; what is to be waited for in its place."""
 
 
 @dataclass(kw_only=True)
@@ -22,10 +46,12 @@ class Monitor:
         bytes_sent: (stage, tier) -> bytes of payload that left this rank for another one, counted
             from the tensors that were sent. Tiers: "inter" between nodes, "intra" inside one.
         record: every start and wait in the order of issue, or None while nobody asked for it.
+        recorder: takes their times, or None while nobody asked for them.
     """
 
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     record: list[Step] | None = None
+    recorder: Recorder | None = None
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes that left this rank so far, over all stages."""
@@ -34,7 +60,32 @@ class Monitor:
             totals[tier] += num_bytes
         return totals
 
-    def note(self, action: Literal["start", "wait"], walk: str, stage: str, chunk: int) -> None:
-        """Record a start or a wait, if a record is kept."""
+    def note(self, action: Action, walk: str, stage: str, chunk: int) -> None:
+        """Record a step, if a record is kept."""
         if self.record is not None:
             self.record.append(Step(action, walk, stage, chunk))
+        if self.recorder is not None:
+            self.recorder.note(Step(action, walk, stage, chunk))
+
+    def watch(
+        self, works: list[torch.distributed.Work], walk: str, stage: str, chunk: int
+    ) -> list[torch.distributed.Work]:
+        """Have the end of a collective recorded, if its time is taken; what to wait for then."""
+        if self.recorder is None:
+            return works
+        return self.recorder.watch(works, walk, stage, chunk)
+
+    def range(
+        self, walk: str, chain: str, stage: str, chunk: int
+    ) -> AbstractContextManager[object]:
+        """Around a stage of a chunk: its name in a profile (NVTX with `emit_nvtx`), its times."""
+        if self.recorder is None and not profiler._is_profiler_enabled:
+            return _NO_RANGE
+        return self._range(walk, chain, stage, chunk)
+
+    @contextmanager
+    def _range(self, walk: str, chain: str, stage: str, chunk: int) -> Iterator[None]:
+        with profiler.record_function(f"monta {walk}: {chain}, {stage}, chunk {chunk}"):
+            self.note("begin", walk, stage, chunk)
+            yield
+            self.note("end", walk, stage, chunk)

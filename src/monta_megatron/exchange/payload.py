@@ -38,6 +38,19 @@ class Lanes:
         return [lane for lane in (self.rows, self.probs, self.ids) if lane is not None]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnPart:
+    """This rank's own part of a sum over ranks, as it was before it was rounded for the wire.
+
+    Attributes:
+        rows: [N, H] in the dtype of the sum.
+        copy: which of the copies it is.
+    """
+
+    rows: torch.Tensor
+    copy: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Payload:
     """The layout of a message: the shape and type of each lane of a row, and where it lies.
@@ -87,7 +100,11 @@ class Payload:
         return Lanes(**dict(zip(("rows", "probs", "ids"), views, strict=False)))
 
     def sum_of_copies(
-        self, messages: Sequence[torch.Tensor], num_copies: int, dtype: torch.dtype
+        self,
+        messages: Sequence[torch.Tensor],
+        num_copies: int,
+        dtype: torch.dtype,
+        own: "OwnPart | None" = None,
     ) -> list[torch.Tensor]:
         """Add the copies that arrived one after the other, in `dtype`, and round once.
 
@@ -95,13 +112,17 @@ class Payload:
             messages: each [num_copies * N, ...], copy-major.
             num_copies: how many copies of every row there are.
             dtype: of the sum; the result has the lane's own dtype again.
+            own: the copy of the rows that never had to be rounded.
         """
         copies = self.lanes(messages)
         total = self.allocate(copies.rows.shape[0] // num_copies)
         for into, lane in zip(self.lanes(total).tensors(), copies.tensors(), strict=True):
             # [num_copies * N, ...] -> [num_copies, N, ...]
             parts = lane.unflatten(0, (num_copies, into.shape[0]))
-            into.copy_(parts.sum(dim=0, dtype=torch.promote_types(dtype, lane.dtype)))
+            whole = parts.sum(dim=0, dtype=torch.promote_types(dtype, lane.dtype))
+            if own is not None and lane is copies.rows:
+                whole += own.rows - parts[own.copy]
+            into.copy_(whole)
         return total
 
     def _offsets_bytes(self) -> list[int]:

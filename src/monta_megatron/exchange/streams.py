@@ -7,7 +7,7 @@ Either way the executor issues the same calls in the same order.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -37,6 +37,12 @@ class Streams(Protocol):
     def on(self, position: int) -> AbstractContextManager[Any]:
         """Context in which stage `position` launches, and in which its buffers are allocated."""
 
+    def on_caller(self) -> AbstractContextManager[Any]:
+        """Context in which memory is allocated that stays with the caller.
+
+        Since the fork the caller's stream has been given nothing to do, so what it freed is free.
+        """
+
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         """Called once a stage has launched: what its consumer calls before it reads the result."""
 
@@ -56,6 +62,9 @@ class HostStreams:
     def on(self, position: int) -> AbstractContextManager[Any]:
         # The stand-ins of CPU ranks look at every call for the word "cuda", which is not here.
         return torch._C.DisableTorchFunction()
+
+    def on_caller(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         def wait() -> None:
@@ -86,6 +95,9 @@ class CudaStreams:
 
     def on(self, position: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[position])
+
+    def on_caller(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._caller)
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         stream = torch.cuda.current_stream()

@@ -28,9 +28,9 @@ from monta_megatron.chains.stages import (
     Segments,
 )
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import Copies, find_copies
+from monta_megatron.exchange.copies import Copies, find_copies, in_wide_values
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.payload import Lanes, Payload
+from monta_megatron.exchange.payload import Lanes, OwnPart, Payload
 from monta_megatron.exchange.streams import Ready, Streams, streams_for
 
 
@@ -109,11 +109,13 @@ def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
     """
     streams = streams_for(lanes.rows.device)
     pipeline = _Pipeline(exchange, walk, lanes, streams)
-    bound = exchange.bound
+    bound, monitor = exchange.bound, exchange.monitor
 
     streams.fork()
-    for position, chunk in bound.chain.order(pipeline.stages, bound.num_chunks, streams.lag):
-        with streams.on(position):
+    for position, turn in bound.chain.order(pipeline.stages, bound.num_chunks, streams.lag):
+        chunk = bound.chunk(turn, walk.transpose)
+        stage = pipeline.stages[position].stage.name
+        with streams.on(position), monitor.range(walk.name, bound.chain.name, stage, chunk):
             pipeline.advance(position, chunk)
     streams.join()
     streams.keep(pipeline.outputs.tensors())
@@ -126,7 +128,8 @@ class _Chunk:
 
     `sources` are held until the collective that reads them has been waited for: their memory
     belongs to another stream, which knows nothing of that collective. `rows` says which rows of
-    the messages are the chunk's, where they were not copied out; None if all are.
+    the messages are the chunk's, where they were not copied out; None if all are. `own` does not
+    cross the wire that its rounded copies are made for.
     """
 
     payload: Payload
@@ -136,6 +139,7 @@ class _Chunk:
     num_copies: int = 1
     sources: list[torch.Tensor] = field(default_factory=list)
     rows: torch.Tensor | None = None
+    own: OwnPart | None = None
 
 
 class _Pipeline:
@@ -149,16 +153,21 @@ class _Pipeline:
         self.streams = streams
         self.stages = bound.stages[::-1] if walk.transpose else bound.stages
         self.chunks: dict[int, _Chunk] = {}
-        self.outputs = lanes
-        if self.stages[-1].segments is not None:
-            num_rows = int(bound.num_source_rows if walk.transpose else bound.num_expert_rows)
-            self.outputs = self._allocate_outputs(num_rows)
+        self._outputs: Lanes | None = None
 
-    def _allocate_outputs(self, num_rows: int) -> Lanes:
+    @property
+    def outputs(self) -> Lanes:
+        """The lanes on the other side, complete once every chunk has been put there."""
+        assert self._outputs is not None, "no chunk has reached the last stage"
+        return self._outputs
+
+    def _allocate_outputs(self) -> Lanes:
+        bound, transpose = self.exchange.bound, self.walk.transpose
+        num_rows = int(bound.num_source_rows if transpose else bound.num_expert_rows)
         rows = self.inputs.rows.new_empty(num_rows, self.inputs.rows.shape[1])
         if self.inputs.probs is None:
             return Lanes(rows=rows)
-        has_lists = self.exchange.list_width > 0 and self.walk.transpose
+        has_lists = self.exchange.list_width > 0 and transpose
         shape = (num_rows, self.exchange.list_width) if has_lists else (num_rows,)
         return Lanes(rows=rows, probs=self.inputs.probs.new_empty(shape))
 
@@ -175,7 +184,7 @@ class _Pipeline:
         if position == 0:
             self.chunks[chunk] = self._take(bound, chunk, packed)
         elif isinstance(bound.stage, Replicate):
-            self.chunks[chunk] = self._replicate(bound, chunk, packed)
+            self.chunks[chunk] = self._replicate(bound, chunk, packed, self.stages[position + 1])
         else:
             assert not isinstance(bound.stage, Place), f"{bound.stage.name} stands in the middle"
             group = self.exchange.groups[bound.stage.group]
@@ -208,21 +217,26 @@ class _Pipeline:
         lanes = self._wait(chunk)
         del self.chunks[chunk]
         if bound.segments is None:
-            self.outputs = lanes
+            self._outputs = lanes
             return
-        for into, lane in zip(self.outputs.tensors(), lanes.tensors(), strict=True):
+        if self._outputs is None:
+            # Not before: by now the first chunk's earlier messages are free again.
+            with self.streams.on_caller():
+                self._outputs = self._allocate_outputs()
+        for into, lane in zip(self._outputs.tensors(), lanes.tensors(), strict=True):
             if bound.segments.is_slice:
                 into[bound.segments.slice_of(chunk)].copy_(lane)
             else:
-                into.index_copy_(0, self._rows_of(bound, chunk), lane)
+                index = self._rows_of(bound, chunk)
+                in_wide_values(into).index_copy_(0, index, in_wide_values(lane))
 
     def _rows_of(self, bound: BoundStage, chunk: int) -> torch.Tensor:
         index = self.exchange.rows_of(bound, self.inputs.rows.device)[chunk]
         self.streams.keep([index])
         return index
 
-    def _replicate(self, bound: BoundStage, chunk: int, packed: bool) -> _Chunk:
-        """Copies for each part, or the sum of a row's copies."""
+    def _replicate(self, bound: BoundStage, chunk: int, packed: bool, behind: BoundStage) -> _Chunk:
+        """Copies for each part, or the sum of a row's copies, for the stage behind."""
         assert isinstance(bound.stage, Replicate)
         lanes = self._wait(chunk)
         rows_here = self.chunks[chunk].rows
@@ -260,7 +274,18 @@ class _Pipeline:
             into[0].copy_(rows)
         for target, source in zip(into[1:], lists, strict=True):
             target.copy_(source)
-        return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]))
+        own = None
+        if rows is not None and rows.dtype != lanes.rows.dtype:
+            own = self._own_part(behind, chunk, rows)
+        return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]), own=own)
+
+    def _own_part(self, behind: BoundStage, chunk: int, rows: torch.Tensor) -> OwnPart | None:
+        """The rows [parts of all ranks, H] that this rank adds to what others send it."""
+        if not isinstance(behind.stage, AllGather):
+            return None
+        group = self.exchange.groups[behind.stage.group]
+        parts = rows.split(behind.receive[chunk].tolist())
+        return OwnPart(rows=parts[group.rank].clone(), copy=group.rank) if group.size > 1 else None
 
     def _collective(self, bound: BoundStage, group: PeerGroup, chunk: int) -> _Chunk:
         """Start a collective on what the stage before it left."""
@@ -282,6 +307,7 @@ class _Pipeline:
                 self._count(bound, group, send, message)
         except RuntimeError as error:
             raise self._failure(bound.stage.name, chunk, error) from error
+        works = self.exchange.monitor.watch(works, self.walk.name, bound.stage.name, chunk)
         return _Chunk(
             payload=payload,
             messages=outputs,
@@ -289,6 +315,7 @@ class _Pipeline:
             waits_for=bound.stage.name,
             num_copies=group.size if gather and transpose else 1,
             sources=messages,
+            own=self.chunks[chunk].own,
         )
 
     def _wait(self, chunk: int) -> Lanes:
@@ -305,11 +332,15 @@ class _Pipeline:
             state.ready()
         except RuntimeError as error:
             raise self._failure(str(state.waits_for), chunk, error) from error
+        if state.waits_for is not None:
+            self.exchange.monitor.note("ready", self.walk.name, state.waits_for, chunk)
         self.streams.keep(state.messages)
         if state.num_copies == 1:
             return state.payload, state.messages
+        if state.own is not None:
+            self.streams.keep([state.own.rows])
         total = state.payload.sum_of_copies(
-            state.messages, state.num_copies, self.exchange.sum_dtype
+            state.messages, state.num_copies, self.exchange.sum_dtype, state.own
         )
         return state.payload, total
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from monta_megatron.chains import Chain
+from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.lanes import (
     DISPATCH,
     DISPATCH_BACKWARD,
@@ -96,7 +97,7 @@ def price_chain(
     bound = workload.bind(chain, num_chunks)
     traffic = tuple(
         tuple(
-            walk_traffic(each, layout, workload.row, walk, workload.num_blocks or num_chunks)
+            walk_traffic(each, layout, workload.row, walk, blocks_for(num_chunks))
             for each, layout in zip(bound, workload.ranks, strict=True)
         )
         for walk in WALKS[phase]

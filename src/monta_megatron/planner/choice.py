@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from monta_megatron.chains import CHAINS, Chain, Layout
+from monta_megatron.chains.chain import blocks_for
 from monta_megatron.planner.cluster import Cluster, Launch, Link
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
 
-# Of counts by block, which chunks are made of: every number of chunks below divides it.
-NUM_BLOCKS = 8
 NUM_CHUNKS = (1, 2, 4, 8)
 
 
@@ -67,7 +66,7 @@ class FixedChoice:
     @property
     def num_blocks(self) -> int:
         """See `Choice`."""
-        return self.decision.num_chunks
+        return blocks_for(self.decision.num_chunks)
 
     def rule(self) -> dict[str, Any]:
         """See `Choice`."""
@@ -98,7 +97,7 @@ class PlannedChoice:
     @property
     def num_blocks(self) -> int:
         """See `Choice`."""
-        return max(self.num_chunks)
+        return blocks_for(max(self.num_chunks))
 
     def rule(self) -> dict[str, Any]:
         """See `Choice`."""

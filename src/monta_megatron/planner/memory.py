@@ -14,14 +14,14 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
     """Output, messages of the chunks under way, and sums, in the order in which they are issued.
 
     A chunk holds what its last stage wrote, and what a collective among them still reads; a stage
-    lets go of that once its own message is there. Sums are made in fp32 before they are rounded
-    into the message; rows that lie among other lanes are copied out for it. Indices, which are
-    8 bytes a row, are left out.
+    lets go of that once its own message is there. The output is there from the first rows that are
+    put into it. Sums are made in fp32 before they are rounded into the message; rows that lie
+    among other lanes are copied out for it. Indices, which are 8 bytes a row, are left out.
 
     Returns:
         bytes on this rank beyond the walk's input.
     """
-    stages = bound.stages[::-1] if walk.transpose else bound.stages
+    stages = bound.walked(walk.transpose)
     row_bytes = row_bytes_by_stage(bound, row, walk)
     depths = depth_of_stages(stages)
     last = len(stages) - 1
@@ -33,7 +33,7 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
     rows_behind = [_rows_behind(stage, walk) for stage in stages]
     rows_before = [stage.receive.sum(axis=1).tolist() for stage in stages]
 
-    peak = live = output
+    peak = live = 0.0
     # What each chunk holds: what its last stage wrote, and what that stage still reads.
     wrote: dict[int, float] = {}
     reads: dict[int, float] = {}
@@ -52,7 +52,10 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
                 live += summed
                 before, read = summed, read + before
             if position == last:
-                live -= before + read
+                # The output is allocated when its first rows come.
+                live += (output if chunk == 0 else 0.0) - read
+                peak = max(peak, live)
+                live -= before
                 continue
             if not writes[position]:
                 continue
@@ -62,6 +65,10 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
                 # Copied out of a message that holds other lanes too.
                 is_packed = walk.probs and not isinstance(stages[position - 1].stage, Place)
                 copied = rows_before[position][chunk] * row.hidden_bytes if is_packed else 0.0
+                behind = stages[position + 1]
+                if isinstance(behind.stage, AllGather) and row.value_bytes < SUM_BYTES:
+                    # A rank keeps its own part of the sum over ranks as it is.
+                    new += behind.send[chunk, 0].item() * sum_bytes
                 peak = max(peak, live + rows * sum_bytes + max(copied, new))
             peak = max(peak, live + new)
             is_collective = isinstance(stage.stage, AllToAll | AllGather)

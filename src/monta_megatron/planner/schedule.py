@@ -51,11 +51,13 @@ class Schedule:
     """When everything runs.
 
     Attributes:
+        launched_us: [N][C] when the host has launched them.
         starts_us: [N][C].
         ends_us: [N][C].
         total_us: when the last one ends.
     """
 
+    launched_us: tuple[tuple[float, ...], ...]
     starts_us: tuple[tuple[float, ...], ...]
     ends_us: tuple[tuple[float, ...], ...]
     total_us: float
@@ -133,6 +135,7 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
                 feed(stage)
     assert all(len(ends) == num_chunks for ends in ends_us), "the pipeline is stuck"
     return Schedule(
+        launched_us=tuple(map(tuple, host.launched_us)),
         starts_us=tuple(map(tuple, starts_us)),
         ends_us=tuple(map(tuple, ends_us)),
         total_us=now_us,

@@ -139,7 +139,7 @@ def walk_traffic(
         walk: which of the four.
         num_blocks: token blocks for which counts are gathered.
     """
-    stages = bound.stages[::-1] if walk.transpose else bound.stages
+    stages = bound.walked(walk.transpose)
     depths = depth_of_stages(stages)
     row_bytes = row_bytes_by_stage(bound, row, walk)
     pipeline: list[StageTraffic] = []

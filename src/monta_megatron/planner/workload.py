@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from monta_megatron.chains import BoundChain, Chain, Layout
+from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.lanes import RowFormat
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.model import Model
@@ -21,8 +22,6 @@ class Workload:
         prob_bytes: of one routing probability.
         routing: where tokens go.
         tokens_per_rank: that each rank brings.
-        num_blocks: token blocks for which counts are gathered, of which chunks are made; None
-            where there are as many as chunks.
     """
 
     layout: Layout
@@ -31,7 +30,6 @@ class Workload:
     prob_bytes: int
     routing: Routing
     tokens_per_rank: int
-    num_blocks: int | None = None
 
     @classmethod
     def of(
@@ -70,7 +68,7 @@ class Workload:
 
     def bind(self, chain: Chain, num_chunks: int) -> tuple[BoundChain, ...]:
         """The chain with the rows of each of `ranks`."""
-        num_blocks = self.num_blocks or num_chunks
+        num_blocks = blocks_for(num_chunks)
         return tuple(
             chain.bind(
                 layout,

@@ -63,7 +63,6 @@ def workload_of(
     tokens: int = 4096,
     hidden: int = 4096,
     routing: Routing | None = None,
-    num_blocks: int | None = None,
 ) -> Workload:
     """An exchange in bf16."""
     return Workload(
@@ -73,5 +72,4 @@ def workload_of(
         prob_bytes=4,
         routing=routing or UniformRouting(num_experts=num_experts, topk=topk),
         tokens_per_rank=tokens,
-        num_blocks=num_blocks,
     )

@@ -80,7 +80,6 @@ def test_what_is_sent_is_received(chain: str) -> None:
         ranks_per_node=2,
         num_experts=16,
         routing=MeasuredRouting(routing_maps=maps),
-        num_blocks=3,
     )
     num_chunks = 1 if CHAINS[chain].serial else 3
     assert len(workload.ranks) == 4
