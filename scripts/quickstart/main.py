@@ -52,11 +52,13 @@ class Run:
         losses: unrounded, one per iteration.
         dispatch: "dispatcher", "chain" and "num_chunks", each the list of distinct values over
             layers and ranks, and "bytes" sent by tier, over all ranks.
+        routing: a hash of all tokens' choices per iteration, if they were recorded.
     """
 
     losses: list[float]
     dispatch: dict[str, Any]
     seconds: float
+    routing: list[str]
 
 
 def megatron_arguments(data_prefix: Path, iterations: int) -> list[str]:
@@ -97,8 +99,14 @@ def dispatcher_arguments(name: str) -> list[str]:
     return chosen
 
 
-def train(name: str, arguments: Sequence[str], iterations: int) -> Run:
+def train(name: str, dispatcher: Sequence[str], arguments: Sequence[str], iterations: int) -> Run:
     """Train with one dispatcher under torchrun and read the record.
+
+    Args:
+        name: of the log and the record.
+        dispatcher: the arguments that choose it.
+        arguments: all others; of two equal ones the last counts.
+        iterations: of the training, for the progress bar.
 
     Raises:
         QuickstartError: the training failed; the text holds what the ranks said.
@@ -109,7 +117,7 @@ def train(name: str, arguments: Sequence[str], iterations: int) -> Run:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(NODES * RANKS_PER_NODE)),
         *(str(Path(__file__).with_name("train.py")), "--record", str(record)),
-        *dispatcher_arguments(name),
+        *dispatcher,
         *arguments,
     ]
     start = time.monotonic()
@@ -128,6 +136,7 @@ def train(name: str, arguments: Sequence[str], iterations: int) -> Run:
         losses=[entry["loss"] for entry in entries if "loss" in entry],
         dispatch=entries[-1],
         seconds=time.monotonic() - start,
+        routing=[entry["routing"] for entry in entries if "routing" in entry],
     )
 
 
@@ -270,8 +279,10 @@ def quickstart(texts: Sequence[bytes], iterations: int) -> None:
     data_prefix = prepare(texts, FOLDER / "data")
     print(f"text: {len(texts)} documents, {sum(map(len, texts)):,} bytes", flush=True)
     arguments = megatron_arguments(data_prefix, iterations)
-    monta = train("monta", arguments, iterations)
-    alltoall = train("alltoall", arguments, iterations)
+    monta, alltoall = (
+        train(name, dispatcher_arguments(name), arguments, iterations)
+        for name in ("monta", "alltoall")
+    )
 
     failed = failures(monta, alltoall, iterations)
     summary = summarise(monta, alltoall, failed)

@@ -5,6 +5,7 @@ script. What is added is a record of the run, one JSON document per line: the un
 every iteration, then what dispatched the tokens and the bytes it sent.
 """
 
+import hashlib
 import json
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -31,21 +32,28 @@ Batch = dict[str, torch.Tensor]
 class Record:
     """The run's record: every rank calls its methods, one rank writes each line."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, with_routing: bool) -> None:
         self._path = path
+        self._routing = hashlib.sha256() if with_routing else None
         self._iteration = 0
         self._micro_batches: list[torch.Tensor] = []
         self._dispatchers: list[Any] = []
 
     def find_dispatchers(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Keep the token dispatchers of the model that Megatron has built."""
-        self._dispatchers = [
-            module.token_dispatcher
-            for chunk in model
-            for module in chunk.modules()
-            if isinstance(module, MoELayer)
+        layers = [
+            module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)
         ]
+        self._dispatchers = [layer.token_dispatcher for layer in layers]
+        if self._routing is not None:
+            for layer in layers:
+                layer.router.register_forward_hook(self._note_choices)
         return model
+
+    def _note_choices(self, router: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        _, routing_map = outputs  # [T, E] bool
+        assert self._routing is not None
+        self._routing.update(routing_map.cpu().numpy().tobytes())
 
     def loss(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Note a micro-batch; after an iteration's last one, its mean loss per token.
@@ -62,6 +70,12 @@ class Record:
         dist.all_reduce(totals, group=data_parallel)
         if data_parallel.rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0:
             self._write({"iteration": self._iteration, "loss": totals[0].item() / totals[1].item()})
+        if self._routing is not None:
+            by_rank: list[str] = [""] * dist.get_world_size()
+            dist.all_gather_object(by_rank, self._routing.hexdigest())
+            if dist.get_rank() == 0:
+                digest = hashlib.sha256("".join(by_rank).encode()).hexdigest()
+                self._write({"routing": digest})
 
     def dispatch(self) -> None:
         """Note which dispatchers ran, and the bytes that they sent on all ranks."""
@@ -121,12 +135,12 @@ def forward_step(
 
 
 def datasets_provider(num_samples: list[int]) -> Any:
-    """Training, validation and test data from `--data-path`, shuffled by `--seed`."""
+    """Training, validation and test data from `--data-path` or `--mock-data`, by `--seed`."""
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=(args.data_path, None),
+        blend=None if args.mock_data else (args.data_path, None),
         split=args.split,
         path_to_cache=args.data_cache_path,
         tokenizer=build_tokenizer(args),
@@ -134,7 +148,8 @@ def datasets_provider(num_samples: list[int]) -> Any:
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: True, config).build()
 
 
 # Every tensor-parallel rank reads the same samples itself, so that no batch has to be broadcast.
@@ -143,12 +158,17 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--record", type=Path, required=True, help="JSON lines of this run.")
+    parser.add_argument(
+        "--record-routing",
+        action="store_true",
+        help="Also a hash of all choices up to each iteration; without pipeline parallelism.",
+    )
     return parser
 
 
 def main() -> None:
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
-    record = Record(args.record)
+    record = Record(args.record, with_routing=args.record_routing)
     model_config = gpt_config_from_args(args)
     model_config.post_wrap_hooks.append(record.find_dispatchers)
     pretrain(
