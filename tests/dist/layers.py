@@ -486,9 +486,7 @@ def options_survive_copies(case: Case) -> list[tuple[str, str, int]]:
     for each in copies:
         spec = get_gpt_layer_local_spec(num_experts=case.num_experts, moe_grouped_gemm=False)
         dispatcher = build_moe(spec.submodules.mlp, each).token_dispatcher
-        built.append(
-            (type(dispatcher).__name__, dispatcher.chain.name, dispatcher.num_chunks)
-        )
+        built.append((type(dispatcher).__name__, dispatcher.chain.name, dispatcher.num_chunks))
     return built
 
 

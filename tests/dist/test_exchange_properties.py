@@ -45,7 +45,7 @@ DTYPES = [
     ("float64", "float64"),
 ]
 # In the ordinary test run; scripts/property_tests.py runs more.
-NUM_CASES = {4: 1750, 8: 250}
+NUM_CASES = {4: 1900, 8: 100}
 BATCH = 50
 
 

@@ -16,8 +16,6 @@ from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.planner.sampled_routing import MeasuredRouting
 from monta_megatron.planner.traffic import num_counts, walk_traffic
 
-pytestmark = pytest.mark.old_end
-
 NUM_CASES = 120
 
 BytesByWalk = dict[str, dict[tuple[str, str], int]]

@@ -21,8 +21,6 @@ from monta_megatron.exchange.counting import Counting
 from monta_megatron.exchange.streams import CudaStreams, Ready
 from monta_megatron.exchange.walk import Exchange
 
-pytestmark = pytest.mark.old_end
-
 NUM_LOCAL_EXPERTS = 2
 HIDDEN = 4
 NUM_BLOCKS = 6
