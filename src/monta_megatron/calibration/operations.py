@@ -20,7 +20,7 @@ from monta_megatron.calibration.points import (
 )
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import find_copies
+from monta_megatron.exchange.copies import find_copies, put_rows
 from monta_megatron.integration.permutation import permute, unpermute
 
 # Starts an operation; what it returns waits for the result.
@@ -120,8 +120,8 @@ def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
     if point.operation == "put":
         source, index = rows(num_rows), torch.randperm(num_rows, generator=generator).to(device)
 
-        def put() -> torch.Tensor:
-            return torch.empty_like(source).index_copy_(0, index, source)
+        def put() -> None:
+            put_rows(torch.empty_like(source), index, source)
 
         return put
 

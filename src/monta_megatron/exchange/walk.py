@@ -28,7 +28,7 @@ from monta_megatron.chains.stages import (
     Segments,
 )
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import Copies, find_copies, in_wide_values
+from monta_megatron.exchange.copies import Copies, find_copies, put_rows
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.payload import Lanes, OwnPart, Payload
 from monta_megatron.exchange.streams import Ready, Streams, streams_for
@@ -227,8 +227,7 @@ class _Pipeline:
             if bound.segments.is_slice:
                 into[bound.segments.slice_of(chunk)].copy_(lane)
             else:
-                index = self._rows_of(bound, chunk)
-                in_wide_values(into).index_copy_(0, index, in_wide_values(lane))
+                put_rows(into, self._rows_of(bound, chunk), lane)
 
     def _rows_of(self, bound: BoundStage, chunk: int) -> torch.Tensor:
         index = self.exchange.rows_of(bound, self.inputs.rows.device)[chunk]
