@@ -4,7 +4,7 @@
 
 The plainest chain: it wins where there is one tier, where messages are tiny, and at top-1. Its
 stages are those of `alltoall_allgather`, which pipelines them. Memory of dispatch beyond its input,
-in rows (A received, G gathered): A + 2G, or 2A at ETP 1.
+in rows (G gathered, or received at ETP 1): 2G.
 """
 
 from monta_megatron.chains import alltoall_allgather

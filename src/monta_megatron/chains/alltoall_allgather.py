@@ -18,10 +18,11 @@ Hand-worked: EP 2, ETP 1, L = 2, two chunks; this rank holds rows [a a b b b b |
 experts 0 1 | 2 3. Chunk 0 takes 1 of a, 2 of b, then 0 of c, 1 of d (the odd row of an odd
 expert goes to the earlier chunk); chunk 1 takes the rest. So A2A sends [3, 1], then [3, 2] rows.
 
-Memory of dispatch beyond its input, in rows (S sent, A received, G gathered, C chunks):
+Memory of dispatch beyond its input, at most, in rows (S sent, A received, G gathered,
+c the largest chunk's share, 2 / (2C - 1)):
 
-    G + (2S + 3A + 2G) / C          A + 2G in one chunk, where nothing is packed
-    A + (2S + 2A) / C at ETP 1      2A in one chunk
+    G + c (2S + 3A + 2G)            2G in one chunk, where nothing is packed
+    A + c (2S + 2A) at ETP 1        2A in one chunk
 """
 
 import numpy as np

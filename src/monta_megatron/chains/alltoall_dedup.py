@@ -5,9 +5,10 @@
 It wins where EP lies in one tier and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
 
-Memory of dispatch beyond its input, in rows (D sent, A received, P pairs, C chunks):
+Memory of dispatch beyond its input, at most, in rows (D sent, A received, P pairs, c the
+largest chunk's share, about 2 / (2C - 1)):
 
-    P + (2D + 2A + P) / C           D + A + 2P in one chunk
+    P + c (2D + 2A + P)             the larger of D + A + P and 2P in one
 """
 
 import numpy as np
