@@ -6,8 +6,8 @@ It wins where EP spans nodes, top-k is high and nodes have few ranks: most token
 node are wanted by most of its ranks. Its transpose carries a partial sum per (token, rank) inside
 the node and one per (token, node) between them: two hops.
 
-Memory of dispatch beyond its input, at most, in rows (D sent along the rail, A received, G gathered in the
-node, P pairs, c the largest chunk's share, about 2 / (2C - 1)):
+Memory of dispatch beyond its input, at most, in rows (D sent along the rail, A received,
+G gathered in the node, P pairs, c the largest chunk's share, about 2 / (2C - 1)):
 
     P + c (D + 3A + 2G + P)         the larger of A + G + P and 2P in one
 """
