@@ -12,14 +12,16 @@ after the other. The cap keeps that for factors above 2 too: so no schedule is s
 serial one, and none is faster than its busiest resource.
 
 Where copies block the host (CPU ranks), the host waits for what an operation reads before it
-launches it, and runs the copies itself; collectives run behind its back.
+launches it, and runs the copies itself; collectives run behind its back. There is no stream that
+would keep a stage's collectives in order: each runs from its launch on, and those under way share
+their resource, so that chunks arrive later, and closer to each other.
 
 With all factors 1 and no launch times this is the recurrence of a pipeline (`recurrence_us`).
 
 Notation: N = stages, C = chunks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from monta_megatron.planner.cluster import RESOURCES, Resource
@@ -73,53 +75,57 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
     """
     num_chunks = len(works[0].times_us) if works else 0
     host = _Host(works, num_chunks, copies_block_host)
-    # What each stage that runs adds to another one's slowdown; a stage runs one chunk at a time.
+    # What each task that runs adds to another one's slowdown, by their stages.
     excess = [
-        [0.0 if one is other else factor(one.resource, other.resource) - 1 for other in works]
+        [1.0 if one is other else factor(one.resource, other.resource) - 1 for other in works]
         for one in works
     ]
     starts_us: list[list[float]] = [[] for _ in works]
-    ends_us: list[list[float]] = [[] for _ in works]
+    ends_us: list[dict[int, float]] = [{} for _ in works]
     now_us = 0.0
-    # By stage: when the next chunk may start; what is left of the one that runs, in us alone.
+    # By stage: when the next chunk may start.
     waits_until_us: dict[int, float] = {}
-    left_us: dict[int, float] = {}
+    # (stage, chunk) that runs -> what is left of it, in us alone.
+    left_us: dict[tuple[int, int], float] = {}
 
     def feed(stage: int) -> None:
-        """Start a stage's next chunk if it is there, or let it wait for its launch."""
-        chunk = len(ends_us[stage])
-        is_fed = stage == 0 or len(ends_us[stage - 1]) > chunk
-        if not is_fed or stage in left_us or chunk >= len(host.launched_us[stage]):
-            return
-        launched_us = host.launched_us[stage][chunk]
-        if launched_us > now_us:
-            waits_until_us[stage] = launched_us
-            return
-        starts_us[stage].append(now_us)
-        left_us[stage] = works[stage].times_us[chunk]
+        """Start a stage's next chunks if they are there, or let one wait for its launch."""
+        shares = copies_block_host and works[stage].resource != "memory"
+        while (chunk := len(starts_us[stage])) < len(host.launched_us[stage]):
+            is_fed = stage == 0 or chunk in ends_us[stage - 1]
+            is_free = shares or chunk == len(ends_us[stage])
+            if not is_fed or not is_free:
+                return
+            launched_us = host.launched_us[stage][chunk]
+            if launched_us > now_us:
+                waits_until_us[stage] = launched_us
+                return
+            starts_us[stage].append(now_us)
+            left_us[stage, chunk] = works[stage].times_us[chunk]
 
     for stage in host.launch(now_us, ends_us):
         feed(stage)
     while left_us or waits_until_us:
         # Step 1: the next event is the first end, or the first start before it.
-        step_us, ends, starts = float("inf"), -1, -1
+        step_us, ends, starts = float("inf"), (-1, -1), -1
         slowdowns = {}
-        for stage, left in left_us.items():
-            slowdown = 1.0
-            for other in left_us:
-                slowdown += excess[stage][other]
-            slowdowns[stage] = slowdown = min(slowdown, len(left_us))
+        for task, left in left_us.items():
+            # Itself, as one of its stage's tasks, is the first 1.
+            slowdown = 0.0
+            for stage, _ in left_us:
+                slowdown += excess[task[0]][stage]
+            slowdowns[task] = slowdown = min(slowdown, len(left_us))
             if left * slowdown < step_us:
-                step_us, ends = left * slowdown, stage
+                step_us, ends = left * slowdown, task
         for stage, until_us in waits_until_us.items():
             if until_us - now_us < step_us:
                 step_us, starts = until_us - now_us, stage
 
         # Step 2: everything that runs goes on until then.
         now_us += step_us
-        for stage, slowdown in slowdowns.items():
+        for task, slowdown in slowdowns.items():
             # Tasks that end together differ by rounding; none goes below 0.
-            left_us[stage] = max(left_us[stage] - step_us / slowdown, 0.0)
+            left_us[task] = max(left_us[task] - step_us / slowdown, 0.0)
 
         # Step 3: the event.
         if starts >= 0:
@@ -127,17 +133,18 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
             feed(starts)
         else:
             del left_us[ends]
-            ends_us[ends].append(now_us)
-            feed(ends)
-            if ends + 1 < len(works):
-                feed(ends + 1)
+            stage, chunk = ends
+            ends_us[stage][chunk] = now_us
+            feed(stage)
+            if stage + 1 < len(works):
+                feed(stage + 1)
             for stage in host.launch(now_us, ends_us):
                 feed(stage)
     assert all(len(ends) == num_chunks for ends in ends_us), "the pipeline is stuck"
     return Schedule(
         launched_us=tuple(map(tuple, host.launched_us)),
         starts_us=tuple(map(tuple, starts_us)),
-        ends_us=tuple(map(tuple, ends_us)),
+        ends_us=tuple(tuple(ends[chunk] for chunk in range(num_chunks)) for ends in ends_us),
         total_us=now_us,
     )
 
@@ -193,7 +200,7 @@ class _Host:
         self._free_us = 0.0
         self._copy: tuple[int, int] | None = None
 
-    def launch(self, now_us: float, ends_us: Sequence[Sequence[float]]) -> list[int]:
+    def launch(self, now_us: float, ends_us: Sequence[Mapping[int, float]]) -> list[int]:
         """Launch until the host has to wait for something; the stages that got a launch."""
         stages = []
         while self._task is not None and not self._has_to_wait(ends_us):
@@ -207,11 +214,11 @@ class _Host:
             self._task = next(self._next, None)
         return stages
 
-    def _has_to_wait(self, ends_us: Sequence[Sequence[float]]) -> bool:
+    def _has_to_wait(self, ends_us: Sequence[Mapping[int, float]]) -> bool:
         """For what the next task reads, or for a copy that the host itself is at."""
         if not self._copies_block_host or self._task is None:
             return False
         stage, chunk = self._task
-        is_fed = stage == 0 or len(ends_us[stage - 1]) > chunk
-        is_copying = self._copy is not None and len(ends_us[self._copy[0]]) <= self._copy[1]
+        is_fed = stage == 0 or chunk in ends_us[stage - 1]
+        is_copying = self._copy is not None and self._copy[1] not in ends_us[self._copy[0]]
         return is_copying or not is_fed

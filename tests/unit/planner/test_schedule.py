@@ -82,10 +82,13 @@ def test_by_hand_with_launches() -> None:
 
 
 def test_by_hand_where_copies_block_the_host() -> None:
-    # A collective of 10, then a copy of 4, two chunks. The host starts both collectives, waits for
-    # the first at 10 and copies until 14; the second is done at 20, its copy at 24.
+    # A collective of 10, then a copy of 4, two chunks. The host starts both collectives, which share
+    # the network until 20; then it copies one chunk after the other until 28.
     stages = works(("inter", (10.0, 10.0)), ("memory", (4.0, 4.0)))
-    assert simulate(stages, free, copies_block_host=True).total_us == 24.0
+    assert simulate(stages, free, copies_block_host=True).total_us == 28.0
+    # A second chunk of 4 is done at 8, but its turn comes after the first: at 14, copied by 22.
+    stages = works(("inter", (10.0, 4.0)), ("memory", (4.0, 4.0)))
+    assert simulate(stages, free, copies_block_host=True).ends_us == ((14.0, 8.0), (18.0, 22.0))
     # A copy of 15 before each collective of 10: the host copies chunk 1 while chunk 0 is on its
     # way, but cannot launch chunk 0's collective before its copy, nor two copies at once.
     stages = works(("memory", (15.0, 15.0)), ("inter", (10.0, 10.0)))
@@ -151,12 +154,15 @@ def test_stages_and_chunks_keep_their_order() -> None:
     draw = Random(2)
     for _ in range(300):
         stages = random_works(draw, launches=True)
-        schedule = simulate(stages, random_factor(draw), copies_block_host=draw.random() < 0.5)
+        copies_block_host = draw.random() < 0.5
+        schedule = simulate(stages, random_factor(draw), copies_block_host)
         for stage, (starts, ends) in enumerate(
             zip(schedule.starts_us, schedule.ends_us, strict=True)
         ):
             for chunk, start in enumerate(starts):
-                assert chunk == 0 or start >= ends[chunk - 1] - 1e-9
+                shares = copies_block_host and stages[stage].resource != "memory"
+                before = starts if shares else ends
+                assert chunk == 0 or start >= before[chunk - 1] - 1e-9
                 assert stage == 0 or start >= schedule.ends_us[stage - 1][chunk] - 1e-9
 
 
