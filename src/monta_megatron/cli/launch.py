@@ -1,0 +1,151 @@
+"""`monta launch`: from one YAML to a Megatron that runs."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monta_megatron.launch.prepare import Run
+
+EXAMPLE = """\
+What stands behind -- are arguments of Megatron; they go before those of the
+file. `--NAME false` takes one of the file back, a parallel size changes the
+layout. The run directory's run.sh starts the same run again, from its last
+checkpoint if it saves any.
+
+examples:
+  monta launch --config configs/runs/quickstart.yaml
+  monta launch --config configs/runs/mixtral_8x7b.yaml --dry-run -- --lr 1e-4
+  monta launch --config configs/runs/mixtral_8x7b.yaml --start sbatch -- \\
+      --moe-token-dispatcher-type alltoall
+"""
+
+STARTS = {
+    "torchrun": "here, on one node",
+    "srun": "a step of Slurm",
+    "sbatch": "a job of Slurm",
+    "none": "write the run directory only",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to `monta`."""
+    parser = commands.add_parser(
+        "launch",
+        usage="monta launch [-h] --config FILE [--dry-run] [--start HOW] [--json]\n"
+        "                    [--run-directory DIR] [-- MEGATRON ARGUMENTS]",
+        help="start a Megatron training from one YAML",
+        description="Check a run file and its Megatron arguments against Megatron's own parser, "
+        "plan its exchange, write a run directory (configuration, plan, versions, script, logs) "
+        "and start it. The exit status is the run's.",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="configs/runs/*.yaml")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the script; write and start nothing"
+    )
+    parser.add_argument(
+        "--start",
+        choices=STARTS,
+        metavar="HOW",
+        help="; ".join(f"{name}: {text}" for name, text in STARTS.items())
+        + " (default: torchrun for one node, else sbatch)",
+    )
+    parser.add_argument(
+        "--run-directory",
+        metavar="DIR",
+        type=Path,
+        help="new or empty (default: runs/NAME, or runs/NAME-2 and so on)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("megatron", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prepare, write, start; the exit status of the run."""
+    from monta_megatron.launch import run_directory
+    from monta_megatron.launch.check import checked
+    from monta_megatron.launch.prepare import prepare
+    from monta_megatron.launch.script import run_script
+    from monta_megatron.launch.start import choose_start, run_and_log, start_command, submit
+
+    words = parsed.megatron[1:] if parsed.megatron[:1] == ["--"] else parsed.megatron
+    prepared = prepare(parsed.config, words, parsed.run_directory, parsed.dry_run)
+    start = choose_start(parsed.start, prepared, parsed.dry_run)
+    prepared = checked(prepared)
+    command = start_command(start, prepared)
+    _say(prepared, command)
+    document = _document(prepared, command)
+    if parsed.dry_run:
+        print(json.dumps(document, indent=2) if parsed.json else run_script(prepared).rstrip())
+        return 0
+    run_directory.write(prepared)
+    status = 0
+    if start == "sbatch":
+        document["job"] = submit(command)
+        _tell(f"submitted job {document['job']}; it writes {prepared.directory}/logs")
+    elif start != "none":
+        output = sys.stderr.buffer if parsed.json else sys.stdout.buffer
+        try:
+            status = run_and_log(command, prepared.directory / "logs" / "run.log", output)
+        except KeyboardInterrupt as interrupt:
+            _tell("interrupted; every rank has ended")
+            status = 128 + int(interrupt.args[0])
+    if parsed.json:
+        print(json.dumps({**document, "exit_status": status}, indent=2))
+    return status
+
+
+def _say(prepared: "Run", command: list[str]) -> None:
+    layout, plan = prepared.config.layout, prepared.plan
+    sizes = ", ".join(
+        f"{name.upper()} {getattr(layout, name)}" for name in ("tp", "ep", "etp", "pp", "cp")
+    )
+    _tell(f"{layout.nodes} node(s) x {layout.ranks_per_node} ranks: {sizes}")
+    if plan is not None:
+        chunks = "chunk" if plan.num_chunks == 1 else "chunks"
+        _tell(
+            f"plan: {plan.chain} in {plan.num_chunks} {chunks}, {plan.predicted_us or 0:,.0f} us "
+            "per layer and micro-batch, predicted"
+        )
+    for note in prepared.notes:
+        _tell(f"note: {note}")
+    _tell(f"directory: {prepared.directory}")
+    if command:
+        _tell(f"start: {shlex.join(command)}")
+
+
+def _tell(line: str) -> None:
+    # Standard output is the run's, or the document's.
+    print(f"monta launch: {line}", file=sys.stderr, flush=True)
+
+
+def _document(prepared: "Run", command: list[str]) -> dict[str, Any]:
+    plan = prepared.plan
+    return {
+        "name": prepared.config.name,
+        "directory": str(prepared.directory),
+        "command": command,
+        "script": prepared.script,
+        "arguments": [
+            word
+            for arguments in (prepared.arguments, prepared.script_arguments)
+            for each in arguments.values()
+            for word in each.words
+        ],
+        "environment": {k: str(v) for k, v in prepared.config.environment.items()},
+        "arguments_checked": prepared.megatron is not None,
+        "plan": None
+        if plan is None
+        else {
+            "chain": plan.chain,
+            "num_chunks": plan.num_chunks,
+            "predicted_us": plan.predicted_us,
+            "reason": plan.reason,
+        },
+        "notes": prepared.notes,
+    }

@@ -1,0 +1,144 @@
+"""Megatron's own parser on a run's arguments, before anything starts.
+
+    WORLD_SIZE=N python -m monta_megatron.integration.megatron_arguments FOLDER
+
+FOLDER holds the run's script: a Megatron beside it goes before an installed one, as when Python
+runs the script. Standard input is a JSON list with the words of each argument, standard output a
+JSON `Answer`. A process of its own, because Megatron is then the run's, with its environment, and
+nothing that Megatron says meanwhile gets in the way.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from typing import NoReturn
+
+Words = Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the parser says.
+
+    Attributes:
+        megatron: version of Megatron-Core, or None where there is none.
+        unchecked: why nothing was checked, or None.
+        problem: the first thing that is wrong, or None.
+        position: of the argument that it is about, or None.
+        doubt: what Megatron's own validation refuses, or None. It asks for devices and optional
+            libraries, which the run may find where this process does not.
+    """
+
+    megatron: str | None = None
+    unchecked: str | None = None
+    problem: str | None = None
+    position: int | None = None
+    doubt: str | None = None
+
+
+def check(arguments: Sequence[Words]) -> Answer:
+    """Parse as the training script will.
+
+    Args:
+        arguments: each the words of one argument, such as ["--lr", "1e-4"].
+    """
+    try:
+        from megatron.core.package_info import __version__ as version
+    except ImportError as error:
+        return Answer(unchecked=f"Megatron-Core cannot be imported: {error}")
+    try:
+        from megatron.training.arguments import add_megatron_arguments
+    except ImportError as error:
+        return Answer(
+            megatron=version,
+            unchecked=f"Megatron-Core {version} has no megatron.training to check them: {error}",
+        )
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_megatron_arguments(parser)
+    for position, words in enumerate(arguments):
+        problem = _problem(parser, words, version)
+        if problem is not None:
+            return Answer(megatron=version, problem=problem, position=position)
+    command_line = [word for words in arguments for word in words]
+    answer = _own_check(parser.parse_args(command_line), arguments, version)
+    return answer if answer.problem else replace(answer, doubt=_doubt(command_line))
+
+
+def _own_check(parsed: argparse.Namespace, arguments: Sequence[Words], version: str) -> Answer:
+    """What this package refuses, which is no matter of a single argument."""
+    from monta_megatron.integration.arguments import check_arguments
+
+    try:
+        check_arguments(parsed)
+    except ValueError as error:
+        field = str(error).partition(":")[0]
+        names = [words[0].lstrip("-").replace("-", "_") for words in arguments]
+        if field not in names:
+            return Answer(megatron=version, problem=str(error))
+        text = str(error).removeprefix(f"{field}: ")
+        return Answer(megatron=version, problem=text, position=names.index(field))
+    return Answer(megatron=version)
+
+
+def _doubt(command_line: list[str]) -> str | None:
+    """The first thing that Megatron's validation refuses, at the world size of the environment."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    sys.argv[1:] = command_line
+    try:
+        validate_args(parse_args())
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it refuses in many ways
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return None
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _Refused(message)
+
+
+def _problem(parser: argparse.ArgumentParser, words: Words, version: str) -> str | None:
+    """What is wrong with one argument by itself, in argparse's words."""
+    known = [
+        name.removeprefix("--") for action in parser._actions for name in action.option_strings
+    ]
+    name = words[0].removeprefix("--")
+    if name not in known:
+        nearest = get_close_matches(name, known, n=1)
+        advice = f"; did you mean {nearest[0]}?" if nearest else ""
+        return f"no argument of Megatron-Core {version}{advice}"
+    try:
+        _, rest = parser.parse_known_args(words)
+    except _Refused as error:
+        return str(error).removeprefix(f"argument {words[0]}: ")
+    except Exception as error:  # noqa: BLE001 - a converter of Megatron's fails in its own way
+        return f"got {' '.join(words[1:])!r}: {type(error).__name__}: {error}"
+    return f"got {' '.join(rest)!r}, which it does not take" if rest else None
+
+
+def main(folder: str) -> None:
+    """Answer on standard output."""
+    # In the place of the folder that `python -m` puts there, which no script has on its path.
+    sys.path[0] = folder
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    import torch  # noqa: F401 - switches the CPU ranks on, which set the variable
+
+    if connections is None:
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    answer = check(json.load(sys.stdin))
+    json.dump(asdict(answer), answers)
+    answers.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

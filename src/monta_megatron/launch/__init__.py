@@ -1,0 +1,1 @@
+"""From one YAML to a running Megatron: arguments, run directory, start. No torch, no Megatron."""

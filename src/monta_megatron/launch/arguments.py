@@ -1,0 +1,224 @@
+"""Megatron's arguments of a run: defaults, then the file, then the command line."""
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from monta_megatron.launch.run_config import RunConfig, RunLayout
+from monta_megatron.options import DISPATCHER_TYPE
+
+# Field of the layout -> Megatron's argument. All are passed on, for Megatron's defaults differ:
+# it takes ETP = TP.
+PARALLEL_ARGUMENTS = {
+    "tp": "tensor-model-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+}
+DISPATCHER = "moe-token-dispatcher-type"
+OWN_PREFIX = "moe-monta-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """One argument of a command line.
+
+    Attributes:
+        name: without the leading `--`, as it is passed on.
+        value: True for a flag, else a text, a number or a list of them.
+        source: where it was given, for messages.
+    """
+
+    name: str
+    value: Any
+    source: str
+
+    @property
+    def words(self) -> list[str]:
+        """As they stand on the command line."""
+        if self.value is True:
+            return [f"--{self.name}"]
+        values = self.value if isinstance(self.value, list) else [self.value]
+        return [f"--{self.name}", *map(str, values)]
+
+
+# By name with dashes, in the order in which they are passed on.
+Arguments = dict[str, Argument]
+
+
+def key_of(name: str) -> str:
+    """One spelling for `lr-decay-style` and `lr_decay_style`."""
+    return name.replace("_", "-")
+
+
+def from_mapping(mapping: Mapping[str, Any], source: str) -> Arguments:
+    """The arguments of a section of the run file.
+
+    Args:
+        mapping: name -> value.
+        source: file and section, for messages.
+
+    Raises:
+        ValueError: an argument is written twice, with dashes and with underscores.
+    """
+    found: Arguments = {}
+    for name, value in mapping.items():
+        key = key_of(name)
+        if key in found:
+            raise ValueError(f"{source}.{name}: is {found[key].name} too, must be written once")
+        found[key] = Argument(name=name, value=value, source=f"{source}.{name}")
+    return found
+
+
+def from_words(words: Sequence[str]) -> Arguments:
+    """The arguments of a command line; `--name false` is False: it takes back what a file says.
+
+    Raises:
+        ValueError: the first word is not an argument's name.
+    """
+    found: dict[str, Argument] = {}
+    current: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, has_value, value = word.removeprefix("--").partition("=")
+            current = [value] if has_value else []
+            found[key_of(name)] = Argument(name=key_of(name), value=current, source=f"--{name}")
+        elif not found:
+            raise ValueError(
+                f"got {word!r}, must be arguments of Megatron with their -- after `--`"
+            )
+        else:
+            current.append(word)
+    return {key: replace(each, value=_value_of(each.value)) for key, each in found.items()}
+
+
+def _value_of(words: list[str]) -> Any:
+    if words == ["false"]:
+        return False
+    return True if not words else words[0] if len(words) == 1 else words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """A run's arguments, from all places.
+
+    Attributes:
+        config: the configuration with everything merged into it.
+        arguments: Megatron's.
+        script_arguments: the script's own.
+        notes: what was left out, and why.
+    """
+
+    config: RunConfig
+    arguments: Arguments
+    script_arguments: Arguments
+    notes: tuple[str, ...]
+
+
+def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
+    """Defaults, then the file, then the command line.
+
+    Args:
+        config: as the file has it, its variables replaced.
+        file: for messages.
+        command_line: what stood behind `--`; a parallel size changes the layout.
+
+    Raises:
+        ValueError: the file contradicts its own layout, or the layout its number of ranks.
+    """
+    # Step 1: the arguments that the file lists as the script's own.
+    extra = from_mapping(config.script_arguments, f"{file}: script_arguments")
+    for key in extra.keys() & command_line.keys():
+        extra[key] = replace(command_line[key], name=extra[key].name)
+    rest = {key: each for key, each in command_line.items() if key not in extra}
+
+    # Step 2: the layout, changed by the command line.
+    given = from_mapping(config.megatron, f"{file}: megatron")
+    layout = _layout(config.layout, given, rest, file)
+    sizes = {
+        name: Argument(name=name, value=getattr(layout, field), source=f"{file}: layout.{field}")
+        for field, name in PARALLEL_ARGUMENTS.items()
+    }
+
+    # Step 3: our defaults, the file over them, the command line over both.
+    defaults = {DISPATCHER: DISPATCHER_TYPE, "moe-monta-cluster": config.cluster or False}
+    arguments = from_mapping(defaults, f"{file}: default of megatron") | given
+    for key, each in rest.items():
+        if each.value is False and key not in arguments:
+            raise ValueError(f"{each.source}: got false, must be an argument of {file}")
+    arguments = {
+        key: replace(each, name=key) for key, each in (arguments | rest).items() if key not in sizes
+    }
+    resolved = replace(
+        config,
+        layout=layout,
+        megatron={key: each.value for key, each in arguments.items()},
+        script_arguments={each.name: each.value for each in extra.values()},
+    )
+
+    # Step 4: stock's dispatchers refuse our options; so one file serves to compare with them.
+    notes = []
+    if arguments[DISPATCHER].value != DISPATCHER_TYPE:
+        unused = [key for key in arguments if key.startswith(OWN_PREFIX) and key not in rest]
+        arguments = {key: each for key, each in arguments.items() if key not in unused}
+        notes.append(f"{', '.join(unused)}: left out, {DISPATCHER} is not {DISPATCHER_TYPE}")
+    return Merged(
+        config=resolved,
+        arguments=_without_false(sizes | arguments),
+        script_arguments=_without_false(extra),
+        notes=tuple(notes),
+    )
+
+
+def _without_false(arguments: Arguments) -> Arguments:
+    return {key: each for key, each in arguments.items() if each.value is not False}
+
+
+def _layout(layout: RunLayout, given: Arguments, command_line: Arguments, file: str) -> RunLayout:
+    changes = {}
+    for field, name in PARALLEL_ARGUMENTS.items():
+        size = getattr(layout, field)
+        if name in command_line:
+            changes[field] = whole(command_line[name])
+        elif name in given and whole(given[name]) != size:
+            raise ValueError(
+                f"{given[name].source}: got {given[name].value}, must be {size} as layout.{field}, "
+                "or be left out"
+            )
+    try:
+        return replace(layout, **changes)
+    except ValueError as error:
+        raise ValueError(f"{file}: layout.{error}") from error
+
+
+def whole(argument: Argument) -> int:
+    """The value as an integer >= 1.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = str(argument.value)
+    if not text.isdecimal() or int(text) < 1:
+        given = "no value" if argument.value is True else text
+        raise ValueError(f"{argument.source}: got {given}, must be an integer >= 1")
+    return int(text)
+
+
+def replaced(value: Any, variables: Mapping[str, str], source: str) -> Any:
+    """A value with its `${NAME}` replaced, in texts and lists of texts.
+
+    Raises:
+        ValueError: a variable is not set.
+    """
+    if isinstance(value, list):
+        return [replaced(entry, variables, source) for entry in value]
+    if not isinstance(value, str) or "$" not in value:
+        return value
+    try:
+        return string.Template(value).substitute(variables)
+    except KeyError as error:
+        raise ValueError(f"{source}: got {value!r}, {error.args[0]} must be set") from error
+    except ValueError as error:
+        raise ValueError(f"{source}: got {value!r}, must have $ as ${{NAME}} or $$") from error

@@ -1,0 +1,118 @@
+"""The plan of a run: what the planner expects of its exchange, kept beside it to compare with.
+
+The run itself is given the cluster, not this plan: a plan is for one number of tokens, and the
+dispatcher plans again where the number changes.
+"""
+
+from dataclasses import replace
+
+from monta_megatron import strict_yaml
+from monta_megatron.chains import CHAINS
+from monta_megatron.launch.arguments import DISPATCHER, Arguments, whole
+from monta_megatron.launch.run_config import RunConfig
+from monta_megatron.options import AUTO, DEFAULT_NUM_CHUNKS, DISPATCHER_TYPE
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import exchanges
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.search import NUM_CHUNKS, plan
+from monta_megatron.planner.workload import Workload
+
+# Fields of the model that Megatron's arguments of the same name must repeat: by them the exchange
+# is planned. The number of layers is not among them, so that a shortened model can be tried.
+MODEL_ARGUMENTS = (
+    "hidden-size",
+    "num-attention-heads",
+    "num-experts",
+    "moe-router-topk",
+    "moe-ffn-hidden-size",
+    "moe-router-num-groups",
+    "moe-router-group-topk",
+)
+
+
+def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan | None, list[str]]:
+    """The plan, or None where there is nothing to plan; and notes.
+
+    Args:
+        config: paths resolved, everything merged.
+        arguments: Megatron's.
+        file: for messages.
+
+    Raises:
+        ValueError: model, cluster, layout and arguments do not fit each other.
+    """
+    if DISPATCHER not in arguments or arguments[DISPATCHER].value != DISPATCHER_TYPE:
+        return None, [f"no plan: {DISPATCHER} is not {DISPATCHER_TYPE}"]
+    if "moe-monta-plan" in arguments:
+        return None, [f"no plan made: {arguments['moe-monta-plan'].value} is used"]
+    if config.model is None or config.cluster is None:
+        return None, ["no plan: the file names no model and cluster"]
+
+    # Step 1: what was asked for fits together.
+    model = _model(config.model, arguments)
+    cluster = strict_yaml.load(Cluster, config.cluster)
+    layout = config.layout.parallel
+    misfit = layout.misfit(model)
+    if misfit is not None:
+        raise ValueError(f"{file}: layout.{misfit}")
+    if layout.world_size > cluster.num_ranks:
+        raise ValueError(
+            f"{file}: layout.nodes * ranks_per_node: got {layout.world_size}, must be at most the "
+            f"{cluster.num_ranks} ranks of {config.cluster}"
+        )
+    notes = []
+    ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", cluster.ranks_per_node)
+    if ranks_per_node != config.layout.ranks_per_node:
+        notes.append(
+            f"{ranks_per_node} ranks are taken to share the fast tier, and "
+            f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
+        )
+
+    # Step 2: the slowest of the ways in which exchanges lie on the nodes.
+    tokens = layout.tokens_per_rank(model)
+    chains, num_chunks = _candidates(arguments)
+    plans = [
+        plan(Workload.of(model, place, tokens), cluster, chains=chains, num_chunks=num_chunks)
+        for place in exchanges(layout, model.num_experts, ranks_per_node)
+    ]
+    return max(plans, key=lambda each: each.predicted_us or 0.0), notes
+
+
+def _model(path: str, arguments: Arguments) -> Model:
+    model = strict_yaml.load(Model, path)
+    for name in MODEL_ARGUMENTS:
+        if name not in arguments:
+            continue
+        field = name.replace("-", "_")
+        expected = getattr(model, field)
+        if expected != whole(arguments[name]):
+            raise ValueError(
+                f"{arguments[name].source}: got {arguments[name].value}, must be {expected} as "
+                f"{path}: {field}; name another model file, or none"
+            )
+    # Choices of the training, which the model file holds for want of one.
+    return replace(
+        model,
+        seq_length=_size(arguments, "seq-length", model.seq_length),
+        micro_batch_size=_size(arguments, "micro-batch-size", model.micro_batch_size),
+    )
+
+
+def _size(arguments: Arguments, name: str, default: int) -> int:
+    return whole(arguments[name]) if name in arguments else default
+
+
+def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The chains and numbers of chunks that the run can choose from."""
+    chains: tuple[str, ...] = tuple(CHAINS)
+    num_chunks: tuple[int, ...] = NUM_CHUNKS
+    chosen = arguments.get("moe-monta-chain")
+    if chosen is not None and chosen.value != AUTO:
+        if chosen.value not in CHAINS:
+            names = ", ".join((AUTO, *CHAINS))
+            raise ValueError(f"{chosen.source}: got {chosen.value}, must be one of {names}")
+        chains, num_chunks = (chosen.value,), (DEFAULT_NUM_CHUNKS,)
+    if "moe-monta-num-chunks" in arguments:
+        num_chunks = (whole(arguments["moe-monta-num-chunks"]),)
+    return chains, num_chunks

@@ -1,0 +1,143 @@
+"""Read a run file and everything that it names; nothing is written or started."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from monta_megatron import strict_yaml
+from monta_megatron.launch.arguments import Arguments, from_words, merge, replaced
+from monta_megatron.launch.planning import plan_run
+from monta_megatron.launch.run_config import RunConfig
+from monta_megatron.planner.plan import Plan
+
+PRETRAIN_GPT = "${MEGATRON_LM_DIR}/pretrain_gpt.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that is known in full.
+
+    Attributes:
+        config: paths and variables resolved, everything merged.
+        script: what every rank runs.
+        arguments: Megatron's.
+        script_arguments: the script's own, which follow them.
+        directory: the run's own.
+        plan: what the planner expects, or None.
+        megatron: version of the Megatron-Core that has checked the arguments; None for unchecked.
+        notes: what the user should know, one line each.
+    """
+
+    config: RunConfig
+    script: str
+    arguments: Arguments
+    script_arguments: Arguments
+    directory: Path
+    plan: Plan | None
+    notes: tuple[str, ...]
+    megatron: str | None = None
+
+
+def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bool) -> Run:
+    """Read, merge and plan.
+
+    Args:
+        file: the run file.
+        words: arguments of Megatron from the command line.
+        directory: of the run, or None for runs/NAME.
+        dry_run: the script may be missing.
+
+    Raises:
+        ValueError: one line that names the file, the key, the value and the rule.
+    """
+    config = strict_yaml.load(RunConfig, file)
+    command_line = from_words(words)
+    directory = free_directory(config.name, directory)
+    config = _with_variables(config, file, {**os.environ, "RUN_DIRECTORY": str(directory)})
+    folder = Path(file).absolute().parent
+    config = replace(
+        config,
+        model=_absolute(folder, config.model),
+        cluster=_absolute(folder, config.cluster),
+        script=_absolute(folder, config.script),
+    )
+    merged = merge(config, file, command_line)
+    plan, plan_notes = plan_run(merged.config, merged.arguments, file)
+    script, script_notes = _script(config.script, file, dry_run)
+    return Run(
+        config=replace(merged.config, script=script),
+        script=script,
+        arguments=merged.arguments,
+        script_arguments=merged.script_arguments,
+        directory=directory,
+        plan=plan,
+        notes=(*merged.notes, *plan_notes, *script_notes),
+    )
+
+
+def free_directory(name: str, given: Path | None) -> Path:
+    """Where the run goes: a folder that is not there, or empty. Nothing is written.
+
+    Raises:
+        ValueError: the folder that was asked for has something in it.
+    """
+    if given is not None:
+        if given.exists() and (not given.is_dir() or any(given.iterdir())):
+            raise ValueError(f"--run-directory: got {given}, must be a new or an empty folder")
+        return given.absolute()
+    first = Path("runs", name).absolute()
+    number = 1
+    directory = first
+    while directory.exists():
+        number += 1
+        directory = first.with_name(f"{name}-{number}")
+    return directory
+
+
+def _with_variables(config: RunConfig, file: str, variables: Mapping[str, str]) -> RunConfig:
+    """Replace `${NAME}` everywhere: in `environment` by the caller's, then elsewhere by both."""
+
+    def section(name: str, known: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            key: replaced(value, known, f"{file}: {name}.{key}")
+            for key, value in getattr(config, name).items()
+        }
+
+    environment = section("environment", variables)
+    known = {**variables, **{name: str(value) for name, value in environment.items()}}
+    return replace(
+        config,
+        environment=environment,
+        megatron=section("megatron", known),
+        script_arguments=section("script_arguments", known),
+        **{
+            name: replaced(getattr(config, name), known, f"{file}: {name}")
+            for name in ("model", "cluster", "script")
+        },
+    )
+
+
+def _absolute(folder: Path, path: str | None) -> str | None:
+    return None if path is None else os.path.normpath(folder / path)
+
+
+def _script(script: str | None, file: str, dry_run: bool) -> tuple[str, list[str]]:
+    if script is None:
+        checkout = os.environ.get("MEGATRON_LM_DIR")
+        if checkout is None:
+            problem = (
+                f"{file}: script: missing, must be given where MEGATRON_LM_DIR is not set; set it "
+                "to a checkout of Megatron-LM, whose pretrain_gpt.py is then run"
+            )
+            if dry_run:
+                return PRETRAIN_GPT, [problem]
+            raise ValueError(problem)
+        script = str(Path(checkout, "pretrain_gpt.py").absolute())
+    if not Path(script).is_file():
+        problem = f"{file}: script: got {script}, must be a Python script that exists"
+        if not dry_run:
+            raise ValueError(problem)
+        return script, [problem]
+    return script, []

@@ -1,0 +1,144 @@
+"""The run file: model, cluster, layout, environment, data and Megatron's arguments in one YAML.
+
+Relative paths of model, cluster and script are those of the file's folder. Paths among Megatron's
+arguments are Megatron's own: relative to where the run was started. `${NAME}` stands for a variable
+of the file's `environment`, else of the caller's; `${RUN_DIRECTORY}` is the run's own.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.strict_yaml import PositiveInt, Rule, Text
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _is_argument(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) > 0 and all(map(_is_scalar, value))
+    return isinstance(value, bool) or _is_scalar(value)
+
+
+# true is a flag without a value, false leaves the argument out, a list is several values.
+ArgumentValue = Annotated[
+    Any, Rule("a text, a number, true, false, or a list of texts and numbers", _is_argument)
+]
+VariableValue = Annotated[Any, Rule("a text or a number", _is_scalar)]
+FolderName = Annotated[
+    str,
+    Rule(
+        "letters, digits, '.', '_' and '-', a letter or digit first",
+        lambda value: re.fullmatch(r"[A-Za-z0-9][\w.-]*", value, re.ASCII) is not None,
+    ),
+]
+
+# Set from other keys.
+RESERVED_SLURM_OPTIONS = (
+    *("job-name", "nodes", "ntasks", "ntasks-per-node", "partition", "account", "time"),
+    *("output", "open-mode", "signal", "requeue"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLayout:
+    """Nodes, and the sizes of Megatron's parallel groups on them.
+
+    Attributes:
+        nodes: hosts of the run.
+        ranks_per_node: processes, and so GPUs, of each.
+        tp: tensor parallel size.
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
+        pp: pipeline parallel size.
+        cp: context parallel size.
+    """
+
+    nodes: PositiveInt
+    ranks_per_node: PositiveInt
+    tp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt = 1
+    pp: PositiveInt = 1
+    cp: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.parallel
+        except ValueError as error:
+            rule = str(error).removeprefix("world_size: ")
+            raise ValueError(f"nodes * ranks_per_node: {rule}") from error
+
+    @property
+    def parallel(self) -> ParallelLayout:
+        """As the planner takes it."""
+        return ParallelLayout(
+            world_size=self.nodes * self.ranks_per_node,
+            tp=self.tp,
+            ep=self.ep,
+            etp=self.etp,
+            pp=self.pp,
+            cp=self.cp,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """What srun and sbatch are asked for, beside nodes and tasks.
+
+    Attributes:
+        partition: its name, or None for the cluster's default.
+        account: likewise.
+        time_limit_minutes: of the job.
+        signal_before_seconds: how long before that the training is told to write its checkpoint.
+        options: any other option by its long name, such as `gpus-per-node: 8`.
+    """
+
+    partition: Text | None = None
+    account: Text | None = None
+    time_limit_minutes: PositiveInt | None = None
+    signal_before_seconds: PositiveInt = 300
+    options: Mapping[str, ArgumentValue] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.options:
+            if name in RESERVED_SLURM_OPTIONS:
+                raise ValueError(
+                    f"options.{name}: must be left out; another key of the file says it"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run.
+
+    Attributes:
+        name: of its directory and its job.
+        layout: nodes and parallel sizes.
+        megatron: Megatron's arguments by their names, without the leading `--`.
+        model: a file of configs/models, for the plan; None for none.
+        cluster: a file of configs/clusters, for the plan and --moe-monta-cluster; None for none.
+        script: what every rank runs; None for `${MEGATRON_LM_DIR}/pretrain_gpt.py`.
+        script_arguments: those that the script adds to Megatron's own, passed on unchecked.
+        environment: variables of every rank.
+        slurm: for srun and sbatch.
+    """
+
+    name: FolderName
+    layout: RunLayout
+    megatron: Mapping[str, ArgumentValue]
+    model: Text | None = None
+    cluster: Text | None = None
+    script: Text | None = None
+    script_arguments: Mapping[str, ArgumentValue] = field(default_factory=dict)
+    environment: Mapping[str, VariableValue] = field(default_factory=dict)
+    slurm: Slurm = field(default_factory=Slurm)
+
+    def __post_init__(self) -> None:
+        for name in self.environment:
+            if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is None:
+                raise ValueError(f"environment: got {name!r}, must be the name of a variable")

@@ -1,0 +1,86 @@
+"""run.sh: the one script that bash, srun and sbatch start."""
+
+import os
+import shlex
+import sys
+from typing import Any
+
+from monta_megatron.launch.prepare import Run
+
+
+def run_script(run: Run) -> str:
+    """The text of run.sh: Slurm's options, the environment, and start.sh with the script."""
+    layout = run.config.layout
+    environment = {
+        "RUN_DIRECTORY": str(run.directory),
+        # start.sh runs the ranks with it: the one whose Megatron has checked the arguments.
+        "PYTHON": sys.executable,
+        **{name: str(value) for name, value in run.config.environment.items()},
+    }
+    start = f"--ranks-per-node {layout.ranks_per_node} --nodes {layout.nodes}"
+    lines = [
+        "#!/usr/bin/env bash",
+        *(
+            f"#SBATCH --{name}" + ("" if value is None else f"={shlex.quote(value)}")
+            for name, value in sbatch_options(run).items()
+        ),
+        "#",
+        "# Written by `monta launch`. `bash run.sh` runs it here, `sbatch run.sh` as a job,",
+        "# `srun --nodes N --ntasks-per-node 1 bash run.sh` as a step of one.",
+        "set -euo pipefail",
+        "",
+        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+        f"cd {shlex.quote(os.getcwd())}",
+        "",
+        "arguments=(",
+        *(f"    {shlex.join(each.words)}" for each in run.arguments.values()),
+        *(f"    {shlex.join(each.words)}" for each in run.script_arguments.values()),
+        ")",
+        "",
+        f'exec bash "$RUN_DIRECTORY/start.sh" {start} -- \\',
+        f'    {_script_word(run)} "${{arguments[@]}}"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _script_word(run: Run) -> str:
+    # Only a dry run leaves the variable in, which bash can still replace.
+    return f'"{run.script}"' if run.script.startswith("${") else shlex.quote(run.script)
+
+
+def sbatch_options(run: Run) -> dict[str, str | None]:
+    """What sbatch reads in run.sh; start.sh says what the signal does."""
+    return {
+        **slurm_options(run),
+        "output": str(run.directory / "logs" / "%j.log"),
+        # A job that is requeued goes on in the log that it began.
+        "open-mode": "append",
+        "signal": f"B:USR1@{run.config.slurm.signal_before_seconds}",
+        "requeue": None,
+    }
+
+
+def slurm_options(run: Run) -> dict[str, str | None]:
+    """What srun and sbatch are both told, None for an option without a value.
+
+    One task per node, which starts the ranks of its node.
+    """
+    slurm, layout = run.config.slurm, run.config.layout
+    given = {
+        "job-name": run.config.name,
+        "nodes": layout.nodes,
+        "ntasks-per-node": 1,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": slurm.time_limit_minutes,
+        **slurm.options,
+    }
+    return {
+        name: None if value is True else _text(value)
+        for name, value in given.items()
+        if value is not None and value is not False
+    }
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,275 @@
+"""`monta launch` before anything starts: what wins over what, what it writes, and bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from monta_megatron import strict_yaml
+from monta_megatron.cli import main
+from monta_megatron.launch import run_directory
+from monta_megatron.launch.arguments import from_words
+from monta_megatron.launch.check import checked
+from monta_megatron.launch.prepare import Run, prepare
+from monta_megatron.launch.run_config import RunConfig
+from monta_megatron.launch.script import run_script
+from monta_megatron.launch.start import choose_start, start_command
+from monta_megatron.planner.plan import Plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")
+MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
+STOCK = ["--moe-token-dispatcher-type", "alltoall"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("MEGATRON_LM_DIR", raising=False)
+
+
+def ready(file: str, *words: str) -> Run:
+    return prepare(file, words, None, dry_run=True)
+
+
+def words_of(run: Run) -> list[str]:
+    return [word for each in run.arguments.values() for word in each.words]
+
+
+# What wins over what
+
+
+def test_defaults_under_the_file_under_the_command_line() -> None:
+    run = ready(MIXTRAL)
+    assert run.arguments["lr"].words == ["--lr", "0.0001"]
+    assert run.arguments["moe-token-dispatcher-type"].value == "monta"
+    assert run.arguments["moe-monta-cluster"].value == str(CONFIGS / "clusters/h100_8x_ndr.yaml")
+    run = ready(MIXTRAL, "--lr", "3e-4", "--log_throughput", "false", "--mtp-num-layers=1")
+    assert run.arguments["lr"].words == ["--lr", "3e-4"]
+    assert "log-throughput" not in run.arguments
+    assert run.arguments["mtp-num-layers"].words == ["--mtp-num-layers", "1"]
+    assert len(words_of(run)) == len(words_of(ready(MIXTRAL))) + 1
+
+
+def test_a_parallel_size_on_the_command_line_changes_the_layout() -> None:
+    run = ready(MIXTRAL, "--pipeline-model-parallel-size", "1", "--expert-tensor-parallel-size=2")
+    assert (run.config.layout.pp, run.config.layout.etp) == (1, 2)
+    assert run.arguments["expert-tensor-parallel-size"].words[1] == "2"
+    assert run.plan is not None and run.plan.situation.etp == 2
+    assert run.plan.situation.nodes[-1] == 1
+
+
+def test_a_longer_sequence_is_planned_for() -> None:
+    run = ready(MIXTRAL, "--seq-length", "8192", "--num-layers", "4")
+    assert run.plan is not None and run.plan.situation.tokens_per_rank == 8192
+
+
+def test_stock_dispatcher_from_the_same_file() -> None:
+    run = ready(QUICKSTART, *STOCK)
+    assert not any("monta" in word for word in run.arguments)
+    assert run.plan is None
+    assert any("moe-monta-chain" in note and "left out" in note for note in run.notes)
+
+
+def test_the_script_s_own_arguments_can_be_overridden_too() -> None:
+    run = ready(QUICKSTART, "--record", "elsewhere.jsonl")
+    assert run.script_arguments["record"].words == ["--record", "elsewhere.jsonl"]
+    assert "record" not in run.arguments
+
+
+def test_own_data_in_the_place_of_random_tokens() -> None:
+    run = ready(MIXTRAL, "--mock-data", "false", "--data-path", "/data/text")
+    assert "mock-data" not in run.arguments
+    assert run.config.megatron["mock-data"] is False
+    assert run.arguments["data-path"].value == "/data/text"
+
+
+def test_words_of_a_command_line() -> None:
+    found = from_words(["--a", "-1", "2", "--b", "--c=x=y", "--d", "false"])
+    assert {name: each.value for name, each in found.items()} == {
+        "a": ["-1", "2"],
+        "b": True,
+        "c": "x=y",
+        "d": False,
+    }
+
+
+# What is written
+
+
+def test_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEXT", "/data/text")
+    path = edited(
+        tmp_path, ("environment", "LEVEL", "a"), ("megatron", "data-path", "${TEXT}-${LEVEL}$$")
+    )
+    run = ready(path)
+    assert run.arguments["data-path"].value == "/data/text-a$"
+    assert run.arguments["save"].value == f"{run.directory}/checkpoints"
+
+
+def test_run_directory_explains_itself(tmp_path: Path) -> None:
+    run = ready(QUICKSTART, "--lr", "1e-3")
+    run_directory.write(run)
+    assert run.directory == Path("runs/quickstart_launch").absolute()
+    assert {path.name for path in run.directory.iterdir()} == {
+        *("config.yaml", "plan.yaml", "versions.json", "run.sh", "start.sh", "logs"),
+    }
+    # The configuration is a run file that says the same; only the directory is another.
+    again = prepare(str(run.directory / "config.yaml"), [], tmp_path / "again", dry_run=True)
+    assert words_of(again) == words_of(run)
+    assert again.config.layout == run.config.layout
+    plan = Plan.load(run.directory / "plan.yaml")
+    assert (plan.chain, plan.num_chunks) == ("alltoall_allgather", 4)
+    versions = json.loads((run.directory / "versions.json").read_text())
+    assert versions["versions"]["monta-megatron"] and versions["arguments_checked"] is False
+
+
+def test_nothing_is_overwritten() -> None:
+    for name in ("quickstart_launch", "quickstart_launch-2", "quickstart_launch-3"):
+        run = ready(QUICKSTART)
+        assert run.directory.name == name
+        run_directory.write(run)
+
+
+def test_run_script_serves_bash_and_sbatch() -> None:
+    lines = run_script(ready(MIXTRAL, "--moe-layer-freq", "([1]*32)")).splitlines()
+    assert "#SBATCH --nodes=2" in lines
+    assert "#SBATCH --ntasks-per-node=1" in lines
+    assert "#SBATCH --gpus-per-node=8" in lines
+    assert "#SBATCH --time=240" in lines
+    assert "#SBATCH --signal=B:USR1@300" in lines
+    assert "#SBATCH --requeue" in lines
+    assert "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in lines
+    assert "    --moe-layer-freq '([1]*32)'" in lines
+    assert lines[-2].endswith('start.sh" --ranks-per-node 8 --nodes 2 -- \\')
+
+
+def test_start_by_nodes() -> None:
+    one, two = ready(QUICKSTART), ready(MIXTRAL)
+    assert choose_start(None, one, dry_run=True) == "torchrun"
+    assert choose_start(None, two, dry_run=True) == "sbatch"
+    assert start_command("srun", two)[:3] == ["srun", "--kill-on-bad-exit=1", "--cpu-bind=none"]
+    assert "--exclusive" in start_command("srun", two)
+    assert start_command("none", two) == []
+    with pytest.raises(ValueError, match="--start: got torchrun"):
+        choose_start("torchrun", two, dry_run=True)
+
+
+def test_without_a_parser_a_note_says_so(tmp_path: Path) -> None:
+    """A Megatron beside the script is the run's; before 0.19 it may have no training."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    for folder in (core.parent, core):
+        (folder / "__init__.py").touch()
+    (core / "package_info.py").write_text("__version__ = '0.16.1'")
+    (tmp_path / "train.py").touch()
+    run = checked(prepare(edited(tmp_path, ("script", "train.py")), [], None, dry_run=False))
+    (note,) = (note for note in run.notes if "not checked" in note)
+    assert "Megatron-Core 0.16.1 has no megatron.training" in note
+    assert run.megatron is None
+
+
+# Bad input
+
+
+def edited(folder: Path, *changes: tuple[str, str, Any] | tuple[str, Any]) -> str:
+    """The quickstart's file with values changed; None leaves a key out."""
+    data = yaml.safe_load(Path(QUICKSTART).read_text())
+    for name in ("script", "model", "cluster"):
+        data[name] = str((CONFIGS / "runs" / data[name]).resolve())
+    for *keys, value in changes:
+        inner = data
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = value
+        if value is None:
+            del inner[keys[-1]]
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return str(path)
+
+
+BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
+    # name: (changes of the file, words behind --, what the one line says)
+    "unknown key": ([("megatorn", {})], [], ["megatorn", "did you mean megatron?"]),
+    "unknown layout": ([("layout", "tpp", 2)], [], ["layout.tpp", "did you mean"]),
+    "no layout": ([("layout", None)], [], ["layout: missing"]),
+    "no ranks": ([("layout", "nodes", 0)], [], ["layout.nodes", "got 0", ">= 1"]),
+    "too few ranks": (
+        [("layout", "tp", 8)],
+        [],
+        ["layout.nodes * ranks_per_node: got 4", "multiple of tp * cp * pp (8)"],
+    ),
+    "name with a slash": ([("name", "a/b")], [], ["name: got 'a/b'", "letters"]),
+    "null argument": ([("megatron", {"lr": None})], [], ["megatron.lr", "got None"]),
+    "nested argument": ([("megatron", "lr", {"a": 1})], [], ["megatron.lr", "a list of texts"]),
+    "twice": ([("megatron", "num_layers", 2)], [], ["megatron.num_layers", "num-layers too"]),
+    "contradiction": (
+        [("megatron", "tensor-model-parallel-size", 4)],
+        [],
+        ["megatron.tensor-model-parallel-size: got 4", "must be 2", "layout.tp", "left out"],
+    ),
+    "flag for a size": ([], ["--expert-model-parallel-size"], ["--expert-model", ">= 1"]),
+    "unfitting size": ([], ["--tensor-model-parallel-size", "3"], ["layout.nodes * ranks", "(3)"]),
+    "experts": (
+        [("layout", {"nodes": 1, "ranks_per_node": 16, "ep": 16})],
+        [],
+        ["layout.ep", "num_experts of quickstart (8)"],
+    ),
+    "another model": (
+        [("megatron", "hidden-size", 128)],
+        [],
+        ["megatron.hidden-size: got 128", "must be 64", "quickstart.yaml: hidden_size"],
+    ),
+    "more than the cluster": (
+        [("layout", {"nodes": 4, "ranks_per_node": 4})],
+        [],
+        ["layout.nodes * ranks_per_node: got 16", "at most the 8 ranks"],
+    ),
+    "no model": ([("model", "none.yaml")], [], ["none.yaml", "cannot be read"]),
+    "no script": ([("script", "none.py")], [], ["script: got", "none.py", "exists"]),
+    "no script named": ([("script", None)], [], ["script: missing", "MEGATRON_LM_DIR"]),
+    "variable": ([("megatron", "save", "${NONE}/x")], [], ["megatron.save", "NONE must be set"]),
+    "lone dollar": ([("megatron", "save", "a$")], [], ["megatron.save", "${NAME} or $$"]),
+    "name of a variable": ([("environment", "A-B", 1)], [], ["environment", "'A-B'"]),
+    "list in the environment": ([("environment", "A", [1])], [], ["environment.A", "number"]),
+    "reserved": ([("slurm", "options", {"nodes": 2})], [], ["slurm.options.nodes", "left out"]),
+    "time limit": ([("slurm", "time_limit_minutes", "4h")], [], ["slurm.time_limit_minutes", "4h"]),
+    "no dashes": ([], ["lr", "1e-4"], ["got 'lr'", "--"]),
+    "false for nothing": ([], ["--use-tp-pp-dp-mapping", "false"], ["got false", "run.yaml"]),
+    "chain": ([], ["--moe-monta-chain", "fastest"], ["--moe-monta-chain: got fastest", "alltoall"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, words, said = BAD[name]
+    path = edited(tmp_path, *changes)
+    assert main(["launch", "--config", path, "--", *words]) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and captured.out == ""
+    for part in said:
+        assert part in lines[0]
+    assert not Path("runs").exists()
+
+
+def test_a_directory_with_something_in_it_is_not_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    command = ["launch", "--config", QUICKSTART, "--run-directory", str(tmp_path)]
+    assert main(command) == 2
+    assert "--run-directory" in capsys.readouterr().err
+
+
+def test_a_mapping_is_read_strictly() -> None:
+    layout = {"nodes": 1, "ranks_per_node": 1}
+    with pytest.raises(ValueError, match="megatron: got 1, must be a mapping whose keys"):
+        strict_yaml.build(RunConfig, {"name": "a", "layout": layout, "megatron": {1: 2}}, "file")

@@ -1,0 +1,218 @@
+"""Every file of configs/runs: Megatron's parser, its validation, its configuration, and the model.
+
+Megatron sees the real WORLD_SIZE and the file's own environment, on CPU stand-ins.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monta_megatron import strict_yaml
+from monta_megatron.launch.prepare import Run, prepare
+from monta_megatron.launch.run_config import RunConfig
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layouts import state_bytes
+from monta_megatron.planner.model import Model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from preloaded import Preloaded
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = sorted((CONFIGS / "runs").glob("*.yaml"))
+
+# What needs Transformer Engine or a GPU, and what takes its place before the TransformerConfig is
+# made. Nothing else is replaced or skipped.
+REPLACED = {
+    "moe_permute_fusion": False,
+    "apply_rope_fusion": False,
+}
+
+PREAMBLE = """
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.argument_utils import core_transformer_config_from_args
+from monta_megatron.integration.megatron_arguments import check
+"""
+VALIDATE = """
+request = json.loads(sys.argv.pop(1))
+if "MONTA_CPU_RANKS" not in request["environment"]:
+    # The stand-ins have set it, which a run on GPUs cannot rely on.
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+os.environ.update(request["environment"], RANK="0", WORLD_SIZE=str(request["world_size"]))
+answer = check(request["arguments"])
+assert (answer.problem, answer.unchecked, answer.doubt) == (None, None, None), answer
+sys.argv[1:] = [word for words in request["arguments"] for word in words]
+args = validate_args(parse_args())
+for name, value in request["replaced"].items():
+    assert hasattr(args, name), name
+    setattr(args, name, value)
+config = core_transformer_config_from_args(args)
+fields = {name: getattr(config, name) for name in request["fields"]}
+fields |= {name: getattr(args, name) for name in request["arguments_read"]}
+print("RESULT", json.dumps(fields, default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[Preloaded]:
+    if importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("needs megatron.training: pip install 'megatron-core[training]>=0.19'")
+    print("replaced before TransformerConfig:", REPLACED)
+    process = Preloaded(PREAMBLE, MONTA_CPU_RANKS="1")
+    yield process
+    process.close()
+
+
+def read(path: Path) -> Run:
+    return prepare(str(path), [], None, dry_run=True)
+
+
+def validated(megatron: Preloaded, run: Run) -> dict[str, Any]:
+    """Fields of the TransformerConfig and arguments, as Megatron has them after its checks."""
+    request = {
+        "environment": {name: str(value) for name, value in run.config.environment.items()},
+        "world_size": run.config.layout.parallel.world_size,
+        "arguments": [each.words for each in run.arguments.values()],
+        "replaced": REPLACED,
+        "fields": [
+            *("hidden_size", "num_layers", "num_attention_heads", "num_query_groups"),
+            *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq"),
+            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype", "bf16"),
+            *("moe_token_dispatcher_type", "moe_monta_cluster", "expert_tensor_parallel_size"),
+        ],
+        "arguments_read": [
+            *("seq_length", "micro_batch_size", "global_batch_size", "data_parallel_size"),
+        ],
+    }
+    result = megatron.run(VALIDATE, json.dumps(request))
+    assert result.returncode == 0, result.stderr[-3000:]
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("RESULT "))
+    return dict(json.loads(line.removeprefix("RESULT ")))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded) -> None:
+    run = read(path)
+    found = validated(megatron, run)
+    assert run.config.model is not None
+    model = strict_yaml.load(Model, run.config.model)
+    num_layers, frequency = found["num_layers"], found["moe_layer_freq"]
+    assert {
+        "hidden_size": found["hidden_size"],
+        "num_layers": num_layers,
+        "num_moe_layers": sum(frequency) if isinstance(frequency, list) else num_layers,
+        "num_attention_heads": found["num_attention_heads"],
+        "num_query_groups": found["num_query_groups"],
+        "num_experts": found["num_moe_experts"],
+        "moe_router_topk": found["moe_router_topk"],
+        "moe_ffn_hidden_size": found["moe_ffn_hidden_size"],
+        "moe_router_num_groups": found["moe_router_num_groups"],
+        "moe_router_group_topk": found["moe_router_group_topk"],
+        "seq_length": found["seq_length"],
+        "micro_batch_size": found["micro_batch_size"],
+        "dtype": "bf16" if found["bf16"] else "fp32",
+    } == {
+        name: getattr(model, name)
+        for name in (
+            *("hidden_size", "num_layers", "num_moe_layers", "num_attention_heads"),
+            *("num_query_groups", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+            *("moe_router_num_groups", "moe_router_group_topk", "seq_length"),
+            *("micro_batch_size", "dtype"),
+        )
+    }
+    assert found["moe_token_dispatcher_type"] == "monta"
+    assert found["moe_monta_cluster"] == run.config.cluster
+    assert found["expert_tensor_parallel_size"] == run.config.layout.etp
+    # Megatron asks for it only when the training starts.
+    assert (
+        found["global_batch_size"] % (found["micro_batch_size"] * found["data_parallel_size"]) == 0
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_fits_the_cluster(path: Path) -> None:
+    run = read(path)
+    assert run.plan is not None and run.config.model is not None and run.config.cluster is not None
+    model = strict_yaml.load(Model, run.config.model)
+    cluster = strict_yaml.load(Cluster, run.config.cluster)
+    if cluster.memory_bytes_per_rank is None:
+        return
+    if "optimizer-cpu-offload" in run.arguments:
+        # Weights and gradients in 16 bits; everything else is in the host's memory.
+        layout = run.config.layout
+        needed = model.num_parameters_billions * 1e9 * 4 / (layout.etp * layout.ep * layout.pp)
+    else:
+        needed = state_bytes(model, run.config.layout.parallel)
+    assert needed < 0.75 * cluster.memory_bytes_per_rank, "activations have to fit too"
+
+
+MOE = [["--num-experts", "4"], ["--moe-token-dispatcher-type", "monta"]]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("arguments", "position", "said"),
+    [
+        ([["--lr", "1e-4"], ["--min-lrr", "0"]], 1, "did you mean min-lr?"),
+        ([["--xyzzy"]], 0, "no argument of Megatron-Core"),
+        # argparse's own words.
+        ([["--lr", "fast"]], 0, "invalid float value: 'fast'"),
+        ([["--lr"]], 0, "expected one argument"),
+        ([["--lr-decay-style", "cosin"]], 0, "invalid choice: 'cosin'"),
+        ([["--bf16", "1"]], 0, "got '1', which it does not take"),
+        ([["--moe-layer-freq", "[x]"]], 0, "[x]"),
+        # Ours.
+        ([*MOE, ["--moe-monta-num-chunks", "0"]], 2, "got 0, must be an integer >= 1"),
+        ([*MOE, ["--overlap-moe-expert-parallel-comm"]], 2, "not supported"),
+        ([["--moe-token-dispatcher-type", "monta"]], 0, "--num-experts"),
+    ],
+)
+def test_what_is_refused(
+    arguments: list[list[str]], position: int, said: str, megatron: Preloaded
+) -> None:
+    code = "answer = check(json.loads(sys.argv[1])); print(answer.position, answer.problem)"
+    result = megatron.run(code, json.dumps(arguments))
+    assert result.returncode == 0, result.stderr[-3000:]
+    found, _, problem = result.stdout.strip().partition(" ")
+    assert (int(found), problem.count("\n")) == (position, 0)
+    assert said in problem
+
+
+def test_there_is_one_for_every_model() -> None:
+    assert {path.stem for path in FILES} == {
+        path.stem for path in (CONFIGS / "models").glob("*.yaml")
+    }
+
+
+def test_the_table_of_the_readme_is_current() -> None:
+    text = (CONFIGS / "runs" / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*\d) (?:CPU ranks|[AH]\d+) \|(.*)\|.*\|$", text, re.M)
+    table = {name: (ranks, [int(size) for size in sizes.split("|")]) for name, ranks, sizes in rows}
+    for path in FILES:
+        layout = strict_yaml.load(RunConfig, path).layout
+        nodes, per_node = layout.nodes, layout.ranks_per_node
+        ranks = str(per_node) if path.stem == "quickstart" else f"{nodes} x {per_node}"
+        assert table.pop(path.stem) == (ranks, [layout.tp, layout.ep, layout.etp, layout.pp])
+    assert table == {}
+
+
+def test_quickstart_has_all_that_cpu_ranks_need(megatron: Preloaded) -> None:
+    code = (
+        "from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS as words; print(*words)"
+    )
+    needed = megatron.run(code).stdout.split()
+    run = read(CONFIGS / "runs" / "quickstart.yaml")
+    assert needed and set(needed) <= {
+        word for each in run.arguments.values() for word in each.words
+    }
+    assert run.config.environment["MONTA_CPU_RANKS"] == 1
+    assert os.path.isfile(run.script)

@@ -1,0 +1,130 @@
+"""`monta launch` for real: a training on CPU ranks, a misspelt argument, Ctrl-C."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
+LAUNCH = [sys.executable, "-m", "monta_megatron.cli", "launch"]
+LIMIT_S = 280
+
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.training") is None,
+    reason="needs megatron.training: pip install 'megatron-core[training]>=0.19'",
+)
+
+
+def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *words], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
+@needs_megatron
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
+    result = launch(tmp_path, "--config", str(CONFIG), "--json", "--", "--train-iters", "2")
+    assert result.returncode == 0, result.stderr[-6000:]
+    document = json.loads(result.stdout)
+    assert document["exit_status"] == 0 and document["arguments_checked"]
+    assert document["plan"]["chain"] == "alltoall_allgather"
+    directory = tmp_path / "runs" / "quickstart_launch"
+    assert document["directory"] == str(directory)
+    record = [json.loads(line) for line in (directory / "record.jsonl").read_text().splitlines()]
+    assert [entry["iteration"] for entry in record if "loss" in entry] == [1, 2]
+    assert record[-1]["dispatcher"] == ["MontaTokenDispatcher"]
+    assert record[-1]["bytes"]["inter"] > 0
+    log = (directory / "logs" / "run.log").read_text()
+    assert re.search(r"iteration +2/ +2", log)
+    versions = json.loads((directory / "versions.json").read_text())
+    assert versions["arguments_checked"] and versions["versions"]["megatron-core"]
+
+
+@needs_megatron
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_misspelt_argument_starts_nothing(tmp_path: Path) -> None:
+    result = launch(tmp_path, "--config", str(CONFIG), "--", "--train-itres", "2")
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert "--train-itres: no argument of Megatron-Core" in line
+    assert "did you mean train-iters?" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+RUN_AND_LOG = """
+import sys
+from pathlib import Path
+from monta_megatron.launch.start import run_and_log
+try:
+    sys.exit(run_and_log(sys.argv[2:], Path(sys.argv[1]), sys.stdout.buffer))
+except KeyboardInterrupt as interrupt:
+    sys.exit(128 + interrupt.args[0])
+"""
+# Says its process number, then does not end by itself.
+RANK = "import os, time; print('rank', os.getpid(), flush=True); time.sleep(100)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + RANK
+
+
+def start_ranks(folder: Path, rank: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """torchrun with two ranks below `run_and_log`, and the ranks' process numbers."""
+    script = folder / "rank.py"
+    script.write_text(rank)
+    start = Path(__file__).parents[2] / "src" / "monta_megatron" / "launch" / "start.sh"
+    command = ["bash", str(start), "--ranks-per-node", "2", "--nodes", "1", "--", str(script)]
+    environment = {name: value for name, value in os.environ.items() if "SLURM" not in name}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN_AND_LOG, str(folder / "run.log"), *command],
+        env={**environment, "PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    numbers: list[int] = []
+    for line in process.stdout:
+        if line.startswith("rank "):
+            numbers.append(int(line.split()[1]))
+        if len(numbers) == 2:
+            return process, numbers
+    raise AssertionError((folder / "run.log").read_text())
+
+
+def is_alive(number: int) -> bool:
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    process, ranks = start_ranks(tmp_path, RANK)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 128 + signal.SIGINT
+    assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.timeout(120)
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    process, ranks = start_ranks(tmp_path, STUBBORN)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert not any(map(is_alive, ranks))
+
+
+def test_the_exit_status_is_passed_on(tmp_path: Path) -> None:
+    run = [sys.executable, "-c", RUN_AND_LOG, str(tmp_path / "run.log"), "bash", "-c"]
+    assert subprocess.run([*run, "echo said; exit 3"]).returncode == 3
+    assert subprocess.run([*run, "kill -9 $$"]).returncode == 128 + signal.SIGKILL
+    assert (tmp_path / "run.log").read_text() == "said\n"
