@@ -1,0 +1,202 @@
+"""A Slurm of two nodes on this machine: its own munge, slurmctld and two slurmd in one folder."""
+
+import getpass
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
+PACKAGES = "slurmctld slurmd slurm-client munge"
+START_LIMIT_S = 15
+# What outlives SIGTERM for so long, Slurm kills.
+KILL_WAIT_S = 10
+RUNNING_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+
+# Names that resolve, as torchrun has to find the first node; Slurm takes "localhost" for the host.
+NODE_NAMES = ("127.0.0.1", "127.0.0.2")
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/%n.spool
+SlurmdPidFile={folder}/%n.pid
+SlurmdLogFile={folder}/%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
+ReturnToService=2
+KillWait={kill_wait_s}
+NodeName={nodes[0]} Port={ports[1]} CPUs=4
+NodeName={nodes[1]} Port={ports[2]} CPUs=4
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+
+def missing() -> str | None:
+    """What this machine lacks for a Slurm of its own, or None."""
+    # Debian has the daemons in /usr/sbin, which is not on everybody's PATH.
+    lacking = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+    if lacking:
+        return f"no {', '.join(lacking)}: apt-get install --no-install-recommends {PACKAGES}"
+    if os.geteuid() != 0:
+        return "slurmd has to be started by root"
+    return None
+
+
+def _path() -> str:
+    return f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+class Cluster:
+    """Commands on the cluster, with MONTA_CPU_RANKS=1 and `python` the one that runs the tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self._environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_"))},
+            "PATH": _path(),
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "MONTA_CPU_RANKS": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+
+    def call(self, *command: str, cwd: Path | None = None, **environment: str) -> str:
+        """Standard output of a command that has to succeed."""
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env={**self._environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def daemon(self, *command: str) -> subprocess.Popen[bytes]:
+        """A daemon in the foreground; it writes its own log."""
+        return subprocess.Popen(
+            command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def idle_nodes(self) -> int:
+        """Nodes that answer and have nothing to do; 0 where the controller does not answer yet."""
+        command = ("sinfo", "--noheader", "--Node", "--states", "idle", "--format", "%N %t")
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
+        return done.stdout.count(" idle\n")
+
+    def submit(self, folder: Path, *arguments: str, **environment: str) -> str:
+        """sbatch ARGUMENTS with the log in `folder`; the value is the job."""
+        own = ("--parsable", "--output", str(folder / "%j.log"), "--time", "60")
+        return self.call("sbatch", *own, *arguments, cwd=folder, **environment).strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        """The fields of `scontrol show job`."""
+        return dict(re.findall(r"(\w+)=(\S+)", self.call("scontrol", "show", "job", job)))
+
+    def wait(self, job: str, limit_s: float) -> dict[str, str]:
+        """The fields of a job that has ended."""
+        deadline = time.monotonic() + limit_s
+        while (fields := self.state(job))["JobState"] in RUNNING_STATES:
+            assert time.monotonic() < deadline, fields
+            time.sleep(0.2)
+        return fields
+
+
+def processes_with(variable: str) -> dict[int, str]:
+    """Process id -> command line of every process with NAME=VALUE in its first environment."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue  # It has just ended.
+        if variable.encode() in environment and command:
+            found[int(process.name)] = command
+    return found
+
+
+@contextmanager
+def running_cluster(folder: Path) -> Iterator[Cluster]:
+    """A cluster with both nodes idle; its daemons end with the context.
+
+    Args:
+        folder: empty, with a path short enough for a socket.
+    """
+    (folder / "state").mkdir()
+    text = CONFIGURATION.format(
+        host=socket.gethostname(),
+        ports=_free_ports(3),
+        user=getpass.getuser(),
+        folder=folder,
+        nodes=NODE_NAMES,
+        kill_wait_s=KILL_WAIT_S,
+    )
+    (folder / "slurm.conf").write_text(text)
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    munged = [
+        *("munged", "--foreground", "--force", f"--key-file={key}"),
+        *(f"--socket={folder}/munge.socket", f"--seed-file={folder}/munge.seed"),
+        *(f"--log-file={folder}/munge.log", f"--pid-file={folder}/munge.pid"),
+    ]
+    cluster = Cluster(folder)
+    daemons = []
+    try:
+        daemons.append(cluster.daemon(*munged))
+        _wait_until((folder / "munge.socket").exists, folder)
+        daemons.append(cluster.daemon("slurmctld", "-D"))
+        daemons += [cluster.daemon("slurmd", "-D", "-N", name) for name in NODE_NAMES]
+        _wait_until(lambda: cluster.idle_nodes() == len(NODE_NAMES), folder)
+        yield cluster
+    finally:
+        _end_all(folder)
+        for daemon in daemons:
+            daemon.wait()
+
+
+def _wait_until(condition: Callable[[], bool], folder: Path) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = (f"{log.name}:\n{log.read_text()[-2000:]}" for log in folder.glob("*.log"))
+            raise TimeoutError("Slurm does not start\n" + "\n".join(logs))
+        time.sleep(0.1)
+
+
+def _end_all(folder: Path) -> None:
+    """End the daemons and whatever they have started, as nothing of it may be left."""
+    variable = f"SLURM_CONF={folder}/slurm.conf"
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + KILL_WAIT_S
+        for process in processes_with(variable):
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+        while processes_with(variable) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(number)]
+        return [server.getsockname()[1] for server in sockets]
