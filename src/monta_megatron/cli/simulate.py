@@ -1,0 +1,244 @@
+"""`monta simulate`: the cost model over values of one factor, on clusters that need not be here."""
+
+import argparse
+import json
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monta_megatron.cli import planning
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.plan import Plan
+
+EXAMPLE = """\
+examples:
+  monta simulate --model configs/models/qwen3_235b_a22b.yaml \\
+      --cluster configs/clusters/h100_8x_ndr.yaml --ep 16 \\
+      --sweep tokens=512,1024,2048,4096
+  monta simulate --model configs/models/deepseek_v3.yaml \\
+      --cluster configs/clusters/h100_8x_ndr.yaml --ep 8 \\
+      --sweep ranks=8,16,32,64,128 --plot plots
+"""
+
+# What may be swept: its values, and as people read it.
+FACTORS: dict[str, tuple[Callable[[str], float], str]] = {
+    "tokens": (planning.whole(1), "tokens of a rank"),
+    "ranks": (planning.whole(1), "ranks of an exchange (EP x ETP, at the ETP given)"),
+    "top-k": (planning.whole(1), "experts of a token"),
+    "chunks": (planning.whole(1), "chunks of every pipelined chain"),
+    "inter-rate-ratio": (planning.positive, "rate of the network over the cluster's"),
+}
+WIDTH, CHAIN_WIDTH, VALUE_WIDTH, VALUES_PER_BLOCK = 80, 23, 14, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sweep:
+    """One factor, and the values that it takes."""
+
+    factor: str
+    values: tuple[float, ...]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to `monta`."""
+    parser = commands.add_parser(
+        "simulate",
+        help="predict times over values of one factor",
+        description="Predict the time of every chain, and the planner's choice, while one factor "
+        "changes. With ranks the cluster has as many nodes as that takes.",
+        epilog=EXAMPLE,
+    )
+    planning.add_arguments(parser)
+    parser.add_argument(
+        "--sweep",
+        metavar="FACTOR=V,V,...",
+        type=_sweep,
+        required=True,
+        help="; ".join(f"{name}: {text}" for name, (_, text) in FACTORS.items()),
+    )
+    parser.add_argument("--plot", metavar="DIR", help="draw it there; needs the extra 'plot'")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Plan at every value."""
+    from monta_megatron.benchmark.plots import check_can_plot
+
+    if parsed.plot is not None:
+        check_can_plot()
+    asked, sweep = planning.read(parsed), parsed.sweep
+    plans = [_plan(parsed, asked, sweep.factor, value) for value in sweep.values]
+    title = _title(parsed, asked, sweep.factor)
+    if parsed.json:
+        document = {
+            "title": title,
+            "factor": sweep.factor,
+            "points": [
+                {
+                    "value": value,
+                    "chain": plan.chain,
+                    "num_chunks": plan.num_chunks,
+                    "predicted_us": plan.predicted_us,
+                    "reason": plan.reason,
+                    "best_us": _best_us(plan),
+                    "notes": list(plan.notes),
+                }
+                for value, plan in zip(sweep.values, plans, strict=True)
+            ],
+        }
+        print(json.dumps(document, indent=2))
+    else:
+        print("\n".join([*textwrap.wrap(title, WIDTH), "", *_table(sweep, plans)]))
+    if parsed.plot is not None:
+        _plot(sweep, plans, title, Path(parsed.plot))
+    return 0
+
+
+def _title(parsed: argparse.Namespace, asked: planning.Asked, factor: str) -> str:
+    """What stays the same."""
+    layout = asked.layout
+    tokens = layout.tokens_per_rank(asked.model) if parsed.tokens is None else parsed.tokens
+    parts = [
+        f"{asked.model.name} on {asked.cluster.name}: TP {layout.tp}",
+        *([] if factor == "ranks" else [f"EP {layout.ep}"]),
+        f"ETP {layout.etp}",
+        *([] if factor == "tokens" else [f"{tokens:,} tokens per rank"]),
+    ]
+    return ", ".join(parts)
+
+
+def _plan(parsed: argparse.Namespace, asked: planning.Asked, factor: str, value: float) -> "Plan":
+    """The plan where the factor has this value, all else as asked."""
+    model, cluster, layout = asked.model, asked.cluster, asked.layout
+    settings: dict[str, Any] = {"phase": parsed.phase}
+    if factor == "tokens":
+        parsed = argparse.Namespace(**{**vars(parsed), "tokens": value})
+    elif factor == "inter-rate-ratio":
+        cluster = cluster.with_inter_rate(value)
+    elif factor == "chunks":
+        settings["num_chunks"] = (value,)
+    elif factor == "top-k":
+        if value > model.num_experts:
+            raise ValueError(
+                f"--sweep: top-k: got {value}, must be at most the {model.num_experts} experts of "
+                f"{model.name}"
+            )
+        model = replace(model, moe_router_topk=int(value))
+    else:
+        layout = _layout_of(asked, int(value))
+        num_nodes = math.ceil(layout.world_size / cluster.ranks_per_node)
+        cluster = replace(cluster, num_nodes=max(num_nodes, cluster.num_nodes))
+    workloads = planning.workloads(parsed, model, cluster, layout)
+    plan, _ = planning.slowest_plan(workloads, cluster, **settings)
+    return plan
+
+
+def _layout_of(asked: planning.Asked, num_ranks: int) -> Any:
+    """The layout with exchanges of so many ranks, and the fewest ranks that it can have."""
+    layout = asked.layout
+    ep, rest = divmod(num_ranks, layout.etp)
+    if rest or asked.model.num_experts % max(ep, 1):
+        raise ValueError(
+            f"--sweep: ranks: got {num_ranks}, must be ETP ({layout.etp}) times a divisor of the "
+            f"{asked.model.num_experts} experts of {asked.model.name}"
+        )
+    world_size = math.lcm(layout.tp * layout.cp * layout.pp, layout.etp * ep * layout.pp)
+    return replace(layout, ep=ep, world_size=world_size)
+
+
+def _best_us(plan: "Plan") -> dict[str, float | None]:
+    """By chain, in its best number of chunks; None where it cannot run."""
+    best: dict[str, float | None] = {}
+    # The fastest first.
+    for candidate in plan.candidates:
+        best.setdefault(candidate.chain, candidate.predicted_us)
+    return best
+
+
+def _table(sweep: _Sweep, plans: Sequence["Plan"]) -> list[str]:
+    """Chains down, values across, in blocks of 80 columns."""
+    from monta_megatron.chains import CHAINS
+
+    lines = []
+    for first in range(0, len(plans), VALUES_PER_BLOCK):
+        block = slice(first, first + VALUES_PER_BLOCK)
+        values = "".join(f"{_shown(value):>{VALUE_WIDTH}}" for value in sweep.values[block])
+        lines.append(f"{sweep.factor:<{CHAIN_WIDTH}}{values}")
+        for chain in CHAINS:
+            cells = ""
+            for plan in plans[block]:
+                best_us = _best_us(plan)[chain]
+                mark = "*" if plan.chain == chain else " "
+                cells += f"{'-' if best_us is None else f'{best_us:,.0f}'}{mark}".rjust(VALUE_WIDTH)
+            lines.append(f"{chain:<{CHAIN_WIDTH}}{cells}".rstrip())
+        chunks = "".join(f"{plan.num_chunks:>{VALUE_WIDTH - 1}} " for plan in plans[block])
+        lines += [f"{'chunks of the choice':<{CHAIN_WIDTH}}{chunks}".rstrip(), ""]
+    lines.append("us, each chain in its best number of chunks; * the choice; - cannot run")
+    notes = dict.fromkeys(note for plan in plans for note in plan.notes)
+    return [*lines, *(line for note in notes for line in textwrap.wrap(f"note: {note}", WIDTH))]
+
+
+def _plot(sweep: _Sweep, plans: Sequence["Plan"], title: str, folder: Path) -> None:
+    """Time against the factor, a line per chain, the choice ringed."""
+    import sys
+
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    from monta_megatron.chains import CHAINS
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, axis = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for number, chain in enumerate(CHAINS):
+        times_us = [_best_us(plan)[chain] for plan in plans]
+        if any(time is not None for time in times_us):
+            shown = [math.nan if time is None else time for time in times_us]
+            # Chains that take the same time are both seen.
+            style = {"linewidth": 3 - 0.4 * number, "markersize": 7 - 0.8 * number}
+            axis.plot(sweep.values, shown, "o-", label=chain, **style)
+    axis.plot(
+        sweep.values,
+        [plan.predicted_us for plan in plans],
+        "o",
+        markersize=11,
+        markerfacecolor="none",
+        markeredgecolor="black",
+        label="the planner's choice",
+    )
+    axis.set(xscale="log", yscale="log", xlabel=FACTORS[sweep.factor][1], ylabel="us, predicted")
+    axis.set_xticks(sweep.values, [_shown(value) for value in sweep.values])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(lambda us, place: f"{us:,.0f}")
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False)
+    figure.suptitle(textwrap.fill(title, WIDTH), fontsize=10)
+    path = folder / f"simulate_{sweep.factor}.png"
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    print(f"monta simulate: drew {path}", file=sys.stderr)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _sweep(text: str) -> _Sweep:
+    """An argparse type: "tokens=512,1024"."""
+    factor, _, values = text.partition("=")
+    if factor not in FACTORS or not values:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, must be FACTOR=V,V,... with one of {', '.join(FACTORS)}"
+        )
+    convert = FACTORS[factor][0]
+    return _Sweep(factor=factor, values=tuple(map(convert, values.split(","))))

@@ -1,0 +1,311 @@
+"""`monta timeline`: what overlapped with what, recorded or predicted, as a picture and a trace."""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import sys
+import textwrap
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monta_megatron.cli import planning
+
+if TYPE_CHECKING:
+    from monta_megatron.chains import Chain
+    from monta_megatron.planner.cluster import Cluster
+    from monta_megatron.timeline.recording import Recording
+    from monta_megatron.timeline.spans import Timeline
+
+# torchrun ends all ranks as soon as one has failed; by then the first rank has to have said why.
+OTHER_RANKS_LINGER_S = 5.0
+NUM_CHUNKS = 4
+NUM_PASSES = 5
+
+EXAMPLE = """\
+examples:
+  monta timeline --model configs/models/qwen3_235b_a22b.yaml \\
+      --cluster configs/clusters/h100_8x_ndr.yaml --ep 16 --out timeline
+  monta emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500 -- \\
+      -m monta_megatron.cli timeline --record timeline \\
+      --chain hierarchical_alltoall --experts 16 --top-k 4 \\
+      --hidden 1024 --tokens 512
+  monta timeline timeline/hierarchical_alltoall_x4.json --cluster cluster.yaml
+"""
+
+# Checked together with the others (benchmark/settings.py), so that a bad one is one line from one
+# rank.
+RECORD_FLAGS = (
+    ("experts", "N", "experts of the layer"),
+    ("top-k", "N", "experts of each token"),
+    ("hidden", "N", "hidden size"),
+    ("dtype", "NAME", "float32 (default) or bfloat16"),
+    ("repeats", "N", f"passes, of which that of median time is kept (default: {NUM_PASSES})"),
+    ("warmup", "N", "passes before that (default: 2)"),
+    ("seed", "N", "of the data (default: 1)"),
+    ("ranks-per-node", "N", "ranks joined by the fast tier (default: what the launcher says)"),
+)
+
+# What each way of asking takes, besides the output.
+OUTPUT = {"out", "max_ranks", "json", "run", "command"}
+COSTS = {"cluster", "inter_rate_ratio"}
+WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks"}
+TAKES = {
+    "recording": COSTS,
+    "record": COSTS | WHAT | {name.replace("-", "_") for name, _, _ in RECORD_FLAGS},
+    "model": COSTS | WHAT | {"layout", "world_size", "cp", "pp"},
+}
+WAYS = {"recording": "RECORDING", "record": "--record", "model": "--model"}
+DEFAULTS = {"routing": "uniform", "phase": "forward_backward"}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to `monta`."""
+    parser = commands.add_parser(
+        "timeline",
+        help="draw what overlapped with what, recorded or predicted",
+        description="Draw when every stage and chunk ran, by resource: a PNG, and a Chrome trace "
+        "for https://ui.perfetto.dev. From a recording (with --cluster the cost model's view "
+        "beside it), from the cost model (--model and --cluster), or recorded now (--record, one "
+        "process per rank, under torchrun, srun or monta emulate).",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument("recording", metavar="RECORDING", nargs="?", help="of an earlier --record")
+    planning.add_arguments(parser, needs_model=False)
+    parser.add_argument("--chain", metavar="NAME", help="default: the planner's choice")
+    parser.add_argument(
+        "--num-chunks", metavar="N", type=planning.whole(1), help="of --chain (default: 4)"
+    )
+    record = parser.add_argument_group("with --record")
+    record.add_argument("--record", metavar="DIR", help="record a run, and keep it there")
+    for name, metavar, text in RECORD_FLAGS:
+        record.add_argument(f"--{name}", metavar=metavar, help=text)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out", metavar="DIR", help="for the files (default: where the recording is, or here)"
+    )
+    output.add_argument(
+        "--max-ranks",
+        metavar="N",
+        type=planning.whole(1),
+        default=4,
+        help="in the picture; the trace has all (default: 4)",
+    )
+    output.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Draw; of a launch the first rank writes and prints."""
+    from monta_megatron.benchmark.launch import is_first_rank
+
+    if parsed.record is None or is_first_rank():
+        return _run(parsed)
+    try:
+        return _run(parsed)
+    except ValueError:
+        time.sleep(OTHER_RANKS_LINGER_S)
+        return 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawing:
+    """What is drawn.
+
+    Attributes:
+        name: of the files.
+        folder: where they go unless --out says where.
+        title: of the picture.
+        timelines: one above the other.
+        recording: its file, if there is one.
+        about: what is told besides.
+    """
+
+    name: str
+    folder: Path
+    title: str
+    timelines: "list[Timeline]"
+    recording: Path | None = None
+    about: dict[str, Any]
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    ways = {"recording": _read, "record": _record, "model": _predict}
+    drawing = ways[_way(parsed)](parsed)
+    if drawing is not None:
+        _write(parsed, drawing)
+    return 0
+
+
+def _way(parsed: argparse.Namespace) -> str:
+    """Which of the three ways of asking this is; a flag of another one is an error."""
+    given = [
+        name
+        for name, value in vars(parsed).items()
+        if value is not None and name not in OUTPUT and value != DEFAULTS.get(name)
+    ]
+    way = next((way for way in WAYS if way in given), None)
+    if way is None:
+        raise ValueError(f"{', '.join(WAYS.values())}: none given, must be one of them")
+    for name in given:
+        if name != way and name not in TAKES[way]:
+            flag = WAYS.get(name, "--" + name.replace("_", "-"))
+            value = getattr(parsed, name)
+            raise ValueError(f"{flag}: got {value}, must be left out with {WAYS[way]}")
+    if parsed.cluster is None:
+        for name in ("model", "inter_rate_ratio"):
+            if name in given:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--cluster: not given, must be with --{flag}")
+    if parsed.num_chunks is not None and parsed.chain is None:
+        raise ValueError(f"--num-chunks: got {parsed.num_chunks}, must be left out without --chain")
+    return way
+
+
+def _read(parsed: argparse.Namespace) -> _Drawing:
+    from monta_megatron.timeline.recording import Recording
+
+    path = Path(parsed.recording)
+    cluster = None if parsed.cluster is None else planning.read_cluster(parsed)
+    return _of_recording(Recording.load(path), path, cluster)
+
+
+def _predict(parsed: argparse.Namespace) -> _Drawing:
+    from monta_megatron.chains import CHAINS
+    from monta_megatron.timeline.predicted import predict
+    from monta_megatron.timeline.spans import pipeline_name
+
+    asked = planning.read(parsed)
+    cluster, layout = asked.cluster, asked.layout
+    settings: dict[str, Any] = {"phase": parsed.phase}
+    if parsed.chain is not None:
+        chain, num_chunks = _chain(parsed)
+        settings |= {"chains": (chain.name,), "num_chunks": (num_chunks,)}
+    workloads = planning.workloads(parsed, asked.model, cluster, layout)
+    plan, workload = planning.slowest_plan(workloads, cluster, **settings)
+    chain = CHAINS[plan.chain]
+    sizes = f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}"
+    return _Drawing(
+        name=f"{chain.name}_x{plan.num_chunks}",
+        folder=Path(),
+        title=f"{pipeline_name(chain.name, plan.num_chunks)}, predicted: {asked.model.name} on "
+        f"{cluster.name}, {sizes}, {workload.tokens_per_rank:,} tokens per rank",
+        timelines=[predict(workload, cluster, chain, plan.num_chunks, parsed.phase)],
+        about={"cluster": cluster.name, "model": asked.model.name, "notes": list(plan.notes)},
+    )
+
+
+def _record(parsed: argparse.Namespace) -> _Drawing | None:
+    """Record on this rank; None on all but the first."""
+    from monta_megatron.benchmark.launch import find_launch
+    from monta_megatron.benchmark.settings import parse_settings
+    from monta_megatron.progress import show_progress
+
+    launch = find_launch("timeline --record")
+    asked = {**vars(parsed), "stock": "alltoall", "repeats": parsed.repeats or str(NUM_PASSES)}
+    asked["chains"], asked["num_chunks"] = "auto", None
+    if parsed.chain is not None:
+        chain, num_chunks = _chain(parsed)
+        asked["chains"], asked["num_chunks"] = chain.name, str(num_chunks)
+    settings = parse_settings(asked, launch.world_size)
+    cluster = None if parsed.cluster is None else planning.read_cluster(parsed)
+    folder = Path(parsed.record)
+    # Before the run, not after it.
+    if launch.rank == 0:
+        _make(folder, "--record")
+
+    # Standard output is for the report alone; Megatron and the dispatchers print there too.
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from monta_megatron.timeline.record import record
+
+        with show_progress("timeline", launch.rank == 0) as progress:
+            recording = record(settings, launch, cluster, progress)
+    if recording is None:
+        return None
+    path = folder / f"{recording.chain}_x{recording.num_chunks}.json"
+    recording.save(path)
+    return _of_recording(recording, path, cluster)
+
+
+def _of_recording(recording: "Recording", path: Path, cluster: "Cluster | None") -> _Drawing:
+    timelines = [] if cluster is None else [recording.predicted(cluster)]
+    return _Drawing(
+        name=path.stem,
+        folder=path.parent,
+        title=recording.title,
+        timelines=[*timelines, recording.timeline],
+        recording=path,
+        about={
+            "clock": recording.clock,
+            "clock_error_us": recording.clock_error_us,
+            "cluster": None if cluster is None else cluster.name,
+            "recorded": recording.meta,
+        },
+    )
+
+
+def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
+    """The chain of --chain, and in how many chunks."""
+    from difflib import get_close_matches
+
+    from monta_megatron.chains import CHAINS
+
+    if parsed.chain not in CHAINS:
+        nearest = get_close_matches(parsed.chain, CHAINS, n=1)
+        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+        raise ValueError(f"--chain: got {parsed.chain!r}, must be one of {', '.join(CHAINS)}{hint}")
+    chain = CHAINS[parsed.chain]
+    if chain.serial and (parsed.num_chunks or 1) > 1:
+        raise ValueError(
+            f"--num-chunks: got {parsed.num_chunks}, must be 1 for the serial chain {chain.name}"
+        )
+    return chain, parsed.num_chunks or (1 if chain.serial else NUM_CHUNKS)
+
+
+def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
+    """The picture and the trace; then what is in them, as text or JSON."""
+    from monta_megatron import strict_yaml
+    from monta_megatron.json_lines import write_whole
+    from monta_megatron.timeline.overlap import overlaps, table
+    from monta_megatron.timeline.picture import draw
+    from monta_megatron.timeline.trace import chrome_trace
+
+    folder = drawing.folder if parsed.out is None else Path(parsed.out)
+    _make(folder, "--out")
+    trace, png = folder / f"{drawing.name}.trace.json", folder / f"{drawing.name}.png"
+    write_whole(trace, json.dumps(chrome_trace(drawing.timelines, drawing.about)) + "\n")
+    files = {"trace": str(trace)}
+    if drawing.recording is not None:
+        files["recording"] = str(drawing.recording)
+    if importlib.util.find_spec("matplotlib") is None:
+        advice = "pip install 'monta-megatron[plot]'"
+        print(f"monta timeline: no picture without matplotlib: {advice}", file=sys.stderr)
+    else:
+        draw(drawing.timelines, drawing.title, png, parsed.max_ranks)
+        files["picture"] = str(png)
+
+    found = [overlaps(timeline) for timeline in drawing.timelines]
+    if parsed.json:
+        document = {
+            "title": drawing.title,
+            "overlaps": [strict_yaml.plain(row) for rows in found for row in rows],
+            "files": files,
+            "about": drawing.about,
+        }
+        print(json.dumps(document, indent=2))
+        return
+    lines = textwrap.wrap(drawing.title, 80)
+    for rows in found:
+        lines += ["", *table(rows)]
+    print("\n".join([*lines, "", *(f"{kind:<10}{path}" for kind, path in files.items())]))
+
+
+def _make(folder: Path, flag: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag}: got {folder}, cannot be made: {error.strerror}") from error

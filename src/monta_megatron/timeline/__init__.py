@@ -1,0 +1,14 @@
+"""`monta timeline`: what overlapped with what, in a recorded run or by the cost model.
+
+Without torch:
+    spans       what ran when, on which resource
+    predicted   the cost model's spans
+    recording   a recorded run as a file
+    overlap     how busy each resource was, and how much of that was hidden
+    trace       a Chrome trace
+    picture     a PNG
+With torch:
+    recorder    takes the times of the executor's steps
+    clock       one clock for all ranks
+    record      runs a chain under a launch and records it
+"""

@@ -1,0 +1,58 @@
+"""One clock for all ranks."""
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from monta_megatron.benchmark.timing import wait_for_all
+
+NUM_BARRIERS = 31
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def now_us() -> float:
+    """The monotonic clock, which all processes of a host share."""
+    return time.monotonic_ns() / 1e3
+
+
+class Clock:
+    """How this rank's clock lies to that of the first rank; made by all ranks together.
+
+    Where ranks run on several hosts, all of them read their clocks behind barriers, which they
+    leave at nearly the same time: the median of the differences is the offset.
+
+    Attributes:
+        name: how it was found.
+        offset_us: this rank's clock less the first rank's.
+        error_us: the spread of the differences, half of their middle half; the widest of any rank.
+    """
+
+    def __init__(self) -> None:
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, _host())
+        self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
+        if len(set(hosts)) > 1:
+            self._compare()
+
+    def _compare(self) -> None:
+        own = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
+        for turn in range(NUM_BARRIERS):
+            wait_for_all()
+            own[turn] = now_us()
+        first = own.clone()
+        dist.broadcast(first, src=0)
+        low_us, middle_us, high_us = np.percentile((own - first).numpy(), (25, 50, 75))
+        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64)
+        dist.all_reduce(error_us, op=dist.ReduceOp.MAX)
+        self.name = f"monotonic clocks compared behind {NUM_BARRIERS} barriers"
+        self.offset_us, self.error_us = float(middle_us), float(error_us)
+
+
+def _host() -> str:
+    """The same for processes that share a clock: network namespaces have names of their own."""
+    return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()

@@ -1,0 +1,157 @@
+"""Runs a chain under a launch, as `monta bench` does, and records it.
+
+Of several passes the one of median time is kept: a picture of a run that was disturbed says
+nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.benchmark.candidates import Candidate, identity_experts, run_candidate
+from monta_megatron.benchmark.launch import Launch
+from monta_megatron.benchmark.point import Bench, Task, prepare
+from monta_megatron.benchmark.report import describe
+from monta_megatron.benchmark.run import start
+from monta_megatron.benchmark.settings import Settings
+from monta_megatron.benchmark.timing import wait_for_all
+from monta_megatron.chains import CHAINS
+from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.progress import Progress
+from monta_megatron.timeline.clock import Clock
+from monta_megatron.timeline.predicted import lanes_of
+from monta_megatron.timeline.recorder import DeviceRecorder, HostRecorder, Taken
+from monta_megatron.timeline.recording import RankRecord, Recording
+from monta_megatron.timeline.spans import Span, pipeline_name, spans_of
+
+
+def record(
+    settings: Settings, launch: Launch, cluster: Cluster | None, progress: Progress
+) -> Recording | None:
+    """Record one chain.
+
+    Args:
+        settings: what to run, one chain in one number of chunks and one phase; `repeats` passes
+            are recorded, of which one is kept.
+        launch: this rank's place.
+        cluster: costs by which `auto` chooses, or None.
+        progress: as this rank shows it.
+
+    Returns:
+        on the first rank; None on the others.
+
+    Raises:
+        ValueError: a setting that cannot run here.
+    """
+    device = start(launch)
+    task = Task(
+        name="",
+        settings=settings,
+        launch=launch,
+        cluster=cluster,
+        emulated=EmulatedCluster.from_environment(),
+        progress=progress,
+    )
+    try:
+        bench = prepare(task, device, makes_groups=True)
+    except ValueError:
+        # The same on every rank; the first one is not far behind when the others leave.
+        wait_for_all()
+        raise
+    (candidate,) = (each for each in bench.candidates if each.kind == "monta")
+    planned = candidate.dispatcher.layout.ranks_per_node
+    if planned != bench.layout.ranks_per_node:
+        wait_for_all()
+        raise ValueError(
+            f"--cluster: got one of {planned} ranks per node, must have "
+            f"{bench.layout.ranks_per_node} as this launch, or --ranks-per-node says how many"
+        )
+    return _record(bench, candidate)
+
+
+def _record(bench: Bench, candidate: Candidate) -> Recording | None:
+    settings, progress = bench.task.settings, bench.task.progress
+    (phase,) = settings.phases
+    recorder = DeviceRecorder() if bench.batch.hidden.is_cuda else HostRecorder()
+    clock = Clock()
+    progress.phase(
+        f"{candidate.requested}, {settings.warmup} + {settings.repeats} passes",
+        settings.warmup + settings.repeats,
+    )
+    # Step 1: run, with the recorder in place from the first pass on, so that it is warm too.
+    candidate.dispatcher.monitor.recorder = recorder
+    taken: list[Taken] = []
+    for _ in range(settings.warmup + settings.repeats):
+        wait_for_all()
+        run_candidate(candidate, identity_experts, backward=phase == "forward_backward")
+        taken.append(recorder.take())
+        progress.step()
+    candidate.dispatcher.monitor.recorder = None
+
+    # Step 2: the pass of median time, that of its slowest rank.
+    passes = taken[settings.warmup :]
+    times_us = torch.tensor([_time_us(each) for each in passes], dtype=torch.float64)
+    dist.all_reduce(times_us, op=dist.ReduceOp.MAX)
+    middle = passes[int(times_us.argsort()[len(passes) // 2])]
+
+    # Step 3: its spans, on all ranks' common clock, on the first rank.
+    chain, num_chunks = candidate.key
+    recording = Recording(
+        format="monta timeline 1",
+        title=_title(bench, chain, num_chunks),
+        chain=chain,
+        num_chunks=num_chunks,
+        phase=phase,
+        settings=settings,
+        clock=clock.name,
+        clock_error_us=clock.error_us,
+        meta=_meta(bench),
+        ranks=tuple(RankRecord(node=node, spans=()) for node in bench.nodes),
+    )
+    lanes = lanes_of(recording.workload, CHAINS[chain], num_chunks)
+    own = spans_of(middle.steps, middle.ends_us, lanes, recorder.copies_block_host)
+    gathered: list[Any] | None = [None] * len(bench.nodes) if dist.get_rank() == 0 else None
+    dist.gather_object(_shifted(own, -clock.offset_us), gathered)
+    if gathered is None:
+        return None
+    first_us = min(span.start_us for spans in gathered for span in spans)
+    return replace(
+        recording,
+        ranks=tuple(
+            RankRecord(node=node, spans=tuple(_shifted(spans, -first_us)))
+            for node, spans in zip(bench.nodes, gathered, strict=True)
+        ),
+    )
+
+
+def _title(bench: Bench, chain: str, num_chunks: int) -> str:
+    settings, emulated = bench.task.settings, bench.task.emulated
+    ranks = "GPUs" if bench.batch.hidden.is_cuda else "CPU ranks"
+    rate = "" if emulated is None else f" at {emulated.inter_mbit:g} Mbit/s"
+    return (
+        f"{pipeline_name(chain, num_chunks)}, recorded on {len(bench.nodes)} {ranks} of "
+        f"{len(set(bench.nodes))} node(s){rate}: TP {settings.tp}, EP {settings.ep}, "
+        f"ETP {settings.etp}, top-{settings.topk} of {settings.num_experts} experts, "
+        f"{settings.routing} routing, H {settings.hidden}, {settings.tokens:,} tokens per rank, "
+        f"{settings.dtype}"
+    )
+
+
+def _meta(bench: Bench) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if bench.batch.hidden.is_cuda else None
+    return describe(bench.task.settings, bench.nodes, bench.task.emulated, bench.skipped, gpu)
+
+
+def _time_us(taken: Taken) -> float:
+    times = [step.device_us for step in taken.steps]
+    return max(times) - min(times)
+
+
+def _shifted(spans: Sequence[Span], by_us: float) -> list[Span]:
+    return [
+        replace(span, start_us=span.start_us + by_us, end_us=span.end_us + by_us) for span in spans
+    ]

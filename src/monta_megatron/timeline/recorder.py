@@ -1,0 +1,149 @@
+"""Takes the times at which a walk's copies and collectives start and end.
+
+On CPU ranks by the host's clock: copies block the host, and each collective is waited for by a
+thread of its own, as it ends long before anyone asks for it. On a GPU by events on the streams on
+which the executor launches, put on the host's clock; nothing there blocks the host.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.exchange.monitor import Step
+from monta_megatron.timeline.clock import now_us
+from monta_megatron.timeline.spans import Key, TimedStep
+
+# More than the executor ever has collectives under way.
+NUM_THREADS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """The record of a pass.
+
+    Attributes:
+        steps: in the order in which they were noted.
+        ends_us: by walk, stage and chunk, when each collective was through.
+    """
+
+    steps: list[TimedStep]
+    ends_us: dict[Key, float]
+
+
+class HostRecorder:
+    """Of a CPU rank; an `exchange.monitor.Recorder`."""
+
+    copies_block_host = True
+
+    def __init__(self) -> None:
+        self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        for _ in range(NUM_THREADS):
+            # Daemons: a rank that is interrupted does not stay for collectives of its peers.
+            Thread(target=self._wait_beside, daemon=True).start()
+        self._steps: list[TimedStep] = []
+        self._ends_us: dict[Key, float] = {}
+
+    def note(self, step: Step) -> None:
+        """Something happens now."""
+        at_us = now_us()
+        self._steps.append(TimedStep(*step, host_us=at_us, device_us=at_us))
+
+    def watch(
+        self, works: Sequence[dist.Work], walk: str, stage: str, chunk: int
+    ) -> list[dist.Work]:
+        """Wait for a collective beside the host."""
+
+        end: Future[None] = Future()
+
+        def wait() -> None:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                end.set_exception(error)
+            else:
+                self._ends_us[walk, stage, chunk] = now_us()
+                end.set_result(None)
+
+        self._waits.put(wait)
+        return [cast(dist.Work, _Watched(end))]
+
+    def take(self) -> Taken:
+        """What was recorded since the last time."""
+        taken = Taken(steps=self._steps, ends_us=self._ends_us)
+        self._steps, self._ends_us = [], {}
+        return taken
+
+    def _wait_beside(self) -> None:
+        while True:
+            self._waits.get()()
+
+
+class DeviceRecorder:
+    """Of a GPU; an `exchange.monitor.Recorder`."""
+
+    copies_block_host = False
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Step, float, torch.cuda.Event]] = []
+        self._streams: dict[Key, torch.cuda.Stream] = {}
+        self._ends: dict[Key, torch.cuda.Event] = {}
+        torch.cuda.synchronize()
+        self._origin = _event(torch.cuda.current_stream())
+        self._origin.synchronize()
+        self._origin_us = now_us()
+
+    def note(self, step: Step) -> None:
+        """Something happens now on the host, and in its turn on the current stream."""
+        key = step[1:]
+        if step.action == "ready" and key in self._streams:
+            # The collective's own stream has waited for it too, and for nothing behind it.
+            self._ends[key] = _event(self._streams[key])
+        self._noted.append((step, now_us(), _event(torch.cuda.current_stream())))
+
+    def watch(
+        self, works: Sequence[dist.Work], walk: str, stage: str, chunk: int
+    ) -> list[dist.Work]:
+        """Remember where a collective was launched."""
+        self._streams[walk, stage, chunk] = torch.cuda.current_stream()
+        return list(works)
+
+    def take(self) -> Taken:
+        """What was recorded since the last time; waits for the device."""
+        torch.cuda.synchronize()
+        taken = Taken(
+            steps=[
+                TimedStep(*step, host_us=host_us, device_us=self._us(event))
+                for step, host_us, event in self._noted
+            ],
+            ends_us={key: self._us(event) for key, event in self._ends.items()},
+        )
+        self._noted, self._streams, self._ends = [], {}, {}
+        return taken
+
+    def _us(self, event: torch.cuda.Event) -> float:
+        return self._origin_us + 1e3 * self._origin.elapsed_time(event)
+
+
+class _Watched:
+    """Stands for a collective that a thread waits for."""
+
+    def __init__(self, end: Future[None]) -> None:
+        self._end = end
+
+    def wait(self, *timeout: Any) -> bool:
+        """Return, or fail, as the collective does."""
+        self._end.result()
+        return True
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

@@ -1,0 +1,125 @@
+"""A recorded run as a file: what ran, where, and the spans of every rank on one clock."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from monta_megatron import strict_yaml
+from monta_megatron.benchmark.prediction import workload_of
+from monta_megatron.benchmark.settings import Phase, Settings
+from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.json_lines import write_whole
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.workload import Workload
+from monta_megatron.strict_yaml import PositiveInt, Text
+from monta_megatron.timeline.predicted import predict
+from monta_megatron.timeline.spans import Span, Timeline, Track
+
+FORMAT = "monta timeline 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """One rank.
+
+    Attributes:
+        node: on which it runs.
+        spans: of the recorded pass.
+    """
+
+    node: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """One pass of a layer's exchange on every rank.
+
+    Attributes:
+        format: of the file.
+        title: what ran, and on what, in a line.
+        chain: that ran.
+        num_chunks: in how many chunks.
+        phase: forward, or forward and backward.
+        settings: of the layer and its data.
+        clock: how the ranks' clocks were brought together.
+        clock_error_us: by how much two ranks' times may be apart for want of a common clock.
+        meta: versions, machine, command, layout, as in a report of `monta bench`.
+        ranks: all ranks of the launch.
+    """
+
+    format: Literal["monta timeline 1"]
+    title: Text
+    chain: Text
+    num_chunks: PositiveInt
+    phase: Phase
+    settings: Settings
+    clock: Text
+    clock_error_us: float
+    meta: Mapping[str, Any]
+    ranks: tuple[RankRecord, ...]
+
+    def __post_init__(self) -> None:
+        if self.chain not in CHAINS:
+            raise ValueError(f"chain: got {self.chain!r}, must be one of {', '.join(CHAINS)}")
+        size = self.settings.ep * self.settings.etp
+        if len(self.ranks) < size:
+            raise ValueError(f"ranks: got {len(self.ranks)}, must be at least ep * etp ({size})")
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of all ranks."""
+        return Timeline(
+            source="recorded",
+            tracks=tuple(
+                Track(name=f"rank {rank} (node {record.node})", spans=record.spans)
+                for rank, record in enumerate(self.ranks)
+            ),
+        )
+
+    @property
+    def workload(self) -> Workload:
+        """What was exchanged, as the planner sees it."""
+        settings = self.settings
+        layout = Layout(
+            ep=settings.ep,
+            etp=settings.etp,
+            num_local_experts=settings.num_experts // settings.ep,
+            rank=0,
+            nodes=tuple(record.node for record in self.ranks[: settings.ep * settings.etp]),
+        )
+        return workload_of(settings, layout)
+
+    def predicted(self, cluster: Cluster) -> Timeline:
+        """What the cost model expects of the same exchange."""
+        chain = CHAINS[self.chain]
+        return predict(self.workload, cluster, chain, self.num_chunks, self.phase)
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        write_whole(path, json.dumps(strict_yaml.plain(self)) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Recording":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: one line that names the file and what is wrong with it.
+        """
+        advice = "must be a recording: monta timeline --record DIR makes one"
+        try:
+            data = json.loads(Path(path).read_bytes())
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: is no whole JSON file, {advice}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else None
+            raise ValueError(f"{path}: format: got {found!r}, must be {FORMAT!r}; {advice}")
+        return strict_yaml.build(cls, data, str(path))

@@ -1,0 +1,176 @@
+"""What ran when: spans of time on the lanes of a track, and how they are made from a record.
+
+A track is one rank, or the cost model's one rank for all; a lane is a resource of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from monta_megatron.planner.chain_price import RESOURCE_NAMES
+from monta_megatron.planner.cluster import RESOURCES, Resource
+from monta_megatron.strict_yaml import Text
+
+Lane: TypeAlias = Literal["inter", "intra", "memory", "host"]
+LANES: tuple[Lane, ...] = (*RESOURCES, "host")
+# Of the clocks; less is rounding.
+RESOLUTION_US = 1e-3
+LANE_NAMES: Mapping[str, str] = {**RESOURCE_NAMES, "host": "host"}
+
+
+def pipeline_name(chain: str, num_chunks: int) -> str:
+    """A chain in a number of chunks, as people read it."""
+    return f"{chain} in 1 chunk" if num_chunks == 1 else f"{chain} in {num_chunks} chunks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A piece of work on one resource.
+
+    Attributes:
+        walk: dispatch, combine, or the backward pass of one of them.
+        stage: of the chain, or what comes before or behind it.
+        chunk: None where it is done for all chunks at once.
+        lane: what it occupies.
+        action: "run" on a resource; "launch" of an operation by the host, or its "wait" for one.
+        start_us: since the first span of the timeline.
+        end_us: likewise.
+    """
+
+    walk: Text
+    stage: Text
+    chunk: int | None
+    lane: Lane
+    action: Literal["run", "launch", "wait"]
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Track:
+    """The spans of one rank.
+
+    Attributes:
+        name: as people read it.
+        spans: in no order.
+    """
+
+    name: Text
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What ran when, on all ranks.
+
+    Attributes:
+        source: where it comes from.
+        tracks: one per rank; of the cost model one for all.
+    """
+
+    source: Literal["recorded", "predicted"]
+    tracks: tuple[Track, ...]
+
+
+class TimedStep(NamedTuple):
+    """A step of the executor (`exchange.monitor.Step`) with its times.
+
+    Attributes:
+        action: begin, start, wait, ready or end.
+        walk, stage, chunk: of what.
+        host_us: when the host came by.
+        device_us: when the device did; on CPU ranks the same.
+    """
+
+    action: str
+    walk: str
+    stage: str
+    chunk: int
+    host_us: float
+    device_us: float
+
+
+Key: TypeAlias = tuple[str, str, int]
+
+
+def spans_of(
+    steps: Sequence[TimedStep],
+    ends_us: Mapping[Key, float],
+    lanes: Mapping[tuple[str, str], Resource],
+    copies_block_host: bool,
+) -> list[Span]:
+    """The spans of one rank from what its executor noted.
+
+    A copy runs from where its input is there to its end, a collective from its start until it is
+    through, whenever it is waited for.
+
+    Args:
+        steps: in the order in which they were noted.
+        ends_us: by walk, stage and chunk, when each collective was through.
+        lanes: by walk and stage; a stage that moves nothing has none.
+        copies_block_host: as on CPU ranks.
+    """
+    spans: list[Span] = []
+
+    def add(step: TimedStep, stage: str, lane: Lane, start_us: float, end_us: float) -> None:
+        action: Literal["run", "launch", "wait"] = "run"
+        if lane == "host":
+            action = "wait" if step.action == "ready" else "launch"
+        spans.append(
+            Span(
+                walk=step.walk,
+                stage=stage,
+                chunk=step.chunk,
+                lane=lane,
+                action=action,
+                start_us=start_us,
+                end_us=end_us,
+            )
+        )
+
+    launch_us = input_us = wait_us = 0.0
+    waited_for, is_collective = "", False
+    for step in steps:
+        key = (step.walk, step.stage)
+        if step.action == "begin":
+            launch_us, input_us = step.host_us, step.device_us
+            waited_for, is_collective = "", False
+        elif step.action == "wait":
+            wait_us = step.host_us
+        elif step.action == "ready":
+            input_us, waited_for = step.device_us, step.stage
+            if copies_block_host:
+                add(step, step.stage, "host", wait_us, step.host_us)
+        elif step.action == "start":
+            # Between its input and its start, a collective's input is summed.
+            summed = f"sum of {waited_for}"
+            if (step.walk, summed) in lanes:
+                add(step, summed, "memory", input_us, step.device_us)
+            if key in lanes:
+                end_us = ends_us[step.walk, step.stage, step.chunk]
+                add(step, step.stage, lanes[key], step.device_us, end_us)
+            is_collective = True
+            if copies_block_host:
+                launch_us = step.host_us
+        else:
+            if not is_collective:
+                # A last stage that moves nothing may still sum.
+                stage = step.stage if key in lanes else f"sum of {waited_for}"
+                if (step.walk, stage) in lanes:
+                    add(step, stage, lanes[step.walk, stage], input_us, step.device_us)
+            if key in lanes and (is_collective or not copies_block_host):
+                add(step, step.stage, "host", launch_us, step.host_us)
+    return spans
+
+
+def rows_of(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans of one lane in as few rows as leave none over another, the first row filled first."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_us, span.end_us)):
+        for row in rows:
+            if row[-1].end_us <= span.start_us + RESOLUTION_US:
+                row.append(span)
+                break
+        else:
+            rows.append([span])
+    return rows

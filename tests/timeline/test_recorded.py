@@ -1,0 +1,185 @@
+"""`monta timeline --record`: one run of 4 CPU ranks, its recording, and what is drawn from it."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monta_megatron.cli import main
+from monta_megatron.timeline.recording import Recording
+from monta_megatron.timeline.spans import Span
+
+CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
+NUM_CHUNKS, NUM_RANKS = 3, 4
+LAYER = (
+    "--chain alltoall_allgather --num-chunks 3 --tp 2 --experts 8 --top-k 2 --hidden 32 "
+    "--tokens 96 --ranks-per-node 2 --repeats 3 --warmup 1"
+)
+# First and second collective of each walk.
+COLLECTIVES = {
+    "dispatch": ("alltoall", "allgather"),
+    "combine": ("allgather", "alltoall"),
+    "combine_backward": ("alltoall", "allgather"),
+    "dispatch_backward": ("allgather", "alltoall"),
+}
+# Seconds; a launch takes 15 where nothing else runs.
+LIMIT_S = 240
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 30)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the run has left."""
+    folder = tmp_path_factory.mktemp("recorded")
+    script = str(Path(__file__).with_name("record_in_profile.py"))
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(NUM_RANKS)),
+            *(script, "--record", str(folder), *LAYER.split(), "--json"),
+        ],
+        env={**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        # torchrun ends its ranks when it is asked to end, not when it is killed.
+        process.terminate()
+    assert process.returncode == 0, stderr
+    # Nothing else on standard output.
+    (folder / "stdout.json").write_text(json.dumps(json.loads(stdout)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recording(folder: Path) -> Recording:
+    return Recording.load(folder / "alltoall_allgather_x3.json")
+
+
+def spans_of_walk(spans: tuple[Span, ...], walk: str) -> dict[tuple[str, int], Span]:
+    """What ran in a walk, by stage and chunk."""
+    return {
+        (span.stage, span.chunk): span
+        for span in spans
+        if span.walk == walk and span.action == "run" and span.chunk is not None
+    }
+
+
+def test_every_stage_and_chunk_of_every_walk_is_there(recording: Recording) -> None:
+    assert len(recording.ranks) == NUM_RANKS
+    assert [record.node for record in recording.ranks] == [0, 0, 1, 1]
+    for record in recording.ranks:
+        assert {span.walk for span in record.spans} == set(COLLECTIVES)
+        assert all(span.start_us <= span.end_us for span in record.spans)
+        for walk, collectives in COLLECTIVES.items():
+            ran = spans_of_walk(record.spans, walk)
+            for stage in (*collectives, "pack", "order"):
+                assert {chunk for name, chunk in ran if name == stage} == set(range(NUM_CHUNKS))
+            lanes = {stage: span.lane for (stage, _), span in ran.items()}
+            assert (lanes["alltoall"], lanes["allgather"]) == ("inter", "intra")
+            assert lanes["pack"] == lanes["order"] == "memory"
+    # On one clock, from the first span on.
+    assert recording.clock == "the monotonic clock of one host"
+    assert min(span.start_us for record in recording.ranks for span in record.spans) == 0
+
+
+def test_collectives_of_neighbouring_chunks_overlap(recording: Recording) -> None:
+    for record in recording.ranks:
+        for walk, (first, second) in COLLECTIVES.items():
+            ran = spans_of_walk(record.spans, walk)
+            # Transposed walks take the chunks from the last to the first.
+            chunks = sorted(range(NUM_CHUNKS), key=lambda chunk: ran[first, chunk].start_us)
+            for chunk, following in pairwise(chunks):
+                assert ran[first, following].start_us < ran[second, chunk].end_us
+                assert ran[first, chunk].end_us <= ran[second, chunk].start_us
+
+
+def test_all_ranks_are_in_the_pass_at_the_same_time(recording: Recording) -> None:
+    # An exchange ends on no rank before it has begun on all: clocks that differ would show.
+    for walk, (first, second) in COLLECTIVES.items():
+        spans = [spans_of_walk(record.spans, walk) for record in recording.ranks]
+        starts = [min(ran[first, chunk].start_us for chunk in range(NUM_CHUNKS)) for ran in spans]
+        ends = [max(ran[second, chunk].end_us for chunk in range(NUM_CHUNKS)) for ran in spans]
+        assert max(starts) < min(ends)
+
+
+def test_a_profile_has_a_range_for_every_stage_and_chunk(folder: Path) -> None:
+    for rank in range(NUM_RANKS):
+        names = set(json.loads((folder / f"ranges_{rank}").read_text()))
+        for walk in COLLECTIVES:
+            for stage in ("pack", "alltoall", "allgather", "order"):
+                for chunk in range(NUM_CHUNKS):
+                    assert f"monta {walk}: alltoall_allgather, {stage}, chunk {chunk}" in names
+
+
+def test_the_run_itself_draws_and_tells(folder: Path) -> None:
+    document = json.loads((folder / "stdout.json").read_text())
+    assert "recorded on 4 CPU ranks of 2 node(s)" in document["title"]
+    assert [row["walk"] for row in document["overlaps"]] == [*COLLECTIVES, "all"]
+    for row in document["overlaps"]:
+        assert row["source"] == "recorded" and row["total_us"] > 0
+        assert all(0 <= share <= 1 + 1e-9 for share in row["hidden_share"].values())
+        assert all(row["busy_us"][lane] > 0 for lane in ("inter", "intra", "memory", "host"))
+    assert set(document["files"]) == {"recording", "trace", "picture"}
+    assert Path(document["files"]["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_recorded_and_predicted_side_by_side(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = folder / "alltoall_allgather_x3.json"
+    arguments = ["timeline", str(recording), "--cluster", str(CLUSTER), "--out", str(tmp_path)]
+    assert main([*arguments, "--max-ranks", "1"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines()[:-3])) <= 80
+    assert "predicted" in text and "recorded" in text
+    trace: dict[str, Any] = json.loads((tmp_path / "alltoall_allgather_x3.trace.json").read_text())
+    names = {
+        event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"
+    }
+    assert names == {
+        "busiest rank, predicted",
+        *(f"rank {rank} (node {rank // 2})" for rank in range(NUM_RANKS)),
+    }
+
+
+def edited(recording: Path, target: Path, **changes: Any) -> Path:
+    target.write_text(json.dumps({**json.loads(recording.read_text()), **changes}))
+    return target
+
+
+def test_a_recording_that_is_none_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = folder / "alltoall_allgather_x3.json"
+    cut, foreign, binary = tmp_path / "cut.json", tmp_path / "foreign.json", tmp_path / "binary"
+    cut.write_text(good.read_text()[:-40])
+    foreign.write_text('{"traceEvents": []}')
+    binary.write_bytes(b"\x89PNG\xff\x00")
+    span = json.loads(good.read_text())["ranks"][0]["spans"][0]
+    for path, words in (
+        (tmp_path / "nowhere.json", "cannot be read: No such file or directory"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (cut, "is no whole JSON file"),
+        (binary, "is no whole JSON file"),
+        (foreign, "format: got None, must be 'monta timeline 1'"),
+        (edited(good, tmp_path / "old.json", format="monta timeline 0"), "format: got"),
+        (edited(good, tmp_path / "chain.json", chain="fastest"), "chain: got 'fastest', must be"),
+        (edited(good, tmp_path / "ranks.json", ranks=[]), "ranks: got 0, must be at least"),
+        (
+            edited(good, tmp_path / "s.json", ranks=[{"node": 0, "spans": [{**span, "lane": 3}]}]),
+            "ranks[0].spans[0].lane: got 3, must be one of",
+        ),
+    ):
+        assert main(["timeline", str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"monta timeline: {path}: ") and words in line

@@ -1,0 +1,282 @@
+"""Spans, overlap, trace and picture: by hand, and against the cost model's own schedule."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monta_megatron import strict_yaml
+from monta_megatron.chains import CHAINS
+from monta_megatron.cli import main
+from monta_megatron.planner.chain_price import price_chain
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import ParallelLayout, exchanges
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.workload import Workload
+from monta_megatron.timeline.overlap import overlaps, table
+from monta_megatron.timeline.predicted import predict
+from monta_megatron.timeline.spans import Span, TimedStep, Timeline, Track, rows_of, spans_of
+from monta_megatron.timeline.trace import chrome_trace
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL = CONFIGS / "models/qwen3_235b_a22b.yaml"
+CLUSTER = CONFIGS / "clusters/h100_8x_ndr.yaml"
+FLAGS = ["--model", str(MODEL), "--cluster", str(CLUSTER), "--ep", "16"]
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    model = strict_yaml.load(Model, MODEL)
+    (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
+    return Workload.of(model, place, 4096)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return strict_yaml.load(Cluster, CLUSTER)
+
+
+@pytest.fixture(scope="module")
+def predicted(workload: Workload, cluster: Cluster) -> Timeline:
+    return predict(workload, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
+
+
+def span(lane: Any, start_us: float, end_us: float, action: Any = "run", chunk: int = 0) -> Span:
+    return Span(
+        walk="dispatch",
+        stage="stage",
+        chunk=chunk,
+        lane=lane,
+        action=action,
+        start_us=start_us,
+        end_us=end_us,
+    )
+
+
+def test_predicted_spans_are_those_of_the_schedule(
+    workload: Workload, cluster: Cluster, predicted: Timeline
+) -> None:
+    price = price_chain(workload, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
+    (track,) = predicted.tracks
+    walk_start_us = 0.0
+    for walk in price.walks:
+        transposed = walk.walk in ("combine", "dispatch_backward")
+        ran = {
+            (span.stage, span.chunk): span
+            for span in track.spans
+            if span.walk == walk.walk and span.action == "run"
+        }
+        # What comes before is one after the other, and ends where the pipeline begins.
+        before_us = sum(work.launch_us + sum(work.times_us) for work in walk.before)
+        first_us = walk_start_us + before_us
+        for number, work in enumerate(walk.pipeline):
+            for turn in range(4):
+                found = ran.pop((work.stage, 3 - turn if transposed else turn))
+                assert found.lane == work.resource
+                starts_us, ends_us = walk.schedule.starts_us, walk.schedule.ends_us
+                assert found.start_us == pytest.approx(first_us + starts_us[number][turn])
+                assert found.end_us == pytest.approx(first_us + ends_us[number][turn])
+        assert set(ran) == {(work.stage, None) for work in (*walk.before, *walk.after)}
+        walk_start_us += walk.total_us
+    assert walk_start_us == pytest.approx(price.total_us)
+    assert max(span.end_us for span in track.spans) == pytest.approx(price.total_us)
+
+
+def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:
+    (track,) = predicted.tracks
+    launches = [span for span in track.spans if span.lane == "host"]
+    assert len(rows_of(launches)) == 1
+    by_key = {(span.walk, span.stage, span.chunk): span for span in launches}
+    for ran in track.spans:
+        if ran.lane != "host":
+            assert by_key[ran.walk, ran.stage, ran.chunk].end_us <= ran.start_us + 1e-6
+
+
+STEPS = (
+    ("begin", "dispatch", "copy", 0, 0.0),
+    ("end", "dispatch", "copy", 0, 2.0),
+    ("begin", "dispatch", "alltoall", 0, 2.0),
+    ("start", "dispatch", "alltoall", 0, 2.5),
+    ("end", "dispatch", "alltoall", 0, 3.0),
+    ("begin", "dispatch", "order", 0, 3.0),
+    ("wait", "dispatch", "alltoall", 0, 3.1),
+    ("ready", "dispatch", "alltoall", 0, 9.0),
+    ("end", "dispatch", "order", 0, 10.0),
+)
+
+
+def test_spans_of_a_copy_a_collective_and_the_copy_that_waits_for_it() -> None:
+    steps = [TimedStep(*step, step[-1]) for step in STEPS]
+    lanes: Any = {
+        ("dispatch", "copy"): "memory",
+        ("dispatch", "alltoall"): "inter",
+        ("dispatch", "order"): "memory",
+    }
+    # It was through at 8, and noticed at 9.
+    ends_us = {("dispatch", "alltoall", 0): 8.0}
+    found = [
+        (each.stage, each.lane, each.action, each.start_us, each.end_us)
+        for each in spans_of(steps, ends_us, lanes, copies_block_host=True)
+    ]
+    assert found == [
+        ("copy", "memory", "run", 0.0, 2.0),
+        ("alltoall", "inter", "run", 2.5, 8.0),
+        ("alltoall", "host", "launch", 2.5, 3.0),
+        ("alltoall", "host", "wait", 3.1, 9.0),
+        ("order", "memory", "run", 9.0, 10.0),
+    ]
+    # Where the device copies, the host only launches. A stage without a lane moves nothing.
+    del lanes["dispatch", "copy"]
+    found = [
+        (each.stage, each.lane, each.action, each.start_us, each.end_us)
+        for each in spans_of(steps, ends_us, lanes, copies_block_host=False)
+    ]
+    assert found == [
+        ("alltoall", "inter", "run", 2.5, 8.0),
+        ("alltoall", "host", "launch", 2.0, 3.0),
+        ("order", "memory", "run", 9.0, 10.0),
+        ("order", "host", "launch", 3.0, 10.0),
+    ]
+
+
+def test_a_transposed_gather_is_summed_before_what_comes_next() -> None:
+    steps = [
+        TimedStep(*step, step[-1])
+        for step in (
+            ("begin", "combine", "alltoall", 1, 0.0),
+            ("wait", "combine", "allgather", 1, 1.0),
+            ("ready", "combine", "allgather", 1, 4.0),
+            ("start", "combine", "alltoall", 1, 6.0),
+            ("end", "combine", "alltoall", 1, 7.0),
+        )
+    ]
+    lanes: Any = {("combine", "sum of allgather"): "memory", ("combine", "alltoall"): "inter"}
+    found = {
+        each.stage: (each.start_us, each.end_us)
+        for each in spans_of(steps, {("combine", "alltoall", 1): 9.0}, lanes, True)
+        if each.action == "run"
+    }
+    assert found == {"sum of allgather": (4.0, 6.0), "alltoall": (6.0, 9.0)}
+
+
+def test_overlap_by_hand() -> None:
+    # Network 0 to 10, fast tier 4 to 6 and 5 to 12, memory 20 to 24, the host waits all the time.
+    spans = (
+        span("inter", 0, 10),
+        span("intra", 4, 6),
+        span("intra", 5, 12, chunk=1),
+        span("memory", 20, 24),
+        span("host", 0, 1, "launch"),
+        span("host", 1, 24, "wait"),
+    )
+    idle = Track(name="idle", spans=(span("inter", 0, 10),))
+    timeline = Timeline(source="recorded", tracks=(Track(name="busy", spans=spans), idle))
+    dispatch, total = overlaps(timeline)
+    assert (dispatch.walk, total.walk) == ("dispatch", "all")
+    assert dispatch.total_us == 24
+    # Means of two ranks.
+    assert dispatch.busy_us == {"inter": 10, "intra": 4, "memory": 2, "host": 0.5}
+    assert dispatch.hidden_share == {"inter": 6 / 20, "intra": 6 / 8, "memory": 0}
+    assert total.busy_us == dispatch.busy_us and total.hidden_share == dispatch.hidden_share
+
+
+def test_what_overlaps_on_a_lane_gets_rows_of_its_own() -> None:
+    spans = [span("inter", 0, 4), span("inter", 2, 6), span("inter", 4, 5), span("inter", 6, 7)]
+    assert [[(each.start_us, each.end_us) for each in row] for row in rows_of(spans)] == [
+        [(0, 4), (4, 5), (6, 7)],
+        [(2, 6)],
+    ]
+
+
+def test_trace_has_a_process_per_rank_and_a_thread_per_resource(predicted: Timeline) -> None:
+    twice = Timeline(source="recorded", tracks=(*predicted.tracks, *predicted.tracks))
+    trace = json.loads(json.dumps(chrome_trace([twice], {"cluster": "here"})))
+    assert trace["otherData"] == {"cluster": "here"}
+    slices: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    names: dict[tuple[str, int, int], Any] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append(event)
+        else:
+            assert event["ph"] == "M"
+            key = (event["name"], event["pid"], event["tid"])
+            assert key not in names
+            names[key] = event["args"]
+    assert sum(map(len, slices.values())) == 2 * len(predicted.tracks[0].spans)
+    assert {process for process, _ in slices} == {1, 2}
+    for process, thread in slices:
+        assert names["process_name", process, 0]["name"] == "busiest rank, predicted"
+        assert names["thread_sort_index", process, thread]["sort_index"] == thread
+    first = [names["thread_name", 1, thread]["name"] for process, thread in slices if process == 1]
+    assert first[0] == "network" and {"fast tier", "memory", "host"} <= set(first)
+    for events in slices.values():
+        # Slices of a thread have to be nested; ours follow each other.
+        events.sort(key=lambda event: event["ts"])
+        for event, following in pairwise(events):
+            assert event["ts"] + event["dur"] <= following["ts"] + 1e-3
+        assert all(event["dur"] >= 0 and event["cat"] for event in events)
+
+
+def test_tables_fit_80_columns(predicted: Timeline) -> None:
+    assert max(map(len, table(overlaps(predicted)))) <= 80
+    slow = Timeline(
+        source="recorded",
+        tracks=(Track(name="slow", spans=(span("inter", 0, 9e6), span("memory", 0, 9e6))),),
+    )
+    lines = table(overlaps(slow))
+    assert max(map(len, lines)) <= 80 and "9,000.0 100%" in lines[2]
+
+
+def test_the_command_draws_the_planners_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["timeline", *FLAGS, "--out", str(tmp_path / "new"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert main(["plan", *FLAGS, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert document["title"].startswith(f"{plan['chain']} in {plan['num_chunks']} chunks, pred")
+    assert document["overlaps"][-1]["total_us"] == pytest.approx(plan["predicted_us"])
+    picture, trace = (Path(document["files"][kind]) for kind in ("picture", "trace"))
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.parent == tmp_path / "new"
+    assert json.loads(trace.read_text())["otherData"]["model"] == plan["situation"].get(
+        "model", "Qwen3-235B-A22B"
+    )
+
+
+def test_one_phase_and_one_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*FLAGS, "--phase", "forward", "--chain", "alltoall", "--out", str(tmp_path)]
+    assert main(["timeline", *flags, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["walk"] for row in document["overlaps"]] == ["dispatch", "combine", "all"]
+    assert Path(document["files"]["trace"]).name == "alltoall_x1.trace.json"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "RECORDING, --record, --model: none given"),
+        (["--model", str(MODEL)], "--cluster: not given, must be with --model"),
+        (["a.json", "--inter-rate-ratio", "2"], "--cluster: not given, must be with --inter-rate"),
+        ([*FLAGS, "--chain", "alltoal"], "--chain: got 'alltoal', must be one of"),
+        ([*FLAGS, "--chain", "alltoall", "--num-chunks", "2"], "must be 1 for the serial chain"),
+        ([*FLAGS, "--num-chunks", "2"], "--num-chunks: got 2, must be left out without --chain"),
+        ([*FLAGS, "--experts", "8"], "--experts: got 8, must be left out with --model"),
+        ([*FLAGS, "--record", "here"], "--model: got"),
+        (["a.json", "--ep", "8"], "--ep: got 8, must be left out with RECORDING"),
+        (["--record", "x", "--experts", "8"], "RANK, WORLD_SIZE: not set"),
+        ([*FLAGS, "--chain", "alltoall", "--out", str(MODEL)], "--out: got"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["timeline", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("monta timeline: ") and words in line
