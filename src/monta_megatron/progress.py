@@ -29,30 +29,42 @@ class NoProgress:
 
 
 class LineProgress:
-    """A line now and then."""
+    """A line now and then.
 
-    def __init__(self) -> None:
+    Args:
+        command: of `monta`, in front of each line.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command = command
         self._text, self._done, self._total, self._said_s = "", 0, 0, 0.0
 
     def phase(self, text: str, total: int) -> None:
         self._text, self._done, self._total, self._said_s = text, 0, total, time.monotonic()
-        print(f"monta calibrate: {text}", file=sys.stderr, flush=True)
+        self._say(text)
 
     def step(self) -> None:
         self._done += 1
         if time.monotonic() - self._said_s > SECONDS_BETWEEN_LINES:
             self._said_s = time.monotonic()
-            text = f"monta calibrate: {self._text}: {self._done} of {self._total}"
-            print(text, file=sys.stderr, flush=True)
+            self._say(f"{self._text}: {self._done} of {self._total}")
+
+    def _say(self, text: str) -> None:
+        print(f"monta {self._command}: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def show_progress(is_first_rank: bool) -> Iterator[Progress]:
-    """Progress as this rank shows it: a bar on a terminal, lines into a file."""
+def show_progress(command: str, is_first_rank: bool) -> Iterator[Progress]:
+    """Progress as this rank shows it: a bar on a terminal, lines into a file.
+
+    Args:
+        command: of `monta`.
+        is_first_rank: whether this rank shows it; the others are silent.
+    """
     if not is_first_rank:
         yield NoProgress()
     elif importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
-        yield LineProgress()
+        yield LineProgress(command)
     else:
         with _bar() as progress:
             yield progress
@@ -69,12 +81,13 @@ def _bar() -> Iterator[Progress]:
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
     )
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+    # Drawn between measurements: a thread that draws beside them would be measured too.
+    with progress.Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
         yield _BarProgress(bar)
 
 
 class _BarProgress:
-    """One bar for each phase.
+    """A bar for the phase at hand; the one before goes, so that no terminal is too low.
 
     Args:
         bar: of rich, which is optional.
@@ -85,7 +98,11 @@ class _BarProgress:
         self._task: Any = None
 
     def phase(self, text: str, total: int) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, visible=False)
         self._task = self._bar.add_task(text, total=total)
+        self._bar.refresh()
 
     def step(self) -> None:
         self._bar.advance(self._task)
+        self._bar.refresh()

@@ -174,6 +174,8 @@ def test_settings_have_defaults() -> None:
         ({"ablation": True}, "--tp: got 1, must be above 1 for --ablation"),
         ({"ablation": True, "tp": "2", "etp": "1"}, "--etp: got 1, must be equal to --tp (2)"),
         ({"ablation": True, "tp": "2", "chains": "alltoall"}, "--chains: got alltoall, must be"),
+        ({"inter_rate_ratio": "0"}, "--inter-rate-ratio: got '0', must be a number > 0"),
+        ({"inter_rate_ratio": "2"}, "--inter-rate-ratio: got 2, must come with --cluster"),
         ({"bound": True}, "--etp: got 1, must be above 1 for --bound"),
         ({"ffn_hidden": "3", "tp": "2"}, "--ffn-hidden: got 3, must be a multiple of --etp (2)"),
     ],
@@ -187,7 +189,7 @@ def test_bad_settings_are_named(flags: dict[str, object], message: str) -> None:
 
 def test_launchers() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    launch = find_launch(torchrun)
+    launch = find_launch("bench", torchrun)
     assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
     assert not is_first_rank(torchrun)
 
@@ -198,14 +200,14 @@ def test_launchers() -> None:
         "MASTER_ADDR": "node0",
     }
     assert is_first_rank(slurm)
-    assert find_launch(slurm).world_size == 16
+    assert find_launch("bench", slurm).world_size == 16
     assert slurm["RANK"] == "0" and slurm["MASTER_PORT"] == "29500"
 
     with pytest.raises(ValueError, match="RANK, WORLD_SIZE: not set"):
-        find_launch({})
+        find_launch("bench", {})
     del slurm["MASTER_ADDR"], slurm["RANK"]
     with pytest.raises(ValueError, match="MASTER_ADDR: not set"):
-        find_launch(slurm)
+        find_launch("bench", slurm)
 
 
 def row(**changes: object) -> Row:
@@ -248,6 +250,7 @@ def test_table_fits_80_columns() -> None:
 
 def test_what_says_so_needs_no_torch() -> None:
     names = [
+        "ablation_steps",
         "launch",
         "plots",
         "prediction",
@@ -255,6 +258,10 @@ def test_what_says_so_needs_no_torch() -> None:
         "routing",
         "settings",
         "statistics",
+        "summary",
+        "summary_tables",
+        "sweep",
+        "sweep_plots",
         "traffic",
     ]
     imports = "; ".join(f"import monta_megatron.benchmark.{name}" for name in names)

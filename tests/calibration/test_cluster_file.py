@@ -94,21 +94,19 @@ def test_record_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     """A line that a kill has cut short is measured again."""
     path, sample = tmp_path / "c.yaml.partial", Sample(task="a", us=2.0, launch_us=1.0)
     record = Record.open(path, {"num_nodes": 2})
-    record.pairs = [["a", "b", 3]]
-    record.begin()
+    record.add_first("a", 2.5)
     record.add(sample)
     with path.open("a") as file:
         file.write('{"task": "b", "us"')
     again = Record.open(path, {"num_nodes": 2})
-    assert (again.pairs, again.samples) == ([["a", "b", 3]], [sample])
+    assert (again.first_us, again.samples) == ({"a": 2.5}, [sample])
     again.add(sample)
     assert Record.open(path, {"num_nodes": 2}).samples == [sample, sample]
 
 
 def test_record_of_another_cluster_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml.partial"
-    record = Record.open(path, {"num_nodes": 2})
-    record.begin()
+    Record.open(path, {"num_nodes": 2})
     with pytest.raises(ValueError, match="num_nodes: got 2, must be 4 as here; remove it"):
         Record.open(path, {"num_nodes": 4})
     path.write_text("no record\n")

@@ -22,6 +22,7 @@ from monta_megatron.integration.bench_layer import (
     stock_dispatcher,
 )
 from monta_megatron.options import AUTO
+from monta_megatron.planner.cluster import Cluster
 
 STOCK_TRAFFIC = {"alltoall": traffic.stock_alltoall, "allgather": traffic.stock_allgather}
 
@@ -115,7 +116,7 @@ def stock_candidate(
 
 
 def build_candidates(
-    settings: Settings, shape: LayerShape, layout: Layout, batch: Batch
+    settings: Settings, cluster: Cluster | None, shape: LayerShape, layout: Layout, batch: Batch
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Stock's dispatchers, then ours, chain by chain.
 
@@ -130,7 +131,7 @@ def build_candidates(
     for name in settings.chains:
         for num_chunks in _numbers_of_chunks(name, settings):
             try:
-                dispatcher = build_dispatcher(settings, shape, name, num_chunks)
+                dispatcher = build_dispatcher(settings, cluster, shape, name, num_chunks)
             except ValueError as error:
                 if not settings.skip_refused:
                     raise
@@ -143,7 +144,11 @@ def build_candidates(
 
 
 def build_dispatcher(
-    settings: Settings, shape: LayerShape, chain: str, num_chunks: int | None
+    settings: Settings,
+    cluster: Cluster | None,
+    shape: LayerShape,
+    chain: str,
+    num_chunks: int | None,
 ) -> Any:
     """Ours, on the benchmark's nodes and costs.
 
@@ -155,7 +160,7 @@ def build_dispatcher(
         chain=chain,
         num_chunks=num_chunks,
         ranks_per_node=settings.ranks_per_node,
-        cluster=settings.cluster,
+        cluster=cluster,
     )
 
 
@@ -206,15 +211,27 @@ def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Pas
     )
 
 
-def count_traffic(candidate: Candidate, backward: bool) -> Traffic:
-    """Payload that this rank's tokens cause, or that this rank sends: equal in the sum of ranks."""
+def sent_so_far(candidate: Candidate) -> Traffic:
+    """Payload that this rank has sent, where the dispatcher counts it."""
+    if candidate.traffic is not None:
+        return Traffic(inter_bytes=0, intra_bytes=0)
+    sent = candidate.dispatcher.monitor.bytes_by_tier()
+    return Traffic(inter_bytes=sent["inter"], intra_bytes=sent["intra"])
+
+
+def traffic_of_run(candidate: Candidate, backward: bool, before: Traffic, num_runs: int) -> Traffic:
+    """Payload that this rank's tokens cause, or that this rank sends: equal in the sum of ranks.
+
+    Args:
+        candidate: whose.
+        backward: whether its runs had a backward pass.
+        before: what it had sent before these runs.
+        num_runs: all alike.
+    """
     if candidate.traffic is not None:
         return candidate.traffic(backward)
-    monitor = candidate.dispatcher.monitor
-    before = monitor.bytes_by_tier()
-    run_candidate(candidate, identity_experts, backward)
-    after = monitor.bytes_by_tier()
+    after = sent_so_far(candidate)
     return Traffic(
-        inter_bytes=after["inter"] - before["inter"],
-        intra_bytes=after["intra"] - before["intra"],
+        inter_bytes=(after.inter_bytes - before.inter_bytes) // num_runs,
+        intra_bytes=(after.intra_bytes - before.intra_bytes) // num_runs,
     )

@@ -20,8 +20,12 @@ class Launch:
     local_rank: int
 
 
-def find_launch(environ: MutableMapping[str, str] = os.environ) -> Launch:
+def find_launch(command: str, environ: MutableMapping[str, str] = os.environ) -> Launch:
     """The launch that this process is part of; srun's variables are set as torch reads them.
+
+    Args:
+        command: of `monta`, for the message.
+        environ: of this process.
 
     Raises:
         ValueError: no launcher, or one of its variables is missing.
@@ -31,7 +35,7 @@ def find_launch(environ: MutableMapping[str, str] = os.environ) -> Launch:
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         raise ValueError(
             "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
-            "--nproc-per-node N -m monta_megatron.cli bench ..., srun, or monta emulate"
+            f"--nproc-per-node N -m monta_megatron.cli {command} ..., srun, or monta emulate"
         )
     return Launch(
         rank=int(environ["RANK"]),

@@ -48,13 +48,14 @@ def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
         # The axes share their rows, so one of them turns all round.
         axes[0][0].invert_yaxis()
         kinds = dict.fromkeys(_kind(row) for row in of_scope)
-        axes[0][-1].legend(
+        figure.legend(
             handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds],
-            loc="lower right",
+            loc="outside lower center",
+            ncols=len(kinds),
             fontsize=8,
             frameon=False,
         )
-        figure.suptitle(_title(report["meta"], scope), fontsize=10)
+        figure.suptitle(_title(report["meta"], scope), fontsize=9)
         path = folder / f"{scope}.png"
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
@@ -108,5 +109,5 @@ def _title(meta: dict[str, Any], scope: str) -> str:
         f"{scope}: {layout['nodes']} nodes x {layout['ranks_per_node']} ranks, TP {layout['tp']}, "
         f"EP {layout['ep']}, ETP {layout['etp']}, {layer['experts']} experts, top-"
         f"{layer['top_k']},\nH {layer['hidden']}, {layer['tokens']} tokens per rank, "
-        f"{layer['dtype']}, {layer['routing']} routing; {where}"
+        f"{layer['dtype']}, {layer['routing']} routing\n{where}"
     )

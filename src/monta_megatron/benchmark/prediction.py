@@ -46,18 +46,8 @@ def predict(
     keys = set(candidates)
     if cluster is None or not keys:
         return Prediction(predicted_ms={}, chosen=None)
-    # The planner numbers the nodes of an exchange from 0.
-    nodes = number_nodes([str(node) for node in layout.nodes])
-    workload = Workload(
-        layout=replace(layout, nodes=nodes),
-        hidden_size=settings.hidden,
-        value_bytes=DTYPE_BYTES[settings.dtype],
-        prob_bytes=PROBS_BYTES,
-        routing=expected_routing(settings, layout),
-        tokens_per_rank=settings.tokens,
-    )
     found = plan(
-        workload,
+        workload_of(settings, layout),
         cluster,
         phase=phase,
         chains=[name for name in CHAINS if name in {chain for chain, _ in keys}],
@@ -70,6 +60,20 @@ def predict(
             if each.num_chunks is not None and each.predicted_us is not None
         },
         chosen=(found.chain, found.num_chunks),
+    )
+
+
+def workload_of(settings: Settings, layout: Layout) -> Workload:
+    """The exchange as the planner sees it."""
+    # The planner numbers the nodes of an exchange from 0.
+    nodes = number_nodes([str(node) for node in layout.nodes])
+    return Workload(
+        layout=replace(layout, nodes=nodes),
+        hidden_size=settings.hidden,
+        value_bytes=DTYPE_BYTES[settings.dtype],
+        prob_bytes=PROBS_BYTES,
+        routing=expected_routing(settings, layout),
+        tokens_per_rank=settings.tokens,
     )
 
 

@@ -191,13 +191,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """Of the source that runs, with "-dirty" where it was changed; None outside a checkout."""
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """Of the source in a folder, with "-dirty" where it was changed; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        result = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None

@@ -1,6 +1,7 @@
 """What a benchmark was asked for: parsed from text, checked, frozen. No torch."""
 
 import argparse
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -44,6 +45,7 @@ class Settings:
         seed: of the data.
         ranks_per_node: ranks joined by the fast tier, or None where the launcher knows.
         cluster: file of the costs by which the planner chooses, or None.
+        inter_rate_ratio: rate of this network over that of the cluster file, which is scaled.
         world_size: ranks of the launch.
         ablation: the steps of the MoNTA paper instead of chains.
         bound: the stages of alltoall_allgather alone too.
@@ -70,6 +72,7 @@ class Settings:
     seed: int
     ranks_per_node: int | None
     cluster: str | None
+    inter_rate_ratio: float
     world_size: int
     ablation: bool
     bound: bool
@@ -96,6 +99,8 @@ def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: in
         text = texts.get(name)
         if text is None and default is not None:
             return default
+        if text is None:
+            raise ValueError(f"{_flag(name)}: not given, must be an integer >= {least}")
         return _integer(_flag(name), str(text), least)
 
     num_experts, topk, hidden = integer("experts"), integer("top_k"), integer("hidden")
@@ -130,6 +135,7 @@ def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: in
         seed=integer("seed", 1, least=0),
         ranks_per_node=integer("ranks_per_node") if texts.get("ranks_per_node") else None,
         cluster=texts.get("cluster"),
+        inter_rate_ratio=_positive("--inter-rate-ratio", texts.get("inter_rate_ratio") or "1"),
         world_size=world_size,
         ablation=bool(texts.get("ablation")),
         bound=bool(texts.get("bound")),
@@ -162,6 +168,9 @@ def _check_together(settings: Settings) -> None:
     rule(
         etp > 1 or not settings.bound, "etp", etp, "above 1 for --bound: it is about AllGather(ETP)"
     )
+    if settings.cluster is None and settings.inter_rate_ratio != 1:
+        ratio = settings.inter_rate_ratio
+        raise ValueError(f"--inter-rate-ratio: got {ratio:g}, must come with --cluster")
     if settings.ablation:
         if not settings.skip_refused:
             chains = ",".join(settings.chains)
@@ -204,6 +213,16 @@ def _integer(flag: str, text: str, least: int) -> int:
         value = least - 1
     if value < least:
         raise ValueError(f"{flag}: got {text!r}, must be an integer >= {least}")
+    return value
+
+
+def _positive(flag: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{flag}: got {text!r}, must be a number > 0")
     return value
 
 

@@ -39,6 +39,7 @@ def time_interleaved(
     repeats: int,
     warmup: int,
     read_sent_bytes: Callable[[], int],
+    on_repeat: Callable[[], None] = lambda: None,
 ) -> Timings:
     """Time `runs` side by side.
 
@@ -47,6 +48,7 @@ def time_interleaved(
         repeats: timed calls of each.
         warmup: calls of each before that.
         read_sent_bytes: what the NICs for which this rank speaks have sent so far.
+        on_repeat: called after each call of all of them.
     """
     num_runs = len(runs)
     times_ms: NDArray[np.float64] = np.zeros((repeats, num_runs))
@@ -68,6 +70,7 @@ def time_interleaved(
                 if repeat >= 0:
                     times_ms[repeat, position] = elapsed_s * 1e3
                     sent_bytes[position] += read_sent_bytes() - sent_before_bytes
+            on_repeat()
 
     slowest_ms, all_sent_bytes = torch.from_numpy(times_ms), torch.from_numpy(sent_bytes)
     dist.all_reduce(slowest_ms, op=dist.ReduceOp.MAX)

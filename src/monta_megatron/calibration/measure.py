@@ -6,13 +6,13 @@ happens between the ranks before and after it would otherwise be most of its tim
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from monta_megatron.calibration.operations import Start
-from monta_megatron.calibration.points import Pair, Task
+from monta_megatron.calibration.points import Pair, Point, Task
 from monta_megatron.calibration.record import Sample
 
 MAX_ROUNDS = 15
@@ -50,15 +50,28 @@ def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
     return Sample(task=task.name, us=us, launch_us=launch_us)
 
 
-def estimates_us(
-    tasks: Iterable[Task], starts: Mapping[str, Start], on_task: Callable[[], None]
+def first_runs(
+    points: Sequence[Point],
+    starts: Mapping[str, Start],
+    kept_us: Mapping[str, float],
+    on_point: Callable[[Point, float | None], None],
 ) -> list[float]:
-    """Of two more runs of each task: the first one makes connections and buffers."""
+    """About how long each point takes; the very first run makes connections and buffers.
+
+    Args:
+        points: all of them.
+        starts: by a point's name, what starts it.
+        kept_us: by a point's name, what an earlier calibration has found.
+        on_point: called for each point, with what was found here, if anything was.
+    """
     found = []
-    for task in tasks:
-        run(task, starts)
-        found.append(min(run(task, starts).us for _ in range(2)))
-        on_task()
+    for point in points:
+        run(point, starts)
+        us = None
+        if point.name not in kept_us:
+            us = min(run(point, starts).us for _ in range(2))
+        found.append(kept_us[point.name] if us is None else us)
+        on_point(point, us)
     return found
 
 

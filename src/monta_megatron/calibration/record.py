@@ -1,16 +1,18 @@
 """What has been measured so far, on disk: a calibration that is killed goes on from here. No torch.
 
 `FILE.partial` holds one JSON object per line. The first one says what is measured; every other one
-is one run of one task:
+is what the first runs of a point took, or one run of one task:
 
-    {"cluster": {...}, "pairs": [["alltoall inter 2 327680", "copy memory 1 81920", 9], ...]}
+    {"cluster": {...}}
+    {"first": "copy memory 1 20480", "us": 13.1}
     {"task": "copy memory 1 20480", "us": 12.5, "launch_us": 12.5}
 """
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from monta_megatron.json_lines import add_json_line, read_json_lines, write_json_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +37,13 @@ class Record:
     Attributes:
         path: the file.
         cluster: what was measured: numbers and versions that samples have to share.
-        pairs: first point, second point and repeats; None before that was decided.
+        first_us: by a point's name, what its first runs took.
         samples: in the order in which they were taken.
     """
 
     path: Path
     cluster: dict[str, Any]
-    pairs: list[list[Any]] | None = None
+    first_us: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
 
     @classmethod
@@ -52,55 +54,31 @@ class Record:
             ValueError: the file is of another cluster, or is none of these.
         """
         record = cls(path=path, cluster=cluster)
-        if not path.exists():
-            return record
         advice = "remove it to measure anew"
         try:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            # A line that a kill has cut short is measured again.
-            entries = [json.loads(line) for line in lines if line.endswith("\n")]
-            if not entries:
-                return record
-            head, record.samples = entries[0], [Sample(**entry) for entry in entries[1:]]
-            found, record.pairs = head["cluster"], head["pairs"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            head, *entries = read_json_lines(path) or [{"cluster": cluster}]
+            found = head["cluster"]
+            for entry in entries:
+                if "first" in entry:
+                    record.first_us[entry["first"]] = float(entry["us"])
+                else:
+                    record.samples.append(Sample(**entry))
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: is no record of a calibration; {advice}") from error
         for name, value in cluster.items():
             if found.get(name) != value:
                 raise ValueError(
                     f"{path}: {name}: got {found.get(name)!r}, must be {value!r} as here; {advice}"
                 )
-        record._write_all()
+        # Without the line that a kill has cut short.
+        write_json_lines(path, [head, *entries])
         return record
 
-    def begin(self) -> None:
-        """Write the first line."""
-        self._write_all()
+    def add_first(self, point: str, us: float) -> None:
+        """Keep what a point's first runs took, for another start."""
+        add_json_line(self.path, {"first": point, "us": us})
 
     def add(self, sample: Sample) -> None:
         """Keep one sample."""
         self.samples.append(sample)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(sample)) + "\n")
-
-    def _write_all(self) -> None:
-        entries = [
-            {"cluster": self.cluster, "pairs": self.pairs},
-            *(asdict(sample) for sample in self.samples),
-        ]
-        text = "".join(json.dumps(entry) + "\n" for entry in entries)
-        write_whole(self.path, text)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from error
+        add_json_line(self.path, asdict(sample))

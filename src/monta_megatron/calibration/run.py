@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.calibration.cluster_file import Machine, make_cluster
-from monta_megatron.calibration.measure import MAX_ROUNDS, RUN_US, estimates_us, measure_rounds
+from monta_megatron.calibration.measure import MAX_ROUNDS, RUN_US, first_runs, measure_rounds
 from monta_megatron.calibration.operations import make_groups, operation_of
-from monta_megatron.calibration.points import Pair, Shape, Task, all_points, choose_pairs
-from monta_megatron.calibration.progress import Progress
+from monta_megatron.calibration.points import Point, Shape, Task, all_points, choose_pairs
 from monta_megatron.calibration.record import Record, Sample
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.progress import Progress
 
 T = TypeVar("T")
 
@@ -82,17 +82,14 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     progress.phase(f"first runs of {len(points)} points", len(points))
     groups = make_groups(shape, nodes)
     starts = {point.name: operation_of(point, groups, device) for point in points}
-    expected_us = estimates_us(points, starts, progress.step)
-    if record.pairs is None:
-        pairs = choose_pairs(points, expected_us)
-        record.pairs = [[pair.first.name, pair.second.name, pair.repeats] for pair in pairs]
-        if dist.get_rank() == 0:
-            record.begin()
-    by_name = {point.name: point for point in points}
-    pairs = [
-        Pair(first=by_name[first], second=by_name[second], repeats=repeats)
-        for first, second, repeats in record.pairs
-    ]
+
+    def keep_first(point: Point, us: float | None) -> None:
+        progress.step()
+        if us is not None and dist.get_rank() == 0:
+            record.add_first(point.name, us)
+
+    expected_us = first_runs(points, starts, record.first_us, keep_first)
+    pairs = choose_pairs(points, expected_us)
 
     # Step 4: rounds, each kept as it is measured.
     tasks: list[Task] = [*points, *pairs]

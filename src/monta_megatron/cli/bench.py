@@ -7,7 +7,10 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monta_megatron.benchmark.sweep import SweepPoint
 
 # torchrun ends all ranks as soon as one has failed; by then the first rank has to have said why.
 OTHER_RANKS_LINGER_S = 5.0
@@ -17,7 +20,13 @@ examples, on 4 CPU ranks that stand for 2 nodes:
   MONTA_CPU_RANKS=1 torchrun --nproc-per-node 4 -m monta_megatron.cli bench \\
       --experts 16 --top-k 4 --hidden 256 --tokens 512 --ranks-per-node 2
   monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
-      -m monta_megatron.cli bench --experts 64 --top-k 8 --hidden 1024 --tokens 512 --json
+      -m monta_megatron.cli bench --experts 64 --top-k 8 \\
+      --hidden 1024 --tokens 512 --json
+many points, then their tables:
+  monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
+      -m monta_megatron.cli bench \\
+      --sweep docs/benchmarks/sweep_2x4.yaml --out sweep.jsonl
+  monta bench --report sweep.jsonl --plot plots
 """
 
 # Flags with a value. Values are checked together (benchmark/settings.py), so that a bad one is one
@@ -42,9 +51,12 @@ FLAGS = (
     ("seed", "N", "of the data (default: 1)"),
     ("ranks-per-node", "N", "ranks joined by the fast tier (default: what the launcher says)"),
     ("cluster", "FILE", "costs by which the planner predicts and chooses"),
+    ("inter-rate-ratio", "X", "rate of this network over that of --cluster (default: 1)"),
+    ("sweep", "FILE", "many points in one launch: YAML, see docs/benchmarks/README.md"),
+    ("out", "FILE", "add each finished point as a line of JSON; what is there is not run again"),
+    ("report", "FILE", "run nothing: tables in Markdown from what --out has written"),
     ("plot", "DIR", "draw the results there; needs the extra 'plot'"),
 )
-REQUIRED = ("experts", "top-k", "hidden", "tokens")
 
 
 def add_parser(commands: Any) -> None:
@@ -72,6 +84,8 @@ def run(parsed: argparse.Namespace) -> int:
     """Run on this rank; the first rank prints. Exit status 1 where results are not stock's."""
     from monta_megatron.benchmark.launch import is_first_rank
 
+    if parsed.report is not None:
+        return _report(parsed)
     if is_first_rank():
         return _run(parsed)
     try:
@@ -86,40 +100,102 @@ def run(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron import strict_yaml
     from monta_megatron.benchmark.launch import find_launch
-    from monta_megatron.benchmark.plots import check_can_plot, plot_report
-    from monta_megatron.benchmark.settings import parse_settings
+    from monta_megatron.benchmark.plots import check_can_plot
+    from monta_megatron.benchmark.sweep import Results
     from monta_megatron.planner.cluster import Cluster
 
-    for name in REQUIRED:
-        if getattr(parsed, name.replace("-", "_")) is None:
-            raise ValueError(f"--{name}: not given, must be an integer >= 1")
+    # Step 1: what was asked for.
     if parsed.plot is not None:
         check_can_plot()
     cluster = None if parsed.cluster is None else strict_yaml.load(Cluster, parsed.cluster)
-    launch = find_launch()
-    settings = parse_settings(parsed, launch.world_size)
+    launch = find_launch("bench")
+    points = _points(parsed, launch.world_size)
+    ratio = points[0].settings.inter_rate_ratio
+    if cluster is not None and ratio != 1:
+        cluster = cluster.with_inter_rate(ratio)
+    # The first rank's file alone is read and written.
+    results = None
+    if parsed.out is not None and launch.rank == 0:
+        results = Results.open(Path(parsed.out))
 
-    # Standard output is for the report alone; Megatron and the dispatchers print there too.
+    # Step 2: measure. Standard output is for the report alone; Megatron and the dispatchers print
+    # there too.
+    reports = []
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from monta_megatron.benchmark.run import MismatchError, run_benchmark
+        from monta_megatron.benchmark.run import MismatchError, run_benchmarks
+        from monta_megatron.progress import show_progress
 
+        is_kept = results.holds if results else lambda settings, emulated: False
         try:
-            report = run_benchmark(settings, launch, cluster)
+            with show_progress("bench", launch.rank == 0) as progress:
+                for report in run_benchmarks(points, launch, cluster, progress, is_kept):
+                    reports.append(report)
+                    if results is not None:
+                        results.add(report)
         except MismatchError as error:
             if launch.rank == 0:
                 print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)
             return 1
+
+    # Step 3: tell.
     if launch.rank == 0:
-        _print_report(report, parsed.json)
-        if parsed.plot is not None:
-            for path in plot_report(report, Path(parsed.plot)):
-                print(f"monta bench: drew {path}", file=sys.stderr)
+        if parsed.sweep is None and reports:
+            _print_report(reports[0], parsed.json)
+        else:
+            reports = results.reports if results else reports
+            _print_summary(reports, parsed.json)
+        _plot(reports, parsed.plot)
     return 0
 
 
+def _points(parsed: argparse.Namespace, world_size: int) -> "list[SweepPoint]":
+    from monta_megatron.benchmark.settings import parse_settings
+    from monta_megatron.benchmark.sweep import SweepPoint, read_sweep
+
+    if parsed.sweep is not None:
+        if parsed.out is None:
+            raise ValueError("--out: not given, must be a file beside --sweep")
+        return read_sweep(parsed.sweep, vars(parsed), world_size)
+    return [SweepPoint(name="headline", settings=parse_settings(parsed, world_size))]
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from monta_megatron.benchmark.plots import check_can_plot
+    from monta_megatron.benchmark.sweep import read_reports
+
+    if parsed.plot is not None:
+        check_can_plot()
+    reports = read_reports(Path(parsed.report))
+    if not reports:
+        raise ValueError(f"--report: got {parsed.report}, must hold at least one line")
+    _print_summary(reports, parsed.json)
+    _plot(reports, parsed.plot)
+    return 0
+
+
+def _plot(reports: list[dict[str, Any]], folder: str | None) -> None:
+    from monta_megatron.benchmark.plots import plot_report
+    from monta_megatron.benchmark.sweep_plots import plot_sweep
+
+    if folder is None or not reports:
+        return
+    for path in [*plot_report(reports[0], Path(folder)), *plot_sweep(reports, Path(folder))]:
+        print(f"monta bench: drew {path}", file=sys.stderr)
+
+
+def _print_summary(reports: list[dict[str, Any]], as_json: bool) -> None:
+    from monta_megatron.benchmark.summary import summarise
+    from monta_megatron.benchmark.summary_tables import summary_lines
+
+    if as_json:
+        print(json.dumps({"summary": summarise(reports), "reports": reports}, indent=2))
+    else:
+        print("\n".join(summary_lines(reports)))
+
+
 def _print_report(report: dict[str, Any], as_json: bool) -> None:
-    from monta_megatron.benchmark.ablation import StepResult, ablation_table
+    from monta_megatron.benchmark.ablation_steps import StepResult, ablation_table
     from monta_megatron.benchmark.bound import BoundResult, bound_table
     from monta_megatron.benchmark.report import Row, prediction_table, table
 

@@ -18,7 +18,8 @@ OTHER_RANKS_LINGER_S = 5.0
 
 EXAMPLE = """\
 examples:
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m monta_megatron.cli calibrate --out cluster.yaml
+  torchrun --nnodes 2 --nproc-per-node 8 ... \\
+      -m monta_megatron.cli calibrate --out cluster.yaml
   monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
       -m monta_megatron.cli calibrate --out cluster.yaml
 """
@@ -79,14 +80,14 @@ def _run(parsed: argparse.Namespace) -> int:
     nics_per_node = _whole("--nics-per-node", parsed.nics_per_node)
     if parsed.plot is not None:
         check_can_plot()
-    launch = find_launch()
+    launch = find_launch("calibrate --out FILE")
     partial = out.with_name(f"{out.name}.partial")
 
     # Step 2: measure. Standard output is for the report alone.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from monta_megatron.calibration.progress import show_progress
         from monta_megatron.calibration.run import Settings, calibrate
+        from monta_megatron.progress import show_progress
 
         settings = Settings(
             partial=partial,
@@ -95,7 +96,7 @@ def _run(parsed: argparse.Namespace) -> int:
             ranks_per_node=ranks_per_node,
             nics_per_node=nics_per_node,
         )
-        with show_progress(launch.rank == 0) as progress:
+        with show_progress("calibrate", launch.rank == 0) as progress:
             result = calibrate(settings, launch.local_rank, progress)
 
     # Step 3: write and tell.
@@ -107,7 +108,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _write(result: "Calibration", out: Path, partial: Path) -> None:
     from monta_megatron import strict_yaml
-    from monta_megatron.calibration.record import write_whole
+    from monta_megatron.json_lines import write_whole
 
     write_whole(out, strict_yaml.dump(result.cluster))
     partial.unlink(missing_ok=True)

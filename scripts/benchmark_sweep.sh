@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The sweep behind docs/benchmarks: all points at one rate between the nodes, then some of them at
+# others, one emulated cluster after the other. What FILE.jsonl holds already is not run again, so
+# a start that was killed goes on.
+#
+#   scripts/benchmark_sweep.sh CLUSTER.yaml MBIT FILE.jsonl [FLAGS OF monta bench...]
+#
+# CLUSTER.yaml is what `monta calibrate` wrote on the emulated cluster at MBIT Mbit/s. To compare
+# `auto` with stock alone: FLAGS = --chains auto --repeats 15.
+set -euo pipefail
+
+if [ $# -lt 3 ]; then
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+cluster=$1 calibrated_mbit=$2 out=$3
+shift 3
+docs=$(dirname "${BASH_SOURCE[0]}")/../docs/benchmarks
+
+# The first rate is the calibrated one, with the longer list of points.
+for mbit in "$calibrated_mbit" 200 1000 2500 5000 10000; do
+    sweep=$docs/sweep_2x4_by_rate.yaml
+    [ "$mbit" != "$calibrated_mbit" ] || sweep=$docs/sweep_2x4.yaml
+    ratio=$(awk "BEGIN {print $mbit / $calibrated_mbit}")
+    "${PYTHON:-python3}" -m monta_megatron.cli emulate \
+        --nodes 2 --ranks-per-node 4 --inter-mbit "$mbit" -- \
+        -m monta_megatron.cli bench --sweep "$sweep" --out "$out" \
+        --cluster "$cluster" --inter-rate-ratio "$ratio" "$@"
+done

@@ -1,0 +1,214 @@
+"""One point of a benchmark: what is asked for, the dispatchers on its data, and their rows."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.benchmark import traffic
+from monta_megatron.benchmark.ablation import build_ablation
+from monta_megatron.benchmark.candidates import (
+    Candidate,
+    build_candidates,
+    run_candidate,
+    sent_so_far,
+    traffic_of_run,
+)
+from monta_megatron.benchmark.launch import Launch
+from monta_megatron.benchmark.prediction import predict
+from monta_megatron.benchmark.report import Row
+from monta_megatron.benchmark.settings import Phase, Settings
+from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians, spread
+from monta_megatron.benchmark.timing import time_interleaved
+from monta_megatron.benchmark.traffic import Traffic
+from monta_megatron.benchmark.workload import Batch, make_batch
+from monta_megatron.chains import Layout
+from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.integration.bench_layer import (
+    Experts,
+    LayerShape,
+    exchange_layout,
+    initialize_groups,
+)
+from monta_megatron.options import AUTO
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one point is asked for, and where.
+
+    Attributes:
+        name: in front of what is told of its progress.
+        settings: what was asked for.
+        launch: this rank's place.
+        cluster: costs for predictions, or None.
+        emulated: what it runs on, or None.
+        progress: as this rank shows it.
+    """
+
+    name: str
+    settings: Settings
+    launch: Launch
+    cluster: Cluster | None
+    emulated: EmulatedCluster | None
+    progress: Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """The candidates, and all that a row says of them.
+
+    Attributes:
+        task: what was asked for.
+        shape: of the layer.
+        nodes: of every rank of the launch.
+        layout: this rank's place in its exchange.
+        batch: this rank's data.
+        candidates: stock's dispatchers and ours.
+        skipped: why chains were left out.
+    """
+
+    task: Task
+    shape: LayerShape
+    nodes: tuple[int, ...]
+    layout: Layout
+    batch: Batch
+    candidates: list[Candidate]
+    skipped: dict[str, str]
+
+    def rows(self, scope: str, experts: Experts, phase: Phase) -> list[Row]:
+        """Time all candidates in one phase; one row for each."""
+        task, candidates = self.task, self.candidates
+        settings, emulated = task.settings, task.emulated
+        backward = phase == "forward_backward"
+        num_runs = settings.warmup + settings.repeats
+        task.progress.phase(
+            f"{task.name}{scope}, {phase}, {settings.warmup} + {settings.repeats} repeats",
+            num_runs,
+        )
+        sent_before = [sent_so_far(each) for each in candidates]
+        reads_nics = task.launch.local_rank == 0
+        timings = time_interleaved(
+            [functools.partial(run_candidate, each, experts, backward) for each in candidates],
+            settings.repeats,
+            settings.warmup,
+            emulated.sent_bytes if emulated and reads_nics else lambda: 0,
+            task.progress.step,
+        )
+        limit_ms = self._limit_ms(backward)
+        ours = [each.key for each in candidates if each.kind == "monta"]
+        prediction = predict(
+            settings, self.layout, task.cluster if scope == "exchange" else None, phase, ours
+        )
+        autos = [each.key for each in candidates if each.requested == AUTO]
+        chosen = autos[0] if autos else prediction.chosen
+        base = next(at for at, candidate in enumerate(candidates) if candidate.is_baseline)
+        base_ms = timings.times_ms[:, base]
+
+        rows = []
+        for position, candidate in enumerate(candidates):
+            times_ms = timings.times_ms[:, position]
+            middle = spread(times_ms)
+            low, high = ratio_interval(base_ms, times_ms)
+            moved = _of_all_ranks(
+                traffic_of_run(candidate, backward, sent_before[position], num_runs)
+            )
+            chain, num_chunks = candidate.key
+            is_ours = candidate.kind == "monta"
+            rows.append(
+                Row(
+                    dispatcher=candidate.kind,
+                    chain=chain,
+                    num_chunks=num_chunks,
+                    requested=candidate.requested,
+                    scope=scope,
+                    phase=phase,
+                    tokens=settings.tokens,
+                    top_k=settings.topk,
+                    routing=settings.routing,
+                    experts=settings.num_experts,
+                    hidden=settings.hidden,
+                    dtype=settings.dtype,
+                    tp=settings.tp,
+                    ep=settings.ep,
+                    etp=settings.etp,
+                    inter_mbit=emulated.inter_mbit if emulated else None,
+                    median_ms=middle.median_ms,
+                    p10_ms=middle.p10_ms,
+                    p90_ms=middle.p90_ms,
+                    inter_bytes=moved.inter_bytes,
+                    intra_bytes=moved.intra_bytes,
+                    nic_bytes=int(timings.nic_bytes[position]) if emulated else None,
+                    pct_of_limit=None if limit_ms is None else 100 * limit_ms / middle.median_ms,
+                    ratio_to_alltoall=ratio_of_medians(base_ms, times_ms),
+                    ratio_low=low,
+                    ratio_high=high,
+                    step=candidate.step,
+                    predicted_ms=prediction.predicted_ms.get(candidate.key) if is_ours else None,
+                    chosen=is_ours and candidate.key == chosen,
+                )
+            )
+        return rows
+
+    def _limit_ms(self, backward: bool) -> float | None:
+        """The link's limit, where there is a link with a known rate."""
+        settings, emulated, layout = self.task.settings, self.task.emulated, self.layout
+        num_nodes = len(set(self.nodes))
+        if emulated is None or emulated.measured_inter_gbit_s is None or num_nodes == 1:
+            return None
+        crossing = torch.zeros(num_nodes, num_nodes, dtype=torch.long)
+        crossing[layout.nodes[layout.rank]] = torch.from_numpy(
+            traffic.rows_that_cross(layout, self.batch.routing_map.cpu().numpy(), num_nodes)
+        )
+        dist.all_reduce(crossing)
+        if not crossing.any():
+            return None
+        node_gbit_s = emulated.measured_inter_gbit_s * emulated.nics_per_node
+        return traffic.limit_ms(crossing.numpy(), settings.row_bytes, node_gbit_s, backward)
+
+
+def prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
+    """Megatron's groups, the data, and the dispatchers on both."""
+    settings = task.settings
+    shape = LayerShape(
+        num_experts=settings.num_experts,
+        topk=settings.topk,
+        hidden=settings.hidden,
+        ffn_hidden=settings.ffn_hidden,
+        dtype=getattr(torch, settings.dtype),
+        tp=settings.tp,
+        ep=settings.ep,
+        etp=settings.etp,
+    )
+    if makes_groups:
+        initialize_groups(shape)
+    world = dist.group.WORLD
+    assert world is not None, "start has joined the launch"
+    nodes = find_nodes(world, settings.ranks_per_node)
+    layout = exchange_layout(shape, nodes)
+    batch = make_batch(settings, layout, task.launch.rank, device)
+    skipped: dict[str, str] = {}
+    if settings.ablation:
+        candidates = build_ablation(settings, task.cluster, shape, layout, batch)
+    else:
+        candidates, skipped = build_candidates(settings, task.cluster, shape, layout, batch)
+    return Bench(
+        task=task,
+        shape=shape,
+        nodes=nodes,
+        layout=layout,
+        batch=batch,
+        candidates=candidates,
+        skipped=skipped,
+    )
+
+
+def _of_all_ranks(own: Traffic) -> Traffic:
+    total = torch.tensor([own.inter_bytes, own.intra_bytes])
+    dist.all_reduce(total)
+    inter_bytes, intra_bytes = total.tolist()
+    return Traffic(inter_bytes=inter_bytes, intra_bytes=intra_bytes)

@@ -1,0 +1,163 @@
+"""What many points say together: regret, errors of predictions, auto against stock. No torch.
+
+Regret is the time of the planner's pick over that of the fastest chain that was measured beside it,
+in the same interleaved run: 1 where the pick is the fastest. The pick is what `auto` ran, or where
+it did not run, what the planner takes among the chains that did. A chain that ran twice, by name
+and as `auto`, counts with the mean of both.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any, TypeAlias
+
+from monta_megatron.benchmark.report import Row
+from monta_megatron.chains import CHAINS
+from monta_megatron.options import AUTO
+
+# A chain and its number of chunks.
+Key: TypeAlias = tuple[str, int]
+
+# The planner chooses for it.
+PHASE = "forward_backward"
+# A ratio to stock whose whole interval lies below is a loss, not noise.
+LOSS_BELOW = 0.97
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One point: what was timed side by side, forward and backward, of the exchange alone.
+
+    Attributes:
+        rows: stock's and ours.
+        num_nodes: of the launch.
+        ranks_per_node: of the launch.
+        inter_rate_ratio: by which the cluster file was scaled, or None without one.
+        repeats: of each.
+    """
+
+    rows: tuple[Row, ...]
+    num_nodes: int
+    ranks_per_node: int
+    inter_rate_ratio: float | None
+    repeats: int
+
+    @property
+    def ours(self) -> list[Row]:
+        """Our chains, without steps of the ablation that are no product."""
+        return [row for row in self.rows if row.dispatcher == "monta" and row.step is None]
+
+    @property
+    def stock(self) -> Row:
+        """Megatron's alltoall."""
+        return next(row for row in self.rows if row.dispatcher == "megatron")
+
+    @property
+    def auto(self) -> Row | None:
+        """What `auto` did, where it ran."""
+        return next((row for row in self.ours if row.requested == AUTO), None)
+
+    @property
+    def times_ms(self) -> dict[Key, float]:
+        """Of ours."""
+        rows: dict[Key, list[float]] = {}
+        for row in self.ours:
+            rows.setdefault((row.chain, row.num_chunks), []).append(row.median_ms)
+        return {key: mean(medians_ms) for key, medians_ms in rows.items()}
+
+    @property
+    def pick(self) -> Key | None:
+        """The planner's; None where it was not asked, or had no choice."""
+        chosen = [(row.chain, row.num_chunks) for row in self.ours if row.chosen]
+        return chosen[0] if chosen and len(self.times_ms) > 1 else None
+
+    @property
+    def best(self) -> Key:
+        """The fastest of ours."""
+        return min(self.times_ms, key=self.times_ms.__getitem__)
+
+    @property
+    def regret(self) -> float | None:
+        """At least 1; None where there is no choice to regret."""
+        return None if self.pick is None else self.times_ms[self.pick] / self.times_ms[self.best]
+
+    def predicted_ms(self, key: Key) -> float | None:
+        """The planner's, with a cluster file."""
+        found = (row.predicted_ms for row in self.ours if (row.chain, row.num_chunks) == key)
+        return next(found)
+
+    def errors(self, chain: str) -> list[float]:
+        """Predicted over measured, minus 1, by number of chunks."""
+        return [
+            predicted_ms / ms - 1
+            for key, ms in sorted(self.times_ms.items())
+            for predicted_ms in [self.predicted_ms(key)]
+            if key[0] == chain and predicted_ms is not None
+        ]
+
+
+# What makes one point differ from another.
+FACTORS: Mapping[str, Callable[[Measured], str]] = {
+    "nodes x ranks": lambda point: f"{point.num_nodes} x {point.ranks_per_node}",
+    "TP, EP, ETP": lambda point: f"{point.stock.tp}, {point.stock.ep}, {point.stock.etp}",
+    "Mbit/s": lambda point: or_dash(point.stock.inter_mbit, "g"),
+    "experts": lambda point: str(point.stock.experts),
+    "top-k": lambda point: str(point.stock.top_k),
+    "routing": lambda point: point.stock.routing,
+    "tokens": lambda point: f"{point.stock.tokens:,}",
+    "H": lambda point: f"{point.stock.hidden:,}",
+    "dtype": lambda point: point.stock.dtype,
+    "rate over calibrated": lambda point: or_dash(point.inter_rate_ratio, ".3g"),
+}
+
+
+def measured_points(reports: Sequence[dict[str, Any]]) -> list[Measured]:
+    """The points of reports that timed chains forward and backward."""
+    points = []
+    for report in reports:
+        if "ablation" in report:
+            continue
+        rows = tuple(
+            row
+            for row in (Row(**each) for each in report["rows"])
+            if (row.scope, row.phase) == ("exchange", PHASE)
+        )
+        settings, layout = report["settings"], report["meta"]["layout"]
+        if rows:
+            points.append(
+                Measured(
+                    rows=rows,
+                    num_nodes=layout["nodes"],
+                    ranks_per_node=layout["ranks_per_node"],
+                    inter_rate_ratio=settings["inter_rate_ratio"] if settings["cluster"] else None,
+                    repeats=settings["repeats"],
+                )
+            )
+    return points
+
+
+def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures below the tables; None where there is nothing to say it of."""
+    points = measured_points(reports)
+    regrets = [point.regret for point in points if point.regret is not None]
+    errors = [abs(error) for point in points for chain in CHAINS for error in point.errors(chain)]
+    autos = [point.auto for point in points if point.auto is not None]
+    plain = [row.ratio_to_alltoall for row in autos if row.chain == "alltoall"]
+    return {
+        "points": len(points),
+        "regret_points": len(regrets),
+        "regret_median": median(regrets) if regrets else None,
+        "regret_worst": max(regrets, default=None),
+        "predictions": len(errors),
+        "error_median": median(errors) if errors else None,
+        "error_largest": max(errors, default=None),
+        "auto_points": len(autos),
+        "auto_lost": sum(row.ratio_high < LOSS_BELOW for row in autos),
+        "auto_alltoall_points": len(plain),
+        "auto_alltoall_ratio_median": median(plain) if plain else None,
+    }
+
+
+def or_dash(value: float | None, form: str) -> str:
+    """A figure, or a dash where there is none."""
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,140 @@
+"""Pictures of many points; needs matplotlib (the `plot` extra)."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.benchmark.report import Row
+from monta_megatron.benchmark.settings import DTYPE_BYTES
+from monta_megatron.benchmark.summary import FACTORS, Measured, measured_points
+from monta_megatron.chains import CHAINS
+from monta_megatron.options import AUTO
+
+STOCK_STYLE = {"color": "#8c8c8c", "linewidth": 2.0, "marker": "s"}
+AUTO_STYLE = {"color": "#e07b39", "linewidth": 2.5, "marker": "o"}
+# One for each chain, told apart by people who see no red or green too.
+CHAIN_COLOURS = dict(
+    zip(
+        CHAINS,
+        ("#332288", "#88ccee", "#44aa99", "#117733", "#aa4499", "#222222"),
+        strict=True,
+    )
+)
+# Lines at which a prediction is so far off.
+ERROR_BAND = 0.25
+
+
+def plot_sweep(reports: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Time against size, and predicted against measured, as far as there are points for them.
+
+    Returns:
+        The files that were written.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    points = measured_points(reports)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    by_size = points_by_size(points)
+    if len(by_size) > 1:
+        written.append(_draw(folder / "time_by_size.png", _time_by_size, by_size))
+    if any(point.errors(chain) for point in points for chain in CHAINS):
+        written.append(_draw(folder / "predicted.png", _predicted, points))
+    return written
+
+
+def points_by_size(points: Sequence[Measured]) -> list[Measured]:
+    """The points that differ in nothing but their size: the most that do, by size."""
+    sets: dict[tuple[str, ...], dict[int, Measured]] = {}
+    for point in points:
+        key = tuple(
+            value_of(point) for name, value_of in FACTORS.items() if name not in ("tokens", "H")
+        )
+        sets.setdefault(key, {})[size_bytes(point)] = point
+    largest = max(sets.values(), key=len, default={})
+    return [largest[size] for size in sorted(largest)]
+
+
+def size_bytes(point: Measured) -> int:
+    """Bytes of the hidden rows that a rank brings."""
+    row = point.stock
+    return row.tokens * row.hidden * DTYPE_BYTES[row.dtype]
+
+
+def _draw(path: Path, draw: Callable[[Any, Sequence[Measured]], None], points: Any) -> Path:
+    from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    figure, axis = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
+    draw(axis, points)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    for line in (axis.xaxis, axis.yaxis):
+        # 0.5, 1, 2, 5, 10, ...: figures that a reader can compare with a table's.
+        line.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        line.set_major_formatter(StrMethodFormatter("{x:g}"))
+        line.set_minor_formatter("")
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
+    """A line for stock, for auto, and for each chain in its best number of chunks."""
+
+    def line(name: str, rows: Sequence[Row | None], **style: Any) -> None:
+        found = [(size_bytes(p) / 1e6, r.median_ms) for p, r in zip(points, rows, strict=True) if r]
+        if found:
+            axis.plot(*zip(*found, strict=True), label=name, **style)
+
+    for chain, colour in CHAIN_COLOURS.items():
+        rows = [
+            min(
+                (row for row in point.ours if row.chain == chain and row.requested != AUTO),
+                key=lambda row: row.median_ms,
+                default=None,
+            )
+            for point in points
+        ]
+        line(chain, rows, color=colour, linewidth=1.2, marker=".")
+    line("megatron alltoall", [point.stock for point in points], **STOCK_STYLE)
+    line(AUTO, [point.auto for point in points], **AUTO_STYLE)
+    first = points[0].stock
+    where = "" if first.inter_mbit is None else f", {first.inter_mbit:g} Mbit/s between nodes"
+    axis.set_title(
+        f"TP {first.tp}, EP {first.ep}, ETP {first.etp}, {first.experts} experts, top-"
+        f"{first.top_k}, {first.routing} routing{where}",
+        fontsize=10,
+    )
+    axis.set_xlabel("hidden rows that a rank brings, MB")
+    axis.set_ylabel("dispatch + combine, forward + backward, ms")
+
+
+def _predicted(axis: Any, points: Sequence[Measured]) -> None:
+    """A dot per chain, number of chunks and point."""
+    ends = [float("inf"), 0.0]
+    for chain, colour in CHAIN_COLOURS.items():
+        found = [
+            (row.median_ms, row.predicted_ms)
+            for point in points
+            for row in point.ours
+            if row.chain == chain and row.requested != AUTO and row.predicted_ms is not None
+        ]
+        if found:
+            values = [value for pair in found for value in pair]
+            ends = [min(ends[0], *values), max(ends[1], *values)]
+            axis.plot(
+                *zip(*found, strict=True), ".", markersize=7, alpha=0.7, color=colour, label=chain
+            )
+    axis.plot(ends, ends, color="#404040", linewidth=1)
+    for factor in (1 - ERROR_BAND, 1 + ERROR_BAND):
+        scaled = [end * factor for end in ends]
+        label = f"{ERROR_BAND:.0%} off" if factor > 1 else None
+        axis.plot(ends, scaled, "--", color="#404040", linewidth=0.8, label=label)
+    axis.set_title(f"Predicted against measured, {len(points)} points", fontsize=10)
+    axis.set_xlabel("measured, ms")
+    axis.set_ylabel("predicted, ms")

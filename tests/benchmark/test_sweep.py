@@ -1,0 +1,265 @@
+"""Sweeps: their files, how they go on after a kill, and what their summary says."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monta_megatron.benchmark.report import Row
+from monta_megatron.benchmark.summary import measured_points, summarise
+from monta_megatron.benchmark.summary_tables import summary_lines
+from monta_megatron.benchmark.sweep import Results, read_sweep
+from monta_megatron.benchmark.sweep_plots import points_by_size
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+HEADLINE = "headline: {experts: 8, top-k: 2, hidden: 16, tokens: 4, num-chunks: [1, 3]}\n"
+# Seconds; a launch takes 20 where nothing else runs.
+LIMIT_S = 240
+
+
+def sweep_file(folder: Path, points: str, headline: str = HEADLINE) -> str:
+    path = folder / "sweep.yaml"
+    path.write_text(f"{headline}points: {points}\n")
+    return str(path)
+
+
+def test_points_change_the_headline_and_flags_too(tmp_path: Path) -> None:
+    path = sweep_file(tmp_path, "[{}, {tokens: 8, hidden: 32}, {tp: 2}]")
+    points = read_sweep(path, {"repeats": "15", "tokens": "6", "dtype": None, "layer": False}, 4)
+    assert [point.name for point in points] == ["headline", "tokens 8, hidden 32", "tp 2"]
+    settings = [point.settings for point in points]
+    assert [(each.tokens, each.hidden) for each in settings] == [(6, 16), (8, 32), (6, 16)]
+    assert [(each.tp, each.ep, each.etp) for each in settings] == [(1, 4, 1), (1, 4, 1), (2, 2, 2)]
+    assert {each.repeats for each in settings} == {15}
+    assert {each.num_chunks for each in settings} == {(1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("headline", "points", "message"),
+    [
+        (HEADLINE, "[]", "points: must be a list of at least one mapping"),
+        (HEADLINE, "[3]", "points[0]: got 3, must be a mapping of flags"),
+        (HEADLINE, "[{topk: 3}]", "points[0]: topk: unknown flag; did you mean top-k?"),
+        (HEADLINE, "[{cluster: c}]", "points[0]: cluster: unknown flag; known: experts, "),
+        (HEADLINE, "[{}, {top-k: 9}]", "points[1]: --top-k: got 9, must be at most --experts (8)"),
+        ("headline: {}\n", "[{}]", "points[0]: --experts: not given, must be an integer >= 1"),
+        ("top: {}\n", "[{}]", "must be a mapping with the keys headline, points"),
+    ],
+)
+def test_bad_sweep_files_are_one_line(
+    tmp_path: Path, headline: str, points: str, message: str
+) -> None:
+    path = sweep_file(tmp_path, points, headline)
+    with pytest.raises(ValueError) as error:
+        read_sweep(path, {}, 4)
+    assert str(error.value).startswith(f"{path}: {message}")
+    assert "\n" not in str(error.value)
+
+
+def row(dispatcher: str, chain: str, ms: float, **changes: Any) -> Row:
+    values: dict[str, Any] = {
+        "dispatcher": dispatcher,
+        "chain": chain,
+        "num_chunks": 1,
+        "requested": chain,
+        "scope": "exchange",
+        "phase": "forward_backward",
+        "tokens": 512,
+        "top_k": 8,
+        "routing": "uniform",
+        "experts": 64,
+        "hidden": 1024,
+        "dtype": "float32",
+        "tp": 1,
+        "ep": 8,
+        "etp": 1,
+        "inter_mbit": 500.0,
+        "median_ms": ms,
+        "p10_ms": ms,
+        "p90_ms": ms,
+        "inter_bytes": 0,
+        "intra_bytes": 0,
+        "nic_bytes": None,
+        "pct_of_limit": None,
+        "ratio_to_alltoall": 1.0,
+        "ratio_low": 1.0,
+        "ratio_high": 1.0,
+    }
+    return Row(**{**values, **changes})
+
+
+def report(*rows: Row, tokens: int = 512) -> dict[str, Any]:
+    """As a line of results, with what the summary reads."""
+    return {
+        "settings": {"cluster": "c.yaml", "inter_rate_ratio": 1.0, "repeats": 15},
+        "meta": {
+            "versions": {"torch": "2", "megatron-core": "0.19"},
+            "machine": {"gpu": None, "processor": "a processor", "cores": 2},
+            "commit": "abc",
+            "layout": {"nodes": 2, "ranks_per_node": 4},
+        },
+        "rows": [{**vars(each), "tokens": tokens} for each in rows],
+    }
+
+
+# The pick takes 110 ms, the fastest 100 ms: regret 1.1. Predictions are 30%, 10% and 10% off.
+REGRETTED = report(
+    row("megatron", "alltoall", 400.0),
+    row("monta", "alltoall", 400.0, predicted_ms=520.0),
+    row("monta", "alltoall_dedup", 100.0, predicted_ms=110.0),
+    row("monta", "hierarchical_alltoall", 112.0, predicted_ms=99.0, chosen=True),
+    row(
+        "monta",
+        "hierarchical_alltoall",
+        108.0,
+        requested="auto",
+        chosen=True,
+        predicted_ms=99.0,
+        ratio_to_alltoall=3.6,
+        ratio_high=3.7,
+    ),
+)
+# Here plain alltoall was picked and is the fastest, but slower than stock's.
+SLOWER = report(
+    row("megatron", "alltoall", 95.0),
+    row("monta", "alltoall_dedup", 150.0, predicted_ms=150.0),
+    row(
+        "monta",
+        "alltoall",
+        100.0,
+        requested="auto",
+        chosen=True,
+        predicted_ms=100.0,
+        ratio_to_alltoall=0.95,
+        ratio_low=0.94,
+        ratio_high=0.96,
+    ),
+    tokens=128,
+)
+
+
+def test_summary_of_hand_made_points() -> None:
+    found = summarise([REGRETTED, SLOWER])
+    assert found["regret_points"] == 2
+    assert found["regret_median"] == pytest.approx(1.05)
+    assert found["regret_worst"] == pytest.approx(1.1)
+    # 30%, 10%, 10%, 0% and 0%.
+    assert found["predictions"] == 5
+    assert found["error_median"] == pytest.approx(0.1)
+    assert found["error_largest"] == pytest.approx(0.3)
+    assert (found["auto_points"], found["auto_lost"]) == (2, 1)
+    assert (found["auto_alltoall_points"], found["auto_alltoall_ratio_median"]) == (1, 0.95)
+
+    lines = summary_lines([REGRETTED, SLOWER])
+    assert (
+        "| 512 | hierarchical_alltoall x1 | 99.0 | 110.0 | -10% | alltoall_dedup x1 | 100.0 | "
+        "1.100 |" in lines
+    )
+    assert "| 128 | alltoall x1 | 95.0 | 100.0 | 0.95 | 0.94 to 0.96 (slower) | 15 |" in lines
+    # What all points share is said once.
+    assert sum("uniform" in line for line in lines) == 1
+    first, second = measured_points([REGRETTED, SLOWER])
+    assert points_by_size([first, second]) == [second, first]
+
+
+def test_without_predictions_there_is_nothing_to_regret() -> None:
+    plain = report(row("megatron", "alltoall", 4.0), row("monta", "alltoall", 4.0))
+    assert summarise([plain])["regret_points"] == 0
+    assert "## Regret" not in summary_lines([plain])
+    forward = report(row("megatron", "alltoall", 4.0, phase="forward"))
+    assert summary_lines([forward])[-1] == "Nothing was timed forward + backward."
+
+
+def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"rows": []}\n')
+    with pytest.raises(ValueError, match=r"out.jsonl: line 1 is no report of monta bench"):
+        Results.open(path)
+    path.write_text("nothing\n")
+    with pytest.raises(ValueError, match=r"out.jsonl: must hold one JSON document per line"):
+        Results.open(path)
+
+
+def command_of(*arguments: str) -> list[str]:
+    """4 ranks that stand for 2 nodes."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
+        *("-m", "monta_megatron.cli", "bench", "--ranks-per-node", "2", *arguments),
+    ]
+
+
+@pytest.mark.timeout(2 * LIMIT_S + 60)
+def test_killed_sweep_goes_on(tmp_path: Path) -> None:
+    """Three points, two layouts: killed behind the first, then finished."""
+    flags = "repeats: 2, warmup: 1, phase: forward_backward, stock: alltoall"
+    chains = "chains: [alltoall, hierarchical_allgather, auto]"
+    headline = HEADLINE.replace("num-chunks", f"{flags}, {chains}, num-chunks")
+    out = tmp_path / "out.jsonl"
+    cluster = str(CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml")
+    command = command_of(
+        *("--sweep", sweep_file(tmp_path, "[{}, {tp: 2}, {tokens: 8}]", headline)),
+        *("--out", str(out), "--cluster", cluster, "--inter-rate-ratio", "0.5", "--json"),
+    )
+    environ = {**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"}
+
+    # Step 1: kill it behind the first point.
+    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process:
+        end_s = time.monotonic() + LIMIT_S
+        while not out.exists() or out.read_text().count("\n") < 1:
+            assert process.poll() is None and time.monotonic() < end_s, "no point was kept"
+            time.sleep(0.05)
+        process.terminate()
+    kept = out.read_text().splitlines(keepends=True)
+    with out.open("a") as file:
+        file.write('{"settings": {"cut')
+
+    # Step 2: the same command again.
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(kept)} of 3 points are there already" in done.stderr
+    lines = out.read_text().splitlines(keepends=True)
+    assert lines[: len(kept)] == kept
+    document = json.loads(done.stdout)
+    assert document["reports"] == [json.loads(line) for line in lines]
+    assert [each["meta"]["layout"]["etp"] for each in document["reports"]] == [1, 2, 1]
+    assert [each["meta"]["layer"]["tokens"] for each in document["reports"]] == [4, 4, 8]
+    summary = document["summary"]
+    assert (summary["regret_points"], summary["auto_points"]) == (3, 3)
+    assert summary["regret_median"] >= 1
+    # One chunk of alltoall, 1 and 3 of the other, and perhaps what auto chose.
+    assert 3 * 3 <= summary["predictions"] <= 3 * 4
+
+    # Step 3: tables and pictures from the file, without a launch.
+    told = subprocess.run(
+        [
+            *(sys.executable, "-m", "monta_megatron.cli", "bench"),
+            *("--report", str(out), "--plot", str(tmp_path)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert told.returncode == 0, told.stderr
+    assert "## Regret" in told.stdout and "rate over calibrated 0.5" in told.stdout
+    for name in ("exchange", "time_by_size", "predicted"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweep_wants_a_file_for_its_results(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "monta_megatron.cli", "bench"),
+            *("--sweep", sweep_file(tmp_path, "[{}]")),
+        ],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "monta bench: --out: not given, must be a file beside --sweep\n"
