@@ -3,7 +3,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 plot = ["matplotlib", "rich"]
-test = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3", *plot]
+completion = ["shtab"]
+test = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3", *plot, *completion]
 
 setup(
     name="monta-megatron",
@@ -15,10 +16,12 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "src"},
     packages=find_packages("src"),
+    package_data={"monta_megatron.launch": ["start.sh"]},
     install_requires=["torch>=2.6", "megatron-core>=0.16", "numpy", "pyyaml"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "plot": plot,
+        "completion": completion,
         "test": test,
         "dev": [*test, "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML"],
     },

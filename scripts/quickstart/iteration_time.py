@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from main import QuickstartError, _error_lines, _read_record
+from main import QuickstartError, error_lines, read_record
 from prepare_text import VOCAB_SIZE, prepare, read_texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +55,7 @@ class Run:
 
 def megatron_arguments(data_prefix: Path, options: argparse.Namespace) -> list[str]:
     """Everything but the dispatcher."""
-    # By name, because the import of torch is what switches the CPU ranks on.
-    import torch  # noqa: F401
-
+    # Imports torch, which takes seconds: not before the command line has been checked.
     from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
 
     arguments = f"""
@@ -102,9 +100,9 @@ def train(name: str, dispatcher: str, arguments: Sequence[str], options: argpars
     with log.open("w") as output:
         status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
     if status != 0:
-        raise QuickstartError(f"training with {name} failed\n{_error_lines(log)}\nlog: {log}")
+        raise QuickstartError(f"training with {name} failed\n{error_lines(log)}\nlog: {log}")
     elapsed_ms = [float(text) for text in ELAPSED.findall(log.read_text(errors="replace"))]
-    entries = _read_record(record)
+    entries = read_record(record)
     return Run(
         dispatcher=dispatcher,
         iteration_ms=elapsed_ms[NUM_WARMUP_ITERATIONS:],

@@ -129,9 +129,9 @@ def train(name: str, dispatcher: Sequence[str], arguments: Sequence[str], iterat
             # Ends the ranks too, when this is interrupted.
             process.terminate()
             process.wait()
-    entries = _read_record(record)
+    entries = read_record(record)
     if process.returncode != 0:
-        raise QuickstartError(f"training with {name} failed\n{_error_lines(log)}\nlog: {log}")
+        raise QuickstartError(f"training with {name} failed\n{error_lines(log)}\nlog: {log}")
     return Run(
         losses=[entry["loss"] for entry in entries if "loss" in entry],
         dispatch=entries[-1],
@@ -146,7 +146,7 @@ def _follow(process: subprocess.Popen[bytes], record: Path, show: ShowProgress) 
     while running:
         # Asked before the record is read, so that its last lines are not missed.
         running = process.poll() is None
-        losses = [entry["loss"] for entry in _read_record(record) if "loss" in entry]
+        losses = [entry["loss"] for entry in read_record(record) if "loss" in entry]
         if len(losses) > finished:
             finished = len(losses)
             show(finished, losses[-1])
@@ -154,13 +154,14 @@ def _follow(process: subprocess.Popen[bytes], record: Path, show: ShowProgress) 
             time.sleep(0.2)
 
 
-def _read_record(record: Path) -> list[dict[str, Any]]:
+def read_record(record: Path) -> list[dict[str, Any]]:
+    """What train.py has written so far."""
     # A line that is still being written has no end yet.
     lines = record.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _error_lines(log: Path) -> str:
+def error_lines(log: Path) -> str:
     """Each rank's error with the line that raised it; the log's end where there is none."""
     lines = log.read_text(errors="replace").splitlines()
     # What torchrun raises itself says only that a rank failed.

@@ -125,7 +125,9 @@ class Options:
                     f"chain {chain}; alltoall_allgather is its pipelined form"
                 )
         if "cluster" in given:
-            given["cluster"] = load(Cluster, given["cluster"])
+            # In code, costs that are in no file will do.
+            if not isinstance(given["cluster"], Cluster):
+                given["cluster"] = load(Cluster, given["cluster"])
             given.setdefault("ranks_per_node", given["cluster"].ranks_per_node)
         return cls(**given)
 

@@ -127,8 +127,10 @@ class _Place:
 
 
 def _value(kind: Any, data: Any, place: _Place) -> Any:
-    """`data` as `kind`: a scalar, a union with None, a literal, a tuple or a dataclass."""
+    """`data` as `kind`: a scalar, a union with None, a literal, a tuple, a mapping, a dataclass."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return data
     if origin is Annotated:
         return _ruled(kind, data, place)
     if origin in (Union, types.UnionType):
@@ -141,6 +143,8 @@ def _value(kind: Any, data: Any, place: _Place) -> Any:
         return data
     if origin is tuple:
         return _tuple(arguments, data, place)
+    if origin is Mapping:
+        return _mapping(arguments[1], data, place)
     if is_dataclass(kind):
         return _dataclass(kind, data, place)
     return _scalar(kind, data, place)
@@ -174,6 +178,15 @@ def _tuple(arguments: tuple[Any, ...], data: Any, place: _Place) -> tuple[Any, .
         _value(kind, entry, place.at(position))
         for position, (kind, entry) in enumerate(zip(kinds, data, strict=True))
     )
+
+
+def _mapping(kind: Any, data: Any, place: _Place) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise place.refuse(data, "a mapping")
+    for name in data:
+        if not isinstance(name, str):
+            raise place.refuse(name, "a mapping whose keys are texts")
+    return {name: _value(kind, value, place.inside(name)) for name, value in data.items()}
 
 
 def _dataclass(kind: Any, data: Any, place: _Place) -> Any:

@@ -97,4 +97,4 @@ def test_help_ends_with_an_example_and_imports_nothing_heavy() -> None:
         [sys.executable, "-c", show], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    assert "example: monta emulate" in " ".join(result.stdout.split())[-160:]
+    assert "example: monta emulate" in " ".join(result.stdout.split())[-180:]

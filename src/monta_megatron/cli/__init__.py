@@ -1,37 +1,92 @@
 """The `monta` command: one file per sub-command, nothing heavy imported before it is needed.
 
 Exit status 0 on success; 2 on bad input, with one line on stderr that names the field, the value
-and the rule. With `--json`, standard output holds one JSON document and nothing else.
+and the rule; 130 after Ctrl-C. With `--json`, standard output holds one JSON document and nothing
+else.
 """
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from monta_megatron import __version__
-from monta_megatron.cli import bench, calibrate, doctor, emulate, plan
+from monta_megatron.benchmark.launch import is_first_rank
+from monta_megatron.cli import (
+    bench,
+    calibrate,
+    completion,
+    doctor,
+    emulate,
+    launch,
+    plan,
+    simulate,
+    timeline,
+)
 
-COMMANDS = (bench, calibrate, doctor, emulate, plan)
+COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, plan, simulate, timeline)
+
+# As a shell reports a process that SIGINT or SIGPIPE has ended.
+INTERRUPTED, UNREAD = 130, 141
+OTHER_RANKS_LINGER_S = 5.0
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fills a description, and leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that leaves the usage to `--help` and says what is wrong in one line."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "formatter_class": _HelpFormatter})
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        if not is_first_rank():
+            # torchrun ends all ranks as soon as one has failed; the first one has to have spoken.
+            time.sleep(OTHER_RANKS_LINGER_S)
+            self.exit(2)
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one sub-command; the value is the exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `monta` with all sub-commands."""
     parser = _Parser(prog="monta", description="Expert-parallel token dispatch for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"monta-megatron {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
-    parsed = parser.parse_args(arguments)
+    return parser
+
+
+def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the sub-commands of `build_parser()`, by name."""
+    (commands,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    return dict(commands.choices)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one sub-command; the value is the exit status."""
+    parsed = build_parser().parse_args(arguments)
     try:
-        return int(parsed.run(parsed))
+        status = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return status
     except ValueError as error:
         print(f"monta {parsed.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if is_first_rank():
+            print(f"monta {parsed.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever reads has seen enough, as in `monta plan ... | head`; nor can the rest be flushed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD

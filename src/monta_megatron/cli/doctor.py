@@ -4,9 +4,12 @@ import argparse
 import json
 import os
 import platform
+import textwrap
 import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,27 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        width = max(len(finding.name) for finding in findings)
-        for finding in findings:
-            print(f"{finding.status:>7}  {finding.name:<{width}}  {finding.found}")
-            if finding.advice is not None:
-                print(f"{'':>7}  {'':<{width}}  -> {finding.advice}")
+        print("\n".join(_lines(findings)))
     return int(any(finding.status == "missing" for finding in findings))
+
+
+def _lines(findings: list[Finding]) -> list[str]:
+    """A line for each finding and its advice, or several where it is long."""
+    width = max(len(finding.name) for finding in findings)
+    behind = " " * (width + 11)
+    lines = []
+    for finding in findings:
+        head = f"{finding.status:>7}  {finding.name:<{width}}  "
+        lines += textwrap.wrap(finding.found, WIDTH, initial_indent=head, subsequent_indent=behind)
+        if finding.advice is not None:
+            lines += textwrap.wrap(
+                finding.advice,
+                WIDTH,
+                initial_indent=f"{behind}-> ",
+                subsequent_indent=f"{behind}   ",
+                break_on_hyphens=False,
+            )
+    return lines
 
 
 def examine() -> list[Finding]:
@@ -57,7 +75,10 @@ def examine() -> list[Finding]:
     findings: list[Finding] = []
     for check in (_python, _torch, _megatron, _way_in, _accelerator, _launch_queue, _topology):
         try:
-            findings.extend(check())
+            # Megatron warns of what it does without while it is imported; the report says it.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                findings.extend(check())
         except Exception as error:  # noqa: BLE001 - a broken installation is what this is for
             findings.append(
                 Finding(check.__name__.strip("_"), "missing", f"{type(error).__name__}: {error}")
@@ -133,9 +154,7 @@ def _way_in() -> list[Finding]:
                 "monta_megatron.register() before Megatron parses its arguments",
             )
         ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     choices = str(TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"].type)
     if "monta" not in choices:

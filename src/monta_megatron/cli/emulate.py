@@ -10,24 +10,32 @@ from typing import Any
 _MAX_NODES = _MAX_RANKS_PER_NODE = 250
 _MAX_INTER_MBIT = 100_000
 
+EXAMPLE = """\
+example:
+  monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
+      -m monta_megatron.cli bench --experts 64 --top-k 8 \\
+      --hidden 1024 --tokens 512
+"""
+
 
 def add_parser(commands: Any) -> None:
     """Add the sub-command to `monta`."""
     parser = commands.add_parser(
         "emulate",
-        usage="monta emulate [-h] --nodes N --ranks-per-node M --inter-mbit R "
-        "[--nic-per {node,rank}] [--json] -- CMD...",
+        usage="monta emulate [-h] --nodes N --ranks-per-node M --inter-mbit R\n"
+        "                     [--nic-per {node,rank}] [--json] -- CMD...",
         help="run a command on an emulated cluster",
         description="Run CMD under torchrun on every node of a cluster that is emulated here: "
         "network namespaces are the nodes, their NICs are limited to a rate, Gloo CPU ranks talk "
         "over both tiers and reach nothing else. Rank 0's standard output passes through "
         "untouched, everything else goes to standard error; the exit status is that of the first "
         "rank to fail.",
-        epilog="example: monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- "
-        "-m monta_megatron.cli bench --ep 8",
+        epilog=EXAMPLE,
     )
-    parser.add_argument("--nodes", type=int, required=True, metavar="N")
-    parser.add_argument("--ranks-per-node", type=int, required=True, metavar="M")
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes")
+    parser.add_argument(
+        "--ranks-per-node", type=int, required=True, metavar="M", help="CPU ranks of each node"
+    )
     parser.add_argument(
         "--inter-mbit",
         type=float,

@@ -289,6 +289,7 @@ class _Pipeline:
     def _collective(self, bound: BoundStage, group: PeerGroup, chunk: int) -> _Chunk:
         """Start a collective on what the stage before it left."""
         payload, messages = self._messages(chunk)
+        before = self.chunks[chunk]
         transpose = self.walk.transpose
         send, receive = bound.send[chunk].tolist(), bound.receive[chunk].tolist()
         if transpose:
@@ -314,7 +315,8 @@ class _Pipeline:
             waits_for=bound.stage.name,
             num_copies=group.size if gather and transpose else 1,
             sources=messages,
-            own=self.chunks[chunk].own,
+            # Where the messages were summed just now, that sum has used it.
+            own=before.own if before.num_copies == 1 else None,
         )
 
     def _wait(self, chunk: int) -> Lanes:

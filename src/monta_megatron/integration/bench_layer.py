@@ -80,7 +80,8 @@ class LayerShape:
 
 
 def initialize_groups(shape: LayerShape) -> None:
-    """Make Megatron's process groups; once per process."""
+    """Make Megatron's process groups, in place of those of another layout."""
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=shape.tp,
         expert_model_parallel_size=shape.ep,

@@ -10,6 +10,7 @@ from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Phase
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
+from monta_megatron.progress import NoProgress, Progress
 
 # A plan per layout: fewer numbers of chunks than where one layout is asked for.
 NUM_CHUNKS = (1, 2, 4, 8)
@@ -57,6 +58,7 @@ def rank_layouts(
     cp: int = 1,
     pp: int = 1,
     phase: Phase = "forward_backward",
+    progress: Progress | None = None,
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
 
@@ -69,7 +71,11 @@ def rank_layouts(
     found = []
     limit = cluster.memory_bytes_per_rank
     least: float | None = None
-    for layout in _layouts(model, cluster, world_size, cp, pp):
+    layouts = list(_layouts(model, cluster, world_size, cp, pp))
+    progress = progress or NoProgress()
+    progress.phase("layouts", len(layouts))
+    for layout in layouts:
+        progress.step()
         state = state_bytes(model, layout)
         least = state if least is None else min(least, state)
         if limit is not None and state > limit:

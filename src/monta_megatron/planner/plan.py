@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.json_lines import write_whole
 from monta_megatron.planner.cluster import Resource
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveInt, Text
 
@@ -169,10 +170,7 @@ class Plan:
         Raises:
             ValueError: the file cannot be written.
         """
-        try:
-            Path(path).write_text(strict_yaml.dump(self), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be written: {error.strerror}") from error
+        write_whole(Path(path), strict_yaml.dump(self))
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

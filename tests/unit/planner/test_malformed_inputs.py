@@ -192,7 +192,7 @@ def test_a_bad_file(
         (("--margin", "3"), ["--margin", "got '3'", "from 0 to 1"]),
         (("--inter-rate-ratio", "-1"), ["--inter-rate-ratio", "got '-1'", "> 0"]),
         (("--memory-limit-gb", "0.001"), ["memory_limit: got 0.001 GB", "must be at least"]),
-        (("--routing", "zipf"), ["zipf: no router_trace_rank*.jsonl"]),
+        (("--routing", "zipf"), ["--routing: got 'zipf'", "uniform"]),
         (("--routing", "node-limited", "--ep", "8"), ["--routing: got node-limited", "1 node(s)"]),
         (("--phase", "backward"), ["--phase", "invalid choice: 'backward'"]),
         (("--eep", "8"), ["unrecognized arguments: --eep"]),

@@ -1,0 +1,137 @@
+#!/usr/bin/env python
+"""Write docs/options.md from the code: Megatron arguments, variables, flags of every sub-command.
+
+    python scripts/options_page.py          # print it
+    python scripts/options_page.py --write  # into docs/options.md
+
+A test fails where the page is not what this prints.
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+from monta_megatron.cli import build_parser, sub_parsers
+from monta_megatron.options import OptionFields
+
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+
+INTRODUCTION = """\
+# Options
+
+Written by `scripts/options_page.py` from the code; a test keeps it current.
+
+Where the same thing is said twice, the command line wins over a variable, a variable over a file,
+a file over a default. What is out of range is refused with one line and exit status 2.
+"""
+
+VARIABLES = {
+    "MONTA_AUTOLOAD": "0: PyTorch's autoload does not start the hook that makes Megatron know "
+    "`monta`; call `monta_megatron.register()` instead",
+    "MONTA_CPU_RANKS": "1: Megatron runs on CPU ranks (Gloo), in any script; `monta emulate` "
+    "sets it",
+    "MONTA_ALLOW_ANY_MEGATRON": "1: go on with a Megatron-Core outside the supported range",
+    "MONTA_EMULATED_CLUSTER": "set by `monta emulate` for every rank: the cluster, as JSON",
+    "MONTA_PYTHON": "interpreter from which the scripts make their environment",
+    "MONTA_VENV": "that environment's folder (default: `.venv` in the repository)",
+    "MEGATRON_LM_DIR": "checkout of Megatron-LM whose `pretrain_gpt.py` the tests train with",
+}
+
+READ_VARIABLES = {
+    "RANK, WORLD_SIZE, LOCAL_RANK": "torchrun; without them SLURM_PROCID, SLURM_NTASKS and "
+    "SLURM_LOCALID of srun, which then needs MASTER_ADDR",
+    "LOCAL_WORLD_SIZE, GROUP_RANK": "torchrun: ranks per node, and which node this is; under srun "
+    "SLURM_NTASKS_PER_NODE and SLURM_NODEID",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron demands 1 for TP or CP > 1 below Blackwell; `monta "
+    "doctor` says what is set",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    sections = [INTRODUCTION, *_megatron_arguments(), *_variables()]
+    for name, parser in sub_parsers(build_parser()).items():
+        sections += _command(name, parser)
+    return "\n".join(sections)
+
+
+def _megatron_arguments() -> list[str]:
+    rows = []
+    for entry in fields(OptionFields):
+        flag = "--" + entry.name.replace("_", "-")
+        text = entry.metadata["argparse_meta"]["help"]
+        rows.append((f"`{flag}`", f"`{entry.name.upper()}`", text))
+    return [
+        "## Megatron arguments\n",
+        "Fields of `TransformerConfig`, so arguments of every Megatron script where this package\n"
+        "is installed, beside `--moe-token-dispatcher-type monta`. The variable is the argument's "
+        "default.\n",
+        _table(("argument", "variable", "what it says"), rows),
+    ]
+
+
+def _variables() -> list[str]:
+    return [
+        "## Environment variables\n",
+        _table(("variable", "what it says"), _quoted(VARIABLES)),
+        "Read, not ours:\n",
+        _table(("variable", "from, and for what"), _quoted(READ_VARIABLES)),
+    ]
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
+    actions = [
+        action
+        for action in parser._actions
+        if action.dest != "help" and action.help != argparse.SUPPRESS
+    ]
+    rows = [(_flag(action), _value(action), _help(parser, action)) for action in actions]
+    return [
+        f"## monta {name}\n",
+        f"{textwrap.fill(parser.description or '', width=100)}\n",
+        _table(("flag", "value", "what it says"), rows),
+    ]
+
+
+def _flag(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.dest}`"
+    return f"{names} (required)" if action.required and action.option_strings else names
+
+
+def _value(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return ", ".join(f"`{choice}`" for choice in action.choices)
+    if action.nargs == 0:
+        return ""
+    return f"`{action.metavar}`" if isinstance(action.metavar, str) else ""
+
+
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return (action.help or "") % {**vars(action), "prog": parser.prog}
+
+
+def _quoted(rows: dict[str, str]) -> Iterable[tuple[str, str]]:
+    return [
+        (", ".join(f"`{name}`" for name in names.split(", ")), text) for names, text in rows.items()
+    ]
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def main() -> None:
+    """Print the page, or write it."""
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""What `plan`, `timeline` and `simulate` are asked: model, cluster, layout, tokens, routing."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.cluster import Cluster
+    from monta_megatron.planner.layout import ParallelLayout
+    from monta_megatron.planner.layouts import RankedLayout
+    from monta_megatron.planner.model import Model
+    from monta_megatron.planner.plan import Plan
+    from monta_megatron.planner.routing import Routing
+    from monta_megatron.planner.workload import Workload
+
+SIZES = {
+    "world-size": "all ranks (default: those of the cluster)",
+    "tp": "tensor parallel size, with sequence parallelism",
+    "ep": "expert parallel size",
+    "etp": "expert tensor parallel size",
+    "cp": "context parallel size",
+    "pp": "pipeline parallel size",
+}
+ROUTINGS = ("uniform", "skewed", "node-limited")
+
+
+def add_arguments(parser: Any, needs_model: bool = True) -> None:
+    """The flags that say what is exchanged, and on what."""
+    parser.add_argument(
+        "--model", metavar="FILE", required=needs_model, help="configs/models/*.yaml"
+    )
+    parser.add_argument(
+        "--cluster", metavar="FILE", required=needs_model, help="configs/clusters/*.yaml"
+    )
+    parser.add_argument("--layout", metavar="FILE", help="YAML with the sizes below")
+    for name, text in SIZES.items():
+        parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
+    parser.add_argument(
+        "--tokens", metavar="N", type=whole(0), help="of a rank (default: the model's batch)"
+    )
+    parser.add_argument(
+        "--routing",
+        metavar="NAME|FOLDER",
+        default="uniform",
+        help=f"{', '.join(ROUTINGS)}, or a folder of Megatron's --moe-routing-trace-path "
+        "(default: uniform, by the model's router)",
+    )
+    parser.add_argument(
+        "--phase",
+        choices=("forward", "forward_backward"),
+        default="forward_backward",
+        help="what has to be fast (default: forward_backward)",
+    )
+    parser.add_argument(
+        "--inter-rate-ratio",
+        metavar="X",
+        type=positive,
+        help="price a network with X times the cluster's rate",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The files and flags, read.
+
+    Attributes:
+        model: what is trained.
+        cluster: on what.
+        layout: as given, or the best of `ranking`.
+        ranking: every layout that fits, where none was given.
+    """
+
+    model: "Model"
+    cluster: "Cluster"
+    layout: "ParallelLayout"
+    ranking: "list[RankedLayout] | None"
+
+
+def read(parsed: argparse.Namespace) -> Asked:
+    """Model, cluster and layout of the command line.
+
+    Raises:
+        ValueError: a file or flag is wrong, or the layout does not fit.
+    """
+    from monta_megatron import strict_yaml
+    from monta_megatron.planner.layouts import rank_layouts
+    from monta_megatron.planner.model import Model
+    from monta_megatron.progress import show_progress
+
+    model, cluster = strict_yaml.load(Model, parsed.model), read_cluster(parsed)
+    ranking, sizes = None, {}
+    if parsed.layout is None and (parsed.tp, parsed.ep, parsed.etp) == (None, None, None):
+        world_size = cluster.num_ranks if parsed.world_size is None else parsed.world_size
+        _check_world("--world-size", world_size, cluster, parsed)
+        # It takes seconds: a terminal shows them, a log needs no line for them.
+        with show_progress(parsed.command, sys.stderr.isatty()) as progress:
+            ranking = rank_layouts(
+                model,
+                cluster,
+                world_size=world_size,
+                cp=parsed.cp or 1,
+                pp=parsed.pp or 1,
+                phase=parsed.phase,
+                progress=progress,
+            )
+        best = ranking[0]
+        sizes = {"tp": best.tp, "ep": best.ep, "etp": best.etp}
+    layout = _layout(parsed, cluster, sizes)
+    misfit = layout.misfit(model)
+    if misfit is not None:
+        raise ValueError(f"{parsed.layout or 'layout'}: {misfit}")
+    return Asked(model=model, cluster=cluster, layout=layout, ranking=ranking)
+
+
+def read_cluster(parsed: argparse.Namespace) -> "Cluster":
+    """The cluster of --cluster, with the network of --inter-rate-ratio.
+
+    Raises:
+        ValueError: the file is wrong.
+    """
+    from monta_megatron import strict_yaml
+    from monta_megatron.planner.cluster import Cluster
+
+    cluster = strict_yaml.load(Cluster, parsed.cluster)
+    ratio = parsed.inter_rate_ratio
+    return cluster if ratio is None else cluster.with_inter_rate(ratio)
+
+
+def workloads(
+    parsed: argparse.Namespace, model: "Model", cluster: "Cluster", layout: "ParallelLayout"
+) -> "list[Workload]":
+    """One for every way in which the layout's exchanges lie on the nodes."""
+    from monta_megatron.planner.layout import exchanges
+    from monta_megatron.planner.workload import Workload
+
+    places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
+    tokens = layout.tokens_per_rank(model) if parsed.tokens is None else parsed.tokens
+    return [
+        Workload.of(model, place, tokens, _routing(parsed.routing, model, place.num_nodes))
+        for place in places
+    ]
+
+
+def slowest_plan(
+    workloads: "Sequence[Workload]", cluster: "Cluster", **settings: Any
+) -> "tuple[Plan, Workload]":
+    """The plan that takes longest where exchanges lie on the nodes in several ways, and for which.
+
+    Args:
+        workloads: as from `workloads`.
+        cluster: on what.
+        settings: of `planner.search.plan`.
+
+    Raises:
+        ValueError: no chain can run.
+    """
+    from dataclasses import replace
+
+    from monta_megatron.planner.search import plan
+
+    plans = [(plan(workload, cluster, **settings), workload) for workload in workloads]
+    slowest, workload = max(plans, key=lambda pair: pair[0].predicted_us or 0.0)
+    if len(plans) > 1:
+        note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
+        slowest = replace(slowest, notes=(*slowest.notes, note))
+    return slowest, workload
+
+
+def _layout(
+    parsed: argparse.Namespace, cluster: "Cluster", sizes: dict[str, int]
+) -> "ParallelLayout":
+    """Defaults, then the file, then the flags."""
+    from monta_megatron import strict_yaml
+    from monta_megatron.planner.layout import ParallelLayout
+
+    where = "layout"
+    data: Any = {"world_size": cluster.num_ranks, **sizes}
+    if parsed.layout is not None:
+        where = parsed.layout
+        found = strict_yaml.read(parsed.layout)
+        data = {**data, **found} if isinstance(found, dict) else found
+    flags = {
+        name: value
+        for name in ("world_size", "tp", "ep", "etp", "cp", "pp")
+        if (value := getattr(parsed, name)) is not None
+    }
+    if isinstance(data, dict):
+        data = {**data, **flags}
+    layout = strict_yaml.build(ParallelLayout, data, where)
+    _check_world(f"{where}: world_size", layout.world_size, cluster, parsed)
+    return layout
+
+
+def _check_world(
+    where: str, world_size: int, cluster: "Cluster", parsed: argparse.Namespace
+) -> None:
+    if world_size > cluster.num_ranks:
+        raise ValueError(
+            f"{where}: got {world_size}, must be at most the {cluster.num_ranks} ranks of "
+            f"{parsed.cluster}"
+        )
+
+
+def _routing(name: str, model: "Model", num_nodes: int) -> "Routing":
+    from monta_megatron.planner.router_trace import traced_routing
+    from monta_megatron.planner.routing import UniformRouting
+    from monta_megatron.planner.sampled_routing import skewed_routing
+    from monta_megatron.planner.workload import uniform_routing
+
+    if name == "uniform":
+        return uniform_routing(model)
+    if name == "skewed":
+        return skewed_routing(model.num_experts, model.moe_router_topk)
+    if name != "node-limited":
+        if not Path(name).is_dir():
+            raise ValueError(
+                f"--routing: got {name!r}, must be one of {', '.join(ROUTINGS)}, or a folder of "
+                "Megatron's --moe-routing-trace-path"
+            )
+        return traced_routing(name, model.num_experts)
+    limit = num_nodes // 2
+    if limit == 0 or model.num_experts % num_nodes:
+        raise ValueError(
+            f"--routing: got {name}, must not be where an exchange lies on {num_nodes} node(s); it "
+            "means half of them"
+        )
+    if limit * (model.num_experts // num_nodes) < model.moe_router_topk:
+        raise ValueError(
+            f"--routing: got {name}, must leave {model.moe_router_topk} experts to choose from; "
+            f"half of {num_nodes} nodes hold fewer"
+        )
+    return UniformRouting(
+        num_experts=model.num_experts,
+        topk=model.moe_router_topk,
+        num_groups=num_nodes,
+        group_topk=limit,
+    )
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """An argparse type: an integer >= `least`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text!r}, must be an integer >= {least}")
+        return int(text)
+
+    return convert
+
+
+def positive(text: str) -> float:
+    """An argparse type: a number > 0."""
+    return _number(text, "a number > 0", lambda value: 0 < value < float("inf"))
+
+
+def fraction(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    return _number(text, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def _number(text: str, rule: str, holds: Callable[[float], bool]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not holds(value):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be {rule}")
+    return value

@@ -1,0 +1,204 @@
+"""Every command that README and docs show is run here, or stands here with the reason why not.
+
+A command that no entry of `KNOWN` describes fails, and so does an entry that describes none. The
+commands of a page run in order in one folder that looks like the repository.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from command_lines import check_arguments
+from pages import PAGES, REPOSITORY, commands, links, name_of
+
+from monta_megatron.emulation import sandbox
+
+LIMIT_S = 120
+WIDTH = 80
+# Of what is started on an emulated cluster: the smallest that has two tiers.
+SMALL = {
+    "--ranks-per-node": "2",
+    "--experts": "4",
+    "--top-k": "2",
+    "--hidden": "16",
+    "--tokens": "8",
+}
+BENCH_TESTS = "tests/benchmark/test_bench_command.py"
+LAUNCH_TESTS = "tests/launch/test_start.py"
+TIMELINE_TESTS = "tests/timeline/test_recorded.py"
+CALIBRATE_TESTS = "tests/calibration/test_calibrate_command.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """How a command is checked.
+
+    Attributes:
+        pattern: of the whole command.
+        sizes: flag -> value that takes the place of the page's, so that it runs anywhere, at once.
+        more: flags that are added.
+        run_by: the test that runs it, where it is slow, or where another page runs it as well.
+        reason: why it cannot be run here, true on every machine.
+    """
+
+    pattern: str
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    more: str = ""
+    run_by: str | None = None
+    reason: str | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is run here."""
+        return self.run_by is None and self.reason is None
+
+    def smaller(self, command: str) -> str:
+        """The command with the sizes that are run."""
+        for flag, value in self.sizes.items():
+            command = re.sub(rf"(?<= ){flag} \S+", f"{flag} {value}", command)
+        return f"{command} {self.more}".strip()
+
+
+EMULATE = r"monta emulate --nodes \d+ .* -- -m monta_megatron\.cli"
+KNOWN = (
+    Known(pattern=r"monta (doctor|plan .*|simulate .*|timeline --model .*)"),
+    Known(pattern=r"mkdir .*|monta completion .*"),
+    Known(pattern=r"monta launch .* --dry-run"),
+    Known(
+        pattern=rf"{EMULATE} calibrate --out cluster.yaml", sizes=SMALL, more="--budget-seconds 1"
+    ),
+    Known(
+        pattern=rf"{EMULATE} bench .* --cluster cluster.yaml",
+        sizes=SMALL,
+        more="--repeats 1 --warmup 0 --chains auto --num-chunks 2 --phase forward",
+    ),
+    Known(pattern=rf"{EMULATE} bench .*", run_by=BENCH_TESTS),
+    Known(pattern=r"monta bench --report .*", run_by="tests/benchmark/test_sweep.py"),
+    Known(
+        pattern=r"python scripts/quickstart/iteration_time\.py .*",
+        reason="a measurement of minutes, on a quiet machine",
+    ),
+    Known(pattern=rf"{EMULATE} calibrate .*", run_by=CALIBRATE_TESTS),
+    Known(pattern=rf"{EMULATE} timeline --record .*", run_by=TIMELINE_TESTS),
+    Known(pattern=r"monta launch --config configs/runs/quickstart\.yaml", run_by=LAUNCH_TESTS),
+    Known(pattern=r"sbatch .*", run_by="tests/slurm/test_slurm.py"),
+    Known(pattern=r"monta launch .* --start sbatch", reason="needs nodes with GPUs"),
+    # What the script starts: both trainings, and the comparison.
+    Known(pattern=r"scripts/quickstart\.sh", run_by="tests/megatron/test_training.py"),
+    Known(
+        pattern=r"torchrun \.\.\. pretrain_gpt\.py .*", run_by="tests/megatron/test_pretrain_gpt.py"
+    ),
+    Known(pattern=r"torchrun --nnodes 2 .*", reason="needs two machines"),
+    Known(
+        pattern=r"pip install .*|source \.venv/bin/activate|pre-commit install",
+        reason="the tests run in what it makes",
+    ),
+    Known(
+        pattern=r"(MONTA_ALLOW_ANY_MEGATRON=1 )?scripts/test\.sh.*|\.ci/run",
+        reason="it runs this test",
+    ),
+)
+
+
+def known(command: str) -> Known | None:
+    """What is known of a command: the first entry that describes it."""
+    return next((entry for entry in KNOWN if re.fullmatch(entry.pattern, command)), None)
+
+
+ALL = [(page, command) for page in PAGES for command in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{name_of(p)}: {c}" for p, c in ALL])
+def test_every_command_is_known(page: Path, command: str) -> None:
+    entry = known(command)
+    assert entry is not None, "say in KNOWN how it is run"
+    if entry.run_by is not None:
+        assert (REPOSITORY / entry.run_by.split("::")[0]).is_file()
+    script = re.match(r"(?:\w+=\S+ )*((?:scripts|\.ci)/\S+)", command)
+    if script is not None:
+        assert os.access(REPOSITORY / script[1], os.X_OK)
+    if command.startswith("monta ") or "monta_megatron.cli " in command:
+        check_arguments(command)
+
+
+def test_every_entry_is_of_use() -> None:
+    used = {id(known(command)) for _, command in ALL}
+    assert [entry.pattern for entry in KNOWN if id(entry) not in used] == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the repository and may be written to."""
+    folder = tmp_path_factory.mktemp("repository")
+    for path in REPOSITORY.iterdir():
+        if path.name in ("configs", "docs", "scripts", "src"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+RUN_HERE = [page for page in PAGES if any(known(c) and known(c).runs for c in commands(page))]
+_done: set[str] = set()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", RUN_HERE, ids=name_of)
+def test_commands_of_a_page_run(folder: Path, page: Path) -> None:
+    for command in commands(page):
+        entry = known(command)
+        if entry is None or not entry.runs:
+            continue
+        smaller = entry.smaller(command)
+        if smaller in _done:
+            continue
+        if smaller.startswith("monta emulate"):
+            _need_namespaces()
+        _run(smaller, folder)
+        _done.add(smaller)
+
+
+def _run(command: str, folder: Path) -> None:
+    # What is written below ~ stays here; what libraries keep there is used.
+    caches = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "HOME": str(folder),
+        "XDG_CACHE_HOME": caches,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    result = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    if "--json" in command:
+        json.loads(result.stdout)
+    elif re.match("monta (?!launch|completion)", command):
+        # Those two print scripts.
+        wide = [line for line in result.stdout.splitlines() if len(line) > WIDTH]
+        assert wide == [], f"{command}: wider than {WIDTH} columns"
+
+
+def _need_namespaces() -> None:
+    try:
+        sandbox.unshare_command()
+    except ValueError as error:
+        pytest.skip(f"monta emulate: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = [target for target in links(page) if not (page.parent / target).exists()]
+    assert broken == []

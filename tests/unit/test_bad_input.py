@@ -1,0 +1,141 @@
+"""Bad input to any sub-command: exit status 2, one line that says what is wrong, nothing written.
+
+Each case runs as a process of its own, forked from one that has imported what takes long.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from preloaded import Preloaded
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL, CLUSTER = (
+    CONFIGS / "models" / "mixtral_8x7b.yaml",
+    CONFIGS / "clusters" / "a800_2x8_ib200.yaml",
+)
+PLAN = f"plan --model {MODEL} --cluster {CLUSTER}"
+BENCH = "bench --experts 8 --top-k 2 --hidden 32 --tokens 16"
+SIMULATE = f"simulate --model {MODEL} --cluster {CLUSTER} --ep 8"
+CALIBRATE = "calibrate --out c.yaml"
+EMULATE = "emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500"
+
+# What is typed, and words of the line that answers it: where, what was found, what is allowed.
+CASES = [
+    ("", ["COMMAND", "required"]),
+    ("plann", ["'plann'", "plan"]),
+    ("plan", ["--model", "--cluster", "required"]),
+    (f"plan --model nowhere.yaml --cluster {CLUSTER}", ["nowhere.yaml", "No such file"]),
+    (f"plan --model . --cluster {CLUSTER}", [".: cannot be read"]),
+    (f"plan --model {CLUSTER} --cluster {CLUSTER}", ["a800_2x8_ib200.yaml", "unknown key"]),
+    (f"plan --model {MODEL} --cluster {MODEL}", ["mixtral_8x7b.yaml", "unknown key"]),
+    (f"{PLAN} --ep 3", ["layout", "got 16", "multiple of etp * ep * pp (3)"]),
+    (f"{PLAN} --tp 0", ["--tp", "'0'", ">= 1"]),
+    (f"{PLAN} --etp 2.5", ["--etp", "'2.5'", ">= 1"]),
+    (f"{PLAN} --world-size 5000", ["--world-size", "5000", "at most the 16 ranks"]),
+    (f"{PLAN} --world-size 1", ["world_size", "got 1", "more ranks"]),
+    (f"{PLAN} --tokens -1", ["--tokens", "'-1'", ">= 0"]),
+    (f"{PLAN} --ep 8 --routing diagonal", ["--routing", "'diagonal'", "uniform", "folder"]),
+    (f"{PLAN} --ep 8 --tp 1 --routing node-limited", ["--routing", "node-limited"]),
+    (f"{PLAN} --phase backward", ["--phase", "'backward'", "forward"]),
+    (f"{PLAN} --inter-rate-ratio 0", ["--inter-rate-ratio", "'0'", "> 0"]),
+    (f"{PLAN} --ep 8 --memory-limit-gb 0.000001", ["memory_limit", "must be at least"]),
+    (f"{PLAN} --margin 2", ["--margin", "'2'", "from 0 to 1"]),
+    (f"{PLAN} --layout nowhere.yaml", ["nowhere.yaml", "No such file"]),
+    (f"{PLAN} --ep 8 --out nowhere/plan.yaml", ["nowhere/plan.yaml", "cannot be written"]),
+    (f"{PLAN} --ep 8 --out .", [".: ", "cannot be written"]),
+    (f"{PLAN} --experts 8", ["unrecognized", "--experts"]),
+    ("bench", ["--experts", "not given"]),
+    (f"{BENCH} --experts many", ["--experts", "'many'", ">= 1"]),
+    (f"{BENCH} --top-k 9", ["--top-k", "got 9", "at most --experts (8)"]),
+    (f"{BENCH} --chains fastest", ["--chains", "'fastest'", "alltoall_dedup"]),
+    (f"{BENCH} --num-chunks 1,,2", ["--num-chunks", "'1,,2'", "list"]),
+    (f"{BENCH} --dtype int8", ["--dtype", "'int8'", "bfloat16"]),
+    (f"{BENCH} --ep 3", ["--ep", "got 3", "divides the 4 ranks"]),
+    (f"{BENCH} --repeats 0", ["--repeats", "'0'", ">= 1"]),
+    (f"{BENCH} --routing even", ["--routing", "'even'", "uniform"]),
+    (f"{BENCH} --cluster nowhere.yaml", ["nowhere.yaml", "No such file"]),
+    ("calibrate", ["--out", "not given"]),
+    ("calibrate --out nowhere/c.yaml", ["--out", "nowhere/c.yaml", "folder that exists"]),
+    (f"{CALIBRATE} --budget-seconds nan", ["--budget-seconds", "'nan'", "> 0"]),
+    (f"{CALIBRATE} --nics-per-node 0", ["--nics-per-node", "'0'", ">= 1"]),
+    ("emulate", ["--nodes", "required"]),
+    (f"{EMULATE} --nodes 1 -- x.py", ["--nodes", "got 1", "from 2"]),
+    (f"{EMULATE} --inter-mbit 0 -- x.py", ["--inter-mbit", "got 0", "from 1"]),
+    (EMULATE, ["CMD", "missing", "-m MODULE"]),
+    (f"{EMULATE} -- nowhere.py", ["CMD", "'nowhere.py'", "exists"]),
+    ("launch", ["--config", "required"]),
+    ("launch --config nowhere.yaml", ["nowhere.yaml", "No such file"]),
+    (f"launch --config {MODEL}", ["mixtral_8x7b.yaml", "unknown key"]),
+    (f"launch --config {MODEL} --start here", ["--start", "'here'", "torchrun"]),
+    ("timeline", ["RECORDING", "--model", "--record", "none given"]),
+    ("timeline nowhere.json", ["nowhere.json", "No such file"]),
+    (f"timeline {MODEL}", ["mixtral_8x7b.yaml"]),
+    (f"timeline --model {MODEL}", ["--cluster", "not given"]),
+    (f"timeline nowhere.json --model {MODEL}", ["--model", "left out"]),
+    (f"timeline --model {MODEL} --cluster {CLUSTER} --max-ranks 0", ["--max-ranks", "'0'"]),
+    (f"simulate --model {MODEL} --cluster {CLUSTER}", ["--sweep", "required"]),
+    (f"{SIMULATE} --sweep speed=1,2", ["--sweep", "speed", "tokens"]),
+    (f"{SIMULATE} --sweep tokens=0", ["--sweep", "'0'", ">= 1"]),
+    (f"{SIMULATE} --sweep tokens", ["--sweep", "'tokens'"]),
+    (f"{SIMULATE} --sweep top-k=9", ["top", "9", "8"]),
+    ("doctor --fix", ["unrecognized", "--fix"]),
+    ("completion", ["shell", "required"]),
+    ("completion fish", ["'fish'", "bash", "zsh"]),
+]
+
+PREAMBLE = """
+import importlib, os, sys, torch
+from monta_megatron import cli
+for name in ("benchmark.settings", "planner.search", "planner.layouts", "calibration.run"):
+    importlib.import_module(f"monta_megatron.{name}")
+"""
+# One of 4 ranks, for the commands that a launcher starts.
+RUN = """
+os.chdir(sys.argv.pop(1))
+os.environ |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+sys.exit(cli.main())
+"""
+
+Monta = Callable[[Path, str], tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def monta() -> Iterator[Monta]:
+    """Runs one command line in a folder: exit status, standard output, standard error."""
+    process = Preloaded(PREAMBLE)
+
+    def run(folder: Path, words: str) -> tuple[int, str, str]:
+        result = process.run(RUN, str(folder), *words.split())
+        return result.returncode, result.stdout, result.stderr
+
+    yield run
+    process.close()
+
+
+@pytest.mark.parametrize(("words", "expected"), CASES, ids=[words for words, _ in CASES])
+def test_one_line_and_status_2(
+    monta: Monta, tmp_path: Path, words: str, expected: list[str]
+) -> None:
+    status, stdout, stderr = monta(tmp_path, words)
+    assert (status, stdout) == (2, ""), stderr
+    (line,) = stderr.splitlines()
+    assert line.startswith("monta"), line
+    for word in expected:
+        assert word in line, line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_good_input_passes_the_same_way(monta: Monta, tmp_path: Path) -> None:
+    status, stdout, stderr = monta(tmp_path, f"{PLAN} --ep 8 --json")
+    assert (status, stderr) == (0, "")
+    assert json.loads(stdout)["situation"]["ep"] == 8
+
+
+def test_every_command_is_tried() -> None:
+    from monta_megatron.cli import build_parser, sub_parsers
+
+    tried = [words.split()[0] for words, _ in CASES if words]
+    assert set(sub_parsers(build_parser())) <= set(tried)
+    assert len(CASES) >= 30

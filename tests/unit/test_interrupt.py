@@ -1,0 +1,145 @@
+"""Ctrl-C on what takes long: no process stays, no file is half written, one line says it.
+
+A terminal sends SIGINT to the whole process group; a scheduler, to the process that it knows. What
+starts ranks takes seconds to start, and is tried in one of the two ways.
+`monta emulate` and `monta launch` have such tests beside their own.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = REPOSITORY / "configs"
+MONTA = ["-m", "monta_megatron.cli"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *MONTA]
+BENCH = "bench --experts 4 --top-k 2 --hidden 64 --tokens 64 --repeats 100000"
+# Ranking takes seconds, most of them behind this much of the processor's time.
+RANKING_S = 0.8
+LIMIT_S = 120.0
+
+Send = Callable[[int, int], None]
+
+
+@contextmanager
+def started(
+    words: list[str], folder: Path, **environment: str
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A Python that leads a group of its own, and a mark that all its processes bear."""
+    mark = uuid.uuid4().hex
+    with (
+        (folder / "stdout").open("w") as stdout,
+        (folder / "stderr").open("w") as stderr,
+        subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env={**os.environ, "TEST_MARK": mark, "OMP_NUM_THREADS": "1", **environment},
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            yield process, mark
+        finally:
+            for number in marked(mark):
+                os.kill(number, signal.SIGKILL)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that bear a mark."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool], stderr: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not happened():
+        assert process.poll() is None and time.monotonic() < deadline, stderr.read_text()
+        time.sleep(0.02)
+
+
+def interrupt(process: "subprocess.Popen[str]", send: Send, mark: str) -> int:
+    """The exit status; no process stays."""
+    send(process.pid, signal.SIGINT)
+    status = process.wait(timeout=LIMIT_S)
+    assert marked(mark) == []
+    return status
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
+def test_plan(tmp_path: Path, send: Send) -> None:
+    model, cluster = CONFIGS / "models/deepseek_v3.yaml", CONFIGS / "clusters/h100_8x_ndr.yaml"
+    words = [*MONTA, "plan", "--model", str(model), "--cluster", str(cluster)]
+    with started([*words, "--pp", "16", "--out", "plan.yaml"], tmp_path) as (process, mark):
+        ticks = Path(f"/proc/{process.pid}/stat")
+
+        def is_ranking() -> bool:
+            user, system = ticks.read_text().rsplit(")", 1)[1].split()[11:13]
+            return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") > RANKING_S
+
+        wait_for(process, is_ranking, tmp_path / "stderr")
+        assert interrupt(process, send, mark) == 130
+    assert (tmp_path / "stderr").read_text() == "monta plan: interrupted\n"
+    assert (tmp_path / "stdout").read_text() == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
+
+
+def test_calibrate(tmp_path: Path) -> None:
+    partial, stderr = tmp_path / "c.yaml.partial", tmp_path / "stderr"
+    words = [*TORCHRUN, "calibrate", "--out", "c.yaml"]
+    with started(words, tmp_path, MONTA_CPU_RANKS="1") as (process, mark):
+        wait_for(process, lambda: partial.exists() and partial.stat().st_size > 1000, stderr)
+        assert interrupt(process, os.killpg, mark) != 0
+    # What was measured is kept, in whole lines, and nothing else.
+    assert all(json.loads(line) for line in partial.read_text().splitlines())
+    assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr", partial.name}
+    assert said(stderr, "calibrate") == ["monta calibrate: interrupted"]
+
+
+def test_bench(tmp_path: Path) -> None:
+    stderr = tmp_path / "stderr"
+    with started([*TORCHRUN, *BENCH.split()], tmp_path, MONTA_CPU_RANKS="1") as (process, mark):
+        wait_for(process, lambda: "monta bench: " in stderr.read_text(), stderr)
+        assert interrupt(process, os.kill, mark) != 0
+    assert (tmp_path / "stdout").read_text() == ""
+    assert said(stderr, "bench") == ["monta bench: interrupted"]
+
+
+def said(stderr: Path, command: str) -> list[str]:
+    """The last line of the command; torchrun adds a traceback of its own."""
+    text = stderr.read_text()
+    assert "RuntimeError" not in text
+    return [line for line in text.splitlines() if line.startswith(f"monta {command}: ")][-1:]
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    # A copy, which keeps its results in a folder of its own.
+    folder = tmp_path / "scripts" / "quickstart"
+    shutil.copytree(REPOSITORY / "scripts" / "quickstart", folder)
+    environment = {"MONTA_CPU_RANKS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    results = tmp_path / "runs" / "quickstart"
+    words = [str(folder / "main.py"), "--text", str(REPOSITORY / "README.md")]
+    with started(words, tmp_path, **environment) as (process, mark):
+        log = results / "monta.log"
+        wait_for(process, lambda: log.exists() and log.stat().st_size > 0, tmp_path / "stderr")
+        assert interrupt(process, os.killpg, mark) == 130
+    assert (tmp_path / "stderr").read_text() == "quickstart: interrupted\n"
+    assert not (results / "summary.json").exists()
