@@ -21,6 +21,7 @@ from monta_megatron.calibration.points import (
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import find_copies, put_rows
+from monta_megatron.exchange.payload import Payload
 from monta_megatron.integration.permutation import permute, unpermute
 
 # Starts an operation; what it returns waits for the result.
@@ -108,22 +109,27 @@ def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
     def rows(count: int) -> torch.Tensor:
         return torch.ones(count, hidden_size, dtype=dtype, device=device)
 
-    if point.operation == "copy":
-        source, index = rows(num_rows), torch.randperm(num_rows, generator=generator).to(device)
+    if point.operation in ("copy", "put"):
+        # With the lanes of a row that has a list of experts: small ones, but each is an operation.
+        lanes = [
+            rows(num_rows),
+            torch.ones(num_rows, TOPK, device=device),
+            torch.ones(num_rows, TOPK, dtype=torch.int32, device=device),
+        ]
+        payload = Payload.of(lanes, packed=True)
+        index = torch.randperm(num_rows, generator=generator).to(device)
 
-        def copy() -> torch.Tensor:
-            into = torch.empty_like(source)
-            return torch.index_select(source, 0, index, out=into)
-
-        return copy
-
-    if point.operation == "put":
-        source, index = rows(num_rows), torch.randperm(num_rows, generator=generator).to(device)
+        def copy() -> list[torch.Tensor]:
+            messages = payload.allocate(num_rows)
+            for into, lane in zip(payload.lanes(messages).tensors(), lanes, strict=True):
+                torch.index_select(lane, 0, index, out=into)
+            return messages
 
         def put() -> None:
-            put_rows(torch.empty_like(source), index, source)
+            for lane in lanes[:2]:
+                put_rows(torch.empty_like(lane), index, lane)
 
-        return put
+        return copy if point.operation == "copy" else put
 
     if point.operation == "sum":
         # [N, W] a list with an expert of each part, so that each row has a copy in each.
@@ -132,10 +138,15 @@ def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
         num_copies = num_rows * NUM_COPIES
         copies, source = find_copies(lists, parts, num_copies, keep_lists=False), rows(num_copies)
 
+        shares = torch.ones(num_copies, device=device)
+
         def add() -> torch.Tensor:
-            # The sum is in fp32; the message that it goes on in is allocated for itself.
+            # The sum is in fp32; the message that it goes on in is allocated for itself. Behind it
+            # go the probabilities back into their lists.
             into = source.new_empty(num_rows, hidden_size)
-            return into.copy_(copies.sum_by_row(source, torch.float32))
+            into.copy_(copies.sum_by_row(source, torch.float32))
+            copies.put_back(shares)
+            return into
 
         return add
 
