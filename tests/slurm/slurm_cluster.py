@@ -15,7 +15,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
-START_LIMIT_S = 15
+START_LIMIT_S = 60
 # What outlives SIGTERM for so long, Slurm kills.
 KILL_WAIT_S = 10
 RUNNING_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")

@@ -38,8 +38,10 @@ TRAINING = f"""
     --micro-batch-size 2 --global-batch-size 4 --lr 5e-3 --seed 7
     --tokenizer-type NullTokenizer --vocab-size 256 --split 100,0,0
     --train-iters {ITERATIONS} --eval-iters 0 --eval-interval 100 --log-interval 1
-    --distributed-timeout-minutes 2 --save checkpoint --load checkpoint --record record.jsonl
+    --distributed-timeout-minutes 2 --record record.jsonl
 """
+# The format that starts no further processes to write with.
+CHECKPOINTS = "--save checkpoint --load checkpoint --save-interval 100 --ckpt-format torch"
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,8 @@ def test_requeued_training_has_the_losses_of_an_uninterrupted_one(
         *(str(SLURM / "train.sbatch"), str(Path(__file__).with_name("pausing_train.py"))),
         str(SIGNALLED_ITERATION),
     )
-    job = slurm.submit(parts, *script, *training, RANKS_PER_NODE="2")
+    checkpoints = CHECKPOINTS.split()
+    job = slurm.submit(parts, *script, *training, *checkpoints, RANKS_PER_NODE="2")
     deadline = time.monotonic() + JOB_LIMIT_S
     while len(losses(parts)) < SIGNALLED_ITERATION:
         assert time.monotonic() < deadline, slurm.state(job)
@@ -112,7 +115,7 @@ def test_requeued_training_has_the_losses_of_an_uninterrupted_one(
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     log = complete(slurm, job, parts)
     assert slurm.state(job)["Restarts"] == "1"
-    assert "job is requeued" in log
+    assert f"job {job} is requeued" in log
     assert "successfully loaded checkpoint" in log
     assert printed_iterations(log) == list(range(1, ITERATIONS + 1))
     assert losses(parts) == losses(whole)
@@ -142,9 +145,9 @@ def test_cancelled_job_leaves_no_process(slurm: Cluster, tmp_path: Path) -> None
 def test_calibrate(slurm: Cluster, tmp_path: Path) -> None:
     arguments = ("--out", "cluster.yaml", "--budget-seconds", "1", "--nics-per-node", "1")
     script = (str(SLURM / "calibrate.sbatch"), *arguments)
-    complete(slurm, slurm.submit(tmp_path, *script, RANKS_PER_NODE="1"), tmp_path)
+    complete(slurm, slurm.submit(tmp_path, *script, RANKS_PER_NODE="2"), tmp_path)
     cluster = strict_yaml.load(ClusterFile, tmp_path / "cluster.yaml")
-    assert (cluster.num_nodes, cluster.ranks_per_node) == (2, 1)
+    assert (cluster.num_nodes, cluster.ranks_per_node) == (2, 2)
 
 
 @pytest.mark.timeout(JOB_LIMIT_S)
