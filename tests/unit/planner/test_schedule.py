@@ -82,8 +82,8 @@ def test_by_hand_with_launches() -> None:
 
 
 def test_by_hand_where_copies_block_the_host() -> None:
-    # A collective of 10, then a copy of 4, two chunks. The host starts both collectives, which share
-    # the network until 20; then it copies one chunk after the other until 28.
+    # A collective of 10, then a copy of 4, two chunks. The host starts both collectives, which
+    # share the network until 20; then it copies one chunk after the other until 28.
     stages = works(("inter", (10.0, 10.0)), ("memory", (4.0, 4.0)))
     assert simulate(stages, free, copies_block_host=True).total_us == 28.0
     # A second chunk of 4 is done at 8, but its turn comes after the first: at 14, copied by 22.
