@@ -239,6 +239,11 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     "list in the environment": ([("environment", "A", [1])], [], ["environment.A", "number"]),
     "reserved": ([("slurm", "options", {"nodes": 2})], [], ["slurm.options.nodes", "left out"]),
     "time limit": ([("slurm", "time_limit_minutes", "4h")], [], ["slurm.time_limit_minutes", "4h"]),
+    "signal at once": (
+        [("slurm", "time_limit_minutes", 5)],
+        [],
+        ["slurm.signal_before_seconds", "300", "time_limit_minutes"],
+    ),
     "no dashes": ([], ["lr", "1e-4"], ["got 'lr'", "--"]),
     "false for nothing": ([], ["--use-tp-pp-dp-mapping", "false"], ["got false", "run.yaml"]),
     "chain": ([], ["--moe-monta-chain", "fastest"], ["--moe-monta-chain: got fastest", "alltoall"]),

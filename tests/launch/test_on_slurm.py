@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Run:
         "name": "on_slurm",
         "script": "rank.py",
         "layout": {"nodes": 2, "ranks_per_node": 2, "ep": 4},
-        "slurm": {"time_limit_minutes": 5, "options": {"comment": "two words"}},
+        "slurm": {"time_limit_minutes": 30, "options": {"comment": "two words"}},
         "environment": {"LEVEL": "a b"},
         "megatron": {"num-experts": 4, "moe-layer-freq": "([1]*2)"},
     }
@@ -74,7 +74,7 @@ def test_sbatch(run: Run, slurm: Cluster) -> None:
     fields = slurm.wait(job, JOB_LIMIT_S)
     log = run.directory / "logs" / f"{job}.log"
     assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
-    assert (fields["NumNodes"], fields["TimeLimit"]) == ("2", "00:05:00")
+    assert (fields["NumNodes"], fields["TimeLimit"]) == ("2", "00:30:00")
     assert (fields["JobName"], fields["Requeue"]) == ("on_slurm", "1")
     check_ranks(log.read_text(), run)
 

@@ -110,6 +110,13 @@ class Slurm:
                 raise ValueError(
                     f"options.{name}: must be left out; another key of the file says it"
                 )
+        # Slurm may send the signal a minute early, and Megatron needs a while to listen to it.
+        limit = self.time_limit_minutes
+        if limit is not None and 60 * limit < 2 * self.signal_before_seconds:
+            raise ValueError(
+                f"signal_before_seconds: got {self.signal_before_seconds}, must be at most half of "
+                f"time_limit_minutes, {limit} min"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
