@@ -5,6 +5,7 @@ Every function takes plain data and returns plain data; `Case` says what is buil
 
 import copy
 import dataclasses
+import os
 import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,7 @@ def initialize(case: Case) -> None:
             context_parallel_size=case.cp,
             pipeline_model_parallel_size=case.pp,
             order=case.order,
-            distributed_timeout_minutes=1,
+            distributed_timeout_minutes=float(os.environ["POOL_GROUP_LIMIT_S"]) / 60,
         )
         _parallel_states[layout] = state()
     vars(parallel_state).update(_parallel_states[layout])

@@ -27,9 +27,12 @@ class PoolError(AssertionError):
 
 
 class Pool:
-    """`world_size` CPU ranks with torch.distributed (Gloo) and Megatron imported."""
+    """`world_size` CPU ranks with torch.distributed (Gloo) and Megatron imported.
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+    Process groups give up after `group_limit_s`.
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo", group_limit_s: float = 60.0) -> None:
         self.world_size = world_size
         self._stacks = tempfile.TemporaryDirectory(prefix="monta-pool-")
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -54,6 +57,7 @@ class Pool:
                 "POOL_KEY": key.hex(),
                 "POOL_STACKS": self._stacks.name,
                 "POOL_BACKEND": backend,
+                "POOL_GROUP_LIMIT_S": str(group_limit_s),
             }
             for rank in range(world_size):
                 self._processes.append(
@@ -165,7 +169,8 @@ def _serve() -> None:
     torch.set_num_threads(1)
     if os.environ["POOL_BACKEND"] == "nccl":
         torch.cuda.set_device(0)
-    dist.init_process_group(os.environ["POOL_BACKEND"], timeout=timedelta(seconds=60))
+    group_limit = timedelta(seconds=float(os.environ["POOL_GROUP_LIMIT_S"]))
+    dist.init_process_group(os.environ["POOL_BACKEND"], timeout=group_limit)
     host, port = os.environ["POOL_ADDRESS"].split(":")
     connection = Client((host, int(port)), authkey=bytes.fromhex(os.environ["POOL_KEY"]))
     connection.send(rank)

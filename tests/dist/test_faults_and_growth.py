@@ -6,8 +6,8 @@ from layers import Case
 from pool import Pool
 
 CASE = Case(ep=4, num_local_experts=2, options={"moe_monta_ranks_per_node": 2})
-# What Megatron gives its groups in these tests, and the rails and nodes inherit.
-GROUP_LIMIT_S = 60.0
+# What Megatron gives its groups here, and the rails and nodes inherit.
+GROUP_LIMIT_S = 15.0
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ GROUP_LIMIT_S = 60.0
     [("alltoall_allgather", "ep"), ("hierarchical_alltoall", "rail|node")],
 )
 def test_a_killed_rank_is_reported_by_chain_stage_chunk_and_group(chain: str, group: str) -> None:
-    pool = Pool(4)
+    pool = Pool(4, group_limit_s=GROUP_LIMIT_S)
     case = Case(
         ep=4,
         num_local_experts=2,
