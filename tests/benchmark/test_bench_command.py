@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import launch
 
 from monta_megatron.chains import CHAINS
 
 SMALL = "--experts 8 --top-k 3 --hidden 32 --tokens 40 --repeats 2 --warmup 1 --ranks-per-node 2"
-# Seconds; a launch takes 15 where nothing else runs.
-LIMIT_S = 240
 ROW_FIELDS = {
     "requested": str,
     "dispatcher": str,
@@ -39,26 +38,6 @@ ROW_FIELDS = {
     "predicted_ms": (float, type(None)),
     "chosen": bool,
 }
-
-
-def launch(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run on 4 CPU ranks."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "4", *command),
-        ],
-        env={**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=LIMIT_S)
-    finally:
-        # torchrun ends its ranks when it is asked to end, not when it is killed.
-        process.terminate()
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def bench(arguments: str) -> dict[str, Any]:

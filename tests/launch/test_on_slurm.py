@@ -1,21 +1,16 @@
 """run.sh on a Slurm of two nodes: as a job of sbatch, and as a step of srun."""
 
 import json
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from slurm_cluster import Cluster, missing, running_cluster
 
 from monta_megatron.launch import run_directory
 from monta_megatron.launch.prepare import Run, prepare
 from monta_megatron.launch.start import start_command
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "slurm"))
-from slurm_cluster import Cluster, missing, running_cluster
 
 if reason := missing():
     pytest.skip(f"no Slurm: {reason}", allow_module_level=True)
@@ -32,13 +27,8 @@ os.write(1, f"{json.dumps([*place, sys.argv[1:]])}\\n".encode())
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    # Not pytest's folder: the path of a socket is short.
-    folder = Path(tempfile.mkdtemp(prefix="monta-slurm-"))
-    try:
-        with running_cluster(folder) as cluster:
-            yield cluster
-    finally:
-        shutil.rmtree(folder)
+    with running_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

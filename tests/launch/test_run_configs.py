@@ -7,12 +7,12 @@ import importlib.util
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import Preloaded
 
 from monta_megatron import strict_yaml
 from monta_megatron.launch.prepare import Run, prepare
@@ -20,9 +20,6 @@ from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layouts import state_bytes
 from monta_megatron.planner.model import Model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from preloaded import Preloaded
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted((CONFIGS / "runs").glob("*.yaml"))

@@ -3,9 +3,7 @@
 import importlib.util
 import json
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,13 +44,8 @@ CHECKPOINTS = "--save checkpoint --load checkpoint --save-interval 100 --ckpt-fo
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    # Not pytest's folder: the path of a socket is short.
-    folder = Path(tempfile.mkdtemp(prefix="monta-slurm-"))
-    try:
-        with running_cluster(folder) as cluster:
-            yield cluster
-    finally:
-        shutil.rmtree(folder)
+    with running_cluster() as cluster:
+        yield cluster
 
 
 def complete(slurm: Cluster, job: str, folder: Path) -> str:

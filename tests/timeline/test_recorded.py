@@ -1,14 +1,12 @@
 """`monta timeline --record`: one run of 4 CPU ranks, its recording, and what is drawn from it."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import LIMIT_S, launch
 
 from monta_megatron.cli import main
 from monta_megatron.timeline.recording import Recording
@@ -27,9 +25,6 @@ COLLECTIVES = {
     "combine_backward": ("alltoall", "allgather"),
     "dispatch_backward": ("allgather", "alltoall"),
 }
-# Seconds; a launch takes 15 where nothing else runs.
-LIMIT_S = 240
-
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 
@@ -38,25 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the run has left."""
     folder = tmp_path_factory.mktemp("recorded")
     script = str(Path(__file__).with_name("record_in_profile.py"))
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(NUM_RANKS)),
-            *(script, "--record", str(folder), *LAYER.split(), "--json"),
-        ],
-        env={**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=LIMIT_S)
-    finally:
-        # torchrun ends its ranks when it is asked to end, not when it is killed.
-        process.terminate()
-    assert process.returncode == 0, stderr
+    result = launch([script, "--record", str(folder), *LAYER.split(), "--json"])
+    assert result.returncode == 0, result.stderr
     # Nothing else on standard output.
-    (folder / "stdout.json").write_text(json.dumps(json.loads(stdout)))
+    (folder / "stdout.json").write_text(json.dumps(json.loads(result.stdout)))
     return folder
 
 

@@ -108,6 +108,10 @@ STEPS = (
 )
 
 
+def fields(spans: list[Span]) -> list[tuple[str, str, str, float, float]]:
+    return [(each.stage, each.lane, each.action, each.start_us, each.end_us) for each in spans]
+
+
 def test_spans_of_a_copy_a_collective_and_the_copy_that_waits_for_it() -> None:
     steps = [TimedStep(*step, step[-1]) for step in STEPS]
     lanes: Any = {
@@ -117,11 +121,7 @@ def test_spans_of_a_copy_a_collective_and_the_copy_that_waits_for_it() -> None:
     }
     # It was through at 8, and noticed at 9.
     ends_us = {("dispatch", "alltoall", 0): 8.0}
-    found = [
-        (each.stage, each.lane, each.action, each.start_us, each.end_us)
-        for each in spans_of(steps, ends_us, lanes, copies_block_host=True)
-    ]
-    assert found == [
+    assert fields(spans_of(steps, ends_us, lanes, copies_block_host=True)) == [
         ("copy", "memory", "run", 0.0, 2.0),
         ("alltoall", "inter", "run", 2.5, 8.0),
         ("alltoall", "host", "launch", 2.5, 3.0),
@@ -130,11 +130,7 @@ def test_spans_of_a_copy_a_collective_and_the_copy_that_waits_for_it() -> None:
     ]
     # Where the device copies, the host only launches. A stage without a lane moves nothing.
     del lanes["dispatch", "copy"]
-    found = [
-        (each.stage, each.lane, each.action, each.start_us, each.end_us)
-        for each in spans_of(steps, ends_us, lanes, copies_block_host=False)
-    ]
-    assert found == [
+    assert fields(spans_of(steps, ends_us, lanes, copies_block_host=False)) == [
         ("alltoall", "inter", "run", 2.5, 8.0),
         ("alltoall", "host", "launch", 2.0, 3.0),
         ("order", "memory", "run", 9.0, 10.0),

@@ -1,8 +1,11 @@
 """This process among the ranks of a launch: what torchrun or srun says. No torch."""
 
 import os
-from collections.abc import Mapping, MutableMapping
+import time
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+
+OTHER_RANKS_LINGER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,29 @@ def find_launch(command: str, environ: MutableMapping[str, str] = os.environ) ->
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this rank speaks for all; so does a process that no launcher started."""
     return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def linger() -> None:
+    """Of a rank that fails in silence: torchrun ends all ranks as soon as one has failed, and by
+    then the first one has to have said why."""
+    time.sleep(OTHER_RANKS_LINGER_S)
+
+
+def run_as_rank(run: Callable[[], int]) -> int:
+    """Run a command that every rank of a launch is given; the first one alone says what is wrong.
+
+    Args:
+        run: the command; its value is the exit status, and a ValueError is a user's mistake.
+    """
+    if is_first_rank():
+        return run()
+    try:
+        status = run()
+    except ValueError:
+        status = 2
+    if status != 0:
+        linger()
+    return status
 
 
 def _name_as_torch_does(environ: MutableMapping[str, str]) -> None:

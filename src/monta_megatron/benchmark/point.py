@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,10 @@ from monta_megatron.benchmark.candidates import (
 )
 from monta_megatron.benchmark.launch import Launch
 from monta_megatron.benchmark.prediction import predict
-from monta_megatron.benchmark.report import Row
+from monta_megatron.benchmark.report import Row, describe
 from monta_megatron.benchmark.settings import Phase, Settings
 from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians, spread
-from monta_megatron.benchmark.timing import time_interleaved
+from monta_megatron.benchmark.timing import time_interleaved, wait_for_all
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.benchmark.workload import Batch, make_batch
 from monta_megatron.chains import Layout
@@ -79,6 +80,11 @@ class Bench:
     batch: Batch
     candidates: list[Candidate]
     skipped: dict[str, str]
+
+    def meta(self) -> dict[str, Any]:
+        """Where and how it runs, as a report says it."""
+        gpu = torch.cuda.get_device_name() if self.batch.hidden.is_cuda else None
+        return describe(self.task.settings, self.nodes, self.task.emulated, self.skipped, gpu)
 
     def rows(self, scope: str, experts: Experts, phase: Phase) -> list[Row]:
         """Time all candidates in one phase; one row for each."""
@@ -172,7 +178,20 @@ class Bench:
 
 
 def prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
-    """Megatron's groups, the data, and the dispatchers on both."""
+    """Megatron's groups, the data, and the dispatchers on both.
+
+    Raises:
+        ValueError: a setting that cannot run here; on every rank, when all have come so far.
+    """
+    try:
+        return _prepare(task, device, makes_groups)
+    except ValueError:
+        # The same on every rank; the first one is not far behind when the others leave.
+        wait_for_all()
+        raise
+
+
+def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
     settings = task.settings
     shape = LayerShape(
         num_experts=settings.num_experts,

@@ -14,10 +14,8 @@ from monta_megatron.benchmark.candidates import identity_experts
 from monta_megatron.benchmark.checks import check_candidates
 from monta_megatron.benchmark.launch import Launch
 from monta_megatron.benchmark.point import Task, prepare
-from monta_megatron.benchmark.report import describe
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.sweep import SweepPoint
-from monta_megatron.benchmark.timing import wait_for_all
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.bench_layer import Experts, build_experts
 from monta_megatron.planner.cluster import Cluster
@@ -87,13 +85,7 @@ def run_benchmarks(
 def _run_benchmark(task: Task, device: torch.device, makes_groups: bool) -> dict[str, Any]:
     """One point."""
     settings = task.settings
-    try:
-        bench = prepare(task, device, makes_groups)
-    except ValueError:
-        # The same on every rank; the first one is not far behind when the others leave.
-        wait_for_all()
-        raise
-
+    bench = prepare(task, device, makes_groups)
     task.progress.phase(f"{task.name}checks of {len(bench.candidates)} dispatchers", 0)
     wrong = check_candidates(bench.candidates, bench.layout)
     if wrong:
@@ -109,10 +101,9 @@ def _run_benchmark(task: Task, device: torch.device, makes_groups: bool) -> dict
         for row in bench.rows(scope, experts, phase)
     ]
 
-    gpu = torch.cuda.get_device_name() if bench.batch.hidden.is_cuda else None
     report: dict[str, Any] = {
         "settings": strict_yaml.plain(settings),
-        "meta": describe(settings, bench.nodes, task.emulated, bench.skipped, gpu),
+        "meta": bench.meta(),
         "rows": [asdict(row) for row in rows],
     }
     if settings.ablation:

@@ -135,7 +135,9 @@ def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: in
         seed=integer("seed", 1, least=0),
         ranks_per_node=integer("ranks_per_node") if texts.get("ranks_per_node") else None,
         cluster=texts.get("cluster"),
-        inter_rate_ratio=_positive("--inter-rate-ratio", texts.get("inter_rate_ratio") or "1"),
+        inter_rate_ratio=positive_number(
+            "--inter-rate-ratio", texts.get("inter_rate_ratio") or "1"
+        ),
         world_size=world_size,
         ablation=bool(texts.get("ablation")),
         bound=bool(texts.get("bound")),
@@ -216,7 +218,12 @@ def _integer(flag: str, text: str, least: int) -> int:
     return value
 
 
-def _positive(flag: str, text: str) -> float:
+def positive_number(flag: str, text: str) -> float:
+    """The value of a flag that takes a number > 0.
+
+    Raises:
+        ValueError: it is none.
+    """
     try:
         value = float(text)
     except ValueError:

@@ -8,12 +8,11 @@ else.
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from monta_megatron import __version__
-from monta_megatron.benchmark.launch import is_first_rank
+from monta_megatron.benchmark.launch import is_first_rank, linger
 from monta_megatron.cli import (
     bench,
     calibrate,
@@ -30,7 +29,6 @@ COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, plan, simulat
 
 # As a shell reports a process that SIGINT or SIGPIPE has ended.
 INTERRUPTED, UNREAD = 130, 141
-OTHER_RANKS_LINGER_S = 5.0
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -48,8 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if not is_first_rank():
-            # torchrun ends all ranks as soon as one has failed; the first one has to have spoken.
-            time.sleep(OTHER_RANKS_LINGER_S)
+            linger()
             self.exit(2)
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 

@@ -4,16 +4,12 @@ import argparse
 import contextlib
 import json
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from monta_megatron.benchmark.sweep import SweepPoint
-
-# torchrun ends all ranks as soon as one has failed; by then the first rank has to have said why.
-OTHER_RANKS_LINGER_S = 5.0
 
 EXAMPLE = """\
 examples, on 4 CPU ranks that stand for 2 nodes:
@@ -82,19 +78,11 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run on this rank; the first rank prints. Exit status 1 where results are not stock's."""
-    from monta_megatron.benchmark.launch import is_first_rank
+    from monta_megatron.benchmark.launch import run_as_rank
 
     if parsed.report is not None:
         return _report(parsed)
-    if is_first_rank():
-        return _run(parsed)
-    try:
-        status = _run(parsed)
-    except ValueError:
-        status = 2
-    if status != 0:
-        time.sleep(OTHER_RANKS_LINGER_S)
-    return status
+    return run_as_rank(lambda: _run(parsed))
 
 
 def _run(parsed: argparse.Namespace) -> int:

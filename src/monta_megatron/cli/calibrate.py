@@ -3,18 +3,13 @@
 import argparse
 import contextlib
 import json
-import math
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from monta_megatron.calibration.run import Calibration
-
-# torchrun ends all ranks as soon as one has failed; by then the first rank has to have said why.
-OTHER_RANKS_LINGER_S = 5.0
 
 EXAMPLE = """\
 examples:
@@ -54,20 +49,15 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure on this rank; the first one writes and prints."""
-    from monta_megatron.benchmark.launch import is_first_rank
+    from monta_megatron.benchmark.launch import run_as_rank
 
-    if is_first_rank():
-        return _run(parsed)
-    try:
-        return _run(parsed)
-    except ValueError:
-        time.sleep(OTHER_RANKS_LINGER_S)
-        return 2
+    return run_as_rank(lambda: _run(parsed))
 
 
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.benchmark.launch import find_launch
     from monta_megatron.benchmark.plots import check_can_plot
+    from monta_megatron.benchmark.settings import positive_number
 
     # Step 1: what was asked for.
     if parsed.out is None:
@@ -75,7 +65,7 @@ def _run(parsed: argparse.Namespace) -> int:
     out = Path(parsed.out)
     if not out.parent.is_dir() or out.is_dir():
         raise ValueError(f"--out: got {out}, must be a file in a folder that exists")
-    budget_s = _positive("--budget-seconds", parsed.budget_seconds or "120")
+    budget_s = positive_number("--budget-seconds", parsed.budget_seconds or "120")
     ranks_per_node = _whole("--ranks-per-node", parsed.ranks_per_node)
     nics_per_node = _whole("--nics-per-node", parsed.nics_per_node)
     if parsed.plot is not None:
@@ -133,16 +123,6 @@ def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None
 
         path = plot_curves(result.cluster, Path(parsed.plot))
         print(f"monta calibrate: drew {path}", file=sys.stderr)
-
-
-def _positive(flag: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"{flag}: got {text!r}, must be a number > 0")
-    return value
 
 
 def _whole(flag: str, text: str | None) -> int | None:

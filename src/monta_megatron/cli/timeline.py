@@ -6,7 +6,6 @@ import importlib.util
 import json
 import sys
 import textwrap
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from monta_megatron.timeline.recording import Recording
     from monta_megatron.timeline.spans import Timeline
 
-# torchrun ends all ranks as soon as one has failed; by then the first rank has to have said why.
-OTHER_RANKS_LINGER_S = 5.0
-NUM_CHUNKS = 4
 NUM_PASSES = 5
 
 EXAMPLE = """\
@@ -100,15 +96,9 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Draw; of a launch the first rank writes and prints."""
-    from monta_megatron.benchmark.launch import is_first_rank
+    from monta_megatron.benchmark.launch import run_as_rank
 
-    if parsed.record is None or is_first_rank():
-        return _run(parsed)
-    try:
-        return _run(parsed)
-    except ValueError:
-        time.sleep(OTHER_RANKS_LINGER_S)
-        return 2
+    return _run(parsed) if parsed.record is None else run_as_rank(lambda: _run(parsed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +243,7 @@ def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
     from difflib import get_close_matches
 
     from monta_megatron.chains import CHAINS
+    from monta_megatron.options import DEFAULT_NUM_CHUNKS
 
     if parsed.chain not in CHAINS:
         nearest = get_close_matches(parsed.chain, CHAINS, n=1)
@@ -263,7 +254,7 @@ def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
         raise ValueError(
             f"--num-chunks: got {parsed.num_chunks}, must be 1 for the serial chain {chain.name}"
         )
-    return chain, parsed.num_chunks or (1 if chain.serial else NUM_CHUNKS)
+    return chain, parsed.num_chunks or (1 if chain.serial else DEFAULT_NUM_CHUNKS)
 
 
 def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:

@@ -283,8 +283,10 @@ class _Pipeline:
         if not isinstance(behind.stage, AllGather):
             return None
         group = self.exchange.groups[behind.stage.group]
+        if group.size == 1:
+            return None
         parts = rows.split(behind.receive[chunk].tolist())
-        return OwnPart(rows=parts[group.rank].clone(), copy=group.rank) if group.size > 1 else None
+        return OwnPart(rows=parts[group.rank].clone(), copy=group.rank)
 
     def _collective(self, bound: BoundStage, group: PeerGroup, chunk: int) -> _Chunk:
         """Start a collective on what the stage before it left."""

@@ -66,8 +66,9 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
                 is_packed = walk.probs and not isinstance(stages[position - 1].stage, Place)
                 copied = rows_before[position][chunk] * row.hidden_bytes if is_packed else 0.0
                 behind = stages[position + 1]
-                if isinstance(behind.stage, AllGather) and row.value_bytes < SUM_BYTES:
-                    # A rank keeps its own part of the sum over ranks as it is.
+                sums_over_ranks = isinstance(behind.stage, AllGather) and behind.send.shape[1] > 1
+                if sums_over_ranks and row.value_bytes < SUM_BYTES:
+                    # A rank keeps its own part of the sum as it is.
                     new += behind.send[chunk, 0].item() * sum_bytes
                 peak = max(peak, live + rows * sum_bytes + max(copied, new))
             peak = max(peak, live + new)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from monta_megatron.benchmark.candidates import Candidate, identity_experts, run_candidate
 from monta_megatron.benchmark.launch import Launch
 from monta_megatron.benchmark.point import Bench, Task, prepare
-from monta_megatron.benchmark.report import describe
 from monta_megatron.benchmark.run import start
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.timing import wait_for_all
@@ -56,12 +55,7 @@ def record(
         emulated=EmulatedCluster.from_environment(),
         progress=progress,
     )
-    try:
-        bench = prepare(task, device, makes_groups=True)
-    except ValueError:
-        # The same on every rank; the first one is not far behind when the others leave.
-        wait_for_all()
-        raise
+    bench = prepare(task, device, makes_groups=True)
     (candidate,) = (each for each in bench.candidates if each.kind == "monta")
     planned = candidate.dispatcher.layout.ranks_per_node
     if planned != bench.layout.ranks_per_node:
@@ -109,7 +103,7 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
         settings=settings,
         clock=clock.name,
         clock_error_us=clock.error_us,
-        meta=_meta(bench),
+        meta=bench.meta(),
         ranks=tuple(RankRecord(node=node, spans=()) for node in bench.nodes),
     )
     lanes = lanes_of(recording.workload, CHAINS[chain], num_chunks)
@@ -139,11 +133,6 @@ def _title(bench: Bench, chain: str, num_chunks: int) -> str:
         f"{settings.routing} routing, H {settings.hidden}, {settings.tokens:,} tokens per rank, "
         f"{settings.dtype}"
     )
-
-
-def _meta(bench: Bench) -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name() if bench.batch.hidden.is_cuda else None
-    return describe(bench.task.settings, bench.nodes, bench.task.emulated, bench.skipped, gpu)
 
 
 def _time_us(taken: Taken) -> float:

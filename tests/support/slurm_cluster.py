@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -136,12 +137,10 @@ def processes_with(variable: str) -> dict[int, str]:
 
 
 @contextmanager
-def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """A cluster with both nodes idle; its daemons end with the context.
-
-    Args:
-        folder: empty, with a path short enough for a socket.
-    """
+def running_cluster() -> Iterator[Cluster]:
+    """A cluster with both nodes idle; its daemons and its folder end with the context."""
+    # Not pytest's folder: the path of a socket is short.
+    folder = Path(tempfile.mkdtemp(prefix="monta-slurm-"))
     (folder / "state").mkdir()
     text = CONFIGURATION.format(
         host=socket.gethostname(),
@@ -173,6 +172,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         _end_all(folder)
         for daemon in daemons:
             daemon.wait()
+        shutil.rmtree(folder)
 
 
 def _wait_until(condition: Callable[[], bool], folder: Path) -> None:
