@@ -1,8 +1,9 @@
 """A pool of ranks that is started once per world size and reused by every test.
 
-Importing torch and Megatron costs seconds per process, so the ranks stay alive and run one
-function after another. A rank that fails, or a time limit that passes, ends the pool: the error
-holds every rank's traceback or stack, and the next test gets a fresh pool.
+Importing torch and Megatron costs seconds per process, so one process imports them and forks the
+ranks, which stay alive and run one function after another. A rank that fails, or a time limit that
+passes, ends the pool: the error holds every rank's traceback or stack, and the next test gets a
+fresh pool.
 """
 
 import faulthandler
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,6 @@ class Pool:
     def __init__(self, world_size: int, backend: str = "gloo", group_limit_s: float = 60.0) -> None:
         self.world_size = world_size
         self._stacks = tempfile.TemporaryDirectory(prefix="monta-pool-")
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         key = os.urandom(16)
         # All ranks call at once; without a backlog some of the calls would be lost.
@@ -59,21 +60,21 @@ class Pool:
                 "POOL_BACKEND": backend,
                 "POOL_GROUP_LIMIT_S": str(group_limit_s),
             }
-            for rank in range(world_size):
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, __file__],
-                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdout=subprocess.DEVNULL,
-                        stderr=None if rank == 0 else subprocess.DEVNULL,
-                    )
-                )
-            by_rank: dict[int, Connection] = {}
+            # A session of its own: whatever it has forked ends with it.
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            by_rank: dict[int, tuple[Connection, int]] = {}
             listener._listener._socket.settimeout(START_LIMIT_S)  # type: ignore[attr-defined]
             while len(by_rank) < world_size:
                 connection = listener.accept()
-                by_rank[connection.recv()] = connection
-            self._connections = [by_rank[rank] for rank in range(world_size)]
+                rank, process_id = connection.recv()
+                by_rank[rank] = (connection, process_id)
+            self._connections = [by_rank[rank][0] for rank in range(world_size)]
+            self._process_ids = [by_rank[rank][1] for rank in range(world_size)]
 
     def run(self, function: str, *args: Any, limit_s: float = 120.0) -> list[Any]:
         """Run "module:function" with `args` on every rank; what each rank returned, by rank.
@@ -132,14 +133,15 @@ class Pool:
         for connection in self._connections:
             connection.close()
         self._connections = []
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._stacks.cleanup()
 
     def _stack(self, rank: int) -> str:
         """Where a rank is: it writes its stack to a file on SIGUSR1."""
-        self._processes[rank].send_signal(signal.SIGUSR1)
+        with suppress(ProcessLookupError):
+            os.kill(self._process_ids[rank], signal.SIGUSR1)
         path = Path(self._stacks.name) / str(rank)
         for _ in range(20):
             if path.exists() and path.stat().st_size > 0:
@@ -154,26 +156,45 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _serve() -> None:
+def _fork_ranks() -> None:
+    """Import once, fork every rank, and stay until the last of them has ended."""
+    import torch
+
+    if os.environ["POOL_BACKEND"] == "gloo":
+        # With a GPU each rank imports for itself: CUDA does not survive a fork.
+        from monta_megatron.integration import bench_layer, dispatcher  # noqa: F401
+
+    torch.set_num_threads(1)
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        if os.fork() == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            if rank > 0:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            _serve(rank)
+            return
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _serve(rank: int) -> None:
     """Body of one rank: run what the pool sends until the connection closes."""
     import importlib
     from datetime import timedelta
 
-    rank = int(os.environ["RANK"])
     stack_file = open(Path(os.environ["POOL_STACKS"]) / str(rank), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
 
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     if os.environ["POOL_BACKEND"] == "nccl":
         torch.cuda.set_device(0)
     group_limit = timedelta(seconds=float(os.environ["POOL_GROUP_LIMIT_S"]))
     dist.init_process_group(os.environ["POOL_BACKEND"], timeout=group_limit)
     host, port = os.environ["POOL_ADDRESS"].split(":")
     connection = Client((host, int(port)), authkey=bytes.fromhex(os.environ["POOL_KEY"]))
-    connection.send(rank)
+    connection.send((rank, os.getpid()))
     while True:
         try:
             name, args = connection.recv()
@@ -188,4 +209,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _fork_ranks()

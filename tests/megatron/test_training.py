@@ -5,12 +5,12 @@ The script is the quickstart's; the settings are what a user would add to its co
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_ranks import ForkedRanks
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(
@@ -19,7 +19,6 @@ if importlib.util.find_spec("megatron.training") is None:
     )
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "quickstart"
-TORCHRUN_LIMIT_S = 240
 ITERATIONS = 4
 
 MODEL = """
@@ -78,7 +77,16 @@ def data_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text.prepare(texts, folder)
 
 
-def train(dispatcher: str, settings: str, data_prefix: Path, folder: Path) -> list[dict]:
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ForkedRanks]:
+    ranks = ForkedRanks("import megatron.training, megatron.core.models.gpt")
+    yield ranks
+    ranks.close()
+
+
+def train(
+    ranks: ForkedRanks, dispatcher: str, settings: str, data_prefix: Path, folder: Path
+) -> list[dict]:
     """Train on 4 CPU ranks; the lines of the run's record."""
     from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
 
@@ -87,24 +95,11 @@ def train(dispatcher: str, settings: str, data_prefix: Path, folder: Path) -> li
     record = folder / "record.jsonl"
     settings = settings.format(folder=folder)
     arguments = f"{MODEL} {settings} --train-iters {ITERATIONS}".split()
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "4", str(SCRIPTS / "train.py"), "--record", str(record)),
-            *("--moe-token-dispatcher-type", dispatcher, *arguments),
-            *("--data-path", str(data_prefix), "--data-cache-path", str(folder / "cache")),
-            *CPU_RANKS_ARGUMENTS,
-        ],
-        env={
-            **os.environ,
-            "MONTA_CPU_RANKS": "1",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONWARNINGS": "ignore",
-        },
-        capture_output=True,
-        text=True,
-        timeout=TORCHRUN_LIMIT_S,
+    result = ranks.run(
+        SCRIPTS / "train.py",
+        *("--record", str(record), "--moe-token-dispatcher-type", dispatcher, *arguments),
+        *("--data-path", str(data_prefix), "--data-cache-path", str(folder / "cache")),
+        *CPU_RANKS_ARGUMENTS,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     return [json.loads(line) for line in record.read_text().splitlines()]
@@ -112,9 +107,12 @@ def train(dispatcher: str, settings: str, data_prefix: Path, folder: Path) -> li
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_training_settings(name: str, data_prefix: Path, tmp_path: Path) -> None:
-    ours = train("monta", SETTINGS[name] + f" {OPTIONS.get(name, BITWISE)}", data_prefix, tmp_path)
-    stock = train("alltoall", SETTINGS[name], data_prefix, tmp_path)
+def test_training_settings(
+    name: str, ranks: ForkedRanks, data_prefix: Path, tmp_path: Path
+) -> None:
+    settings = f"{SETTINGS[name]} {OPTIONS.get(name, BITWISE)}"
+    ours = train(ranks, "monta", settings, data_prefix, tmp_path)
+    stock = train(ranks, "alltoall", SETTINGS[name], data_prefix, tmp_path)
     losses = [entry["loss"] for entry in ours if "loss" in entry]
     assert len(losses) >= ITERATIONS
     assert losses == [entry["loss"] for entry in stock if "loss" in entry]

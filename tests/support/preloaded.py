@@ -4,23 +4,26 @@ Importing takes seconds; a fork of it is as fresh as a new process for what is r
 arguments, configurations, exits.
 """
 
+import atexit
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 
-FORK_LIMIT_S = 60
+LIMIT_S = 60
 
 
 class Preloaded:
     """Runs pieces of code, each in a fork of one process that has run `preamble`."""
 
-    def __init__(self, preamble: str, **environment: str) -> None:
+    def __init__(self, preamble: str, limit_s: int = LIMIT_S, **environment: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, preamble],
+            [sys.executable, __file__, preamble, str(limit_s)],
             env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -44,20 +47,23 @@ class Preloaded:
         self._process.wait()
 
 
-def _serve(preamble: str) -> None:
+def _serve(preamble: str, limit_s: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What Megatron prints while it is imported is no answer.
     namespace: dict[str, object] = {"__name__": "__main__"}
     exec(preamble, namespace)
     for line in sys.stdin:
         code, arguments = json.loads(line)
-        with tempfile.TemporaryDirectory() as folder:
-            outputs = [Path(folder) / name for name in ("stdout", "stderr")]
-            child = os.fork()
-            if child == 0:
-                _run_and_exit(code, arguments, outputs, namespace)
-            _, status = os.waitpid(child, 0)
-            stdout, stderr = (path.read_text() for path in outputs)
+        # Not a TemporaryDirectory: each fork would remove it as it ends.
+        folder = Path(tempfile.mkdtemp())
+        outputs = [folder / name for name in ("stdout", "stderr")]
+        child = os.fork()
+        if child == 0:
+            signal.alarm(limit_s)
+            _run_and_exit(code, arguments, outputs, namespace)
+        _, status = os.waitpid(child, 0)
+        stdout, stderr = (path.read_text() for path in outputs)
+        shutil.rmtree(folder)
         answer = {
             "returncode": os.waitstatus_to_exitcode(status),
             "stdout": stdout,
@@ -70,9 +76,6 @@ def _run_and_exit(
     code: str, arguments: list[str], outputs: list[Path], namespace: dict[str, object]
 ) -> None:
     """Body of a fork: never returns."""
-    import signal
-
-    signal.alarm(FORK_LIMIT_S)
     for descriptor, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.argv[1:] = arguments
@@ -84,10 +87,11 @@ def _run_and_exit(
     except BaseException:  # noqa: BLE001 - as an interpreter ends
         traceback.print_exc()
         status = 1
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], int(sys.argv[2]))

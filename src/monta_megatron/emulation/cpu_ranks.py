@@ -116,6 +116,8 @@ def _install_device_queries() -> None:
     )
     # Says that CUDA is up, so that torch.cuda runs seeding at once instead of keeping it for later.
     cuda._initialized = True
+    # Asking whether there is a GPU was enough for torch to call every fork from here on broken.
+    cuda._is_in_bad_fork = lambda: False
     # A torch built for CUDA names CUDA as its accelerator even without a GPU; a DataLoader would
     # then pin memory on it.
     torch.accelerator.is_available = lambda: False

@@ -1,0 +1,73 @@
+"""A script on ranks that are forks of one process: what they import is imported once.
+
+torchrun starts every rank anew, which costs seconds for each that imports Megatron's training loop.
+"""
+
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from preloaded import Preloaded
+
+NUM_RANKS = 4
+LIMIT_S = 240
+
+
+class ForkedRanks:
+    """CPU ranks that have run `preamble`; each script gets fresh ones."""
+
+    def __init__(self, preamble: str) -> None:
+        self._preloaded = Preloaded(
+            f"import sys\nfrom forked_ranks import run_ranks\n{preamble}",
+            limit_s=LIMIT_S,
+            MONTA_CPU_RANKS="1",
+            OMP_NUM_THREADS="1",
+            CUDA_DEVICE_MAX_CONNECTIONS="1",
+            WORLD_SIZE=str(NUM_RANKS),
+            LOCAL_WORLD_SIZE=str(NUM_RANKS),
+            MASTER_ADDR="127.0.0.1",
+        )
+
+    def run(self, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the script on every rank; the first status that is not 0 ends them all."""
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = str(sock.getsockname()[1])
+        return self._preloaded.run("run_ranks(*sys.argv[1:])", port, str(script), *arguments)
+
+    def close(self) -> None:
+        """End the process behind them."""
+        self._preloaded.close()
+
+
+def run_ranks(port: str, script: str, *arguments: str) -> None:
+    """In a fork of the preloaded process: fork the ranks, and leave with their status."""
+    ranks = []
+    for rank in range(NUM_RANKS):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
+            sys.argv = [script, *arguments]
+            sys.path[0] = str(Path(script).parent)
+            runpy.run_path(script, run_name="__main__")
+            return
+        ranks.append(child)
+
+    def end_all(*_: Any) -> None:
+        for child in ranks:
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, end_all)
+    worst = 0
+    while ranks:
+        child, status = os.wait()
+        ranks.remove(child)
+        if status != 0:
+            worst = worst or abs(os.waitstatus_to_exitcode(status))
+            end_all()
+    sys.exit(worst)
