@@ -15,12 +15,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "dist"))
 
 from pool import Pool
-from test_exchange_properties import SHAPES, case_from, run_properties
+from test_exchange_properties import NUM_CASES, SHAPES, case_from, run_properties
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=20000, help="over all world sizes")
+    parser.add_argument(
+        "--cases", type=int, default=20000, help="shared among world sizes as in the tests"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the drawing")
     parser.add_argument(
         "--world-size", type=int, choices=sorted(SHAPES), help="this one alone; all unless given"
@@ -33,6 +35,7 @@ def main() -> int:
         parser.error("--case: needs the --world-size that was printed with it")
 
     world_sizes = sorted(SHAPES) if arguments.world_size is None else [arguments.world_size]
+    ordinary = sum(NUM_CASES[world_size] for world_size in world_sizes)
     for world_size in world_sizes:
         pool = Pool(world_size)
         try:
@@ -42,7 +45,7 @@ def main() -> int:
                 found = {line for result in results for _, line in result}
                 print("\n".join(sorted(found)) or "equal to the reference")
                 return 1 if found else 0
-            num_cases = -(-arguments.cases // len(world_sizes))
+            num_cases = -(-arguments.cases * NUM_CASES[world_size] // ordinary)
             began = time.monotonic()
             run_properties(pool, num_cases, arguments.seed)
             seconds = time.monotonic() - began
