@@ -148,6 +148,14 @@ def test_run_script_serves_bash_and_sbatch() -> None:
     assert lines[-2].endswith('start.sh" --ranks-per-node 8 --nodes 2 -- \\')
 
 
+def test_a_job_that_would_start_over_is_not_requeued() -> None:
+    run = ready(MIXTRAL, "--load", "false")
+    assert run.lacks_to_resume == ("load",)
+    script = run_script(run)
+    assert "#SBATCH --no-requeue" in script
+    assert "--signal" not in script
+
+
 def test_start_by_nodes() -> None:
     one, two = ready(QUICKSTART), ready(MIXTRAL)
     assert choose_start(None, one, dry_run=True) == "torchrun"

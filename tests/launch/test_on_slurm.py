@@ -41,7 +41,13 @@ def run(tmp_path: Path) -> Run:
         "layout": {"nodes": 2, "ranks_per_node": 2, "ep": 4},
         "slurm": {"time_limit_minutes": 30, "options": {"comment": "two words"}},
         "environment": {"LEVEL": "a b"},
-        "megatron": {"num-experts": 4, "moe-layer-freq": "([1]*2)"},
+        "megatron": {
+            "num-experts": 4,
+            "moe-layer-freq": "([1]*2)",
+            "save": "checkpoints",
+            "load": "checkpoints",
+            "exit-signal-handler": True,
+        },
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(data))

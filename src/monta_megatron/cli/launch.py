@@ -79,6 +79,11 @@ def run(parsed: argparse.Namespace) -> int:
     prepared = checked(prepared)
     command = start_command(start, prepared)
     _say(prepared, command)
+    if start == "sbatch" and prepared.lacks_to_resume:
+        _tell(
+            "note: the job ends at its time limit and is not requeued, since it would start over "
+            f"without --{', --'.join(prepared.lacks_to_resume)}"
+        )
     document = _document(prepared, command)
     if parsed.dry_run:
         print(json.dumps(document, indent=2) if parsed.json else run_script(prepared).rstrip())

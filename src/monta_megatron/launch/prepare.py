@@ -13,6 +13,8 @@ from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.planner.plan import Plan
 
 PRETRAIN_GPT = "${MEGATRON_LM_DIR}/pretrain_gpt.py"
+# What a job needs to go on where the one before it was when its time was nearly up.
+RESUMES_WITH = ("save", "load", "exit-signal-handler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,11 @@ class Run:
     plan: Plan | None
     notes: tuple[str, ...]
     megatron: str | None = None
+
+    @property
+    def lacks_to_resume(self) -> tuple[str, ...]:
+        """The arguments without which a requeued job would start over."""
+        return tuple(name for name in RESUMES_WITH if name not in self.arguments)
 
 
 def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bool) -> Run:

@@ -40,7 +40,7 @@ FolderName = Annotated[
 # Set from other keys.
 RESERVED_SLURM_OPTIONS = (
     *("job-name", "nodes", "ntasks", "ntasks-per-node", "partition", "account", "time"),
-    *("output", "open-mode", "signal", "requeue"),
+    *("output", "open-mode", "signal", "requeue", "no-requeue"),
 )
 
 
@@ -94,7 +94,8 @@ class Slurm:
         partition: its name, or None for the cluster's default.
         account: likewise.
         time_limit_minutes: of the job.
-        signal_before_seconds: how long before that the training is told to write its checkpoint.
+        signal_before_seconds: how long before that the training is told to write its checkpoint,
+            where it has --save, --load and --exit-signal-handler; the job is requeued then.
         options: any other option by its long name, such as `gpus-per-node: 8`.
     """
 

@@ -50,11 +50,16 @@ def _script_word(run: Run) -> str:
 
 def sbatch_options(run: Run) -> dict[str, str | None]:
     """What sbatch reads in run.sh; start.sh says what the signal does."""
-    return {
+    options: dict[str, str | None] = {
         **slurm_options(run),
         "output": str(run.directory / "logs" / "%j.log"),
         # A job that is requeued goes on in the log that it began.
         "open-mode": "append",
+    }
+    if run.lacks_to_resume:
+        return {**options, "no-requeue": None}
+    return {
+        **options,
         "signal": f"B:USR1@{run.config.slurm.signal_before_seconds}",
         "requeue": None,
     }
