@@ -134,9 +134,13 @@ class TokenCounts:
     for_node_ranks: RowCounts | None = None
 
 
-# Where the host itself waits for collectives, the network needs two chunks under way: one that is
-# waited for, and one behind it.
-HOST_LAG = 2
+def host_lag(transpose: bool) -> int:
+    """By how many chunks a stage trails the collective that feeds it where the host itself waits.
+
+    The network needs two chunks under way: one that is waited for, and one behind it. A chain
+    begins with it; in a transpose it comes last, and every chunk before it is time that it idles.
+    """
+    return 1 if transpose else 2
 
 
 def depth_of_stages(stages: Sequence[BoundStage]) -> list[int]:

@@ -3,7 +3,7 @@
 Each stage has a side stream of its own, so that chunk i+1's AllToAll, chunk i's AllGather and
 chunk i-1's copies run at once. On CPU ranks there are no streams: a collective runs in the
 background of its process group, and the host waits for it where its result is first needed.
-Either way the executor issues the same calls in the same order.
+Either way the executor makes the same calls; by how many chunks one stage trails another differs.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,17 @@ from typing import Any, Protocol
 
 import torch
 
-from monta_megatron.chains.chain import HOST_LAG
+from monta_megatron.chains.chain import host_lag
 
 # Waits for what a stage started: blocks the current stream on a GPU, the host on CPU ranks.
 Ready = Callable[[], object]
 
 
 class Streams(Protocol):
-    """What the executor asks of a device.
+    """What the executor asks of a device."""
 
-    Attributes:
-        lag: by how many chunks a stage trails the collective that feeds it.
-    """
-
-    lag: int
+    def lag(self, transpose: bool) -> int:
+        """By how many chunks a stage of a walk trails the collective that feeds it."""
 
     def fork(self) -> None:
         """Order every side stream behind what the caller's stream has done so far."""
@@ -53,7 +50,8 @@ class Streams(Protocol):
 class HostStreams:
     """CPU ranks: no streams; copies run at once, collectives in the background."""
 
-    lag = HOST_LAG
+    def lag(self, transpose: bool) -> int:
+        return host_lag(transpose)
 
     def fork(self) -> None: ...
 
@@ -79,11 +77,12 @@ class HostStreams:
 class CudaStreams:
     """One side stream per stage, ordered by events; nothing here blocks the host."""
 
-    lag = 1
-
     def __init__(self, device: torch.device) -> None:
         self._streams = _side_streams(device)
         self._caller = torch.cuda.current_stream(device)
+
+    def lag(self, transpose: bool) -> int:
+        return 1
 
     def fork(self) -> None:
         for stream in self._streams:

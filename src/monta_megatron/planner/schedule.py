@@ -12,9 +12,10 @@ after the other. The cap keeps that for factors above 2 too: so no schedule is s
 serial one, and none is faster than its busiest resource.
 
 Where copies block the host (CPU ranks), the host waits for what an operation reads before it
-launches it, and runs the copies itself; collectives run behind its back. There is no stream that
-would keep a stage's collectives in order: each runs from its launch on, and those under way share
-their resource, so that chunks arrive later, and closer to each other.
+launches it, and runs the copies itself; a launch is work of the same kind, slowed like them by the
+collectives behind its back. There is no stream that would keep a stage's collectives in order: each
+runs from its launch on, and those under way share their resource, so that chunks arrive later, and
+closer to each other.
 
 With all factors 1 and no launch times this is the recurrence of a pipeline (`recurrence_us`).
 
@@ -22,7 +23,7 @@ Notation: N = stages, C = chunks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monta_megatron.planner.cluster import RESOURCES, Resource
 
@@ -74,6 +75,9 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
         copies_block_host: see above.
     """
     num_chunks = len(works[0].times_us) if works else 0
+    asked_for = list(range(len(works)))
+    if copies_block_host:
+        works, asked_for = _with_launches_as_copies(works)
     host = _Host(works, num_chunks, copies_block_host)
     # What each task that runs adds to another one's slowdown, by their stages.
     excess = [
@@ -142,9 +146,11 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
                 feed(stage)
     assert all(len(ends) == num_chunks for ends in ends_us), "the pipeline is stuck"
     return Schedule(
-        launched_us=tuple(map(tuple, host.launched_us)),
-        starts_us=tuple(map(tuple, starts_us)),
-        ends_us=tuple(tuple(ends[chunk] for chunk in range(num_chunks)) for ends in ends_us),
+        launched_us=tuple(tuple(host.launched_us[stage]) for stage in asked_for),
+        starts_us=tuple(tuple(starts_us[stage]) for stage in asked_for),
+        ends_us=tuple(
+            tuple(ends_us[stage][chunk] for chunk in range(num_chunks)) for stage in asked_for
+        ),
         total_us=now_us,
     )
 
@@ -177,6 +183,20 @@ def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
             slowdown = 1 + (len(times) - 1) * (min(factor(resource, resource), 2.0) - 1)
             bounds += [sum(times) * slowdown / len(times), max(times)]
     return max(bounds)
+
+
+def _with_launches_as_copies(works: Sequence[Work]) -> tuple[list[Work], list[int]]:
+    """The launch of each collective as a stage of its own before it, and where the others are."""
+    expanded: list[Work] = []
+    positions = []
+    for work in works:
+        if work.resource != "memory" and work.launch_us > 0:
+            times_us = (work.launch_us,) * len(work.times_us)
+            expanded.append(replace(work, resource="memory", times_us=times_us, launch_us=0.0))
+            work = replace(work, launch_us=0.0)
+        positions.append(len(expanded))
+        expanded.append(work)
+    return expanded, positions
 
 
 class _Host:

@@ -95,6 +95,13 @@ def test_by_hand_where_copies_block_the_host() -> None:
     stages = [Work(**{**vars(work), "depth": 0}) for work in stages]
     schedule = simulate(stages, free, copies_block_host=True)
     assert schedule.ends_us == ((15.0, 30.0), (25.0, 40.0))
+    # A launch of 2 is the host's work too: the second one takes 3 beside the first collective,
+    # which has done 2 of its 10 by then, at 5. Both halve each other until 21, when the second has
+    # 2 left.
+    stages = works(("inter", (10.0, 10.0)), launch_us=2.0)
+    schedule = simulate(stages, lambda *_: 1.5, copies_block_host=True)
+    assert schedule.launched_us == schedule.starts_us == ((2.0, 5.0),)
+    assert schedule.ends_us == ((21.0, 23.0),)
     # Two copies in a row never run at once, though they would not feel each other.
     stages = works(("memory", (5.0, 5.0)), ("memory", (5.0, 5.0)))
     assert simulate(stages, free, copies_block_host=True).total_us == 20.0
