@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import launch
+from forked_ranks import ForkedRanks
 
 from monta_megatron.chains import CHAINS
 
+CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 SMALL = "--experts 8 --top-k 3 --hidden 32 --tokens 40 --repeats 2 --warmup 1 --ranks-per-node 2"
 ROW_FIELDS = {
     "requested": str,
@@ -40,16 +42,26 @@ ROW_FIELDS = {
 }
 
 
-def bench(arguments: str) -> dict[str, Any]:
-    result = launch(["-m", "monta_megatron.cli", "bench", *arguments.split(), "--json"])
+MONTA_BENCH = ("-m", "monta_megatron.cli", "bench")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ForkedRanks]:
+    ranks = ForkedRanks("import monta_megatron.benchmark.run")
+    yield ranks
+    ranks.close()
+
+
+def bench(ranks: ForkedRanks, arguments: str) -> dict[str, Any]:
+    result = ranks.run(*MONTA_BENCH, *arguments.split(), "--json")
     assert result.returncode == 0, result.stderr
     # Nothing else on standard output.
     report: dict[str, Any] = json.loads(result.stdout)
     return report
 
 
-def test_report_holds_every_chain_and_field(tmp_path: Path) -> None:
-    report = bench(f"{SMALL} --num-chunks 1,3 --layer --plot {tmp_path}")
+def test_report_holds_every_chain_and_field(ranks: ForkedRanks, tmp_path: Path) -> None:
+    report = bench(ranks, f"{SMALL} --num-chunks 1,3 --layer --plot {tmp_path}")
     meta, rows = report["meta"], report["rows"]
     assert set(meta["versions"]) >= {"monta-megatron", "megatron-core", "torch", "python"}
     assert meta["machine"]["cores"] == os.cpu_count()
@@ -100,8 +112,9 @@ def test_report_holds_every_chain_and_field(tmp_path: Path) -> None:
         assert (tmp_path / f"{scope}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_ablation_and_bound() -> None:
-    report = bench(f"{SMALL} --tp 2 --num-chunks 2 --phase forward --ablation --bound")
+def test_ablation_and_bound(ranks: ForkedRanks) -> None:
+    flags = "--tp 2 --num-chunks 2 --phase forward --ablation --bound"
+    report = bench(ranks, f"{SMALL} {flags}")
     steps = report["ablation"]
     assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
     assert [step["num_chunks"] for step in steps[:3]] == [1, 1, 4]
@@ -120,25 +133,35 @@ def test_ablation_and_bound() -> None:
     assert bound["pct_of_bound"] == pytest.approx(100 * slowest_ms / bound["pipelined_ms"])
 
 
-def test_wrong_results_stop_it_before_anything_is_timed() -> None:
+def test_wrong_results_stop_it_before_anything_is_timed(ranks: ForkedRanks) -> None:
     script = str(Path(__file__).with_name("bench_with_fault.py"))
-    result = launch([script, *SMALL.split(), "--chains", "alltoall_allgather", "--num-chunks", "2"])
-    assert result.returncode != 0
+    flags = "--chains alltoall_allgather --num-chunks 2"
+    result = ranks.run(script, *SMALL.split(), *flags.split())
+    assert result.returncode == 1
     assert "results differ, nothing was timed" in result.stderr
     (line,) = [line for line in result.stderr.splitlines() if "rows at the experts" in line]
     assert line == "monta alltoall_allgather x2: rows at the experts differ from stock's (rank 1)"
-    assert "exitcode  : 1 " in result.stderr
     assert "repeats" not in result.stderr
     assert result.stdout == ""
 
 
-def test_refused_chain_asked_for_by_name_is_one_line() -> None:
+def test_refused_chain_asked_for_by_name_is_one_line(ranks: ForkedRanks) -> None:
     arguments = f"{SMALL} --tp 2 --chains alltoall_dedup"
-    result = launch(["-m", "monta_megatron.cli", "bench", *arguments.split()])
+    result = ranks.run(*MONTA_BENCH, *arguments.split())
+    assert result.returncode == 2
     lines = [line for line in result.stderr.splitlines() if line.startswith("monta bench: ")]
     assert len(lines) == 1, result.stderr
     assert "alltoall_dedup cannot run here: expert_tensor_parallel_size is 2" in lines[0]
-    assert "exitcode  : 2 " in result.stderr
+
+
+def test_cluster_of_other_nodes_is_one_line(ranks: ForkedRanks, tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER.read_text().replace("per_node: 8", "per_node: 1"))
+    flags = SMALL.replace("--ranks-per-node 2", f"--cluster {cluster}")
+    result = ranks.run(*MONTA_BENCH, *flags.split())
+    assert result.returncode == 2
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("monta bench: ")]
+    assert "--cluster: got one of 1 ranks per node, must have 4 as this launch" in line
 
 
 def run_alone(arguments: str, rank: int) -> subprocess.CompletedProcess[str]:

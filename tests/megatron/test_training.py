@@ -96,7 +96,7 @@ def train(
     settings = settings.format(folder=folder)
     arguments = f"{MODEL} {settings} --train-iters {ITERATIONS}".split()
     result = ranks.run(
-        SCRIPTS / "train.py",
+        str(SCRIPTS / "train.py"),
         *("--record", str(record), "--moe-token-dispatcher-type", dispatcher, *arguments),
         *("--data-path", str(data_prefix), "--data-cache-path", str(folder / "cache")),
         *CPU_RANKS_ARGUMENTS,

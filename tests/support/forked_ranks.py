@@ -33,28 +33,29 @@ class ForkedRanks:
             MASTER_ADDR="127.0.0.1",
         )
 
-    def run(self, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run the script on every rank; the first status that is not 0 ends them all."""
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run `SCRIPT ARGUMENTS`, or `-m MODULE ARGUMENTS`, on every rank.
+
+        The first status that is not 0 ends them all, and is the run's.
+        """
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = str(sock.getsockname()[1])
-        return self._preloaded.run("run_ranks(*sys.argv[1:])", port, str(script), *arguments)
+        return self._preloaded.run("run_ranks(*sys.argv[1:])", port, *command)
 
     def close(self) -> None:
         """End the process behind them."""
         self._preloaded.close()
 
 
-def run_ranks(port: str, script: str, *arguments: str) -> None:
+def run_ranks(port: str, *command: str) -> None:
     """In a fork of the preloaded process: fork the ranks, and leave with their status."""
     ranks = []
     for rank in range(NUM_RANKS):
         child = os.fork()
         if child == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
-            sys.argv = [script, *arguments]
-            sys.path[0] = str(Path(script).parent)
-            runpy.run_path(script, run_name="__main__")
+            _run(*command)
             return
         ranks.append(child)
 
@@ -71,3 +72,13 @@ def run_ranks(port: str, script: str, *arguments: str) -> None:
             worst = worst or abs(os.waitstatus_to_exitcode(status))
             end_all()
     sys.exit(worst)
+
+
+def _run(script: str, *arguments: str) -> None:
+    if script == "-m":
+        sys.argv = list(arguments)
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")

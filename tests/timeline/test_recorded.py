@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import LIMIT_S, launch
+from forked_ranks import LIMIT_S, ForkedRanks
 
 from monta_megatron.cli import main
 from monta_megatron.timeline.recording import Recording
@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the run has left."""
     folder = tmp_path_factory.mktemp("recorded")
     script = str(Path(__file__).with_name("record_in_profile.py"))
-    result = launch([script, "--record", str(folder), *LAYER.split(), "--json"])
+    ranks = ForkedRanks("import monta_megatron.timeline.record")
+    result = ranks.run(script, "--record", str(folder), *LAYER.split(), "--json")
+    ranks.close()
     assert result.returncode == 0, result.stderr
     # Nothing else on standard output.
     (folder / "stdout.json").write_text(json.dumps(json.loads(result.stdout)))

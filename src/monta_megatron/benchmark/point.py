@@ -215,6 +215,7 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
         candidates = build_ablation(settings, task.cluster, shape, layout, batch)
     else:
         candidates, skipped = build_candidates(settings, task.cluster, shape, layout, batch)
+    _check_nodes(candidates, layout)
     return Bench(
         task=task,
         shape=shape,
@@ -224,6 +225,17 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
         candidates=candidates,
         skipped=skipped,
     )
+
+
+def _check_nodes(candidates: list[Candidate], layout: Layout) -> None:
+    """The nodes of a dispatcher are those of its cluster file; a benchmark's are the launch's."""
+    for candidate in candidates:
+        if candidate.kind == "monta" and candidate.dispatcher.layout.nodes != layout.nodes:
+            raise ValueError(
+                f"--cluster: got one of {candidate.dispatcher.layout.ranks_per_node} ranks per "
+                f"node, must have {layout.ranks_per_node} as this launch, or --ranks-per-node says "
+                "how many"
+            )
 
 
 def _of_all_ranks(own: Traffic) -> Traffic:

@@ -57,13 +57,6 @@ def record(
     )
     bench = prepare(task, device, makes_groups=True)
     (candidate,) = (each for each in bench.candidates if each.kind == "monta")
-    planned = candidate.dispatcher.layout.ranks_per_node
-    if planned != bench.layout.ranks_per_node:
-        wait_for_all()
-        raise ValueError(
-            f"--cluster: got one of {planned} ranks per node, must have "
-            f"{bench.layout.ranks_per_node} as this launch, or --ranks-per-node says how many"
-        )
     return _record(bench, candidate)
 
 
