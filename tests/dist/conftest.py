@@ -1,4 +1,8 @@
-"""Pools of ranks, one per world size, shared by all tests of this folder."""
+"""Pools of ranks, one per world size, shared by the tests of a file.
+
+Not of the folder: every layout leaves process groups behind, every Gloo group threads, and each of
+those wakes up a hundred times a second.
+"""
 
 from collections.abc import Iterator
 
@@ -23,7 +27,7 @@ class Pools:
             pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     pools = Pools()
     yield pools

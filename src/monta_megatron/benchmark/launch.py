@@ -1,11 +1,14 @@
 """This process among the ranks of a launch: what torchrun or srun says. No torch."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 OTHER_RANKS_LINGER_S = 5.0
+INTERRUPT_REACHES_ALL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +67,30 @@ def run_as_rank(run: Callable[[], int]) -> int:
     Args:
         run: the command; its value is the exit status, and a ValueError is a user's mistake.
     """
-    if is_first_rank():
-        return run()
+    interrupts = []
+
+    def interrupt(*signal_and_frame: Any) -> None:
+        interrupts.append(signal_and_frame)
+        raise KeyboardInterrupt
+
+    handler_before = signal.signal(signal.SIGINT, interrupt)
     try:
         status = run()
     except ValueError:
+        if is_first_rank():
+            raise
         status = 2
-    if status != 0:
+    except RuntimeError:
+        # A launch that is interrupted ends rank by rank. That this one has lost its peers is no
+        # fault then, be it before its own turn, or after: on the way through autograd the
+        # interrupt may have been replaced by the loss.
+        time.sleep(INTERRUPT_REACHES_ALL_S)
+        if interrupts:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, handler_before)
+    if status != 0 and not is_first_rank():
         linger()
     return status
 
