@@ -64,14 +64,14 @@ def run_ranks(port: str, *command: str) -> None:
             os.kill(child, signal.SIGKILL)
 
     signal.signal(signal.SIGALRM, end_all)
-    worst = 0
+    first_failure = 0
     while ranks:
         child, status = os.wait()
         ranks.remove(child)
         if status != 0:
-            worst = worst or abs(os.waitstatus_to_exitcode(status))
+            first_failure = first_failure or abs(os.waitstatus_to_exitcode(status))
             end_all()
-    sys.exit(worst)
+    sys.exit(first_failure)
 
 
 def _run(script: str, *arguments: str) -> None:

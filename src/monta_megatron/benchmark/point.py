@@ -36,7 +36,6 @@ from monta_megatron.integration.bench_layer import (
 from monta_megatron.options import AUTO
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
-from monta_megatron.topology.nodes import node_of_rank, number_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +208,18 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
     world = dist.group.WORLD
     assert world is not None, "start has joined the launch"
     nodes = find_nodes(world, settings.ranks_per_node)
-    _check_nodes(settings, task.cluster, nodes)
+    cluster = task.cluster
+    # A dispatcher takes its nodes from the cluster file, the benchmark from the launch. All ranks
+    # look at all of them, so that all refuse.
+    if (
+        cluster is not None
+        and settings.ranks_per_node is None
+        and find_nodes(world, cluster.ranks_per_node) != nodes
+    ):
+        raise ValueError(
+            f"--cluster: got one of {cluster.ranks_per_node} ranks per node, must have "
+            f"{nodes.count(nodes[0])} as this launch, or --ranks-per-node says how many"
+        )
     layout = exchange_layout(shape, nodes)
     batch = make_batch(settings, layout, task.launch.rank, device)
     skipped: dict[str, str] = {}
@@ -226,21 +236,6 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
         candidates=candidates,
         skipped=skipped,
     )
-
-
-def _check_nodes(settings: Settings, cluster: Cluster | None, nodes: tuple[int, ...]) -> None:
-    """A dispatcher takes its nodes from the cluster file, the benchmark from the launch.
-
-    All ranks look at all of them, so that all refuse.
-    """
-    if cluster is None or settings.ranks_per_node is not None:
-        return
-    planned = [node_of_rank(rank, cluster.ranks_per_node) for rank in range(len(nodes))]
-    if number_nodes(list(map(str, planned))) != nodes:
-        raise ValueError(
-            f"--cluster: got one of {cluster.ranks_per_node} ranks per node, must have "
-            f"{nodes.count(nodes[0])} as this launch, or --ranks-per-node says how many"
-        )
 
 
 def _of_all_ranks(own: Traffic) -> Traffic:
