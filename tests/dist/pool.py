@@ -9,7 +9,6 @@ fresh pool.
 import faulthandler
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
+
+from free_ports import free_ports
 
 # Seconds until the ranks have started and imported Megatron: 8 of them share 2 cores.
 START_LIMIT_S = 240.0
@@ -49,11 +50,10 @@ class Pool:
                 "WORLD_SIZE": str(world_size),
                 "LOCAL_WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(_free_port()),
+                "MASTER_PORT": str(free_ports(1)[0]),
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                "PYTHONPATH": os.pathsep.join(
-                    [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-                ),
+                # What is found here is found by the ranks.
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 "POOL_ADDRESS": f"{listener.address[0]}:{listener.address[1]}",
                 "POOL_KEY": key.hex(),
                 "POOL_STACKS": self._stacks.name,
@@ -148,12 +148,6 @@ class Pool:
                 break
             time.sleep(0.1)
         return path.read_text() if path.exists() else "no stack"
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _fork_ranks() -> None:

@@ -69,7 +69,7 @@ def planned_bytes(case: Case, rank: int) -> BytesByWalk:
     return {
         walk.name: {
             key: count
-            for key, count in walk_traffic(bound, layout, row, walk, case.num_blocks)
+            for key, count in walk_traffic(bound, row, walk, case.num_blocks)
             .bytes_by_stage()
             .items()
             if count

@@ -148,12 +148,18 @@ def test_run_script_serves_bash_and_sbatch() -> None:
     assert lines[-2].endswith('start.sh" --ranks-per-node 8 --nodes 2 -- \\')
 
 
-def test_a_job_that_would_start_over_is_not_requeued() -> None:
+def test_a_job_that_would_start_over_is_not_requeued(capsys: pytest.CaptureFixture[str]) -> None:
     run = ready(MIXTRAL, "--load", "false")
     assert run.lacks_to_resume == ("load",)
     script = run_script(run)
     assert "#SBATCH --no-requeue" in script
     assert "--signal" not in script
+    words = "--dry-run --start sbatch --json -- --load false".split()
+    assert main(["launch", "--config", MIXTRAL, *words]) == 0
+    said = capsys.readouterr()
+    (note,) = (note for note in json.loads(said.out)["notes"] if "not requeued" in note)
+    assert note.endswith("without --load")
+    assert f"note: {note}" in said.err
 
 
 def test_start_by_nodes() -> None:

@@ -69,8 +69,8 @@ try:
 except KeyboardInterrupt as interrupt:
     sys.exit(128 + interrupt.args[0])
 """
-# Says its process number, then does not end by itself.
-RANK = "import os, time; print('rank', os.getpid(), flush=True); time.sleep(100)"
+# Says its process number, in one piece as ranks share the pipe; then does not end by itself.
+RANK = "import os, time; os.write(1, f'rank {os.getpid()}\\n'.encode()); time.sleep(100)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + RANK
 
 

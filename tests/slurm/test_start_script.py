@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 
 START = Path(__file__).parents[2] / "src" / "monta_megatron" / "launch" / "start.sh"
 RANKS = str(Path(__file__).with_name("slurm_ranks.py"))
@@ -34,9 +34,8 @@ def start(arguments: str, **environment: str) -> "subprocess.Popen[str]":
 
 def test_shells_of_two_nodes() -> None:
     """The same command on each, here on one machine."""
-    with socket.create_server(("", 0)) as server:
-        port = str(server.getsockname()[1])
-    told = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    (port,) = free_ports(1)
+    told = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     command = f"--ranks-per-node 2 -- {RANKS} place"
     nodes = [start(command, NODE_RANK=str(rank), **told) for rank in range(2)]
     outputs = [node.communicate(timeout=LIMIT_S) for node in nodes]

@@ -6,12 +6,12 @@ torchrun starts every rank anew, which costs seconds for each that imports Megat
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_ports
 from preloaded import Preloaded
 
 NUM_RANKS = 4
@@ -38,10 +38,8 @@ class ForkedRanks:
 
         The first status that is not 0 ends them all, and is the run's.
         """
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = str(sock.getsockname()[1])
-        return self._preloaded.run("run_ranks(*sys.argv[1:])", port, *command)
+        (port,) = free_ports(1)
+        return self._preloaded.run("run_ranks(*sys.argv[1:])", str(port), *command)
 
     def close(self) -> None:
         """End the process behind them."""

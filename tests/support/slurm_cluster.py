@@ -11,8 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from free_ports import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -144,7 +146,7 @@ def running_cluster() -> Iterator[Cluster]:
     (folder / "state").mkdir()
     text = CONFIGURATION.format(
         host=socket.gethostname(),
-        ports=_free_ports(3),
+        ports=free_ports(3),
         user=getpass.getuser(),
         folder=folder,
         nodes=NODE_NAMES,
@@ -194,9 +196,3 @@ def _end_all(folder: Path) -> None:
                 os.kill(process, number)
         while processes_with(variable) and time.monotonic() < deadline:
             time.sleep(0.1)
-
-
-def _free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(number)]
-        return [server.getsockname()[1] for server in sockets]

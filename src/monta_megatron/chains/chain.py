@@ -232,6 +232,7 @@ class Chain:
             rows_per_local_expert = by_class.sum(axis=1)
         return BoundChain(
             chain=self,
+            layout=layout,
             num_chunks=num_chunks,
             stages=self.bind_stages(layout, counts, num_chunks),
             num_source_rows=num_source_rows,
@@ -245,6 +246,7 @@ class BoundChain:
 
     Attributes:
         chain: the chain that was bound.
+        layout: the rank's place.
         num_chunks: C.
         stages: one entry per stage of the chain, in its order.
         num_source_rows: rows of the whole tensor on the source side; whole at run time.
@@ -252,6 +254,7 @@ class BoundChain:
     """
 
     chain: Chain
+    layout: Layout
     num_chunks: int
     stages: tuple[BoundStage, ...]
     num_source_rows: float
@@ -270,6 +273,14 @@ class BoundChain:
         have the large ones in memory together with the output.
         """
         return depth_of_stages(self.stages)[-1] > 1
+
+    def num_added_first(self, num_copies: int) -> int:
+        """Of the copies of a row that come from so many ranks, each how many are added first.
+
+        As stock does: the parts of an expert's output, then experts; 1 for one after the other.
+        """
+        etp = self.layout.etp
+        return etp if etp < num_copies and num_copies % etp == 0 else 1
 
     def chunk(self, turn: int, transpose: bool) -> int:
         """The chunk whose turn it is in a walk."""

@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,13 +78,14 @@ def run(parsed: argparse.Namespace) -> int:
     prepared = prepare(parsed.config, words, parsed.run_directory, parsed.dry_run)
     start = choose_start(parsed.start, prepared, parsed.dry_run)
     prepared = checked(prepared)
-    command = start_command(start, prepared)
-    _say(prepared, command)
     if start == "sbatch" and prepared.lacks_to_resume:
-        _tell(
-            "note: the job ends at its time limit and is not requeued, since it would start over "
+        note = (
+            "the job ends at its time limit and is not requeued, since it would start over "
             f"without --{', --'.join(prepared.lacks_to_resume)}"
         )
+        prepared = replace(prepared, notes=(*prepared.notes, note))
+    command = start_command(start, prepared)
+    _say(prepared, command)
     document = _document(prepared, command)
     if parsed.dry_run:
         print(json.dumps(document, indent=2) if parsed.json else run_script(prepared).rstrip())

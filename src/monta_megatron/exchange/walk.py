@@ -344,7 +344,11 @@ class _Pipeline:
         if state.own is not None:
             self.streams.keep([state.own.rows])
         total = state.payload.sum_of_copies(
-            state.messages, state.num_copies, self.exchange.sum_dtype, state.own
+            state.messages,
+            state.num_copies,
+            self.exchange.sum_dtype,
+            state.own,
+            self.exchange.bound.num_added_first(state.num_copies),
         )
         return state.payload, total
 

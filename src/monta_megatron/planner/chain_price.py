@@ -97,8 +97,7 @@ def price_chain(
     bound = workload.bind(chain, num_chunks)
     traffic = tuple(
         tuple(
-            walk_traffic(each, layout, workload.row, walk, blocks_for(num_chunks))
-            for each, layout in zip(bound, workload.ranks, strict=True)
+            walk_traffic(each, workload.row, walk, blocks_for(num_chunks)) for each in bound
         )
         for walk in WALKS[phase]
     )

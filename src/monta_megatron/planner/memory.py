@@ -46,9 +46,11 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
             before, read = wrote.get(chunk, 0.0), reads.get(chunk, 0.0)
             if copies.get(chunk, 1) > 1 and (position == last or writes[position]):
                 # The sum of what a transposed AllGather brought, made where it is read.
-                summed = before / copies.pop(chunk)
+                num_copies = copies.pop(chunk)
+                summed = before / num_copies
                 rows = summed / row_bytes[position - 1]
-                peak = max(peak, live + summed + rows * sum_bytes)
+                num_sums = 1 if bound.num_added_first(num_copies) == 1 else 2
+                peak = max(peak, live + summed + num_sums * rows * sum_bytes)
                 live += summed
                 before, read = summed, read + before
             if position == last:

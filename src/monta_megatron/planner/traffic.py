@@ -128,13 +128,12 @@ class WalkTraffic:
 
 
 def walk_traffic(
-    bound: BoundChain, layout: Layout, row: RowFormat, walk: WalkLanes, num_blocks: int
+    bound: BoundChain, row: RowFormat, walk: WalkLanes, num_blocks: int
 ) -> WalkTraffic:
     """Everything that one rank does in one walk.
 
     Args:
         bound: the chain with this rank's rows.
-        layout: this rank's place.
         row: what a row weighs.
         walk: which of the four.
         num_blocks: token blocks for which counts are gathered.
@@ -170,7 +169,7 @@ def walk_traffic(
             else:
                 pipeline.append(_copy(kind.name, depth, copy=copied))
         else:
-            peers = peers_of(layout, kind.group)
+            peers = peers_of(bound.layout, kind.group)
             if peers.size == 1:
                 continue
             pipeline.append(_collective(stage, peers, behind, depth, walk.transpose))
@@ -178,7 +177,7 @@ def walk_traffic(
                 # The copies of a row that came from everyone are summed by the next stage.
                 summed = behind * (peers.size + 1) * stage.send[:, peers.position]
                 pipeline.append(_copy(f"sum of {kind.name}", depths[position + 1], sum=summed))
-    before, after = _around(bound, layout, row, walk, num_blocks)
+    before, after = _around(bound, row, walk, num_blocks)
     return WalkTraffic(before=before, pipeline=tuple(pipeline), after=after)
 
 
@@ -238,7 +237,7 @@ def _by_tier(peers: Peers, num_bytes: RowCounts) -> dict[str, RowCounts]:
 
 
 def _around(
-    bound: BoundChain, layout: Layout, row: RowFormat, walk: WalkLanes, num_blocks: int
+    bound: BoundChain, row: RowFormat, walk: WalkLanes, num_blocks: int
 ) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
     """What dispatcher and Megatron do before and behind the pipeline of a walk.
 
@@ -247,9 +246,9 @@ def _around(
     """
     before: list[StageTraffic] = []
     after: list[StageTraffic] = []
-    peers = peers_of(layout, "tp_ep")
+    peers = peers_of(bound.layout, "tp_ep")
     if walk.ids and peers.size > 1:
-        num_bytes = COUNT_BYTES * num_counts(bound.chain, layout, num_blocks)
+        num_bytes = COUNT_BYTES * num_counts(bound.chain, bound.layout, num_blocks)
         moved = _by_tier(peers, np.full((1, peers.size), num_bytes))
         gather = CollectiveTraffic(
             stage=GATHER_OF_COUNTS,

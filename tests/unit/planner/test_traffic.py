@@ -17,7 +17,7 @@ from monta_megatron.planner.workload import Workload
 def bytes_of(workload: Workload, chain: str, num_chunks: int, walk: object = DISPATCH) -> dict:
     """(stage, tier) -> bytes that rank 0 sends."""
     (bound,) = workload.bind(CHAINS[chain], num_chunks)
-    traffic = walk_traffic(bound, workload.ranks[0], workload.row, walk, num_chunks)  # type: ignore
+    traffic = walk_traffic(bound, workload.row, walk, num_chunks)  # type: ignore
     return {key: count for key, count in traffic.bytes_by_stage().items() if count}
 
 
@@ -86,8 +86,7 @@ def test_what_is_sent_is_received(chain: str) -> None:
     bound = workload.bind(CHAINS[chain], num_chunks)
     for walk in FORWARD_BACKWARD:
         ranks = [
-            walk_traffic(each, layout, workload.row, walk, 3)
-            for each, layout in zip(bound, workload.ranks, strict=True)
+            walk_traffic(each, workload.row, walk, 3) for each in bound
         ]
         for stages in zip(*(rank.pipeline for rank in ranks), strict=True):
             if isinstance(stages[0], CollectiveTraffic):
@@ -102,8 +101,7 @@ def test_copies_that_the_executor_does_not_make_are_free() -> None:
 
     def copies(chain: str, num_chunks: int, walk: object) -> list[str]:
         (bound,) = workload.bind(CHAINS[chain], num_chunks)
-        row, layout = workload.row, workload.ranks[0]
-        traffic = walk_traffic(bound, layout, row, walk, num_chunks)  # type: ignore[arg-type]
+        traffic = walk_traffic(bound, workload.row, walk, num_chunks)  # type: ignore[arg-type]
         return [stage.stage for stage in traffic.stages if isinstance(stage, CopyTraffic)]
 
     # One chunk in Megatron's own order goes out as it lies; chunks are packed.
