@@ -1,8 +1,4 @@
-"""Pools of ranks, one per world size, shared by the tests of a file.
-
-Not of the folder: every layout leaves process groups behind, every Gloo group threads, and each of
-those wakes up a hundred times a second.
-"""
+"""Pools of ranks, one per world size, shared by all tests of this folder."""
 
 from collections.abc import Iterator
 
@@ -27,7 +23,7 @@ class Pools:
             pool.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     pools = Pools()
     yield pools

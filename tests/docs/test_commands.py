@@ -89,8 +89,7 @@ KNOWN = (
     Known(pattern=r"monta launch --config configs/runs/quickstart\.yaml", run_by=LAUNCH_TESTS),
     Known(pattern=r"sbatch .*", run_by="tests/slurm/test_slurm.py"),
     Known(pattern=r"monta launch .* --start sbatch", reason="needs nodes with GPUs"),
-    # What the script starts: both trainings, and the comparison.
-    Known(pattern=r"scripts/quickstart\.sh", run_by="tests/megatron/test_training.py"),
+    Known(pattern=r"scripts/quickstart\.sh", run_by="tests/megatron/test_quickstart.py"),
     Known(
         pattern=r"torchrun \.\.\. pretrain_gpt\.py .*", run_by="tests/megatron/test_pretrain_gpt.py"
     ),

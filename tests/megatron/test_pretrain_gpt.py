@@ -200,10 +200,17 @@ def test_checkpoint_changes_dispatcher(saved: str, loaded: str, runs: Runs, tmp_
 
 @pytest.mark.timeout(3 * TORCHRUN_LIMIT_S)
 def test_script_itself(runs: Runs, tmp_path: Path) -> None:
-    """Nothing between torchrun and pretrain_gpt.py: it prints the losses that stock prints."""
+    """Nothing between torchrun and pretrain_gpt.py: it prints the losses that stock prints.
+
+    Within 1e-6, as the planner may choose a chain whose sums have another order.
+    """
     script = [str(checkout() / "pretrain_gpt.py")]
     arguments = f"{TENSOR_PARALLEL} --moe-token-dispatcher-type monta"
     printed = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+)")
-    losses = printed.findall(pretrain(script, arguments, tmp_path))
-    assert len(losses) == ITERATIONS
-    assert losses == printed.findall(runs("tensor_parallel", "alltoall").output)
+
+    def losses(output: str) -> dict[str, float]:
+        return {iteration: float(loss) for iteration, loss in printed.findall(output)}
+
+    found = losses(pretrain(script, arguments, tmp_path))
+    assert len(found) == ITERATIONS
+    assert found == pytest.approx(losses(runs("tensor_parallel", "alltoall").output), rel=1e-6)

@@ -17,7 +17,6 @@ Install before Megatron is imported: MONTA_CPU_RANKS=1 in the environment does (
 holds for the thread that installs; a thread started by hand has to name the CPU itself.
 """
 
-import atexit
 import copy
 import importlib
 import importlib.metadata
@@ -32,7 +31,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from monta_megatron.emulation import gloo_collectives
@@ -89,14 +87,6 @@ def _install_environment() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # `jit_fuser` is torch.compile, which believes in the GPU and then fails to find its driver.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Megatron leaves its process groups to the end of the process, where threads of Gloo that still
-    # run can abort it ("terminate called without an active exception").
-    atexit.register(_destroy_process_groups)
-
-
-def _destroy_process_groups() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # The device
