@@ -202,17 +202,19 @@ def test_trace_has_a_process_per_rank_and_a_thread_per_resource(predicted: Timel
             assert key not in names
             names[key] = event["args"]
     assert sum(map(len, slices.values())) == 2 * len(predicted.tracks[0].spans)
-    assert {process for process, _ in slices} == {1, 2}
+    assert {process for process, _ in slices} == {1000, 2000}
     for process, thread in slices:
-        assert names["process_name", process, 0]["name"] == "busiest rank, predicted"
+        assert names["process_name", process, 1]["name"] == "busiest rank, predicted"
+        # Perfetto draws the two on one track, and drops what overlaps there.
+        assert thread not in (0, process)
         assert names["thread_sort_index", process, thread]["sort_index"] == thread
-    first = [names["thread_name", 1, thread]["name"] for process, thread in slices if process == 1]
+    first = [names["thread_name", at, thread]["name"] for at, thread in slices if at == 1000]
     assert first[0] == "network" and {"fast tier", "memory", "host"} <= set(first)
     for events in slices.values():
         # Slices of a thread have to be nested; ours follow each other.
         events.sort(key=lambda event: event["ts"])
         for event, following in pairwise(events):
-            assert event["ts"] + event["dur"] <= following["ts"] + 1e-3
+            assert event["ts"] + event["dur"] < following["ts"]
         assert all(event["dur"] >= 0 and event["cat"] for event in events)
 
 

@@ -11,23 +11,30 @@ from monta_megatron.timeline.spans import LANE_NAMES, LANES, Span, Timeline, row
 
 # More rows of one lane than there will ever be.
 THREADS_PER_LANE = 100
+# Perfetto takes thread 0, and one with its process's number, for the same: the main thread.
+FIRST_THREAD = 1
+PROCESS_STEP = 1000
+# Perfetto cuts starts and durations to whole nanoseconds, each by itself, and drops a slice that
+# then begins before its neighbour has ended.
+GAP_US = 1e-3
 
 
 def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dict[str, Any]:
     """A document for chrome://tracing and https://ui.perfetto.dev.
 
     Args:
-        timelines: which; their processes are numbered in this order.
+        timelines: which; their processes are numbered in this order, 1000, 2000 and so on.
         about: what is told beside the events.
     """
     tracks = [track for timeline in timelines for track in timeline.tracks]
     events: list[dict[str, Any]] = []
-    for process, track in enumerate(tracks, 1):
-        events += _named("process", track.name, process, 0, process)
+    for order, track in enumerate(tracks, 1):
+        process = PROCESS_STEP * order
+        events += _named("process", track.name, process, FIRST_THREAD, order)
         for position, lane in enumerate(LANES):
             spans = [span for span in track.spans if span.lane == lane]
             for number, row in enumerate(rows_of(spans)):
-                thread = position * THREADS_PER_LANE + number
+                thread = FIRST_THREAD + position * THREADS_PER_LANE + number
                 name = LANE_NAMES[lane] if number == 0 else f"{LANE_NAMES[lane]} ({number + 1})"
                 events += _named("thread", name, process, thread, thread)
                 events += [_event(span, process, thread) for span in row]
@@ -45,7 +52,7 @@ def _event(span: Span, process: int, thread: int) -> dict[str, Any]:
         "pid": process,
         "tid": thread,
         "ts": start_us,
-        "dur": round(end_us - start_us, 3),
+        "dur": max(round(end_us - start_us - GAP_US, 3), 0.0),
         "args": {"walk": span.walk, "stage": span.stage, "chunk": span.chunk},
     }
 
