@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "dist"), str(TESTS / "support")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "dist"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from pool import Pool
 from test_exchange_properties import NUM_CASES, SHAPES, case_from, run_properties

@@ -6,7 +6,14 @@ import pytest
 
 from monta_megatron import strict_yaml
 from monta_megatron.calibration.cluster_file import Machine, factor_of, make_cluster
-from monta_megatron.calibration.points import Point, Shape, all_points, choose_pairs
+from monta_megatron.calibration.points import (
+    COUNTS,
+    WALKS,
+    Point,
+    Shape,
+    all_points,
+    choose_pairs,
+)
 from monta_megatron.calibration.record import Record, Sample
 from monta_megatron.planner.cluster import Cluster
 
@@ -56,7 +63,11 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     together = [
         Sample(task=pair.name, us=30_000.0 + LAUNCH_US, launch_us=LAUNCH_US) for pair in pairs
     ]
-    made = make_cluster(MACHINE, points, pairs, samples_of(points) + together)
+    on_host = [
+        Sample(task=task.name, us=us, launch_us=us)
+        for task, us in ((COUNTS, 600.0), (WALKS, 1000.0))
+    ]
+    made = make_cluster(MACHINE, points, pairs, samples_of(points) + together + on_host)
     path = tmp_path / "cluster.yaml"
     path.write_text(strict_yaml.dump(made))
     cluster = strict_yaml.load(Cluster, path)
@@ -67,6 +78,8 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
         ("intra", "memory"),
     }
     assert cluster.launch.collective_us == LAUNCH_US
+    # Once per dispatch, and a quarter of all four walks.
+    assert (cluster.launch.counts_us, cluster.launch.walk_us) == (600, 250)
     for curve in cluster.curves:
         in_memory = LAUNCH_US if curve.tier == "memory" else 0.0
         assert curve.fit is not None

@@ -154,7 +154,7 @@ def test_a_job_that_would_start_over_is_not_requeued(capsys: pytest.CaptureFixtu
     script = run_script(run)
     assert "#SBATCH --no-requeue" in script
     assert "--signal" not in script
-    words = "--dry-run --start sbatch --json -- --load false".split()
+    words = ["--dry-run", "--start", "sbatch", "--json", "--", "--load", "false"]
     assert main(["launch", "--config", MIXTRAL, *words]) == 0
     said = capsys.readouterr()
     (note,) = (note for note in json.loads(said.out)["notes"] if "not requeued" in note)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from monta_megatron.calibration.points import Pair, Point
+from monta_megatron.calibration.points import COUNTS, NUM_WALKS, WALKS, Pair, Point
 from monta_megatron.calibration.record import Sample
 from monta_megatron.planner.cluster import Cluster, Contention, Launch
 from monta_megatron.planner.curves import Curve, fit
@@ -46,7 +46,7 @@ def make_cluster(
     launches_us = {
         task: median(each.launch_us for each in found) for task, found in by_task.items()
     }
-    launch = _launch(machine, points, launches_us)
+    launch = _launch(machine, points, launches_us, times_us)
     return Cluster(
         name=machine.name,
         num_nodes=machine.num_nodes,
@@ -62,7 +62,12 @@ def make_cluster(
     )
 
 
-def _launch(machine: Machine, points: Sequence[Point], launches_us: Mapping[str, float]) -> Launch:
+def _launch(
+    machine: Machine,
+    points: Sequence[Point],
+    launches_us: Mapping[str, float],
+    times_us: Mapping[str, float],
+) -> Launch:
     """The least that an operation takes the host; what more it takes at some size is in curves."""
 
     def least(*operations: str) -> float:
@@ -77,6 +82,8 @@ def _launch(machine: Machine, points: Sequence[Point], launches_us: Mapping[str,
         sum_us=0.0 if blocks else least("sum"),
         find_us=0.0 if blocks else least("find"),
         counts_to_host_us=round(machine.counts_to_host_us, 1),
+        counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
+        walk_us=round(times_us[WALKS.name] / NUM_WALKS, 1),
         kind="measured",
         source=machine.source,
     )

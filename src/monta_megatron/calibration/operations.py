@@ -6,6 +6,7 @@ Notation: N = rows, W = length of the lists of experts, H = hidden size.
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,11 +19,20 @@ from monta_megatron.calibration.points import (
     Point,
     Shape,
 )
+from monta_megatron.chains import CHAINS, Counts, Layout
+from monta_megatron.chains.chain import NUM_BLOCKS
 from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import find_copies, put_rows
+from monta_megatron.exchange.counting import Counting
+from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.payload import Payload
+from monta_megatron.exchange.walk import Exchange
 from monta_megatron.integration.permutation import permute, unpermute
+
+# Of what is counted on the host; its time hardly depends on them.
+NUM_TOKENS = 128
 
 # Starts an operation; what it returns waits for the result.
 Start: TypeAlias = Callable[[], Callable[[], object]]
@@ -58,6 +68,68 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
                 nodes=tuple(nodes[each] for each in ranks),
             )
     return groups
+
+
+def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
+    """What a dispatch does before it starts: count, read, bind; the gather is a point.
+
+    Args:
+        nodes: of every rank, in order.
+        device: of the routing map.
+    """
+    num_ranks = len(nodes)
+    layout = Layout(
+        ep=num_ranks,
+        etp=1,
+        num_local_experts=max(NUM_EXPERTS // num_ranks, 1),
+        rank=dist.get_rank(),
+        nodes=nodes,
+    )
+    chains = tuple(chain for chain in CHAINS.values() if chain.refusal(layout) is None)
+    counting = Counting(chains=chains, layout=layout, num_blocks=NUM_BLOCKS)
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.rand(NUM_TOKENS, layout.num_experts, generator=generator).topk(TOPK).indices
+    routing_map = torch.zeros(NUM_TOKENS, layout.num_experts, dtype=torch.bool)
+    routing_map = routing_map.scatter(1, chosen, True).to(device)
+
+    def start() -> Callable[[], object]:
+        table = counting.count(routing_map).expand(num_ranks, -1)
+        counts = counting.read(counting.select(table).cpu().numpy())
+        assert counts.tokens is not None, "chains of tokens are among them"
+        bound = CHAINS["alltoall_dedup"].bind(layout, counts.tokens, 1)
+        return lambda: bound
+
+    return start
+
+
+def walks_of(device: torch.device) -> Start:
+    """All four walks of a rank with itself: next to nothing is moved, so that the host is left."""
+    num_experts = 2
+    layout = Layout(ep=1, etp=1, num_local_experts=num_experts, rank=0, nodes=(0,))
+    sent = np.full((1, num_experts), NUM_TOKENS // num_experts)
+    chain = CHAINS["alltoall_allgather"]
+    world = dist.group.WORLD
+    assert world is not None, "the launch has been joined"
+    alone = {
+        name: PeerGroup(name=name, process_group=world, size=1, rank=0, nodes=(0,))
+        for name in ("ep", "etp")
+    }
+    rows, probs = torch.ones(NUM_TOKENS, 1, device=device), torch.ones(NUM_TOKENS, device=device)
+
+    def start() -> Callable[[], object]:
+        exchange = Exchange(
+            bound=chain.bind(layout, Counts(sent=sent, received=sent[None]), 1),
+            groups=alone,
+            sum_dtype=torch.float32,
+            monitor=Monitor(),
+        )
+        inputs = rows.detach().requires_grad_(), probs.detach().requires_grad_()
+        moved, row_probs = dispatch(exchange, *inputs)
+        outputs = combine(exchange, moved), row_probs
+        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+        return lambda: outputs
+
+    return start
 
 
 def operation_of(point: Point, groups: Groups, device: torch.device) -> Start:

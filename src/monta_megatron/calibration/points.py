@@ -112,7 +112,24 @@ class Pair:
         return f"{self.first.name} beside {self.repeats} x {self.second.name}"
 
 
-Task: TypeAlias = Point | Pair
+@dataclass(frozen=True, kw_only=True)
+class HostWork:
+    """What the host does around the stages of an exchange: no collective, a handful of rows.
+
+    Attributes:
+        name: as it is recorded.
+    """
+
+    name: str
+
+
+# Counting, reading and binding, for the exchange of all ranks; once per dispatch.
+COUNTS = HostWork(name="host counts")
+# The four walks of the executor and autograd, of a rank with itself.
+WALKS = HostWork(name="host walks")
+NUM_WALKS = 4
+
+Task: TypeAlias = Point | Pair | HostWork
 
 # Of each two resources, what stands for them: the operations that chains run beside each other.
 PAIRS: tuple[tuple[Resource, Resource], ...] = (

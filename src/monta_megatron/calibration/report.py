@@ -21,7 +21,13 @@ def lines(cluster: Cluster) -> list[str]:
             f"{name} {curve.fit.alpha_us:>9.0f} {curve.fit.gbps:>8.3f} "
             f"{curve.fit.largest_residual:>7.0%}  {ends}"
         )
-    text += ["", f"host time to start a collective: {cluster.launch.collective_us:.0f} us"]
+    launch = cluster.launch
+    text += [
+        "",
+        f"host time to start a collective: {launch.collective_us:.0f} us; around the stages of a "
+        "walk:",
+        f"{launch.walk_us:.0f} us, and {launch.counts_us:.0f} us to count and bind for a dispatch",
+    ]
     text += [
         f"{first} beside {second}: each {entry.factor:.2f} times as long"
         for entry in cluster.contention

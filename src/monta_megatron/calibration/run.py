@@ -14,8 +14,21 @@ import torch.distributed as dist
 
 from monta_megatron.calibration.cluster_file import Machine, make_cluster
 from monta_megatron.calibration.measure import MAX_ROUNDS, RUN_US, first_runs, measure_rounds
-from monta_megatron.calibration.operations import make_groups, operation_of
-from monta_megatron.calibration.points import Point, Shape, Task, all_points, choose_pairs
+from monta_megatron.calibration.operations import (
+    counts_of,
+    make_groups,
+    operation_of,
+    walks_of,
+)
+from monta_megatron.calibration.points import (
+    COUNTS,
+    WALKS,
+    Point,
+    Shape,
+    Task,
+    all_points,
+    choose_pairs,
+)
 from monta_megatron.calibration.record import Record, Sample
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.groups import find_nodes
@@ -82,6 +95,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     progress.phase(f"first runs of {len(points)} points", len(points))
     groups = make_groups(shape, nodes)
     starts = {point.name: operation_of(point, groups, device) for point in points}
+    starts |= {COUNTS.name: counts_of(nodes, device), WALKS.name: walks_of(device)}
 
     def keep_first(point: Point, us: float | None) -> None:
         progress.step()
@@ -92,9 +106,10 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     pairs = choose_pairs(points, expected_us)
 
     # Step 4: rounds, each kept as it is measured.
-    tasks: list[Task] = [*points, *pairs]
-    # A pair takes long enough not to be repeated within a run.
-    expected_us += [RUN_US] * len(pairs)
+    tasks: list[Task] = [*points, *pairs, COUNTS, WALKS]
+    # A pair takes long enough not to be repeated within a run; the host's work has one start too
+    # in a real exchange.
+    expected_us += [RUN_US] * (len(tasks) - len(points))
     taken = Counter(sample.task for sample in record.samples)
     progress.phase("rounds", MAX_ROUNDS * len(tasks) - taken.total())
 

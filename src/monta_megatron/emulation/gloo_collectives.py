@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# torch's own; untyped, because they answer None only to a rank outside the group.
+# torch's own; untyped, because they answer None only to a rank outside the group, and because the
+# options of Gloo are private.
 _all_to_all_of_gloo: Callable[..., Any] = dist.all_to_all_single
 _broadcast: Callable[..., Any] = dist.broadcast
 _init_process_group: Callable[..., None] = dist.init_process_group
 _reduce_scatter: Callable[..., Any] = dist.reduce_scatter
+_gloo: Any = dist.ProcessGroupGloo
 
 # That run the collectives of a group; as many as torch takes.
 _NUM_THREADS = 2
@@ -37,7 +39,8 @@ def install() -> None:
     """Put the stand-ins in the place of torch.distributed's functions."""
     for stand_in in (all_gather, all_to_all_single, init_process_group, reduce_scatter):
         setattr(dist, stand_in.__name__, stand_in)
-    distributed_c10d.ProcessGroupGloo = ProcessGroup  # type: ignore[misc]
+    # Where torch.distributed looks for it when it makes a group.
+    setattr(distributed_c10d, dist.ProcessGroupGloo.__name__, SharedDeviceGloo)
     # Megatron leaves its process groups to the end of the process, where threads of Gloo that still
     # run can abort it ("terminate called without an active exception").
     atexit.register(_destroy_process_groups)
@@ -49,7 +52,7 @@ def _destroy_process_groups() -> None:
     _device.cache_clear()
 
 
-class ProcessGroup(dist.ProcessGroupGloo):
+class SharedDeviceGloo(dist.ProcessGroupGloo):
     """A group of Gloo on the one device of its process.
 
     Gloo gives every group a device, and every device a thread that wakes up a hundred times a
@@ -60,7 +63,7 @@ class ProcessGroup(dist.ProcessGroupGloo):
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, **options: Any
     ) -> None:
-        settings = dist.ProcessGroupGloo._Options()
+        settings = _gloo._Options()
         settings._timeout = timeout
         settings._devices = [_device()]
         settings._threads = _NUM_THREADS

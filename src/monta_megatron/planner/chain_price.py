@@ -15,7 +15,7 @@ from monta_megatron.chains.lanes import (
 from monta_megatron.planner.cluster import RESOURCES, Cluster
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.plan import Phase, StageCost
-from monta_megatron.planner.pricing import WalkPrice, price_walk
+from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, price_walk
 from monta_megatron.planner.traffic import CollectiveTraffic, WalkTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
 
@@ -96,9 +96,7 @@ def price_chain(
     """What one chain costs in one number of chunks."""
     bound = workload.bind(chain, num_chunks)
     traffic = tuple(
-        tuple(
-            walk_traffic(each, workload.row, walk, blocks_for(num_chunks)) for each in bound
-        )
+        tuple(walk_traffic(each, workload.row, walk, blocks_for(num_chunks)) for each in bound)
         for walk in WALKS[phase]
     )
     nic_starts = workload.nic_starts(cluster)
@@ -121,6 +119,17 @@ def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
     """Every stage of every walk, as a plan shows it."""
     costs = []
     for walk, ranks in zip(price.walks, price.traffic, strict=True):
+        if walk.host_us > 0:
+            costs.append(
+                StageCost(
+                    walk=walk.walk,
+                    stage=AROUND_STAGES,
+                    resource="host",
+                    alone_us=walk.host_us,
+                    inter_bytes=0.0,
+                    intra_bytes=0.0,
+                )
+            )
         for work, *stages in zip(walk.works, *(rank.stages for rank in ranks), strict=True):
             moved = {
                 tier: price.num_alike

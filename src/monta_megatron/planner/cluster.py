@@ -59,7 +59,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the host spends on starting an operation, per stage and chunk.
+    """What the host spends on starting an operation, per stage and chunk, and around them.
 
     Attributes:
         collective_us: an AllToAll or AllGather.
@@ -67,6 +67,8 @@ class Launch:
         sum_us: a sum over copies.
         find_us: finding out what is copied, from the lists of experts.
         counts_to_host_us: the copy of the counts to the host, with the wait for it.
+        counts_us: counting what goes where and binding a chain to it, once per dispatch.
+        walk_us: what a walk takes beside its stages: autograd and the executor.
         kind: whether it was measured on this cluster.
         source: with what, or where it was published.
     """
@@ -76,6 +78,9 @@ class Launch:
     sum_us: NonNegativeFloat
     find_us: NonNegativeFloat
     counts_to_host_us: NonNegativeFloat
+    # Published figures of operations have these among them, or their authors have hidden them.
+    counts_us: NonNegativeFloat = 0.0
+    walk_us: NonNegativeFloat = 0.0
     kind: Kind
     source: Text
 

@@ -54,7 +54,7 @@ class StageCost:
     Attributes:
         walk: dispatch, combine, or the backward pass of one of them.
         stage: its name.
-        resource: what it occupies.
+        resource: what it occupies, or the host, around the stages of a walk.
         alone_us: its chunks one after the other, with nothing beside them.
         inter_bytes: that leave ranks for other nodes, over all ranks of the exchange.
         intra_bytes: that leave ranks for others on their node, likewise.
@@ -62,7 +62,7 @@ class StageCost:
 
     walk: Text
     stage: Text
-    resource: Resource
+    resource: Literal[Resource, "host"]
     alone_us: NonNegativeFloat
     inter_bytes: NonNegativeFloat
     intra_bytes: NonNegativeFloat

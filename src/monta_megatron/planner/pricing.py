@@ -32,6 +32,9 @@ from monta_megatron.planner.traffic import (
     WalkTraffic,
 )
 
+# What the host does in a walk beside its stages.
+AROUND_STAGES = "around the stages"
+
 
 @dataclass(frozen=True, kw_only=True)
 class WalkPrice:
@@ -39,6 +42,7 @@ class WalkPrice:
 
     Attributes:
         walk: its name.
+        host_us: what it takes the host beside its stages, before them.
         before: what comes before the pipeline, one after the other, each in one chunk.
         pipeline: the stages that work on chunks.
         after: what comes after it.
@@ -48,6 +52,7 @@ class WalkPrice:
     """
 
     walk: str
+    host_us: float
     before: tuple[Work, ...]
     pipeline: tuple[Work, ...]
     after: tuple[Work, ...]
@@ -63,7 +68,9 @@ class WalkPrice:
     @cached_property
     def total_us(self) -> float:
         """From the first to the last operation."""
-        return serial_us(self.before) + self.schedule.total_us + serial_us(self.after)
+        return (
+            self.host_us + serial_us(self.before) + self.schedule.total_us + serial_us(self.after)
+        )
 
 
 def price_walk(
@@ -85,13 +92,16 @@ def price_walk(
         return tuple(_work(stages, cluster, nic_starts, lag, notes) for stages in by_stage)
 
     before, pipeline, after = priced("before"), priced("pipeline"), priced("after")
+    host_us = cluster.launch.walk_us + (cluster.launch.counts_us if walk.ids else 0.0)
     return WalkPrice(
         walk=walk.name,
+        host_us=host_us,
         before=before,
         pipeline=pipeline,
         after=after,
         schedule=simulate(pipeline, cluster.factor, cluster.copies_block_host),
-        lower_bound_us=serial_us(before)
+        lower_bound_us=host_us
+        + serial_us(before)
         + lower_bound_us(pipeline, cluster.factor)
         + serial_us(after),
         notes=tuple(notes),

@@ -8,7 +8,7 @@ from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.choice import uncalibrated
 from monta_megatron.planner.cluster import Cluster, Resource
 from monta_megatron.planner.plan import Phase
-from monta_megatron.planner.pricing import WalkPrice
+from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
 from monta_megatron.timeline.spans import Lane, Span, Timeline, Track
@@ -44,6 +44,18 @@ def lanes_of(workload: Workload, chain: Chain, num_chunks: int) -> dict[tuple[st
 
 
 def _spans_of(walk: WalkPrice, bound: BoundChain, start_us: float) -> Iterator[Span]:
+    if walk.host_us > 0:
+        yield Span(
+            walk=walk.walk,
+            stage=AROUND_STAGES,
+            chunk=None,
+            lane="host",
+            action="run",
+            start_us=start_us,
+            end_us=start_us + walk.host_us,
+        )
+        start_us += walk.host_us
+
     def span(work: Work, chunk: int | None, lane: Lane, start_us: float, end_us: float) -> Span:
         return Span(
             walk=walk.walk,

@@ -15,7 +15,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.plan import Phase, Plan
 from monta_megatron.planner.sampled_routing import skewed_routing
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
@@ -171,6 +171,20 @@ def test_stages_add_up_to_the_candidate() -> None:
         total = sum(getattr(stage, tier) for stage in found.stages)
         total -= sum(getattr(stage, tier) for stage in gathers)
         assert total == pytest.approx(getattr(choice, tier))
+
+
+@pytest.mark.parametrize(("phase", "host_us"), [("forward", 50 + 2 * 10), ("forward_backward", 90)])
+def test_the_host_s_time_around_the_stages_is_added(phase: Phase, host_us: float) -> None:
+    """Every walk takes 10 us of it; dispatch takes 50 us more, to count."""
+    launch = replace(A800.launch, counts_us=50, walk_us=10)
+    without, found = (
+        plan(workload_of(16), cluster, phase=phase)
+        for cluster in (A800, replace(A800, launch=launch))
+    )
+    assert (found.chain, found.num_chunks) == (without.chain, without.num_chunks)
+    assert found.predicted_us == pytest.approx((without.predicted_us or 0) + host_us)
+    on_host = [stage.alone_us for stage in found.stages if stage.resource == "host"]
+    assert on_host == [60, 10] if phase == "forward" else [60, 10, 10, 10]
 
 
 def test_what_is_over_the_memory_limit_is_no_candidate() -> None:

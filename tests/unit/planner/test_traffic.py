@@ -85,9 +85,7 @@ def test_what_is_sent_is_received(chain: str) -> None:
     assert len(workload.ranks) == 4
     bound = workload.bind(CHAINS[chain], num_chunks)
     for walk in FORWARD_BACKWARD:
-        ranks = [
-            walk_traffic(each, workload.row, walk, 3) for each in bound
-        ]
+        ranks = [walk_traffic(each, workload.row, walk, 3) for each in bound]
         for stages in zip(*(rank.pipeline for rank in ranks), strict=True):
             if isinstance(stages[0], CollectiveTraffic):
                 for tier in ("inter", "intra"):
