@@ -60,6 +60,16 @@ def check_reduce_scatter() -> None:
     assert largest.tolist() == [num_ranks - 1] * 2
 
 
+def check_groups_share_a_device() -> None:
+    """Each device has a thread that hardly sleeps."""
+    groups = [dist.group.WORLD, dist.new_group(list(range(dist.get_world_size())))]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    assert backends[0] is not backends[1]
+    one, other = (device for backend in backends for device in backend.options._devices)
+    assert one is other
+    assert backends[1].options._timeout == backends[0].options._timeout
+
+
 def check_collectives_of_a_group() -> None:
     """Positions in a group are not ranks."""
     last = dist.get_world_size() - 1
@@ -199,6 +209,7 @@ def check_norm_marks_its_weights() -> None:
 CHECKS: tuple[Callable[[], None], ...] = (
     check_all_gather,
     check_reduce_scatter,
+    check_groups_share_a_device,
     check_collectives_of_a_group,
     check_all_to_all_single,
     check_device,
