@@ -4,16 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from monta_megatron.calibration.points import (
-    CHUNKED_WALKS,
-    COUNTS,
-    NUM_CHUNKS,
-    NUM_WALKS,
-    STAGES_PER_CHUNK,
-    WALKS,
-    Pair,
-    Point,
-)
+from monta_megatron.calibration.points import COUNTS, NUM_WALKS, WALKS, Pair, Point
 from monta_megatron.calibration.record import Sample
 from monta_megatron.planner.cluster import Cluster, Contention, Launch
 from monta_megatron.planner.curves import Curve, fit
@@ -85,10 +76,6 @@ def _launch(
 
     # Where copies run on the host, their time is no launch.
     blocks = machine.copies_block_host
-    # A chunk's stages on the host, without the copy that is an operation of its own.
-    copy_us = min(times_us[p.name] for p in points if p.operation == "copy")
-    chunks_us = (times_us[CHUNKED_WALKS.name] - times_us[WALKS.name]) / NUM_WALKS
-    stage_us = chunks_us / ((NUM_CHUNKS - 1) * STAGES_PER_CHUNK) - copy_us
     return Launch(
         collective_us=least("alltoall", "allgather"),
         copy_us=0.0 if blocks else least("copy"),
@@ -97,7 +84,6 @@ def _launch(
         counts_to_host_us=round(machine.counts_to_host_us, 1),
         counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
         walk_us=round(times_us[WALKS.name] / NUM_WALKS, 1),
-        stage_us=round(max(stage_us, 0.0), 1),
         kind="measured",
         source=machine.source,
     )

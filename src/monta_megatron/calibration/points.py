@@ -125,13 +125,9 @@ class HostWork:
 
 # Counting, reading and binding, for the exchange of all ranks; once per dispatch.
 COUNTS = HostWork(name="host counts")
-# The four walks of the executor and autograd, of a rank with itself: in one chunk, and in several.
+# The four walks of the executor and autograd, of a rank with itself.
 WALKS = HostWork(name="host walks")
-CHUNKED_WALKS = HostWork(name="host walks in chunks")
-NUM_WALKS, NUM_CHUNKS = 4, 8
-HOST_WORKS = (COUNTS, WALKS, CHUNKED_WALKS)
-# Of such a chunk: a copy into what would be sent, and one into expert order.
-STAGES_PER_CHUNK = 2
+NUM_WALKS = 4
 
 Task: TypeAlias = Point | Pair | HostWork
 

@@ -24,10 +24,9 @@ def lines(cluster: Cluster) -> list[str]:
     launch = cluster.launch
     text += [
         "",
-        f"host time to start a collective: {launch.collective_us:.0f} us",
-        f"of a stage and chunk, beside its operations: {launch.stage_us:.0f} us",
-        f"of a walk, beside its stages: {launch.walk_us:.0f} us",
-        f"to count and bind for a dispatch: {launch.counts_us:.0f} us",
+        f"host time to start a collective: {launch.collective_us:.0f} us; around the stages of a "
+        "walk:",
+        f"{launch.walk_us:.0f} us, and {launch.counts_us:.0f} us to count and bind for a dispatch",
     ]
     text += [
         f"{first} beside {second}: each {entry.factor:.2f} times as long"

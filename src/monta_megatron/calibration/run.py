@@ -21,10 +21,7 @@ from monta_megatron.calibration.operations import (
     walks_of,
 )
 from monta_megatron.calibration.points import (
-    CHUNKED_WALKS,
     COUNTS,
-    HOST_WORKS,
-    NUM_CHUNKS,
     WALKS,
     Point,
     Shape,
@@ -98,11 +95,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     progress.phase(f"first runs of {len(points)} points", len(points))
     groups = make_groups(shape, nodes)
     starts = {point.name: operation_of(point, groups, device) for point in points}
-    starts |= {
-        COUNTS.name: counts_of(nodes, device),
-        WALKS.name: walks_of(1, device),
-        CHUNKED_WALKS.name: walks_of(NUM_CHUNKS, device),
-    }
+    starts |= {COUNTS.name: counts_of(nodes, device), WALKS.name: walks_of(device)}
 
     def keep_first(point: Point, us: float | None) -> None:
         progress.step()
@@ -113,7 +106,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     pairs = choose_pairs(points, expected_us)
 
     # Step 4: rounds, each kept as it is measured.
-    tasks: list[Task] = [*points, *pairs, *HOST_WORKS]
+    tasks: list[Task] = [*points, *pairs, COUNTS, WALKS]
     # A pair takes long enough not to be repeated within a run; the host's work has one start too
     # in a real exchange.
     expected_us += [RUN_US] * (len(tasks) - len(points))

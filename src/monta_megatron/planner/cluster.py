@@ -69,7 +69,6 @@ class Launch:
         counts_to_host_us: the copy of the counts to the host, with the wait for it.
         counts_us: counting what goes where and binding a chain to it, once per dispatch.
         walk_us: what a walk takes beside its stages: autograd and the executor.
-        stage_us: what the executor takes for a stage of a chunk beside its operations.
         kind: whether it was measured on this cluster.
         source: with what, or where it was published.
     """
@@ -82,7 +81,6 @@ class Launch:
     # Published figures of operations have these among them, or their authors have hidden them.
     counts_us: NonNegativeFloat = 0.0
     walk_us: NonNegativeFloat = 0.0
-    stage_us: NonNegativeFloat = 0.0
     kind: Kind
     source: Text
 

@@ -6,7 +6,7 @@ is priced; where ranks share a network interface, the busiest interface.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -91,11 +91,7 @@ def price_walk(
         by_stage = zip(*(getattr(rank, part) for rank in ranks), strict=True)
         return tuple(_work(stages, cluster, nic_starts, lag, notes) for stages in by_stage)
 
-    before, after = priced("before"), priced("after")
-    stage_us = cluster.launch.stage_us
-    pipeline = tuple(
-        replace(work, launch_us=work.launch_us + stage_us) for work in priced("pipeline")
-    )
+    before, pipeline, after = priced("before"), priced("pipeline"), priced("after")
     host_us = cluster.launch.walk_us + (cluster.launch.counts_us if walk.ids else 0.0)
     return WalkPrice(
         walk=walk.name,
