@@ -12,6 +12,7 @@ Notation:
 
 import atexit
 import functools
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,7 +30,7 @@ _reduce_scatter: Callable[..., Any] = dist.reduce_scatter
 _gloo: Any = dist.ProcessGroupGloo
 
 # That run the collectives of a group; as many as torch takes.
-_NUM_THREADS = 2
+_THREADS_PER_DEVICE = 2
 
 # Pipeline stages send with tag 0.
 ALL_TO_ALL_TAG = 7
@@ -49,7 +50,7 @@ def install() -> None:
 def _destroy_process_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    _device.cache_clear()
+    _devices.cache_clear()
 
 
 class SharedDeviceGloo(dist.ProcessGroupGloo):
@@ -65,16 +66,20 @@ class SharedDeviceGloo(dist.ProcessGroupGloo):
     ) -> None:
         settings = _gloo._Options()
         settings._timeout = timeout
-        settings._devices = [_device()]
-        settings._threads = _NUM_THREADS
+        settings._devices = _devices()
+        settings._threads = _THREADS_PER_DEVICE * len(settings._devices)
         for name, value in options.items():
             setattr(settings, name, value)
         super().__init__(store, rank, size, settings)
 
 
 @functools.cache
-def _device() -> Any:
-    return dist.ProcessGroupGloo.create_default_device()
+def _devices() -> list[Any]:
+    """As torch makes them for each group: on the interfaces that the environment names, if any."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not interfaces:
+        return [_gloo.create_default_device()]
+    return [_gloo.create_device(interface=name) for name in interfaces.split(",")]
 
 
 class PendingWork:
