@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from monta_megatron.calibration.points import COUNTS, NUM_WALKS, WALKS, Pair, Point
+from monta_megatron.calibration.points import COUNTS, WALKS, Pair, Point
 from monta_megatron.calibration.record import Sample
+from monta_megatron.chains.lanes import FORWARD_BACKWARD
 from monta_megatron.planner.cluster import Cluster, Contention, Launch
 from monta_megatron.planner.curves import Curve, fit
 
@@ -83,7 +84,7 @@ def _launch(
         find_us=0.0 if blocks else least("find"),
         counts_to_host_us=round(machine.counts_to_host_us, 1),
         counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
-        walk_us=round(times_us[WALKS.name] / NUM_WALKS, 1),
+        walk_us=round(times_us[WALKS.name] / len(FORWARD_BACKWARD), 1),
         kind="measured",
         source=machine.source,
     )

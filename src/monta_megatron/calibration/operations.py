@@ -88,9 +88,9 @@ def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
     chains = tuple(chain for chain in CHAINS.values() if chain.refusal(layout) is None)
     counting = Counting(chains=chains, layout=layout, num_blocks=NUM_BLOCKS)
     generator = torch.Generator().manual_seed(1)
-    chosen = torch.rand(NUM_TOKENS, layout.num_experts, generator=generator).topk(TOPK).indices
-    routing_map = torch.zeros(NUM_TOKENS, layout.num_experts, dtype=torch.bool)
-    routing_map = routing_map.scatter(1, chosen, True).to(device)
+    routing_map = _routing_map(
+        _draw_experts(NUM_TOKENS, layout.num_experts, generator), layout.num_experts
+    ).to(device)
 
     def start() -> Callable[[], object]:
         table = counting.count(routing_map).expand(num_ranks, -1)
@@ -222,9 +222,7 @@ def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
 
         return add
 
-    scores = torch.rand(num_rows, NUM_EXPERTS, generator=generator)
-    # [N, W] ascending experts
-    ids = scores.topk(TOPK, dim=1).indices.sort(dim=1).values
+    ids = _draw_experts(num_rows, NUM_EXPERTS, generator)
     if point.operation == "find":
         size = NUM_EXPERTS // TOPK
         parts = ExpertRange(first=0, size=size, num_parts=TOPK)
@@ -232,9 +230,19 @@ def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
         num_copies, lists = int(hits.sum()), ids.int().to(device)
         return lambda: find_copies(lists, parts, num_copies, keep_lists=True)
 
-    routing_map = torch.zeros(num_rows, NUM_EXPERTS, dtype=torch.bool).scatter(1, ids, True)
-    tokens, on_device = rows(num_rows), routing_map.to(device)
+    tokens, on_device = rows(num_rows), _routing_map(ids, NUM_EXPERTS).to(device)
     permuted = permute(tokens, on_device, TOPK)
     if point.operation == "permute":
         return lambda: permute(tokens, on_device, TOPK)
     return lambda: unpermute(permuted, tokens.shape)
+
+
+def _draw_experts(num_rows: int, num_experts: int, generator: torch.Generator) -> torch.Tensor:
+    """[N, W] ascending experts of each row."""
+    scores = torch.rand(num_rows, num_experts, generator=generator)
+    return scores.topk(TOPK, dim=1).indices.sort(dim=1).values
+
+
+def _routing_map(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Those lists as Megatron has them: [N, W] -> [N, E] bool."""
+    return torch.zeros(ids.shape[0], num_experts, dtype=torch.bool).scatter(1, ids, True)

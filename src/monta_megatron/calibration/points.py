@@ -127,7 +127,6 @@ class HostWork:
 COUNTS = HostWork(name="host counts")
 # The four walks of the executor and autograd, of a rank with itself.
 WALKS = HostWork(name="host walks")
-NUM_WALKS = 4
 
 Task: TypeAlias = Point | Pair | HostWork
 
