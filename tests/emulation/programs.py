@@ -65,6 +65,8 @@ def exchange(num_bytes: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from monta_megatron.emulation.node_memory import neighbours_of
+
     dist.init_process_group("gloo")
     cluster = EmulatedCluster.from_environment()
     assert cluster is not None
@@ -72,6 +74,11 @@ def exchange(num_bytes: str) -> None:
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows)
     assert received.view(NUM_RANKS, -1)[:, 0].tolist() == list(range(NUM_RANKS))
+    # Ranks of this node talk through memory; the network is for the others.
+    first = RANK - int(os.environ["LOCAL_RANK"])
+    own_node = set(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])))
+    assert dist.group.WORLD is not None
+    assert neighbours_of(dist.group.WORLD).positions == own_node - {RANK}
     dist.barrier()
     before = [nic_bytes(name) for name in cluster.nic_names]
     dist.barrier()  # or a faster rank's bytes would count as sent before

@@ -2,9 +2,12 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from monta_megatron.emulation.node_memory import neighbours_of
 
 COLUMNS = 5
 
@@ -90,6 +93,49 @@ def check_all_to_all_single() -> None:
         output, torch.full((int(send.sum()),), float(rank)), torch.full((num_ranks,), rank), send
     )
     assert output.tolist() == [source for source in range(num_ranks) for _ in range(rank)]
+
+
+def check_messages_of_a_node() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    node = neighbours_of(dist.group.WORLD)
+    assert node.positions == set(range(num_ranks)) - {rank}
+    before, behind = (rank - 1) % num_ranks, (rank + 1) % num_ranks
+    # More than a pipe holds: everyone sends, and nobody waits yet. Then the last one first.
+    message, num_messages = torch.empty(3, dtype=torch.int64), 2000
+    for turn in range(num_messages):
+        node.send(message.fill_(1000 * rank + turn), [behind])
+    message.fill_(-1)
+    received = torch.empty(num_messages, 3, dtype=torch.int64)
+    receipts = [node.receive(row, before) for row in received]
+    for receipt in reversed(receipts):
+        receipt.wait()
+    assert received[:, 2].tolist() == [1000 * before + turn for turn in range(num_messages)]
+    # Another number of bytes than is expected.
+    node.send(message, [behind])
+    try:
+        node.receive(torch.empty(2), before).wait()
+    except RuntimeError as error:
+        expected = f"rank {before} of the group sent 24 bytes where 8 were expected"
+        assert str(error) == expected, error
+    else:
+        raise AssertionError("24 bytes where 8 were expected")
+
+
+def check_memory_of_read_messages_is_used_again() -> None:
+    neighbours_of(dist.group.WORLD)
+    rows = torch.ones(dist.get_world_size(), 1 << 20)
+    pages = []
+    for _ in range(20):
+        dist.all_to_all_single(torch.empty_like(rows), rows)
+        dist.barrier()
+        pages.append(shared_bytes())
+    assert pages[-1] == pages[0], pages
+
+
+def shared_bytes() -> int:
+    """Of this process, in memory that others map."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssShmem:")[1].split()[0]) * 1024
 
 
 def check_device() -> None:
@@ -212,6 +258,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_groups_share_a_device,
     check_collectives_of_a_group,
     check_all_to_all_single,
+    check_messages_of_a_node,
+    check_memory_of_read_messages_is_used_again,
     check_device,
     check_copy_to_host,
     check_backward_in_backward,

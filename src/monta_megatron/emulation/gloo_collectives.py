@@ -4,6 +4,7 @@ Gloo lacks an all-gather of unequal sizes and takes several times longer than ne
 reduce-scatter of unequal sizes. Both stand at the centre of an expert-tensor-parallel exchange, so
 the form of the stand-in decides what a comparison of dispatchers on CPU ranks is worth: each is the
 fastest of those measured, and every caller, Megatron's own dispatcher or ours, gets the same one.
+Inside a node rows go through memory (node_memory.py), between nodes through Gloo.
 
 Notation:
     n: ranks of the group
@@ -21,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from monta_megatron.emulation.node_memory import Receipt, neighbours_of
+
 # torch's own; untyped, because they answer None only to a rank outside the group, and because the
 # options of Gloo are private.
-_all_to_all_of_gloo: Callable[..., Any] = dist.all_to_all_single
 _broadcast: Callable[..., Any] = dist.broadcast
 _init_process_group: Callable[..., None] = dist.init_process_group
 _reduce_scatter: Callable[..., Any] = dist.reduce_scatter
@@ -83,22 +85,25 @@ def _devices() -> list[Any]:
 
 
 class PendingWork:
-    """The handle of an asynchronous collective that is several steps on Gloo.
+    """The handle of an asynchronous collective that is several steps here.
 
     Args:
-        works: the Gloo operations, all started.
+        works: the operations, all started.
         finish: what is left to do on this rank once they are done; run by the first `wait`.
     """
 
     def __init__(
-        self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None
+        self,
+        works: Sequence["dist.Work | Receipt | PendingWork"],
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._works = works
         self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once the result is in the output tensors."""
-        for work in self._works:
+        works, self._works = self._works, ()
+        for work in works:
             work.wait() if timeout is None else work.wait(timeout)
         if self._finish is not None:
             self._finish()
@@ -143,22 +148,26 @@ def all_to_all_single(
     outputs = output.split(_sizes(output_split_sizes, output, size))
     inputs = input.contiguous().split(_sizes(input_split_sizes, input, size))
     peers = [(rank + step) % size for step in range(1, size)]
-    works = [
+    senders = [peer for peer in reversed(peers) if outputs[peer].numel() > 0]
+    receivers = [peer for peer in peers if inputs[peer].numel() > 0]
+    node = neighbours_of(group)
+    works: list[dist.Work | Receipt] = [
         group.recv([outputs[peer]], peer, ALL_TO_ALL_TAG)
-        for peer in reversed(peers)
-        if outputs[peer].numel() > 0
+        for peer in senders
+        if peer not in node.positions
     ]
     works += [
         group.send([inputs[peer]], peer, ALL_TO_ALL_TAG)
-        for peer in peers
-        if inputs[peer].numel() > 0
+        for peer in receivers
+        if peer not in node.positions
     ]
+    for peer in receivers:
+        if peer in node.positions:
+            node.send(inputs[peer], [peer])
     outputs[rank].copy_(inputs[rank])
-    work = PendingWork(works)
-    if async_op:
-        return work
-    work.wait()
-    return None
+    # First in the order of waiting: the host copies them, while the network is at work.
+    receipts = [node.receive(outputs[peer], peer) for peer in senders if peer in node.positions]
+    return _returned(PendingWork([*receipts, *works]), async_op)
 
 
 def _sizes(
@@ -187,6 +196,16 @@ def all_gather(
     group = dist.group.WORLD if group is None else group
     assert group is not None, "all_gather before init_process_group"
     tensor_list[group.rank()].copy_(tensor)
+    node = neighbours_of(group)
+    if len(node.positions) == group.size() - 1:
+        if tensor.numel() > 0:
+            node.send(tensor, sorted(node.positions))
+        receipts = [
+            node.receive(tensor_list[peer], peer)
+            for peer in node.positions
+            if tensor_list[peer].numel() > 0
+        ]
+        return _returned(PendingWork(receipts), async_op)
     works = [
         _broadcast(part, group_src=source, group=group, async_op=True)
         for source, part in enumerate(tensor_list)
@@ -218,7 +237,7 @@ def reduce_scatter(
     num_ranks = group.size()
     # [n, numel of part r]
     received = output.new_empty((num_ranks, output.numel()))
-    work = _all_to_all_of_gloo(
+    work = all_to_all_single(
         received.view(-1),
         _joined(input_list),
         output_split_sizes=[output.numel()] * num_ranks,
@@ -226,6 +245,7 @@ def reduce_scatter(
         group=group,
         async_op=True,
     )
+    assert work is not None
 
     def add() -> None:
         total = received[0]

@@ -1,6 +1,7 @@
 """The three collectives of a chain, started without waiting, and counted by tier."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,16 @@ class PeerGroup:
     rank: int
     nodes: tuple[int, ...]
 
-    def tier(self, peer: int) -> str:
-        """ "inter" if `peer` sits on another node than this rank, else "intra"."""
-        return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
+    @cached_property
+    def peers(self) -> dict[str, list[int]]:
+        """The other ranks by tier: "inter" on another node than this one, "intra" on the same."""
+        here = self.nodes[self.rank]
+        return {
+            "inter": [peer for peer in range(self.size) if self.nodes[peer] != here],
+            "intra": [
+                peer for peer in range(self.size) if self.nodes[peer] == here and peer != self.rank
+            ],
+        }
 
 
 def start_all_to_all(

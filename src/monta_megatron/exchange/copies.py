@@ -70,12 +70,22 @@ class Copies:
         # On a GPU embedding_bag adds low-precision rows in fp32 itself; on a CPU it does not.
         if copies.dtype == dtype or (copies.is_cuda and dtype == torch.float32):
             by_row = by_row if places is None else places[by_row]
-            rows = copies.contiguous()
+            rows = _with_what_lies_between(copies)
         else:
             rows = (copies if places is None else copies[places]).to(dtype)
-        return torch.nn.functional.embedding_bag(
+        sums = torch.nn.functional.embedding_bag(
             by_row, rows, self.row_starts, mode="sum", include_last_offset=True
         )
+        return sums[:, : copies.shape[1]]
+
+
+def _with_what_lies_between(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a packed message together with its other lanes: contiguous without a copy."""
+    num_rows, stride = rows.shape[0], rows.stride(0)
+    end_bytes = (rows.storage_offset() + num_rows * stride) * rows.element_size()
+    if rows.stride(1) == 1 and end_bytes <= rows.untyped_storage().nbytes():
+        return rows.as_strided((num_rows, stride), (stride, 1))
+    return rows.contiguous()
 
 
 def put_rows(into: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:

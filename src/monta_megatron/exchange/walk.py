@@ -356,10 +356,10 @@ class _Pipeline:
         self, bound: BoundStage, group: PeerGroup, send: list[int], message: torch.Tensor
     ) -> None:
         row_bytes = message[:1].numel() * message.element_size()
-        for peer, num_rows in enumerate(send):
-            if peer != group.rank:
-                key = (bound.stage.name, group.tier(peer))
-                self.exchange.monitor.bytes_sent[key] += num_rows * row_bytes
+        for tier, peers in group.peers.items():
+            if peers:
+                num_rows = sum(send[peer] for peer in peers)
+                self.exchange.monitor.bytes_sent[bound.stage.name, tier] += num_rows * row_bytes
 
     def _failure(self, stage: str, chunk: int, error: Exception) -> ExchangeError:
         bound = self.exchange.bound

@@ -1,0 +1,354 @@
+"""Messages between CPU ranks of one node, through memory that they share.
+
+Inside a GPU node rows take a link of their own (NVLink), which leaves the processors alone. Gloo
+takes TCP there too: a message crosses the kernel twice, after a handshake between two threads of
+Gloo, and eight ranks on two cores are then busy with that instead of the network between nodes.
+
+Here a rank copies a message into memory that the other ranks of its node have mapped, and writes a
+record into the pipe of each that is to have it; those copy it out where they wait for it. So the
+sender is through at once, and nothing of its own is read later.
+
+A node is where ranks can map each other's memory: one machine, one process namespace, one network
+namespace. The nodes of an emulated cluster are network namespaces, so TCP is between them.
+"""
+
+import functools
+import mmap
+import os
+import secrets
+import select
+import struct
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from threading import Condition
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+# Before `gloo_collectives` puts a stand-in in its place.
+_all_gather = dist.all_gather
+
+# In front of a block's data: a byte for each rank that has yet to read it. Larger groups keep to
+# Gloo.
+_HEADER_BYTES = 64
+_ALL_READ = bytes(_HEADER_BYTES)
+_SMALLEST_BLOCK_BYTES = 1 << 12
+# Of addresses; memory is used as it is written.
+_SPACE_BYTES = 1 << 36
+
+
+class _Key(NamedTuple):
+    """Of a message to this rank: its group, the sender's position there, and its turn."""
+
+    group: int
+    sender: int
+    turn: int
+
+
+class _Message(NamedTuple):
+    """Where it lies in the sender's memory; which byte of the header says that it was read."""
+
+    offset: int
+    num_bytes: int
+    reader: int
+
+
+# Key and message: a size that a pipe takes in one piece.
+_RECORD = struct.Struct("6q")
+_MOST_RECORDS_READ = 1024
+
+
+class _Blocks:
+    """Memory that other processes map, in blocks that are used again once they have been read."""
+
+    def __init__(self) -> None:
+        # Nameless: nothing is left behind, however the process ends.
+        self.file = os.memfd_create("monta-messages")
+        os.ftruncate(self.file, _SPACE_BYTES)
+        self._memory = mmap.mmap(self.file, _SPACE_BYTES)
+        self._offsets: dict[int, list[int]] = defaultdict(list)
+        self._end = 0
+
+    def put(self, tensor: torch.Tensor, num_readers: int) -> int:
+        """Copy a tensor into a free block; its offset."""
+        offset = self._free_block(_HEADER_BYTES + tensor.nbytes)
+        _tensor_at(self._memory, offset, tensor).copy_(tensor)
+        self._memory[offset : offset + num_readers] = b"\1" * num_readers
+        return offset
+
+    def _free_block(self, num_bytes: int) -> int:
+        size = 1 << (max(num_bytes, _SMALLEST_BLOCK_BYTES) - 1).bit_length()
+        # The first that is free: it is the likeliest to lie in a cache.
+        for offset in self._offsets[size]:
+            if self._memory[offset : offset + _HEADER_BYTES] == _ALL_READ:
+                return offset
+        offset, self._end = self._end, self._end + size
+        if self._end > _SPACE_BYTES:
+            raise RuntimeError(f"more than {_SPACE_BYTES} bytes of messages wait to be read")
+        self._offsets[size].append(offset)
+        return offset
+
+
+def _tensor_at(memory: mmap.mmap, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """The data of the block at `offset`, as a tensor like another one."""
+    flat = torch.frombuffer(
+        memory, dtype=like.dtype, count=like.numel(), offset=offset + _HEADER_BYTES
+    )
+    return flat.view(like.shape)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Process:
+    """Another process of this node: its memory, its pipe, and a file that tells when it ends."""
+
+    memory: mmap.mmap
+    pipe: int
+    end: int
+
+
+class _Mailbox:
+    """What is this process's own: its blocks, its pipe, and the messages that nobody took yet."""
+
+    def __init__(self) -> None:
+        self.blocks = _Blocks()
+        self._pipe, self.pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._processes: dict[tuple[int, int, int], _Process] = {}
+        self._ended: set[int] = set()
+        self._poll = select.poll()
+        self._poll.register(self._pipe, select.POLLIN)
+        self._messages: dict[_Key, _Message] = {}
+        # Several threads may wait (timelines do); one of them at a time reads the pipe, for all.
+        self._changed = Condition()
+        self._has_reader = False
+
+    def open(self, pid: int, memory: int, pipe: int) -> _Process:
+        """Map the memory of a process and open its pipe.
+
+        Args:
+            pid, memory, pipe: the process, and its two files as it numbers them.
+
+        Raises:
+            OSError: the process has ended, or its files are not for this one.
+        """
+        key = (pid, memory, pipe)
+        if key not in self._processes:
+            files = Path(f"/proc/{pid}/fd")
+            with (files / str(memory)).open("r+b", buffering=0) as file:
+                mapped = mmap.mmap(file.fileno(), _SPACE_BYTES)
+            into = os.open(files / str(pipe), os.O_WRONLY | os.O_NONBLOCK)
+            process = _Process(memory=mapped, pipe=into, end=os.pidfd_open(pid))
+            self._poll.register(process.end, select.POLLIN)
+            self._processes[key] = process
+        return self._processes[key]
+
+    def send(self, process: _Process, record: bytes, until: float) -> None:
+        """Write a record into the pipe of a process.
+
+        Raises:
+            RuntimeError: it has ended, or left its pipe full until then.
+        """
+        while True:
+            try:
+                os.write(process.pipe, record)
+                return
+            except BrokenPipeError:
+                raise RuntimeError("has ended") from None
+            except BlockingIOError:
+                # It may be held up here too, by a pipe of ours that is full.
+                if time.monotonic() > until:
+                    raise RuntimeError("reads no messages") from None
+                with self._changed:
+                    if not self._has_reader:
+                        self._read_pipe()
+                time.sleep(0.001)
+
+    def has(self, key: _Key) -> bool:
+        """Whether a message is there."""
+        with self._changed:
+            if not self._has_reader:
+                self._read_pipe()
+            return key in self._messages
+
+    def take(self, process: _Process, key: _Key, until: float) -> _Message:
+        """A message, once it is there.
+
+        Raises:
+            RuntimeError: its sender has ended, or has not sent it until then.
+        """
+        with self._changed:
+            while key not in self._messages:
+                remaining = until - time.monotonic()
+                if process.end in self._ended:
+                    raise RuntimeError("has ended")
+                if remaining <= 0:
+                    raise RuntimeError("has sent nothing in time")
+                if self._has_reader:
+                    self._changed.wait(remaining)
+                else:
+                    self._wait_for_messages(remaining)
+            return self._messages.pop(key)
+
+    def _wait_for_messages(self, seconds: float) -> None:
+        self._has_reader = True
+        self._changed.release()
+        try:
+            ready = [file for file, _ in self._poll.poll(seconds * 1e3)]
+        finally:
+            self._changed.acquire()
+            self._has_reader = False
+            self._changed.notify_all()
+        # Only then: what a process wrote before it ended is in the pipe.
+        self._read_pipe()
+        for file in ready:
+            if file != self._pipe:
+                self._poll.unregister(file)
+                self._ended.add(file)
+
+    def _read_pipe(self) -> None:
+        try:
+            records = os.read(self._pipe, _MOST_RECORDS_READ * _RECORD.size)
+        except BlockingIOError:
+            return
+        for values in _RECORD.iter_unpack(records):
+            self._messages[_Key(*values[:3])] = _Message(*values[3:])
+
+
+# Of this process; a fork has to make its own.
+_mailbox = functools.cache(_Mailbox)
+os.register_at_fork(after_in_child=_mailbox.cache_clear)
+
+
+class Neighbours:
+    """The ranks of a group that are on this rank's node, and messages to and from them.
+
+    Attributes:
+        positions: of those ranks in the group, this one not among them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank = group.rank()
+        self._timeout: timedelta = _options(group)._timeout
+        self._group, self._processes = _meet(group)
+        self.positions = frozenset(self._processes)
+        # Messages to and from each position so far.
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+
+    def send(self, tensor: torch.Tensor, positions: Sequence[int]) -> None:
+        """Send all of a tensor to each of some neighbours; it may be changed afterwards.
+
+        Raises:
+            RuntimeError: a neighbour has ended, or has long taken no message.
+        """
+        mailbox = _mailbox()
+        until = time.monotonic() + self._timeout.total_seconds()
+        offset = mailbox.blocks.put(tensor, len(positions))
+        for reader, position in enumerate(positions):
+            record = _RECORD.pack(
+                *_Key(self._group, self._rank, self._sent[position]),
+                *_Message(offset, tensor.nbytes, reader),
+            )
+            self._sent[position] += 1
+            try:
+                mailbox.send(self._processes[position], record, until)
+            except RuntimeError as error:
+                raise RuntimeError(f"rank {position} of the group {error}") from None
+
+    def receive(self, tensor: torch.Tensor, position: int) -> "Receipt":
+        """Receive a tensor from a neighbour, in the order in which it sends them here."""
+        key = _Key(self._group, position, self._received[position])
+        self._received[position] += 1
+        return Receipt(tensor, self._processes[position], key, self._timeout)
+
+
+class Receipt:
+    """A message that is to be received; as the handle of an asynchronous collective is used."""
+
+    def __init__(
+        self, tensor: torch.Tensor, process: _Process, key: _Key, timeout: timedelta
+    ) -> None:
+        self._tensor = tensor
+        self._process = process
+        self._key = key
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Copy the message into the tensor, once it is there; to be called once.
+
+        Raises:
+            RuntimeError: the sender has ended, sends nothing, or sends another number of bytes.
+        """
+        seconds = (timeout or self._timeout).total_seconds()
+        sender = f"rank {self._key.sender} of the group"
+        try:
+            message = _mailbox().take(self._process, self._key, time.monotonic() + seconds)
+        except RuntimeError as error:
+            raise RuntimeError(f"{sender} {error}") from None
+        if message.num_bytes != self._tensor.nbytes:
+            raise RuntimeError(
+                f"{sender} sent {message.num_bytes} bytes where {self._tensor.nbytes} were expected"
+            )
+        memory = self._process.memory
+        self._tensor.copy_(_tensor_at(memory, message.offset, self._tensor))
+        memory[message.offset + message.reader] = 0
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the message is there."""
+        return _mailbox().has(self._key)
+
+
+_neighbours: WeakKeyDictionary[dist.ProcessGroup, Neighbours] = WeakKeyDictionary()
+
+
+def neighbours_of(group: dist.ProcessGroup) -> Neighbours:
+    """The neighbours in a group; at first use a collective of the group."""
+    if group not in _neighbours:
+        _neighbours[group] = Neighbours(group)
+    return _neighbours[group]
+
+
+def _options(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(torch.device("cpu")).options
+
+
+def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process]]:
+    """A number that stands for the group, the same on all of its ranks; position -> neighbour."""
+    rank, size = group.rank(), group.size()
+    if not 1 < size <= _HEADER_BYTES:
+        return 0, {}
+    mailbox = _mailbox()
+    own = [secrets.randbits(62), *_node(), os.getpid(), mailbox.blocks.file, mailbox.pipe]
+    cards = _gathered(own, group)
+    processes = {}
+    for position, (_, *node, pid, memory, pipe) in enumerate(cards):
+        if position != rank and tuple(node) == _node():
+            try:
+                processes[position] = mailbox.open(pid, memory, pipe)
+            except OSError:
+                continue
+    # A pair uses memory where each could open the other's. Nobody ends before all have done so.
+    opened = _gathered([int(position in processes) for position in range(size)], group)
+    both = {position: each for position, each in processes.items() if opened[position][rank]}
+    return cards[0][0], both
+
+
+def _node() -> tuple[int, ...]:
+    """What ranks of one node have in common, and no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    namespaces = (Path("/proc/self/ns") / name for name in ("net", "pid"))
+    return (int(boot[:8], 16), *(namespace.stat().st_ino for namespace in namespaces))
+
+
+def _gathered(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    own = torch.tensor(values)
+    everyones = [torch.empty_like(own) for _ in range(group.size())]
+    _all_gather(everyones, own, group=group)
+    return [each.tolist() for each in everyones]
