@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from monta_megatron import strict_yaml
-from monta_megatron.calibration.cluster_file import Machine, factor_of, make_cluster
+from monta_megatron.calibration.cluster_file import Machine, excess_of, make_cluster, slowdowns
 from monta_megatron.calibration.points import (
     COUNTS,
     WALKS,
@@ -16,6 +16,7 @@ from monta_megatron.calibration.points import (
 )
 from monta_megatron.calibration.record import Record, Sample
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.schedule import Work, simulate
 
 SHAPE = Shape(num_nodes=2, ranks_per_node=4)
 MACHINE = Machine(
@@ -60,8 +61,14 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     """What host and operation take adds up to what was measured."""
     points = all_points(SHAPE)
     pairs = choose_pairs(points, [time_us(point) for point in points])
+    # Two rounds, the second one twice as slow throughout, and as much slower together.
     together = [
-        Sample(task=pair.name, us=30_000.0 + LAUNCH_US, launch_us=LAUNCH_US) for pair in pairs
+        Sample(task=task.name, us=us * slower, launch_us=LAUNCH_US)
+        for contenders in pairs
+        for task, us in zip(
+            contenders.tasks, (20_000.0, 10_000.0, 24_000.0, 40_000.0, 52_500.0), strict=True
+        )
+        for slower in (1, 2)
     ]
     on_host = [
         Sample(task=task.name, us=us, launch_us=us)
@@ -77,6 +84,7 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
         ("inter", "memory"),
         ("intra", "memory"),
     }
+    assert {(each.factor, each.factor_of_second) for each in cluster.contention} == {(1.25, 2.0)}
     assert cluster.launch.collective_us == LAUNCH_US
     # Once per dispatch, and a quarter of all four walks.
     assert (cluster.launch.counts_us, cluster.launch.walk_us) == (600, 250)
@@ -88,19 +96,45 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("both_us", "first_us", "second_us", "factor"),
+    ("both_us", "excess"),
     [
-        (3000, 2000, 3000, 1.0),  # the shorter one hides behind the longer one
-        (4000, 2000, 3000, 1.5),
-        (5000, 3000, 2000, 2.0),  # one after the other
-        (2900, 2000, 3000, 1.0),  # noise
-        (9000, 2000, 3000, 2.0),  # noise
+        (3000, 0.0),  # the shorter one hides behind the longer one
+        (4000, 0.5),
+        (5000, 1.0),  # one after the other
+        (2900, 0.0),  # noise
+        (9000, 1.0),  # noise
     ],
 )
-def test_contention_factor(
-    both_us: float, first_us: float, second_us: float, factor: float
-) -> None:
-    assert factor_of(both_us, first_us, second_us) == pytest.approx(factor)
+def test_excess_of_two_together(both_us: float, excess: float) -> None:
+    assert excess_of(2000, 3000, both_us) == excess_of(3000, 2000, both_us) == excess
+
+
+@pytest.mark.parametrize("first", [1.0, 1.1, 1.5, 1.9, 2.0])
+@pytest.mark.parametrize("second", [1.0, 1.1, 1.5, 1.9, 2.0])
+def test_slowdowns_from_the_schedule_they_give(first: float, second: float) -> None:
+    """What the schedule makes of two operations is solved for what it was made with."""
+    if 1 / first + 1 / second < 1:
+        pytest.skip("slower than one after the other")
+    factors = {("inter", "memory"): first, ("memory", "inter"): second}
+
+    def excess(first_us: float, second_us: float) -> float:
+        works = [
+            Work(stage="first", resource="inter", times_us=(0.0, first_us), depth=0),
+            Work(stage="second", resource="memory", times_us=(second_us, 0.0), depth=0),
+        ]
+        both_us = simulate(works, lambda one, other: factors.get((one, other), 2.0)).total_us
+        return excess_of(first_us, second_us, both_us)
+
+    found = slowdowns(excess(20.0, 5.0), excess(5.0, 20.0))
+    assert found == pytest.approx((first, second))
+
+
+def test_noise_gives_slowdowns_too() -> None:
+    assert slowdowns(0.0, 0.0) == (1.0, 1.0)
+    assert slowdowns(1.0, 1.0) == (2.0, 2.0)
+    # The first one stands still beside the second one: more than the schedule knows.
+    assert slowdowns(1.0, 0.0) == (2.0, 1.0)
+    assert slowdowns(0.0, 1.0) == (1.0, 2.0)
 
 
 def test_record_goes_on_where_it_was_cut(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from monta_megatron.calibration.points import COUNTS, WALKS, Pair, Point
+from monta_megatron.calibration.points import COUNTS, WALKS, Contenders, Pair, Point
 from monta_megatron.calibration.record import Sample
 from monta_megatron.chains.lanes import FORWARD_BACKWARD
 from monta_megatron.planner.cluster import Cluster, Contention, Launch
@@ -37,7 +37,10 @@ class Machine:
 
 
 def make_cluster(
-    machine: Machine, points: Sequence[Point], pairs: Sequence[Pair], samples: Sequence[Sample]
+    machine: Machine,
+    points: Sequence[Point],
+    pairs: Sequence[Contenders],
+    samples: Sequence[Sample],
 ) -> Cluster:
     """Medians of all samples as a cluster."""
     by_task: dict[str, list[Sample]] = {}
@@ -59,7 +62,7 @@ def make_cluster(
         memory_gb_per_rank=machine.memory_gb_per_rank,
         copies_block_host=machine.copies_block_host,
         curves=_curves(machine, points, times_us, launch),
-        contention=tuple(_contention(machine, pair, times_us) for pair in pairs),
+        contention=tuple(_contention(machine, each, by_task) for each in pairs),
     )
 
 
@@ -120,24 +123,56 @@ def _curves(
     return tuple(curves)
 
 
-def _contention(machine: Machine, pair: Pair, times_us: Mapping[str, float]) -> Contention:
-    both_us, first_us = times_us[pair.name], times_us[pair.first.name]
-    factor = factor_of(both_us, first_us, times_us[pair.second.name] * pair.repeats)
+def _contention(
+    machine: Machine, contenders: Contenders, by_task: Mapping[str, Sequence[Sample]]
+) -> Contention:
+    """From the excess of each round, as the times of two rounds differ by more than it."""
+
+    def excess(pair: Pair) -> float:
+        rounds = zip(
+            *(by_task[each.name] for each in (pair.first, pair.second, pair)), strict=False
+        )
+        return median(excess_of(*(sample.us for sample in each)) for each in rounds)
+
+    first, second = slowdowns(excess(contenders.short), excess(contenders.long))
     return Contention(
-        pair=(pair.first.tier, pair.second.tier),
-        factor=round(factor, 3),
+        pair=(contenders.long.first.point.tier, contenders.long.second.point.tier),
+        factor=round(first, 3),
+        factor_of_second=round(second, 3),
         kind="measured",
-        source=f"{pair.name}; {machine.source}",
+        source=f"{contenders.short.name}, {contenders.long.name}; {machine.source}",
     )
 
 
-def factor_of(both_us: float, first_us: float, second_us: float) -> float:
-    """By how much two operations slow each other.
+def excess_of(first_us: float, second_us: float, both_us: float) -> float:
+    """By how much two operations together take longer than the longer one, over the shorter one.
 
-    While both run each is slowed by f; when the shorter one is done the longer one goes on alone:
-    both = f * shorter + longer - shorter. Hand-worked: 2 ms and 3 ms alone, 4 ms together: f = 1.5.
-    From 1, where they do not feel each other, to 2, which is one after the other; what lies beyond
-    is noise, or two operations that nobody should put together, and the schedule knows no worse.
+    0 where the shorter one hides, 1 where they might as well run one after the other; what lies
+    beyond is noise.
     """
     shorter_us, longer_us = sorted((first_us, second_us))
-    return min(max(1 + (both_us - longer_us) / shorter_us, 1.0), 2.0)
+    return min(max((both_us - longer_us) / shorter_us, 0.0), 1.0)
+
+
+def slowdowns(short_excess: float, long_excess: float) -> tuple[float, float]:
+    """By how much two operations slow each other, from their excess in two pairs.
+
+    While both run, the first is slowed by x and the second by y. A short second one takes y times
+    as long, and the first loses 1 - 1/x of that: the excess is y (1 - 1/x). Of a short first one
+    it is x (1 - 1/y). Hand-worked: x = 1.25 and y = 2 give 0.4 and 0.625.
+
+    Args:
+        short_excess: where the second operation is the shorter one.
+        long_excess: where it is the longer one.
+
+    Returns:
+        x and y, from 1 to 2: no worse than one after the other.
+    """
+    if short_excess + long_excess >= 2 - 1e-6:
+        return 2.0, 2.0
+    common = 1 - short_excess * long_excess
+    if common >= 2 * (1 - short_excess):
+        return 2.0, 1 / (1 - long_excess / 2)
+    if common >= 2 * (1 - long_excess):
+        return 1 / (1 - short_excess / 2), 2.0
+    return common / (1 - short_excess), common / (1 - long_excess)

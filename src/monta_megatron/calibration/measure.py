@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.calibration.operations import Start
-from monta_megatron.calibration.points import Pair, Point, Task
+from monta_megatron.calibration.points import Pair, Point, Repeated, Task
 from monta_megatron.calibration.record import Sample
 
 MAX_ROUNDS = 15
@@ -29,14 +29,19 @@ def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
         starts: by a point's name, what starts it.
         repeats: one after the other; the times are those of one.
     """
+    beside: list[Start] = []
     if isinstance(task, Pair):
-        start, beside = starts[task.first.name], [starts[task.second.name]] * task.repeats
+        start = starts[task.first.point.name]
+        beside = [starts[task.second.point.name]] * task.second.repeats
+    elif isinstance(task, Repeated):
+        start = starts[task.point.name]
     else:
-        start, beside = starts[task.name], []
+        start = starts[task.name]
+    times = task.repeats if isinstance(task, Repeated) else 1
     wait_for_all()
     launch_s = 0.0
     begin_s = time.perf_counter()
-    for _ in range(repeats):
+    for _ in range(repeats * times):
         launch_begin_s = time.perf_counter()
         wait = start()
         launch_s += time.perf_counter() - launch_begin_s

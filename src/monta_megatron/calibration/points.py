@@ -93,23 +93,62 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """An operation several times, one after the other: half of a pair, by itself.
+
+    Attributes:
+        point: the operation.
+        repeats: how often.
+        other: the resource of the pair's other half.
+    """
+
+    point: Point
+    repeats: int
+    other: Resource
+
+    @property
+    def name(self) -> str:
+        """As it is recorded."""
+        return f"{self.repeats} x {self.point.name}, without {self.other}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """A collective, and beside it an operation on another resource, several times.
 
     Attributes:
         first: the collective.
         second: the other operation.
-        repeats: of the second one, so that both take about as long.
     """
 
-    first: Point
-    second: Point
-    repeats: int
+    first: Repeated
+    second: Repeated
 
     @property
     def name(self) -> str:
         """As it is recorded."""
-        return f"{self.first.name} beside {self.repeats} x {self.second.name}"
+        first, second = self.first, self.second
+        return f"{first.point.name} beside {second.repeats} x {second.point.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contenders:
+    """Two pairs of the same operations, from which follows by how much each slows the other.
+
+    Attributes:
+        short: the second operation is over long before the first.
+        long: the second operation goes on long after the first.
+    """
+
+    short: Pair
+    long: Pair
+
+    @property
+    def tasks(self) -> tuple["Task", ...]:
+        """What is timed, each alone and both: in every round one right after the other."""
+        pairs = [(pair.second, pair) for pair in (self.short, self.long)]
+        # Where the second operation takes too long to be shorter, both pairs are one.
+        return tuple(dict.fromkeys([self.short.first, *pairs[0], *pairs[1]]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +167,7 @@ COUNTS = HostWork(name="host counts")
 # The four walks of the executor and autograd, of a rank with itself.
 WALKS = HostWork(name="host walks")
 
-Task: TypeAlias = Point | Pair | HostWork
+Task: TypeAlias = Point | Repeated | Pair | HostWork
 
 # Of each two resources, what stands for them: the operations that chains run beside each other.
 PAIRS: tuple[tuple[Resource, Resource], ...] = (
@@ -136,8 +175,9 @@ PAIRS: tuple[tuple[Resource, Resource], ...] = (
     ("inter", "memory"),
     ("intra", "memory"),
 )
-# Of a pair, the collective takes about so long.
+# The collective of a pair takes about so long, and the other operation by so much less or longer.
 PAIR_US = 20_000.0
+SHORTER = 2
 
 
 def all_points(shape: Shape) -> list[Point]:
@@ -162,8 +202,8 @@ def all_points(shape: Shape) -> list[Point]:
     return list(dict.fromkeys(points))
 
 
-def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list[Pair]:
-    """A pair for each two resources.
+def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list[Contenders]:
+    """Pairs for each two resources.
 
     Args:
         points: all points.
@@ -187,8 +227,16 @@ def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list
     for first, second in PAIRS:
         one, other = nearest(first, PAIR_US), nearest(second, PAIR_US / 4)
         if one is not None and other is not None:
-            repeats = max(round(one[1] / other[1]), 1)
-            pairs.append(Pair(first=one[0], second=other[0], repeats=repeats))
+            ratio = one[1] / other[1]
+            alone = Repeated(point=one[0], repeats=1, other=second)
+            short, long = (
+                Pair(
+                    first=alone,
+                    second=Repeated(point=other[0], repeats=max(round(times), 1), other=first),
+                )
+                for times in (ratio / SHORTER, ratio * SHORTER)
+            )
+            pairs.append(Contenders(short=short, long=long))
     return pairs
 
 

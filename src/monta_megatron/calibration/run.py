@@ -106,7 +106,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     pairs = choose_pairs(points, expected_us)
 
     # Step 4: rounds, each kept as it is measured.
-    tasks: list[Task] = [*points, *pairs, COUNTS, WALKS]
+    tasks: list[Task] = [*points, *(task for each in pairs for task in each.tasks), COUNTS, WALKS]
     # A pair takes long enough not to be repeated within a run; the host's work has one start too
     # in a real exchange.
     expected_us += [RUN_US] * (len(tasks) - len(points))

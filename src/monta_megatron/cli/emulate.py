@@ -26,10 +26,10 @@ def add_parser(commands: Any) -> None:
         "                     [--nic-per {node,rank}] [--json] -- CMD...",
         help="run a command on an emulated cluster",
         description="Run CMD under torchrun on every node of a cluster that is emulated here: "
-        "network namespaces are the nodes, their NICs are limited to a rate, Gloo CPU ranks talk "
-        "over both tiers and reach nothing else. Rank 0's standard output passes through "
-        "untouched, everything else goes to standard error; the exit status is that of the first "
-        "rank to fail.",
+        "network namespaces are the nodes, their NICs are limited to a rate, CPU ranks talk over "
+        "Gloo between nodes and through memory inside, and reach nothing else. Rank 0's standard "
+        "output passes through untouched, everything else goes to standard error; the exit status "
+        "is that of the first rank to fail.",
         epilog=EXAMPLE,
     )
     parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes")

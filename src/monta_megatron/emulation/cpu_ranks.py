@@ -10,7 +10,7 @@ What stands in for what:
     streams     everything runs at once and in order, so streams and events have nothing to do
     generator   torch's CPU generator is the CUDA generator too
     memory      the process's resident memory is the device's
-    collectives gloo_collectives.py
+    collectives gloo_collectives.py; inside a node node_memory.py
     Megatron    a norm for sequence parallelism, the compiled dataset helper, a missing name
 
 Install before Megatron is imported: MONTA_CPU_RANKS=1 in the environment does (autoload.py). It

@@ -85,21 +85,27 @@ class Launch:
     source: Text
 
 
+Slowdown = Annotated[float, Rule("a number >= 1", lambda value: value >= 1)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contention:
     """By how much two operations slow each other while both run.
 
     Attributes:
-        pair: of resources, in any order; twice the same for two operations on one.
-        factor: 1 if they do not feel each other, 2 if each runs at half its rate.
+        pair: of resources; twice the same for two operations on one.
+        factor: of the first one of the pair: 1 if it does not feel the other, 2 if it runs at
+            half its rate.
+        factor_of_second: of the other one; None if it is the same.
         kind: whether it was measured on this cluster.
         source: with what, or where it was published.
     """
 
     pair: tuple[Resource, Resource]
-    factor: Annotated[float, Rule("a number >= 1", lambda value: value >= 1)]
+    factor: Slowdown
     kind: Kind
     source: Text
+    factor_of_second: Slowdown | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +174,7 @@ class Cluster:
         return None if self.memory_gb_per_rank is None else self.memory_gb_per_rank * 1e9
 
     def factor(self, first: Resource, second: Resource) -> float:
-        """By how much two operations slow each other while both run."""
+        """By how much an operation on `first` is slowed while one on `second` runs beside it."""
         return self._factors[first, second]
 
     def launch_us(self, operation: Operation) -> float:
@@ -257,6 +263,8 @@ class Cluster:
         factors = {(a, b): 2.0 if a == b else 1.0 for a in RESOURCES for b in RESOURCES}
         for entry in self.contention:
             factors[entry.pair] = factors[entry.pair[::-1]] = entry.factor
+            if entry.factor_of_second is not None:
+                factors[entry.pair[::-1]] = entry.factor_of_second
         return factors
 
 

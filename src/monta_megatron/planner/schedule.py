@@ -4,7 +4,7 @@ Stage s of chunk c starts after stage s - 1 of chunk c and after stage s of chun
 the host has launched it. The host launches in program order, each launch taking its time. While
 operations run at once they slow each other: one that runs beside others is slowed by
 
-    1 + the sum of (factor - 1) over the others, at most by their number, itself included.
+    1 + the sum of (its factor - 1) over the others, at most by their number, itself included.
 
 A sum and not a product, as k operations that share one resource (each pair's factor is 2) then
 run at 1/k each, which is what sharing means; a product would give 1/2**(k - 1), slower than one
@@ -71,7 +71,7 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
 
     Args:
         works: in the walk's order, all with the same number of chunks.
-        factor: by how much operations on two resources slow each other.
+        factor: by how much an operation on one resource is slowed by one on another.
         copies_block_host: see above.
     """
     num_chunks = len(works[0].times_us) if works else 0

@@ -130,5 +130,17 @@ def test_contention_of_a_pair_in_any_order() -> None:
     assert found.factor("inter", "inter") == 2.0
 
 
+def test_contention_of_a_pair_that_feels_it_unequally() -> None:
+    entry = Contention(
+        pair=("inter", "memory"),
+        factor=1.1,
+        factor_of_second=1.6,
+        kind="measured",
+        source="by hand",
+    )
+    found = Cluster(**{**vars_of(cluster()), "contention": (entry,)})  # type: ignore[arg-type]
+    assert (found.factor("inter", "memory"), found.factor("memory", "inter")) == (1.1, 1.6)
+
+
 def vars_of(instance: Cluster) -> dict[str, object]:
     return {name: getattr(instance, name) for name in instance.__dataclass_fields__}
