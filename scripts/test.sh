@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests; what they need is installed first, once.
 #
-#   scripts/test.sh                     all tests on the newest supported Megatron-Core, then
-#                                       those marked old_end on the oldest
+#   scripts/test.sh                     all tests on the newest supported Megatron-Core, and those
+#                                       marked old_end on the oldest
 #   scripts/test.sh ARGS...             pytest ARGS on the newest alone
 #   scripts/test.sh --old-end ARGS...   pytest ARGS, of those marked old_end, on the oldest alone
 set -euo pipefail
@@ -14,6 +14,10 @@ OLD_VENV=$REPOSITORY/.venv-0.16
 OLD_PYTHON_VERSIONS="3.11 3.10"
 # The oldest Megatron-Core of the supported range, and the last torch that it was tried with.
 OLD_REQUIREMENTS=("megatron-core==0.16.1" "torch>=2.6,<2.14")
+
+# Whole programs on Slurm and in Megatron's training loop: they mostly wait for each other, so they
+# and the oldest Megatron-Core are tested beside the rest.
+BESIDE=(tests/launch tests/megatron tests/slurm)
 
 # pytest fails where it collects nothing (status 5), and so do these.
 
@@ -38,10 +42,31 @@ test_old_end() {
     "$OLD_VENV/bin/python" -m pytest tests/unit tests/dist -m old_end "$@"
 }
 
+test_all() {
+    local log status=0
+    install_main test
+    log=$(mktemp)
+    # With job control a group of its own: an interrupt reaches it through the trap alone.
+    set -m
+    (
+        scripts/test.sh "${BESIDE[@]}" || status=$?
+        scripts/test.sh --old-end || status=$?
+        exit "$status"
+    ) >"$log" 2>&1 &
+    beside=$!
+    set +m
+    trap 'kill -INT -- "-$beside" 2>/dev/null || true' EXIT
+    scripts/test.sh "${BESIDE[@]/#/--ignore=}" || status=$?
+    say "beside it: ${BESIDE[*]}, then the oldest Megatron-Core"
+    wait "$beside" || status=$?
+    cat "$log"
+    rm "$log"
+    return "$status"
+}
+
 cd "$REPOSITORY"
 if [[ $# -eq 0 ]]; then
-    test_new_end
-    test_old_end
+    test_all
 elif [[ $1 == --old-end ]]; then
     test_old_end "${@:2}"
 else

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from monta_megatron.chains import BoundChain
 from monta_megatron.chains.chain import depth_of_stages
 from monta_megatron.chains.lanes import RowFormat, WalkLanes, row_bytes_by_stage
-from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Place, Replicate
+from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Replicate
 
 SUM_BYTES = 4
 
@@ -15,8 +15,8 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
 
     A chunk holds what its last stage wrote, and what a collective among them still reads; a stage
     lets go of that once its own message is there. The output is there from the first rows that are
-    put into it. Sums are made in fp32 before they are rounded into the message; rows that lie
-    among other lanes are copied out for it. Indices, which are 8 bytes a row, are left out.
+    put into it. Sums are made in fp32 before they are rounded into the message. Indices, which
+    are 8 bytes a row, are left out.
 
     Returns:
         bytes on this rank beyond the walk's input.
@@ -31,7 +31,6 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
     writes = [_writes(stages, position) for position in range(len(stages))]
     # [stages][C]
     rows_behind = [_rows_behind(stage, walk) for stage in stages]
-    rows_before = [stage.receive.sum(axis=1).tolist() for stage in stages]
 
     peak = live = 0.0
     # What each chunk holds: what its last stage wrote, and what that stage still reads.
@@ -64,15 +63,12 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
             new = row_bytes[position] * rows_behind[position][chunk]
             if walk.transpose and isinstance(stage.stage, Replicate):
                 rows = rows_behind[position][chunk]
-                # Copied out of a message that holds other lanes too.
-                is_packed = walk.probs and not isinstance(stages[position - 1].stage, Place)
-                copied = rows_before[position][chunk] * row.hidden_bytes if is_packed else 0.0
                 behind = stages[position + 1]
                 sums_over_ranks = isinstance(behind.stage, AllGather) and behind.send.shape[1] > 1
                 if sums_over_ranks and row.value_bytes < SUM_BYTES:
                     # A rank keeps its own part of the sum as it is.
                     new += behind.send[chunk, 0].item() * sum_bytes
-                peak = max(peak, live + rows * sum_bytes + max(copied, new))
+                peak = max(peak, live + rows * sum_bytes + new)
             peak = max(peak, live + new)
             is_collective = isinstance(stage.stage, AllToAll | AllGather)
             keeps = before if is_collective else 0.0
