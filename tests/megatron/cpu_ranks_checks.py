@@ -40,6 +40,19 @@ def check_all_gather() -> None:
             assert torch.equal(output, torch.cat(parts)), (dtype, num_rows, "async")
 
 
+def check_all_gather_into_tensor() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for num_rows in (2, 0):
+        parts = [part(source, num_rows, torch.bfloat16) for source in range(num_ranks)]
+        for output in (torch.cat(parts), torch.stack(parts)):
+            expected = output.clone()
+            dist.all_gather_into_tensor(output.zero_(), parts[rank])
+            assert torch.equal(output, expected)
+            work = dist.all_gather_into_tensor(output.zero_(), parts[rank], async_op=True)
+            work.wait()
+            assert torch.equal(output, expected)
+
+
 def check_reduce_scatter() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for dtype in (torch.float32, torch.bfloat16):
@@ -256,6 +269,7 @@ def check_norm_marks_its_weights() -> None:
 
 CHECKS: tuple[Callable[[], None], ...] = (
     check_all_gather,
+    check_all_gather_into_tensor,
     check_reduce_scatter,
     check_groups_share_a_device,
     check_collectives_of_a_group,

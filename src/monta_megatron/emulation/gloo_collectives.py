@@ -26,6 +26,7 @@ from monta_megatron.emulation.node_memory import Receipt, neighbours_of
 
 # torch's own; untyped, because they answer None only to a rank outside the group, and because the
 # options of Gloo are private.
+_all_gather_into_tensor: Callable[..., Any] = dist.all_gather_into_tensor
 _broadcast: Callable[..., Any] = dist.broadcast
 _init_process_group: Callable[..., None] = dist.init_process_group
 _reduce_scatter: Callable[..., Any] = dist.reduce_scatter
@@ -40,7 +41,13 @@ ALL_TO_ALL_TAG = 7
 
 def install() -> None:
     """Put the stand-ins in the place of torch.distributed's functions."""
-    for stand_in in (all_gather, all_to_all_single, init_process_group, reduce_scatter):
+    for stand_in in (
+        all_gather,
+        all_gather_into_tensor,
+        all_to_all_single,
+        init_process_group,
+        reduce_scatter,
+    ):
         setattr(dist, stand_in.__name__, stand_in)
     # Where torch.distributed looks for it when it makes a group.
     setattr(distributed_c10d, dist.ProcessGroupGloo.__name__, SharedDeviceGloo)
@@ -211,6 +218,21 @@ def all_gather(
         for source, part in enumerate(tensor_list)
     ]
     return _returned(PendingWork(works), async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | PendingWork | None:
+    """`torch.distributed.all_gather_into_tensor`, through memory where the group has one node."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "all_gather_into_tensor before init_process_group"
+    if len(neighbours_of(group).positions) < group.size() - 1:
+        return _all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+    parts = output_tensor.view(group.size(), *input_tensor.shape).unbind()
+    return all_gather(list(parts), input_tensor, group=group, async_op=async_op)
 
 
 def reduce_scatter(
