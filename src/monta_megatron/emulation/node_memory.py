@@ -61,7 +61,8 @@ class _Message(NamedTuple):
 
 # Key and message: a size that a pipe takes in one piece.
 _RECORD = struct.Struct("6q")
-_MOST_RECORDS_READ = 1024
+# More than a pipe holds, so one read finds all that a process wrote before it ended.
+_MOST_RECORDS_READ = 2048
 
 
 class _Blocks:
@@ -232,6 +233,7 @@ class Neighbours:
         positions: of those ranks in the group, this one not among them.
     """
 
+    # At once on all ranks of the group: they tell each other where their memory is.
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
         self._timeout: timedelta = _options(group)._timeout
