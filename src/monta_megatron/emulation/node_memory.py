@@ -117,10 +117,12 @@ class _Mailbox:
     """What is this process's own: its blocks, its pipe, and the messages that nobody took yet."""
 
     def __init__(self) -> None:
+        # Numbers of processes come again.
+        self.name = secrets.randbits(62)
         self.blocks = _Blocks()
         self._pipe, self.pipe = os.pipe()
         os.set_blocking(self._pipe, False)
-        self._processes: dict[tuple[int, int, int], _Process] = {}
+        self._processes: dict[int, _Process] = {}
         self._ended: set[int] = set()
         self._poll = select.poll()
         self._poll.register(self._pipe, select.POLLIN)
@@ -129,25 +131,25 @@ class _Mailbox:
         self._changed = Condition()
         self._has_reader = False
 
-    def open(self, pid: int, memory: int, pipe: int) -> _Process:
+    def open(self, name: int, pid: int, memory: int, pipe: int) -> _Process:
         """Map the memory of a process and open its pipe.
 
         Args:
+            name: of its mailbox.
             pid, memory, pipe: the process, and its two files as it numbers them.
 
         Raises:
             OSError: the process has ended, or its files are not for this one.
         """
-        key = (pid, memory, pipe)
-        if key not in self._processes:
+        if name not in self._processes:
             files = Path(f"/proc/{pid}/fd")
             with (files / str(memory)).open("r+b", buffering=0) as file:
                 mapped = mmap.mmap(file.fileno(), _SPACE_BYTES)
             into = os.open(files / str(pipe), os.O_WRONLY | os.O_NONBLOCK)
             process = _Process(memory=mapped, pipe=into, end=os.pidfd_open(pid))
             self._poll.register(process.end, select.POLLIN)
-            self._processes[key] = process
-        return self._processes[key]
+            self._processes[name] = process
+        return self._processes[name]
 
     def send(self, process: _Process, record: bytes, until: float) -> None:
         """Write a record into the pipe of a process.
@@ -327,13 +329,14 @@ def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process]]:
     if not 1 < size <= _HEADER_BYTES:
         return 0, {}
     mailbox = _mailbox()
-    own = [secrets.randbits(62), *_node(), os.getpid(), mailbox.blocks.file, mailbox.pipe]
+    files = (mailbox.blocks.file, mailbox.pipe)
+    own = [secrets.randbits(62), *_node(), mailbox.name, os.getpid(), *files]
     cards = _gathered(own, group)
     processes = {}
-    for position, (_, *node, pid, memory, pipe) in enumerate(cards):
+    for position, (_, *node, name, pid, memory, pipe) in enumerate(cards):
         if position != rank and tuple(node) == _node():
             try:
-                processes[position] = mailbox.open(pid, memory, pipe)
+                processes[position] = mailbox.open(name, pid, memory, pipe)
             except OSError:
                 continue
     # A pair uses memory where each could open the other's. Nobody ends before all have done so.
