@@ -30,14 +30,14 @@ def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
         repeats: one after the other; the times are those of one.
     """
     beside: list[Start] = []
+    times = 1
     if isinstance(task, Pair):
         start = starts[task.first.point.name]
         beside = [starts[task.second.point.name]] * task.second.repeats
     elif isinstance(task, Repeated):
-        start = starts[task.point.name]
+        start, times = starts[task.point.name], task.repeats
     else:
         start = starts[task.name]
-    times = task.repeats if isinstance(task, Repeated) else 1
     wait_for_all()
     launch_s = 0.0
     begin_s = time.perf_counter()

@@ -29,8 +29,8 @@ def lines(cluster: Cluster) -> list[str]:
         f"{launch.walk_us:.0f} us, and {launch.counts_us:.0f} us to count and bind for a dispatch",
     ]
     text += [
-        f"{first} beside {second}: {entry.factor:.2f} and "
-        f"{entry.factor_of_second or entry.factor:.2f} times as long"
+        f"{first} beside {second}: {cluster.factor(first, second):.2f} and "
+        f"{cluster.factor(second, first):.2f} times as long"
         for entry in cluster.contention
         for first, second in [entry.pair]
     ]

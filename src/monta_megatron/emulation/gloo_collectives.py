@@ -196,15 +196,11 @@ def all_gather(
     Megatron: the dispatcher's gather over expert-tensor-parallel ranks, whose token counts differ
     (`_gather_along_first_dim` with `output_split_sizes`).
     """
-    # One broadcast per rank. 4 ranks on 2 cores, about 2 MB each, medians: broadcasts 8.7 ms, one
-    # all_to_all_single of n copies 8.6 to 12.8 ms (and n times the memory), all_gather padded to
-    # the longest 15 to 18 ms, 31 to 34 ms where one rank has most of the rows. For equal sizes and
-    # for small messages too it is not slower than Gloo's own (8.5 and 13 ms, 3.4 and 5.1 ms).
     group = dist.group.WORLD if group is None else group
     assert group is not None, "all_gather before init_process_group"
     tensor_list[group.rank()].copy_(tensor)
     node = neighbours_of(group)
-    if len(node.positions) == group.size() - 1:
+    if node.are_whole_group:
         if tensor.numel() > 0:
             node.send(tensor, sorted(node.positions))
         receipts = [
@@ -213,6 +209,10 @@ def all_gather(
             if tensor_list[peer].numel() > 0
         ]
         return _returned(PendingWork(receipts), async_op)
+    # One broadcast per rank. 4 ranks on 2 cores, about 2 MB each, medians: broadcasts 8.7 ms, one
+    # all_to_all_single of n copies 8.6 to 12.8 ms (and n times the memory), all_gather padded to
+    # the longest 15 to 18 ms, 31 to 34 ms where one rank has most of the rows. For equal sizes and
+    # for small messages too it is not slower than Gloo's own (8.5 and 13 ms, 3.4 and 5.1 ms).
     works = [
         _broadcast(part, group_src=source, group=group, async_op=True)
         for source, part in enumerate(tensor_list)
@@ -229,7 +229,7 @@ def all_gather_into_tensor(
     """`torch.distributed.all_gather_into_tensor`, through memory where the group has one node."""
     group = dist.group.WORLD if group is None else group
     assert group is not None, "all_gather_into_tensor before init_process_group"
-    if len(neighbours_of(group).positions) < group.size() - 1:
+    if not neighbours_of(group).are_whole_group:
         return _all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
     parts = output_tensor.view(group.size(), *input_tensor.shape).unbind()
     return all_gather(list(parts), input_tensor, group=group, async_op=async_op)

@@ -233,14 +233,17 @@ class Neighbours:
 
     Attributes:
         positions: of those ranks in the group, this one not among them.
+        are_whole_group: nobody of the group is on another node.
     """
 
     # At once on all ranks of the group: they tell each other where their memory is.
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
-        self._timeout: timedelta = _options(group)._timeout
+        options: Any = group._get_backend(torch.device("cpu")).options
+        self._timeout: timedelta = options._timeout
         self._group, self._processes = _meet(group)
         self.positions = frozenset(self._processes)
+        self.are_whole_group = len(self.positions) == group.size() - 1
         # Messages to and from each position so far.
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
@@ -317,10 +320,6 @@ def neighbours_of(group: dist.ProcessGroup) -> Neighbours:
     if group not in _neighbours:
         _neighbours[group] = Neighbours(group)
     return _neighbours[group]
-
-
-def _options(group: dist.ProcessGroup) -> Any:
-    return group._get_backend(torch.device("cpu")).options
 
 
 def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process]]:
