@@ -78,8 +78,8 @@ def wrong_split() -> Any:
 def serial_loop() -> Any:
     """No chunk starts before the one before it is done."""
 
-    def order(stages: Any, num_chunks: int, lag: int) -> list[tuple[int, int]]:
-        return [(stage, chunk) for chunk in range(num_chunks) for stage in range(len(stages))]
+    def order(depths: Any, num_chunks: int) -> list[tuple[int, int]]:
+        return [(stage, chunk) for chunk in range(num_chunks) for stage in range(len(depths))]
 
     # The chain is frozen.
     return mock.patch.dict(vars(CHAINS["alltoall_allgather"]), order=order)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monta_megatron.chains import CHAINS, BoundChain, Counts, Layout
-from monta_megatron.chains.chain import cut, depth_of_stages, first_blocks
+from monta_megatron.chains.chain import cut, first_blocks, order_of_issue
 from monta_megatron.chains.stages import AllGather, AllToAll, Segments
 
 pytestmark = pytest.mark.old_end
@@ -14,10 +14,17 @@ pytestmark = pytest.mark.old_end
 CHAIN = CHAINS["alltoall_allgather"]
 
 
-def layout_of(ep: int, etp: int, num_local_experts: int, rank: int = 0) -> Layout:
-    """All ranks on one node."""
+def layout_of(
+    ep: int, etp: int, num_local_experts: int, rank: int = 0, ranks_per_node: int | None = None
+) -> Layout:
+    """All ranks on one node, unless it has fewer."""
+    num_ranks = ep * etp
     return Layout(
-        ep=ep, etp=etp, num_local_experts=num_local_experts, rank=rank, nodes=(0,) * (ep * etp)
+        ep=ep,
+        etp=etp,
+        num_local_experts=num_local_experts,
+        rank=rank,
+        nodes=tuple(each // (ranks_per_node or num_ranks) for each in range(num_ranks)),
     )
 
 
@@ -86,16 +93,32 @@ def test_the_last_chunk_is_smaller_and_comes_first_on_the_way_back() -> None:
 
 def test_depth_trails_by_one_step_per_collective() -> None:
     counts = Counts(sent=np.ones((2, 1), int), received=np.ones((2, 2, 1), int))
-    stages = CHAIN.bind(layout_of(2, 2, 1), counts, num_chunks=2).stages
-    assert depth_of_stages(stages) == [0, 0, 1, 2]
-    assert depth_of_stages(stages[::-1]) == [0, 0, 1, 2]
+    bound = CHAIN.bind(layout_of(2, 2, 1), counts, num_chunks=2)
+    for host_moves in (False, True):
+        assert bound.depths(transpose=False, host_moves=host_moves) == [0, 0, 1, 2]
+        assert bound.depths(transpose=True, host_moves=host_moves) == [0, 0, 1, 2]
+
+
+def test_a_host_that_moves_rows_itself_does_not_put_them_off() -> None:
+    # The AllToAll crosses nodes, the AllGather stays on one.
+    counts = Counts(sent=np.ones((2, 1), int), received=np.ones((2, 2, 1), int))
+    bound = CHAIN.bind(layout_of(2, 2, 1, ranks_per_node=2), counts, num_chunks=2)
+    assert bound.depths(transpose=False, host_moves=True) == [0, 0, 1, 1]
+    assert bound.depths(transpose=True, host_moves=True) == [0, 0, 0, 1]
+    assert bound.depths(transpose=False, host_moves=False) == [0, 0, 1, 2]
+    pack, exchange, gather, order = range(4)
+    assert order_of_issue([0, 0, 1, 1], num_chunks=2) == [
+        *[(pack, 0), (exchange, 0)],
+        *[(pack, 1), (exchange, 1), (gather, 0), (order, 0)],
+        *[(gather, 1), (order, 1)],
+    ]
 
 
 def test_a_group_of_one_rank_takes_no_step() -> None:
     counts = Counts(sent=np.ones((2, 1), int), received=np.ones((1, 2, 1), int))
-    stages = CHAIN.bind(layout_of(2, 1, 1), counts, num_chunks=2).stages
-    assert depth_of_stages(stages) == [0, 0, 1, 1]
-    assert depth_of_stages(stages[::-1]) == [0, 0, 0, 1]
+    bound = CHAIN.bind(layout_of(2, 1, 1), counts, num_chunks=2)
+    assert bound.depths(transpose=False, host_moves=False) == [0, 0, 1, 1]
+    assert bound.depths(transpose=True, host_moves=False) == [0, 0, 0, 1]
 
 
 def test_num_chunks_below_one_is_refused() -> None:

@@ -13,21 +13,18 @@ from monta_megatron.benchmark.settings import DTYPE_BYTES, Settings
 from monta_megatron.benchmark.workload import Batch, concatenate, make_batch
 from monta_megatron.chains import Layout
 from monta_megatron.chains.chain import order_of_issue
-from monta_megatron.chains.stages import BoundStage
 from monta_megatron.integration.bench_layer import LayerShape, whole_group_dispatcher
 from monta_megatron.planner.cluster import Cluster
 
 
-def order_with_places_apart(
-    stages: Sequence[BoundStage], num_chunks: int, lag: int
-) -> list[tuple[int, int]]:
+def order_with_places_apart(depths: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
     """As usual, but the first stage of all chunks before the others, and the last one after them.
 
     The last chunk goes first at both ends: at the beginning, so that the first collective waits
     for all copies; at the end, so that the first copy waits for the last collective.
     """
-    order = order_of_issue(stages, num_chunks, lag)
-    last = len(stages) - 1
+    order = order_of_issue(depths, num_chunks)
+    last = len(depths) - 1
     return [
         *((0, chunk) for position, chunk in reversed(order) if position == 0),
         *((position, chunk) for position, chunk in order if 0 < position < last),

@@ -7,9 +7,10 @@ Notation: C = number of chunks, B = number of token blocks, S = source ranks, EP
 size, ETP = expert tensor parallel size, L = local experts per EP rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
     BoundStage,
+    GroupName,
     Replicate,
     RowCounts,
     Segments,
@@ -78,6 +80,22 @@ class Layout:
         """The first expert of this rank."""
         return self.rank // self.etp * self.num_local_experts
 
+    @cached_property
+    def crossing_groups(self) -> frozenset[GroupName]:
+        """Groups, by name, of which at least one has ranks on several nodes."""
+        nodes, etp = self.nodes, self.etp
+        by_name: dict[GroupName, Iterable[tuple[int, ...]]] = {
+            "ep": (nodes[etp_rank::etp] for etp_rank in range(etp)),
+            "etp": (nodes[first : first + etp] for first in range(0, len(nodes), etp)),
+            "tp_ep": (nodes,),
+            "rail": (nodes,),
+        }
+        return frozenset(
+            name
+            for name, groups in by_name.items()
+            if any(len(set(of_group)) > 1 for of_group in groups)
+        )
+
     def uneven_nodes(self) -> str | None:
         """Why the ranks cannot be cut into nodes of one size, in order; None if they can."""
         in_order = tuple(sorted(self.nodes)) == self.nodes
@@ -134,46 +152,20 @@ class TokenCounts:
     for_node_ranks: RowCounts | None = None
 
 
-def host_lag(transpose: bool) -> int:
-    """By how many chunks a stage trails the collective that feeds it where the host itself waits.
-
-    The network needs two chunks under way: one that is waited for, and one behind it. A chain
-    begins with it; in a transpose it comes last, and every chunk before it is time that it idles.
-    """
-    return 1 if transpose else 2
-
-
-def depth_of_stages(stages: Sequence[BoundStage]) -> list[int]:
-    """By how many steps each stage trails the first: one for every collective before it.
-
-    Stage s of chunk c runs in step c + depth[s]. A copy needs no step of its own: it runs with
-    the stage in front of which it stands; nor does a group of one rank, where nothing moves.
-    """
-    collectives: NDArray[np.int64] = np.cumsum(
-        [
-            isinstance(bound.stage, AllToAll | AllGather) and bound.send.shape[1] > 1
-            for bound in stages
-        ]
-    )
-    return [0, *collectives[:-1].tolist()]
-
-
-def order_of_issue(
-    stages: Sequence[BoundStage], num_chunks: int, lag: int = 1
-) -> list[tuple[int, int]]:
+def order_of_issue(depths: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
     """(stage, chunk) in the order in which they are issued, the same on every rank.
 
+    Stage s of chunk c runs in step c + depths[s], and in a step stage by stage.
+
     Args:
-        stages: of a walk, in its order.
+        depths: by how many steps each stage of a walk trails the first; see `BoundChain.depths`.
         num_chunks: C; the first chunk of the walk counts as 0, see `BoundChain.chunk`.
-        lag: by how many chunks a stage trails the collective that feeds it.
     """
-    depth = [lag * steps for steps in depth_of_stages(stages)]
     return [
-        (position, step - depth[position])
-        for step in range(num_chunks + depth[-1])
-        for position in range(len(stages))
-        if 0 <= step - depth[position] < num_chunks
+        (position, step - depth)
+        for step in range(num_chunks + depths[-1])
+        for position, depth in enumerate(depths)
+        if 0 <= step - depth < num_chunks
     ]
 
 
@@ -189,7 +181,7 @@ class Chain:
         bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
         refusal: why the chain cannot run on a layout, or None if it can.
         serial: the chain runs in one chunk.
-        order: (stages of a walk, num_chunks, lag) -> (stage, chunk) in the order of issue.
+        order: (depths of a walk's stages, num_chunks) -> (stage, chunk) in the order of issue.
     """
 
     name: str
@@ -198,7 +190,7 @@ class Chain:
     bind_stages: Callable[[Layout, Any, int], tuple[BoundStage, ...]]
     refusal: Callable[[Layout], str | None] = lambda layout: None
     serial: bool = False
-    order: Callable[[Sequence[BoundStage], int, int], list[tuple[int, int]]] = order_of_issue
+    order: Callable[[Sequence[int], int], list[tuple[int, int]]] = order_of_issue
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -272,7 +264,35 @@ class BoundChain:
         Behind one collective alone there is only a copy to hide, and a small first chunk would
         have the large ones in memory together with the output.
         """
-        return depth_of_stages(self.stages)[-1] > 1
+        return self.depths(transpose=False, host_moves=False)[-1] > 1
+
+    def depths(self, transpose: bool, host_moves: bool) -> list[int]:
+        """[N] by how many steps each stage of a walk trails the first one.
+
+        By one for every collective before it, so that two chunks are under way in each. A copy
+        needs no step of its own: it runs with the stage in front of which it stands; nor does a
+        group of one rank, where nothing moves.
+
+        Where the host itself moves what stays on a node, it cannot do so while it does something
+        else, so behind such a collective nothing trails: a chunk that waited there would reach the
+        network, or its place, so much later. Unless no collective leaves its node: then it is
+        between ranks, not all at the same point, that time is gained.
+
+        Args:
+            transpose: the walk goes through the stages from the last to the first.
+            host_moves: see above; CPU ranks.
+        """
+        stages = self.stages[::-1] if transpose else self.stages
+        groups = [
+            bound.stage.group
+            if isinstance(bound.stage, AllToAll | AllGather) and bound.send.shape[1] > 1
+            else None
+            for bound in stages
+        ]
+        trailed = set(groups) - {None}
+        if host_moves:
+            trailed = trailed & self.layout.crossing_groups or trailed
+        return [0, *accumulate(int(group in trailed) for group in groups[:-1])]
 
     def num_added_first(self, num_copies: int) -> int:
         """Of the copies of a row that come from so many ranks, each how many are added first.

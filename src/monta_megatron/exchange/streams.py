@@ -3,7 +3,7 @@
 Each stage has a side stream of its own, so that chunk i+1's AllToAll, chunk i's AllGather and
 chunk i-1's copies run at once. On CPU ranks there are no streams: a collective runs in the
 background of its process group, and the host waits for it where its result is first needed.
-Either way the executor makes the same calls; by how many chunks one stage trails another differs.
+Either way the executor makes the same calls; behind which collectives stages trail differs.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,18 @@ from typing import Any, Protocol
 
 import torch
 
-from monta_megatron.chains.chain import host_lag
-
 # Waits for what a stage started: blocks the current stream on a GPU, the host on CPU ranks.
 Ready = Callable[[], object]
 
 
 class Streams(Protocol):
-    """What the executor asks of a device."""
+    """What the executor asks of a device.
 
-    def lag(self, transpose: bool) -> int:
-        """By how many chunks a stage of a walk trails the collective that feeds it."""
+    Attributes:
+        host_moves: the host itself moves what stays on a node; see `BoundChain.depths`.
+    """
+
+    host_moves: bool
 
     def fork(self) -> None:
         """Order every side stream behind what the caller's stream has done so far."""
@@ -50,8 +51,7 @@ class Streams(Protocol):
 class HostStreams:
     """CPU ranks: no streams; copies run at once, collectives in the background."""
 
-    def lag(self, transpose: bool) -> int:
-        return host_lag(transpose)
+    host_moves = True
 
     def fork(self) -> None: ...
 
@@ -77,12 +77,11 @@ class HostStreams:
 class CudaStreams:
     """One side stream per stage, ordered by events; nothing here blocks the host."""
 
+    host_moves = False
+
     def __init__(self, device: torch.device) -> None:
         self._streams = _side_streams(device)
         self._caller = torch.cuda.current_stream(device)
-
-    def lag(self, transpose: bool) -> int:
-        return 1
 
     def fork(self) -> None:
         for stream in self._streams:

@@ -112,8 +112,8 @@ def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
     bound, monitor = exchange.bound, exchange.monitor
 
     streams.fork()
-    lag = streams.lag(walk.transpose)
-    for position, turn in bound.chain.order(pipeline.stages, bound.num_chunks, lag):
+    depths = bound.depths(walk.transpose, streams.host_moves)
+    for position, turn in bound.chain.order(depths, bound.num_chunks):
         chunk = bound.chunk(turn, walk.transpose)
         stage = pipeline.stages[position].stage.name
         with streams.on(position), monitor.range(walk.name, bound.chain.name, stage, chunk):

@@ -96,7 +96,12 @@ def price_chain(
     """What one chain costs in one number of chunks."""
     bound = workload.bind(chain, num_chunks)
     traffic = tuple(
-        tuple(walk_traffic(each, workload.row, walk, blocks_for(num_chunks)) for each in bound)
+        tuple(
+            walk_traffic(
+                each, workload.row, walk, blocks_for(num_chunks), cluster.copies_block_host
+            )
+            for each in bound
+        )
         for walk in WALKS[phase]
     )
     nic_starts = workload.nic_starts(cluster)

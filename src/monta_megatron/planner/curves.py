@@ -98,15 +98,23 @@ class Curve:
         return math.exp(log_times[above - 1] + part * (log_times[above] - log_times[above - 1]))
 
     def scaled(self, rate_ratio: float) -> "Curve":
-        """The same curve where a byte takes `1 / rate_ratio` of its time, and the start as long."""
-        alpha_us = self.time_us(0.0)
-        times = tuple(alpha_us + (time - alpha_us) / rate_ratio for time in self.times_us)
+        """The same curve where a byte takes `1 / rate_ratio` of its time on the link.
+
+        What a size takes beyond its bytes at the curve's last slope stays as it is. Starting is not
+        added to the transfer, most of which goes on meanwhile; so no size becomes faster than
+        starting alone, or than it was.
+        """
+        start_us, us_per_byte = self.time_us(0.0), self._slopes[1]
+        times = []
+        for size, time in zip(self.sizes_bytes, self.times_us, strict=True):
+            link_us = min(size * us_per_byte, time)
+            times.append(max(time - link_us + link_us / rate_ratio, min(start_us, time)))
         return Curve(
             operation=self.operation,
             tier=self.tier,
             group_size=self.group_size,
             sizes_bytes=self.sizes_bytes,
-            times_us=times,
+            times_us=tuple(times),
             kind=self.kind,
             source=f"{self.source}; scaled to {rate_ratio:g} of the measured rate",
         )

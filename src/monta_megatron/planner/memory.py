@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from monta_megatron.chains import BoundChain
-from monta_megatron.chains.chain import depth_of_stages
 from monta_megatron.chains.lanes import RowFormat, WalkLanes, row_bytes_by_stage
 from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Replicate
 
@@ -23,7 +22,7 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
     """
     stages = bound.walked(walk.transpose)
     row_bytes = row_bytes_by_stage(bound, row, walk)
-    depths = depth_of_stages(stages)
+    depths = bound.depths(walk.transpose, host_moves=False)
     last = len(stages) - 1
     num_rows = bound.num_source_rows if walk.transpose else bound.num_expert_rows
     output = row_bytes[last] * num_rows if stages[last].segments is not None else 0.0

@@ -12,7 +12,6 @@ from typing import cast
 
 import numpy as np
 
-from monta_megatron.chains.chain import host_lag
 from monta_megatron.chains.lanes import WalkLanes
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.cluster import Cluster, Resource
@@ -85,11 +84,10 @@ def price_walk(
         nic_starts: the first rank of each network interface; the ranks up to the next share it.
     """
     notes: dict[str, None] = {}
-    lag = host_lag(walk.transpose) if cluster.copies_block_host else 1
 
     def priced(part: str) -> tuple[Work, ...]:
         by_stage = zip(*(getattr(rank, part) for rank in ranks), strict=True)
-        return tuple(_work(stages, cluster, nic_starts, lag, notes) for stages in by_stage)
+        return tuple(_work(stages, cluster, nic_starts, notes) for stages in by_stage)
 
     before, pipeline, after = priced("before"), priced("pipeline"), priced("after")
     host_us = cluster.launch.walk_us + (cluster.launch.counts_us if walk.ids else 0.0)
@@ -112,7 +110,6 @@ def _work(
     stages: Sequence[StageTraffic],
     cluster: Cluster,
     nic_starts: Sequence[int],
-    lag: int,
     notes: dict[str, None],
 ) -> Work:
     """One stage, from what every rank does in it."""
@@ -130,7 +127,7 @@ def _work(
         stage=first.stage,
         resource=resource,
         times_us=tuple(times),
-        depth=first.depth * lag,
+        depth=first.depth,
         launch_us=launch_us,
     )
 

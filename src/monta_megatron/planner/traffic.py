@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import BoundChain, Chain, Layout
-from monta_megatron.chains.chain import depth_of_stages
 from monta_megatron.chains.lanes import HEAD_SIZE, RowFormat, WalkLanes, row_bytes_by_stage
 from monta_megatron.chains.stages import (
     AllGather,
@@ -65,7 +64,7 @@ class CopyTraffic:
 
     Attributes:
         stage: name of the chain's stage, or of what comes before or behind the chain.
-        depth: by how many steps it trails the first stage; see `chains.chain.depth_of_stages`.
+        depth: by how many steps it trails the first stage; see `BoundChain.depths`.
         moved_bytes: operation -> [C] bytes read and written, one operation after the other.
     """
 
@@ -128,7 +127,7 @@ class WalkTraffic:
 
 
 def walk_traffic(
-    bound: BoundChain, row: RowFormat, walk: WalkLanes, num_blocks: int
+    bound: BoundChain, row: RowFormat, walk: WalkLanes, num_blocks: int, host_moves: bool = False
 ) -> WalkTraffic:
     """Everything that one rank does in one walk.
 
@@ -137,9 +136,10 @@ def walk_traffic(
         row: what a row weighs.
         walk: which of the four.
         num_blocks: token blocks for which counts are gathered.
+        host_moves: see `BoundChain.depths`.
     """
     stages = bound.walked(walk.transpose)
-    depths = depth_of_stages(stages)
+    depths = bound.depths(walk.transpose, host_moves)
     row_bytes = row_bytes_by_stage(bound, row, walk)
     pipeline: list[StageTraffic] = []
     for position, stage in enumerate(stages):

@@ -122,6 +122,19 @@ def test_another_network_rate_scales_the_bytes_and_not_the_start() -> None:
         cluster().with_inter_rate(0)
 
 
+def test_a_start_that_the_transfer_hides_is_not_added_to_it() -> None:
+    # 30 us to start, or 1 us per 1,000 bytes, whichever is longer.
+    sizes = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
+    hidden = curve(sizes_bytes=sizes, times_us=tuple(max(30, size / 1_000) for size in sizes))
+    # 30 - 1 + 2; 30 - 10 + 20; from 100,000 bytes on nothing but bytes.
+    assert hidden.scaled(0.5).times_us == pytest.approx((31, 40, 200, 2_000, 20_000), rel=1e-6)
+    faster = hidden.scaled(2).times_us
+    # Half of the bytes' time is gone, but starting takes what it takes: 30 us, less the bytes of
+    # the first points at their own slope.
+    assert faster[2:] == pytest.approx((50, 500, 5_000), rel=1e-6)
+    assert all(29 < time <= 30 for time in faster[:2])
+
+
 def test_contention_of_a_pair_in_any_order() -> None:
     entry = Contention(pair=("memory", "intra"), factor=1.5, kind="measured", source="by hand")
     found = Cluster(**{**vars_of(cluster()), "contention": (entry,)})  # type: ignore[arg-type]
