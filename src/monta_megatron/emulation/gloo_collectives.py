@@ -152,8 +152,8 @@ def all_to_all_single(
     group = group or dist.group.WORLD
     assert group is not None
     rank, size = group.rank(), group.size()
-    outputs = output.split(_sizes(output_split_sizes, output, size))
-    inputs = input.contiguous().split(_sizes(input_split_sizes, input, size))
+    outputs = output.split_with_sizes(_sizes(output_split_sizes, output, size))
+    inputs = input.contiguous().split_with_sizes(_sizes(input_split_sizes, input, size))
     peers = [(rank + step) % size for step in range(1, size)]
     senders = [peer for peer in reversed(peers) if outputs[peer].numel() > 0]
     receivers = [peer for peer in peers if inputs[peer].numel() > 0]

@@ -12,6 +12,7 @@ A node is where ranks can map each other's memory: one machine, one process name
 namespace. The nodes of an emulated cluster are network namespaces, so TCP is between them.
 """
 
+import ctypes
 import functools
 import mmap
 import os
@@ -73,13 +74,14 @@ class _Blocks:
         self.file = os.memfd_create("monta-messages")
         os.ftruncate(self.file, _SPACE_BYTES)
         self._memory = mmap.mmap(self.file, _SPACE_BYTES)
+        self._address = _address_of(self._memory)
         self._offsets: dict[int, list[int]] = defaultdict(list)
         self._end = 0
 
     def put(self, tensor: torch.Tensor, num_readers: int) -> int:
-        """Copy a tensor into a free block; its offset."""
+        """Copy a contiguous tensor into a free block; its offset."""
         offset = self._free_block(_HEADER_BYTES + tensor.nbytes)
-        _tensor_at(self._memory, offset, tensor).copy_(tensor)
+        ctypes.memmove(self._address + offset + _HEADER_BYTES, tensor.data_ptr(), tensor.nbytes)
         self._memory[offset : offset + num_readers] = b"\1" * num_readers
         return offset
 
@@ -96,12 +98,8 @@ class _Blocks:
         return offset
 
 
-def _tensor_at(memory: mmap.mmap, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """The data of the block at `offset`, as a tensor like another one."""
-    flat = torch.frombuffer(
-        memory, dtype=like.dtype, count=like.numel(), offset=offset + _HEADER_BYTES
-    )
-    return flat.view(like.shape)
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,6 +107,7 @@ class _Process:
     """Another process of this node: its memory, its pipe, and a file that tells when it ends."""
 
     memory: mmap.mmap
+    address: int
     pipe: int
     end: int
 
@@ -146,7 +145,9 @@ class _Mailbox:
             with (files / str(memory)).open("r+b", buffering=0) as file:
                 mapped = mmap.mmap(file.fileno(), _SPACE_BYTES)
             into = os.open(files / str(pipe), os.O_WRONLY | os.O_NONBLOCK)
-            process = _Process(memory=mapped, pipe=into, end=os.pidfd_open(pid))
+            process = _Process(
+                memory=mapped, address=_address_of(mapped), pipe=into, end=os.pidfd_open(pid)
+            )
             self._poll.register(process.end, select.POLLIN)
             self._processes[name] = process
         return self._processes[name]
@@ -256,7 +257,7 @@ class Neighbours:
         """
         mailbox = _mailbox()
         until = time.monotonic() + self._timeout.total_seconds()
-        offset = mailbox.blocks.put(tensor, len(positions))
+        offset = mailbox.blocks.put(tensor.contiguous(), len(positions))
         for reader, position in enumerate(positions):
             record = _RECORD.pack(
                 *_Key(self._group, self._rank, self._sent[position]),
@@ -269,7 +270,13 @@ class Neighbours:
                 raise RuntimeError(f"rank {position} of the group {error}") from None
 
     def receive(self, tensor: torch.Tensor, position: int) -> "Receipt":
-        """Receive a tensor from a neighbour, in the order in which it sends them here."""
+        """Receive a tensor from a neighbour, in the order in which it sends them here.
+
+        Raises:
+            ValueError: the tensor is not contiguous, which Gloo asks for too.
+        """
+        if not tensor.is_contiguous():
+            raise ValueError(f"got a tensor of strides {tensor.stride()}, must be contiguous")
         key = _Key(self._group, position, self._received[position])
         self._received[position] += 1
         return Receipt(tensor, self._processes[position], key, self._timeout)
@@ -302,9 +309,9 @@ class Receipt:
             raise RuntimeError(
                 f"{sender} sent {message.num_bytes} bytes where {self._tensor.nbytes} were expected"
             )
-        memory = self._process.memory
-        self._tensor.copy_(_tensor_at(memory, message.offset, self._tensor))
-        memory[message.offset + message.reader] = 0
+        data = self._process.address + message.offset + _HEADER_BYTES
+        ctypes.memmove(self._tensor.data_ptr(), data, message.num_bytes)
+        self._process.memory[message.offset + message.reader] = 0
         return True
 
     def is_completed(self) -> bool:

@@ -119,29 +119,31 @@ def find_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int, keep_lis
         keep_lists: copies go on to other ranks and take their share of the list along.
     """
     num_rows, width = ids.shape
-    device = ids.device
-    ids = ids.long()
-    inside = (ids >= parts.first) & (ids < parts.first + parts.size * parts.num_parts)
     # [N, W] the part of every pair; the pairs of a part follow each other in a list.
-    part = torch.where(inside, (ids - parts.first) // parts.size, parts.num_parts)
-    before = torch.nn.functional.pad(part[:, :-1], (1, 0), value=parts.num_parts)
-    begins = inside & (part != before)
+    part = ids.long() - parts.first
+    if parts.size > 1:
+        part = part.div(parts.size, rounding_mode="floor")
+    outside = (part < 0) | (part >= parts.num_parts)
+    part.masked_fill_(outside, parts.num_parts)
+    goes_on = outside
+    goes_on[:, 1:] |= part[:, 1:] == part[:, :-1]
 
-    rows = torch.arange(num_rows, device=device)[:, None]
-    key = torch.where(begins, part * num_rows + rows, parts.num_parts * num_rows)
+    rows = torch.arange(num_rows, device=ids.device)[:, None]
+    key = torch.add(rows, part, alpha=num_rows).masked_fill_(goes_on, parts.num_parts * num_rows)
     first_pair = key.flatten().argsort(stable=True)[:num_copies]
-    row, slot = first_pair // width, first_pair % width
+    row = first_pair // width
 
     pairs = first_pair
     if keep_lists:
         # [M, W] a copy's pairs: those that follow its first one in the same part.
-        columns = slot[:, None] + torch.arange(width, device=device)
-        flat = row[:, None] * width + columns
-        last = max(num_rows * width - 1, 0)
-        same_part = part.flatten()[flat.clamp(max=last)] == part.flatten()[first_pair][:, None]
-        pairs = torch.where((columns < width) & same_part, flat, num_rows * width)
+        steps = torch.arange(width, device=ids.device)
+        flat = first_pair[:, None] + steps
+        own = flat.clamp(max=max(num_rows * width - 1, 0))
+        part = part.flatten()
+        in_list = (flat < (row + 1)[:, None] * width) & (part[own] == part[first_pair][:, None])
+        pairs = flat.masked_fill_(~in_list, num_rows * width)
 
-    row_starts = torch.nn.functional.pad(begins.sum(dim=1).cumsum(dim=0), (1, 0))
+    row_starts = torch.nn.functional.pad((width - goes_on.sum(dim=1)).cumsum(dim=0), (1, 0))
     return Copies(
         row=row,
         pairs=pairs,

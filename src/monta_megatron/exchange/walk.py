@@ -12,7 +12,7 @@ chunk i's second one is waited for, in every walk. Collectives are issued in the
 every rank, whatever the data: a chunk without rows is still sent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -143,6 +143,36 @@ class _Chunk:
     own: OwnPart | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Splits:
+    """Rows of a collective in a walk.
+
+    Attributes:
+        send: [C][P] to every peer.
+        receive: [C][P] from every peer.
+        sent_by_tier: tier -> [C] to other ranks.
+    """
+
+    send: list[list[int]]
+    receive: list[list[int]]
+    sent_by_tier: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, bound: BoundStage, group: PeerGroup, transpose: bool) -> "_Splits":
+        send, receive = bound.send, bound.receive
+        if transpose:
+            send, receive = receive, send
+        return cls(
+            send=send.tolist(),
+            receive=receive.tolist(),
+            sent_by_tier={
+                tier: send[:, peers].sum(axis=1).tolist()
+                for tier, peers in group.peers.items()
+                if peers
+            },
+        )
+
+
 class _Pipeline:
     """The state of one walk: its input, its output, and the chunks under way."""
 
@@ -154,6 +184,9 @@ class _Pipeline:
         self.streams = streams
         self.stages = bound.stages[::-1] if walk.transpose else bound.stages
         self.chunks: dict[int, _Chunk] = {}
+        # Of every chunk alike, by the stage that leaves it.
+        self._payloads: dict[str, Payload] = {}
+        self._splits: dict[str, _Splits] = {}
         self._outputs: Lanes | None = None
 
     @property
@@ -200,14 +233,14 @@ class _Pipeline:
             return _Chunk(payload=payload, messages=whole, ready=lambda: None)
         if bound.segments.is_slice:
             slices = [lane[bound.segments.slice_of(chunk)] for lane in whole]
-            payload = Payload.of(slices, packed=False)
+            payload = self._payload(bound, slices, packed=False)
             return _Chunk(payload=payload, messages=slices, ready=lambda: None)
         index = self._rows_of(bound, chunk)
         if isinstance(self.stages[1].stage, Replicate):
             # The sum reads each row once, so it can read it where it lies.
-            payload = Payload.of(whole, packed=False)
+            payload = self._payload(bound, whole, packed=False)
             return _Chunk(payload=payload, messages=whole, ready=lambda: None, rows=index)
-        payload = Payload.of(whole, packed)
+        payload = self._payload(bound, whole, packed)
         messages = payload.allocate(index.shape[0])
         for into, lane in zip(payload.lanes(messages).tensors(), whole, strict=True):
             torch.index_select(lane, 0, index, out=into)
@@ -264,7 +297,7 @@ class _Pipeline:
             if lanes.ids is not None and copies.keeps_lists:
                 lists.append(copies.pick(lanes.ids, missing=self.exchange.num_experts))
 
-        payload = Payload.of([lanes.rows, *lists], packed)
+        payload = self._payload(bound, [lanes.rows, *lists], packed)
         num_rows = copies.row.shape[0] if rows is None else rows.shape[0]
         messages = payload.allocate(num_rows)
         into = payload.lanes(messages).tensors()
@@ -278,6 +311,13 @@ class _Pipeline:
         if rows is not None and rows.dtype != lanes.rows.dtype:
             own = self._own_part(behind, chunk, rows)
         return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]), own=own)
+
+    def _payload(self, bound: BoundStage, lanes: Sequence[torch.Tensor], packed: bool) -> Payload:
+        """The layout of what a stage leaves."""
+        name = bound.stage.name
+        if name not in self._payloads:
+            self._payloads[name] = Payload.of(lanes, packed)
+        return self._payloads[name]
 
     def _own_part(self, behind: BoundStage, chunk: int, rows: torch.Tensor) -> OwnPart | None:
         """The rows [parts of all ranks, H] that this rank adds to what others send it."""
@@ -294,9 +334,11 @@ class _Pipeline:
         payload, messages = self._messages(chunk)
         before = self.chunks[chunk]
         transpose = self.walk.transpose
-        send, receive = bound.send[chunk].tolist(), bound.receive[chunk].tolist()
-        if transpose:
-            send, receive = receive, send
+        name = bound.stage.name
+        if name not in self._splits:
+            self._splits[name] = _Splits.of(bound, group, transpose)
+        splits = self._splits[name]
+        send, receive = splits.send[chunk], splits.receive[chunk]
         gather = isinstance(bound.stage, AllGather)
         outputs = [message.new_empty(sum(receive), *message.shape[1:]) for message in messages]
         works = []
@@ -307,7 +349,9 @@ class _Pipeline:
                     works.append(start_all_gather(output, message, receive, group))
                 else:
                     works.append(start_all_to_all(output, message, receive, send, group))
-                self._count(bound, group, send, message)
+                row_bytes = message.shape[1:].numel() * message.itemsize
+                for tier, num_rows in splits.sent_by_tier.items():
+                    self.exchange.monitor.bytes_sent[name, tier] += num_rows[chunk] * row_bytes
         except RuntimeError as error:
             raise self._failure(bound.stage.name, chunk, error) from error
         works = self.exchange.monitor.watch(works, self.walk.name, bound.stage.name, chunk)
@@ -351,15 +395,6 @@ class _Pipeline:
             self.exchange.bound.num_added_first(state.num_copies),
         )
         return state.payload, total
-
-    def _count(
-        self, bound: BoundStage, group: PeerGroup, send: list[int], message: torch.Tensor
-    ) -> None:
-        row_bytes = message[:1].numel() * message.element_size()
-        for tier, peers in group.peers.items():
-            if peers:
-                num_rows = sum(send[peer] for peer in peers)
-                self.exchange.monitor.bytes_sent[bound.stage.name, tier] += num_rows * row_bytes
 
     def _failure(self, stage: str, chunk: int, error: Exception) -> ExchangeError:
         bound = self.exchange.bound
