@@ -4,9 +4,11 @@ Notation: T = tokens of this rank, E = experts, B = token blocks, S = source ran
 experts, EP = expert parallel size, R = ranks per node.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, Layout, TokenCounts
 from monta_megatron.chains.lanes import HEAD_SIZE
+
+T = TypeVar("T", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,7 @@ class Counting:
             widest,
             torch.full((1,), self.agreement, device=device),
         ]
-        block = self._block_size(num_tokens)
+        block = _block_size(num_tokens, self.num_blocks)
         padded = torch.nn.functional.pad(
             routing_map, (0, 0, 0, self.num_blocks * block - num_tokens)
         )
@@ -125,11 +129,12 @@ class Counting:
         for name, num_parts in zip(self._parts, self._num_parts(), strict=True):
             here = self._here(name)
             shapes += [(num_blocks, num_parts), (num_sources, num_blocks, here.stop - here.start)]
-        ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
-        head, sent, experts, *parts = (
-            counts.reshape(shape)
-            for counts, shape in zip(np.split(selected, ends[:-1]), shapes, strict=True)
-        )
+        begin, found = 0, []
+        for shape in shapes:
+            end = begin + math.prod(shape)
+            found.append(selected[begin:end].reshape(shape))
+            begin = end
+        head, sent, experts, *parts = found
         # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
         received = experts.sum(axis=1).reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2)
         return GatheredCounts(
@@ -155,15 +160,11 @@ class Counting:
                 fields |= {"sent_to_ranks": sent, "for_rank": received[:, :, own]}
                 if "node" in self._parts:
                     fields["for_node_ranks"] = received
-        tokens = np.stack([self._tokens_by_block(int(count)) for count in head[:, 0]])
+        # [S] -> [S, B]: full blocks, then what is left, then none.
+        num_tokens = head[:, :1]
+        block = _block_size(num_tokens, self.num_blocks)
+        tokens = np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
         return TokenCounts(tokens=tokens, experts=experts, **fields)
-
-    def _block_size(self, num_tokens: int) -> int:
-        return max(-(-num_tokens // self.num_blocks), 1)
-
-    def _tokens_by_block(self, num_tokens: int) -> NDArray[np.int64]:
-        block = self._block_size(num_tokens)
-        return np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
 
     def _num_parts(self) -> list[int]:
         sizes = {"node": self.layout.num_nodes, "rank": self.layout.ep}
@@ -181,3 +182,8 @@ class Counting:
 
     def _widths(self, num_experts: int) -> list[int]:
         return [HEAD_SIZE, *(self.num_blocks * size for size in (num_experts, *self._num_parts()))]
+
+
+def _block_size(num_tokens: T, num_blocks: int) -> T:
+    """Tokens in a full block."""
+    return -(-num_tokens // num_blocks)
