@@ -275,8 +275,8 @@ class BoundChain:
 
         Where the host itself moves what stays on a node, it cannot do so while it does something
         else, so behind such a collective nothing trails: a chunk that waited there would reach the
-        network, or its place, so much later. Unless no collective leaves its node: then it is
-        between ranks, not all at the same point, that time is gained.
+        network, or its place, so much later. Where no collective leaves its node all are trailed:
+        ranks that have not come equally far wait less for each other.
 
         Args:
             transpose: the walk goes through the stages from the last to the first.

@@ -123,13 +123,13 @@ def find_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int, keep_lis
     part = ids.long() - parts.first
     if parts.size > 1:
         part = part.div(parts.size, rounding_mode="floor")
-    outside = (part < 0) | (part >= parts.num_parts)
-    part.masked_fill_(outside, parts.num_parts)
-    goes_on = outside
-    goes_on[:, 1:] |= part[:, 1:] == part[:, :-1]
+    skipped = (part < 0) | (part >= parts.num_parts)
+    part.masked_fill_(skipped, parts.num_parts)
+    # Of the pairs of a part the first one alone stands for the copy.
+    skipped[:, 1:] |= part[:, 1:] == part[:, :-1]
 
     rows = torch.arange(num_rows, device=ids.device)[:, None]
-    key = torch.add(rows, part, alpha=num_rows).masked_fill_(goes_on, parts.num_parts * num_rows)
+    key = torch.add(rows, part, alpha=num_rows).masked_fill_(skipped, parts.num_parts * num_rows)
     first_pair = key.flatten().argsort(stable=True)[:num_copies]
     row = first_pair // width
 
@@ -143,7 +143,7 @@ def find_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int, keep_lis
         in_list = (flat < (row + 1)[:, None] * width) & (part[own] == part[first_pair][:, None])
         pairs = flat.masked_fill_(~in_list, num_rows * width)
 
-    row_starts = torch.nn.functional.pad((width - goes_on.sum(dim=1)).cumsum(dim=0), (1, 0))
+    row_starts = torch.nn.functional.pad((width - skipped.sum(dim=1)).cumsum(dim=0), (1, 0))
     return Copies(
         row=row,
         pairs=pairs,
