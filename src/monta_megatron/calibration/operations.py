@@ -37,7 +37,7 @@ from monta_megatron.integration.permutation import permute, unpermute
 NUM_TOKENS = 128
 
 # The buffers of a point take turns, this many bytes or sets of them in all.
-COLD_BYTES = 32 << 20
+COLD_BYTES = 16 << 20
 MAX_SETS = 8
 
 # Starts an operation; what it returns waits for the result.
@@ -150,7 +150,7 @@ def operation_of(point: Point, groups: Groups, device: torch.device) -> Start:
     if point.tier != "inter":
         num_sets = max(min(COLD_BYTES // point.num_bytes, MAX_SETS), 1)
     sets = cycle([_start_of(point, groups, device) for _ in range(num_sets)])
-    results: deque[object] = deque(maxlen=num_sets)
+    results: deque[object] = deque(maxlen=num_sets - 1)
 
     def start() -> Callable[[], object]:
         wait = next(sets)()
