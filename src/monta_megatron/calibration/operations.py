@@ -36,8 +36,9 @@ from monta_megatron.integration.permutation import permute, unpermute
 # Of what is counted on the host; its time hardly depends on them.
 NUM_TOKENS = 128
 
-# The buffers of a point take turns, this many bytes or sets of them in all.
-COLD_BYTES = 16 << 20
+# The buffers of a point take turns, so many bytes or sets of them in all: more than a cache holds,
+# of a GPU's or of a core's; CPU ranks share their memory with the others of the machine.
+COLD_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MAX_SETS = 8
 
 # Starts an operation; what it returns waits for the result.
@@ -148,7 +149,7 @@ def operation_of(point: Point, groups: Groups, device: torch.device) -> Start:
     """
     num_sets = 1
     if point.tier != "inter":
-        num_sets = max(min(COLD_BYTES // point.num_bytes, MAX_SETS), 1)
+        num_sets = max(min(COLD_BYTES[device.type] // point.num_bytes, MAX_SETS), 1)
     sets = cycle([_start_of(point, groups, device) for _ in range(num_sets)])
     results: deque[object] = deque(maxlen=num_sets - 1)
 
