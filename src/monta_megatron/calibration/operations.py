@@ -140,34 +140,19 @@ def walks_of(device: torch.device) -> Start:
 
 
 def operation_of(point: Point, groups: Groups, device: torch.device) -> Start:
-    """What is timed for a point.
-
-    In an exchange an operation meets rows that it has not touched before. So each run takes the
-    next of several sets of buffers, and its results stay: otherwise 5 MB would still be in a cache
-    from the run before, and be copied several times as fast as in any chain. Between nodes it is
-    the network that takes the time.
-    """
-    num_sets = 1
-    if point.tier != "inter":
-        num_sets = max(min(COLD_BYTES[device.type] // point.num_bytes, MAX_SETS), 1)
-    sets = cycle([_start_of(point, groups, device) for _ in range(num_sets)])
-    results: deque[object] = deque(maxlen=num_sets - 1)
-
-    def start() -> Callable[[], object]:
-        wait = next(sets)()
-        return lambda: results.append(wait())
-
-    return start
-
-
-def _start_of(point: Point, groups: Groups, device: torch.device) -> Start:
+    """What is timed for a point."""
     if point.is_collective:
         return _collective(point, groups[point.tier, point.ranks_on_node], device)
-    work = _in_memory(point, device)
+    # In an exchange an operation meets rows that it has not touched before. So each run takes the
+    # next of several sets of buffers, and its results stay: otherwise 5 MB would still be in a
+    # cache from the run before, and be copied several times as fast as in any chain.
+    num_sets = max(min(COLD_BYTES[device.type] // point.num_bytes, MAX_SETS), 1)
+    works = cycle([_in_memory(point, device) for _ in range(num_sets)])
+    results: deque[object] = deque(maxlen=num_sets)
 
     def start() -> Callable[[], object]:
-        result = work()
-        return lambda: result
+        results.append(next(works)())
+        return lambda: results
 
     return start
 
@@ -184,8 +169,7 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
 
         def start_gather() -> Callable[[], object]:
             output = message.new_empty(sum(receive), MESSAGE_ROW_BYTES)
-            work = start_all_gather(output, message, receive, group)
-            return lambda: (work.wait(), output)
+            return start_all_gather(output, message, receive, group).wait
 
         return start_gather
 
@@ -194,8 +178,7 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
 
     def start_exchange() -> Callable[[], object]:
         output = torch.empty_like(messages)
-        work = start_all_to_all(output, messages, counts, counts, group)
-        return lambda: (work.wait(), output)
+        return start_all_to_all(output, messages, counts, counts, group).wait
 
     return start_exchange
 
