@@ -7,11 +7,11 @@ Notation: C = number of chunks, B = number of token blocks, S = source ranks, EP
 size, ETP = expert tensor parallel size, L = local experts per EP rank.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,20 +80,29 @@ class Layout:
         """The first expert of this rank."""
         return self.rank // self.etp * self.num_local_experts
 
+    def members(self, group: GroupName, rank: int) -> range:
+        """The ranks of the exchange in that group of this name in which `rank` is."""
+        size, etp, per_node = len(self.nodes), self.etp, self.ranks_per_node
+        first_of_etp, first_of_node = rank - rank % etp, rank - rank % per_node
+        by_name: dict[GroupName, range] = {
+            "ep": range(rank % etp, size, etp),
+            "etp": range(first_of_etp, first_of_etp + etp),
+            "tp_ep": range(size),
+            "rail": range(rank % per_node, size, per_node),
+            "node": range(first_of_node, first_of_node + per_node),
+        }
+        return by_name[group]
+
     @cached_property
     def crossing_groups(self) -> frozenset[GroupName]:
         """Groups, by name, of which at least one has ranks on several nodes."""
-        nodes, etp = self.nodes, self.etp
-        by_name: dict[GroupName, Iterable[tuple[int, ...]]] = {
-            "ep": (nodes[etp_rank::etp] for etp_rank in range(etp)),
-            "etp": (nodes[first : first + etp] for first in range(0, len(nodes), etp)),
-            "tp_ep": (nodes,),
-            "rail": (nodes,),
-        }
         return frozenset(
             name
-            for name, groups in by_name.items()
-            if any(len(set(of_group)) > 1 for of_group in groups)
+            for name in get_args(GroupName)
+            if any(
+                len({self.nodes[each] for each in self.members(name, rank)}) > 1
+                for rank in range(len(self.nodes))
+            )
         )
 
     def uneven_nodes(self) -> str | None:

@@ -54,11 +54,10 @@ def peer_groups(
     groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
     timeout = _timeout_of(megatron_groups["tp_ep"])
     # In this order on every rank.
-    if "node" in names:
-        first = layout.node * layout.ranks_per_node
-        groups["node"] = _group_of(ranks[first : first + layout.ranks_per_node], timeout)
-    if "rail" in names:
-        groups["rail"] = _group_of(ranks[layout.position :: layout.ranks_per_node], timeout)
+    for name in ("node", "rail"):
+        if name in names:
+            members = layout.members(name, layout.rank)
+            groups[name] = _group_of([ranks[each] for each in members], timeout)
     return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
 
 

@@ -7,7 +7,7 @@ bytes equal what the executor's monitor counts.
 Notation: C = number of chunks, S = ranks of the exchange, P = ranks of a stage's group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -192,20 +192,14 @@ def num_counts(chain: Chain, layout: Layout, num_blocks: int) -> int:
 
 @lru_cache(maxsize=4096)
 def peers_of(layout: Layout, group: GroupName) -> Peers:
-    """The ranks of the exchange in a group of this rank (exchange/groups.py makes the same)."""
-    size, rank, per_node = len(layout.nodes), layout.rank, layout.ranks_per_node
-    members: dict[GroupName, Sequence[int]] = {
-        "ep": range(rank % layout.etp, size, layout.etp),
-        "etp": range(rank - rank % layout.etp, rank - rank % layout.etp + layout.etp),
-        "tp_ep": range(size),
-        "rail": range(rank % per_node, size, per_node),
-        "node": range(rank - rank % per_node, rank - rank % per_node + per_node),
-    }
-    ranks = np.array(members[group])
+    """The ranks of the exchange in a group of this rank."""
+    rank = layout.rank
+    members = layout.members(group, rank)
+    ranks = np.array(members)
     on_node = np.array(layout.nodes)[ranks] == layout.nodes[rank]
     return Peers(
         size=len(ranks),
-        position=members[group].index(rank),
+        position=members.index(rank),
         inter=(~on_node).astype(np.int64),
         intra=(on_node & (ranks != rank)).astype(np.int64),
     )
