@@ -70,11 +70,20 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
         )
         for slower in (1, 2)
     ]
+    # The first of two in a row, of which caches hold nothing.
+    first_in_row = [
+        Sample(task=p.name_of_first, us=LAUNCH_US + time_us(p) + more_us, launch_us=LAUNCH_US)
+        for operation, more_us in (("alltoall", 30.0), ("copy", 10.0), ("sum", 11.0), ("find", 7.0))
+        for p in points
+        if p.operation == operation and p.num_bytes < 100_000
+    ]
     on_host = [
         Sample(task=task.name, us=us, launch_us=us)
         for task, us in ((COUNTS, 600.0), (WALKS, 1000.0))
     ]
-    made = make_cluster(MACHINE, points, pairs, samples_of(points) + together + on_host)
+    made = make_cluster(
+        MACHINE, points, pairs, samples_of(points) + first_in_row + together + on_host
+    )
     path = tmp_path / "cluster.yaml"
     path.write_text(strict_yaml.dump(made))
     cluster = strict_yaml.load(Cluster, path)
@@ -88,6 +97,9 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     assert cluster.launch.collective_us == LAUNCH_US
     # Once per dispatch, and a quarter of all four walks.
     assert (cluster.launch.counts_us, cluster.launch.walk_us) == (600, 250)
+    launch = cluster.launch
+    assert (launch.first_collective_us, launch.first_find_us) == (30, 7)
+    assert 10 <= launch.first_copy_us <= 11
     for curve in cluster.curves:
         in_memory = LAUNCH_US if curve.tier == "memory" else 0.0
         assert curve.fit is not None

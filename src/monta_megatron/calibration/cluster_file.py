@@ -7,8 +7,8 @@ from statistics import median
 from monta_megatron.calibration.points import COUNTS, WALKS, Contenders, Pair, Point
 from monta_megatron.calibration.record import Sample
 from monta_megatron.chains.lanes import FORWARD_BACKWARD
-from monta_megatron.planner.cluster import Cluster, Contention, Launch
-from monta_megatron.planner.curves import Curve, fit
+from monta_megatron.planner.cluster import COLLECTIVES, FINDS, Cluster, Contention, Launch
+from monta_megatron.planner.curves import Curve, Operation, fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,22 +72,36 @@ def _launch(
     launches_us: Mapping[str, float],
     times_us: Mapping[str, float],
 ) -> Launch:
-    """The least that an operation takes the host; what more it takes at some size is in curves."""
+    """The least that an operation takes the host; what more it takes at some size is in curves.
+
+    Caches hold an operation's code whatever its size, so one number says what they save.
+    """
 
     def least(*operations: str) -> float:
         found = [launches_us[p.name] for p in points if p.operation in operations]
         return round(min(found), 1)
 
+    def first(*operations: str) -> float:
+        found = [
+            times_us[p.name_of_first] - times_us[p.name]
+            for p in points
+            if p.operation in operations and p.name_of_first in times_us
+        ]
+        return round(max(median(found), 0.0), 1) if found else 0.0
+
     # Where copies run on the host, their time is no launch.
     blocks = machine.copies_block_host
     return Launch(
-        collective_us=least("alltoall", "allgather"),
+        collective_us=least(*COLLECTIVES),
         copy_us=0.0 if blocks else least("copy"),
         sum_us=0.0 if blocks else least("sum"),
-        find_us=0.0 if blocks else least("find"),
+        find_us=0.0 if blocks else least(*FINDS),
         counts_to_host_us=round(machine.counts_to_host_us, 1),
         counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
         walk_us=round(times_us[WALKS.name] / len(FORWARD_BACKWARD), 1),
+        first_collective_us=first(*COLLECTIVES),
+        first_copy_us=first("copy", "put", "sum", "permute", "unpermute"),
+        first_find_us=first(*FINDS),
         kind="measured",
         source=machine.source,
     )
@@ -96,7 +110,8 @@ def _launch(
 def _curves(
     machine: Machine, points: Sequence[Point], times_us: Mapping[str, float], launch: Launch
 ) -> tuple[Curve, ...]:
-    launches_us = {"sum": launch.sum_us, "find": launch.find_us}
+    launches_us: dict[Operation, float] = {"sum": launch.sum_us}
+    launches_us |= dict.fromkeys(FINDS, launch.find_us)
     by_curve: dict[tuple[str, str, int], list[Point]] = {}
     for point in points:
         by_curve.setdefault((point.tier, point.operation, point.group_size), []).append(point)

@@ -2,8 +2,14 @@
 
 The time of a run is that of its slowest rank. A short task is repeated within a run, as what
 happens between the ranks before and after it would otherwise be most of its time.
+
+Where CPU ranks outnumber the cores, whatever stays on a node is the cores' work, and while a rank
+waits the others work. So what counts is how long a core is busy with an operation, for all ranks
+that share it. These run one after the other, mixed, as in an exchange: after others the caches hold
+nothing of an operation, and no barrier's end is counted with it.
 """
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.calibration.operations import Start
-from monta_megatron.calibration.points import Pair, Point, Repeated, Task
+from monta_megatron.calibration.points import HostWork, Pair, Point, Repeated, Task
 from monta_megatron.calibration.record import Sample
 
 MAX_ROUNDS = 15
 # A run takes about so long, with at most so many repeats.
 RUN_US = 20_000.0
 # In an exchange one operation follows another; what many in a row find in the caches, of code
-# too, makes a small one two to three times as fast.
+# too, makes a small one two to three times as fast. The second in a row is like a later chunk.
 MAX_REPEATS_IN_RUN = 2
 
 
@@ -57,6 +63,48 @@ def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
     return Sample(task=task.name, us=us, launch_us=launch_us)
 
 
+def run_mixed(
+    tasks: Sequence[tuple[Task, int]],
+    starts: Mapping[str, Start],
+    ranks_per_core: float,
+) -> list[Sample]:
+    """Run all of them, by all ranks together, with no barrier in between.
+
+    Args:
+        tasks: what is run, and how often in a row.
+        starts: by a task's name, what starts it.
+        ranks_per_core: ranks that share a core.
+
+    Returns:
+        How long a core is busy with the last run of each, the mean of the ranks, times the ranks
+        that share it; and with the first one too, where there is more than one.
+    """
+    names: list[str] = []
+    busy_s: list[tuple[float, float]] = []
+    wait_for_all()
+    for task, times in tasks:
+        runs_s = []
+        for _ in range(times):
+            begin_s, begin_here_s = time.process_time(), time.thread_time()
+            wait = starts[task.name]()
+            launch_s = time.thread_time() - begin_here_s
+            wait()
+            runs_s.append((time.process_time() - begin_s, launch_s))
+        if times > 1:
+            assert isinstance(task, Point)
+            names.append(task.name_of_first)
+            busy_s.append(runs_s[0])
+        names.append(task.name)
+        busy_s.append(runs_s[-1])
+    of_all = torch.tensor(busy_s, dtype=torch.float64)
+    dist.all_reduce(of_all)
+    of_all *= 1e6 * ranks_per_core / dist.get_world_size()
+    return [
+        Sample(task=name, us=us, launch_us=launch_us)
+        for name, (us, launch_us) in zip(names, of_all.tolist(), strict=True)
+    ]
+
+
 def first_runs(
     points: Sequence[Point],
     starts: Mapping[str, Start],
@@ -86,6 +134,7 @@ def measure_rounds(
     tasks: Sequence[Task],
     starts: Mapping[str, Start],
     expected_us: Sequence[float],
+    ranks_per_core: float,
     taken: Counter[str],
     end_s: float,
     on_sample: Callable[[Sample], None],
@@ -96,6 +145,7 @@ def measure_rounds(
         tasks: all of them.
         starts: by a point's name, what starts it.
         expected_us: about how long a run of each task takes.
+        ranks_per_core: CPU ranks that share a core; 1 if each has its own.
         taken: by a task's name, samples that an earlier calibration has taken.
         end_s: by which the last round has ended, on the first rank's monotonic clock.
         on_sample: called for each sample.
@@ -110,10 +160,22 @@ def measure_rounds(
         begin_s = time.monotonic()
         if number > 0 and _first_rank_says(begin_s + round_s > end_s):
             return
+        mixed: list[tuple[Task, int]] = []
         for task, task_us in left:
             repeats = min(max(int(RUN_US / task_us), 1), MAX_REPEATS_IN_RUN)
-            on_sample(run(task, starts, repeats))
+            if ranks_per_core > 1 and _stays_on_node(task):
+                mixed.append((task, repeats))
+            else:
+                on_sample(run(task, starts, repeats))
+        # The same order on every rank, and another one in every round.
+        random.Random(number).shuffle(mixed)
+        for sample in run_mixed(mixed, starts, ranks_per_core) if mixed else ():
+            on_sample(sample)
         round_s = time.monotonic() - begin_s
+
+
+def _stays_on_node(task: Task) -> bool:
+    return isinstance(task, HostWork) or (isinstance(task, Point) and task.tier != "inter")
 
 
 def wait_for_all() -> None:

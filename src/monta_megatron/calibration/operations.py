@@ -32,12 +32,12 @@ from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.payload import Payload
 from monta_megatron.exchange.walk import Exchange
 from monta_megatron.integration.permutation import permute, unpermute
+from monta_megatron.planner.cluster import FINDS
 
 # Of what is counted on the host; its time hardly depends on them.
 NUM_TOKENS = 128
 
-# The buffers of a point take turns, so many bytes or sets of them in all: more than a cache holds,
-# of a GPU's or of a core's; CPU ranks share their memory with the others of the machine.
+# More than a cache holds, of a GPU's or of a core's.
 COLD_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MAX_SETS = 8
 
@@ -139,14 +139,23 @@ def walks_of(device: torch.device) -> Start:
     return start
 
 
-def operation_of(point: Point, groups: Groups, device: torch.device) -> Start:
-    """What is timed for a point."""
+def operation_of(point: Point, groups: Groups, device: torch.device, cold_bytes: int) -> Start:
+    """What is timed for a point.
+
+    In an exchange an operation meets rows that it has not touched before. Where its runs follow
+    each other, each takes the next of several sets of buffers, and its results stay: otherwise
+    5 MB would still be in a cache from the run before, and be copied several times as fast as in
+    any chain.
+
+    Args:
+        point: which.
+        groups: of this rank.
+        device: on which.
+        cold_bytes: of the buffers that take turns; 0 for one set of them.
+    """
     if point.is_collective:
         return _collective(point, groups[point.tier, point.ranks_on_node], device)
-    # In an exchange an operation meets rows that it has not touched before. So each run takes the
-    # next of several sets of buffers, and its results stay: otherwise 5 MB would still be in a
-    # cache from the run before, and be copied several times as fast as in any chain.
-    num_sets = max(min(COLD_BYTES[device.type] // point.num_bytes, MAX_SETS), 1)
+    num_sets = max(min(cold_bytes // point.num_bytes, MAX_SETS), 1)
     works = cycle([_in_memory(point, device) for _ in range(num_sets)])
     results: deque[object] = deque(maxlen=num_sets)
 
@@ -237,12 +246,13 @@ def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
         return add
 
     ids = _draw_experts(num_rows, NUM_EXPERTS, generator)
-    if point.operation == "find":
+    if point.operation in FINDS:
         size = NUM_EXPERTS // TOPK
         parts = ExpertRange(first=0, size=size, num_parts=TOPK)
         hits = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids // size, True)
         num_copies, lists = int(hits.sum()), ids.int().to(device)
-        return lambda: find_copies(lists, parts, num_copies, keep_lists=True)
+        keep_lists = point.operation == "find_lists"
+        return lambda: find_copies(lists, parts, num_copies, keep_lists=keep_lists)
 
     tokens, on_device = rows(num_rows), _routing_map(ids, NUM_EXPERTS).to(device)
     permuted = permute(tokens, on_device, TOPK)

@@ -37,7 +37,8 @@ BYTES_PER_ROW: dict[Operation, int] = {
     "copy": 2 * HIDDEN_ROW_BYTES,
     "put": 2 * HIDDEN_ROW_BYTES,
     "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
-    "find": FIND_PASSES * FIND_VALUE_BYTES * TOPK,
+    "find": FIND_PASSES["find"] * FIND_VALUE_BYTES * TOPK,
+    "find_lists": FIND_PASSES["find_lists"] * FIND_VALUE_BYTES * TOPK,
     "permute": 2 * HIDDEN_ROW_BYTES * TOPK,
     "unpermute": (TOPK + 1) * HIDDEN_ROW_BYTES,
 }
@@ -85,6 +86,11 @@ class Point:
     def name(self) -> str:
         """As it is recorded."""
         return f"{self.operation} {self.tier} {self.group_size} {self.num_bytes}"
+
+    @property
+    def name_of_first(self) -> str:
+        """As the first of several runs in a row is recorded, where it counts by itself."""
+        return f"{self.name}, first"
 
     @property
     def is_collective(self) -> bool:

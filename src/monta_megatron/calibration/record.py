@@ -21,7 +21,7 @@ class Sample:
 
     Attributes:
         task: its name.
-        us: from the start to the result.
+        us: from the start to the result; see `measure` for CPU ranks.
         launch_us: of that, until the host was free again.
     """
 

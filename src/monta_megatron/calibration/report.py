@@ -28,6 +28,12 @@ def lines(cluster: Cluster) -> list[str]:
         "walk:",
         f"{launch.walk_us:.0f} us, and {launch.counts_us:.0f} us to count and bind for a dispatch",
     ]
+    if cluster.copies_block_host:
+        text.append(
+            f"more for the first chunk: {launch.first_collective_us:.0f} us of a collective, "
+            f"{launch.first_copy_us:.0f} of a copy,"
+        )
+        text.append(f"{launch.first_find_us:.0f} to find what is copied")
     text += [
         f"{first} beside {second}: {cluster.factor(first, second):.2f} and "
         f"{cluster.factor(second, first):.2f} times as long"

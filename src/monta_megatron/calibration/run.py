@@ -1,5 +1,6 @@
 """One calibration on one rank: groups, estimates, rounds, and the cluster they give."""
 
+import os
 import platform
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from monta_megatron.calibration.cluster_file import Machine, make_cluster
 from monta_megatron.calibration.measure import MAX_ROUNDS, RUN_US, first_runs, measure_rounds
 from monta_megatron.calibration.operations import (
+    COLD_BYTES,
     counts_of,
     make_groups,
     operation_of,
@@ -94,7 +96,10 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     # Step 3: first runs, which also tell which points are put together.
     progress.phase(f"first runs of {len(points)} points", len(points))
     groups = make_groups(shape, nodes)
-    starts = {point.name: operation_of(point, groups, device) for point in points}
+    ranks_per_core = _ranks_per_core() if machine.copies_block_host else 1.0
+    # Where operations are mixed, others come between two runs of one.
+    cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
+    starts = {point.name: operation_of(point, groups, device, cold_bytes) for point in points}
     starts |= {COUNTS.name: counts_of(nodes, device), WALKS.name: walks_of(device)}
 
     def keep_first(point: Point, us: float | None) -> None:
@@ -107,20 +112,22 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
 
     # Step 4: rounds, each kept as it is measured.
     tasks: list[Task] = [*points, *(task for each in pairs for task in each.tasks), COUNTS, WALKS]
-    # A pair takes long enough not to be repeated within a run; the host's work has one start too
-    # in a real exchange.
+    # A pair takes long enough not to be repeated within a run; of the host's work too there is
+    # one in a real exchange.
     expected_us += [RUN_US] * (len(tasks) - len(points))
     taken = Counter(sample.task for sample in record.samples)
-    progress.phase("rounds", MAX_ROUNDS * len(tasks) - taken.total())
+    names = {task.name for task in tasks}
+    progress.phase("rounds", sum(max(MAX_ROUNDS - taken[name], 0) for name in names))
 
     def keep(sample: Sample) -> None:
-        progress.step()
+        if sample.task in names:
+            progress.step()
         if dist.get_rank() == 0:
             record.add(sample)
         else:
             record.samples.append(sample)
 
-    measure_rounds(tasks, starts, expected_us, taken, end_s, keep)
+    measure_rounds(tasks, starts, expected_us, ranks_per_core, taken, end_s, keep)
 
     # Step 5: the cluster.
     counts = Counter(sample.task for sample in record.samples)
@@ -183,6 +190,17 @@ def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
         counts_to_host_us=0.0 if on_cpu else _counts_to_host_us(device),
         source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
     )
+
+
+def _ranks_per_core() -> float:
+    """Ranks of a machine, of all emulated nodes on it, over the cores that they may use."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (machine, os.sched_getaffinity(0)))
+    by_machine: dict[str, list[set[int]]] = {}
+    for name, cores in found:
+        by_machine.setdefault(name, []).append(cores)
+    return max(1.0, *(len(ranks) / len(set().union(*ranks)) for ranks in by_machine.values()))
 
 
 def _identity(machine: Machine) -> dict[str, Any]:

@@ -20,11 +20,14 @@ Resource: TypeAlias = Literal["inter", "intra", "memory"]
 RESOURCES: tuple[Resource, ...] = ("inter", "intra", "memory")
 
 TIER_OF_MEMORY: Tier = "memory"
+COLLECTIVES: tuple[Operation, ...] = ("alltoall", "allgather")
+FINDS: tuple[Operation, ...] = ("find", "find_lists")
 
 # Where a cluster has no curve for an operation, the next one like it stands in.
 STANDS_IN: dict[Operation, Operation] = {
     "sum": "copy",
     "find": "copy",
+    "find_lists": "find",
     "put": "copy",
     "permute": "copy",
     "unpermute": "sum",
@@ -69,6 +72,10 @@ class Launch:
         counts_to_host_us: the copy of the counts to the host, with the wait for it.
         counts_us: counting what goes where and binding a chain to it, once per dispatch.
         walk_us: what a walk takes beside its stages: autograd and the executor.
+        first_collective_us: by how much longer the first chunk of a stage takes than those after
+            it, whose code the host's caches hold by then; of a collective.
+        first_copy_us: the same of an operation in memory.
+        first_find_us: the same of finding out what is copied.
         kind: whether it was measured on this cluster.
         source: with what, or where it was published.
     """
@@ -81,6 +88,9 @@ class Launch:
     # Published figures of operations have these among them, or their authors have hidden them.
     counts_us: NonNegativeFloat = 0.0
     walk_us: NonNegativeFloat = 0.0
+    first_collective_us: NonNegativeFloat = 0.0
+    first_copy_us: NonNegativeFloat = 0.0
+    first_find_us: NonNegativeFloat = 0.0
     kind: Kind
     source: Text
 
@@ -147,7 +157,7 @@ class Cluster:
         )
         _refuse_twice("contention", (tuple(sorted(entry.pair)) for entry in self.contention))
         for curve in self.curves:
-            in_memory = curve.operation not in ("alltoall", "allgather")
+            in_memory = curve.operation not in COLLECTIVES
             if in_memory != (curve.tier == TIER_OF_MEMORY):
                 raise ValueError(
                     f"curves: got {curve.operation} in tier {curve.tier}, must be in "
@@ -155,7 +165,7 @@ class Cluster:
                 )
         tiers = [link.tier for link in self.links]
         for tier in RESOURCES if self.num_nodes > 1 else RESOURCES[1:]:
-            needed = ("copy",) if tier == TIER_OF_MEMORY else ("alltoall", "allgather")
+            needed = ("copy",) if tier == TIER_OF_MEMORY else COLLECTIVES
             found = {curve.operation for curve in self.curves if curve.tier == tier}
             if tier not in tiers and not found.issuperset(needed):
                 raise ValueError(
@@ -179,11 +189,17 @@ class Cluster:
 
     def launch_us(self, operation: Operation) -> float:
         """Host time to start one operation."""
-        if operation in ("alltoall", "allgather"):
+        if operation in COLLECTIVES:
             return self.launch.collective_us
-        return {"sum": self.launch.sum_us, "find": self.launch.find_us}.get(
-            operation, self.launch.copy_us
-        )
+        if operation in FINDS:
+            return self.launch.find_us
+        return self.launch.sum_us if operation == "sum" else self.launch.copy_us
+
+    def first_us(self, operation: Operation) -> float:
+        """By how much longer the first chunk of a stage takes than those after it."""
+        if operation in COLLECTIVES:
+            return self.launch.first_collective_us
+        return self.launch.first_find_us if operation in FINDS else self.launch.first_copy_us
 
     def time_us(
         self,

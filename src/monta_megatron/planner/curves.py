@@ -15,7 +15,15 @@ from typing import Annotated, Literal, TypeAlias
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Text
 
 Operation: TypeAlias = Literal[
-    "alltoall", "allgather", "copy", "put", "sum", "find", "permute", "unpermute"
+    "alltoall",
+    "allgather",
+    "copy",
+    "put",
+    "sum",
+    "find",
+    "find_lists",
+    "permute",
+    "unpermute",
 ]
 Tier: TypeAlias = Literal["inter", "intra", "memory"]
 # Datasheet: published, by a vendor or by others who measured. Measured: on that very cluster.

@@ -117,12 +117,15 @@ def _work(
     if isinstance(first, CopyTraffic):
         times, launch_us = _copy_times(cast(Sequence[CopyTraffic], stages), cluster, notes)
         resource: Resource = "memory"
+        operations = tuple(first.moved_bytes)
     else:
         collectives = cast(Sequence[CollectiveTraffic], stages)
         times, resource = _collective_times(collectives, cluster, nic_starts, notes)
         launch_us = cluster.launch_us(first.operation)
+        operations = (first.operation,)
         if first.stage == GATHER_OF_COUNTS:
             launch_us += cluster.launch.counts_to_host_us
+    times[0] += sum(cluster.first_us(operation) for operation in operations)
     return Work(
         stage=first.stage,
         resource=resource,

@@ -31,9 +31,10 @@ from monta_megatron.planner.curves import Operation
 GATHER_OF_COUNTS = "gather of counts"
 COUNT_BYTES = 8
 
-# Finding copies sorts and scans the lists about as often, as int64 (exchange/copies.py).
-FIND_PASSES = 12
+# Finding copies sorts and scans the lists about as often, as int64 (exchange/copies.py); twice as
+# often where the copies take their share of the lists along.
 FIND_VALUE_BYTES = 8
+FIND_PASSES: dict[Operation, int] = {"find": 6, "find_lists": 12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +165,9 @@ def walk_traffic(
                 continue
             copied = 2 * behind * copies
             if walk.ids:
-                found = FIND_PASSES * FIND_VALUE_BYTES * row.list_width * rows
-                pipeline.append(_copy(kind.name, depth, find=found, copy=copied))
+                find: Operation = "find" if kind.part == "expert" else "find_lists"
+                found = FIND_PASSES[find] * FIND_VALUE_BYTES * row.list_width * rows
+                pipeline.append(_copy(kind.name, depth, **{find: found}, copy=copied))
             else:
                 pipeline.append(_copy(kind.name, depth, copy=copied))
         else:

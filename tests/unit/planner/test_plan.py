@@ -12,6 +12,7 @@ from clusters import CONFIGS, layout_of, preset, with_link, workload_of
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
+from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
@@ -185,6 +186,27 @@ def test_the_host_s_time_around_the_stages_is_added(phase: Phase, host_us: float
     assert found.predicted_us == pytest.approx((without.predicted_us or 0) + host_us)
     on_host = [stage.alone_us for stage in found.stages if stage.resource == "host"]
     assert on_host == [60, 10] if phase == "forward" else [60, 10, 10, 10]
+
+
+def test_the_first_chunk_of_every_stage_takes_longer() -> None:
+    """Dispatch of `allgather`: 100 us for a collective, 10 for a copy, 1 to find what is copied."""
+    launch = replace(
+        A800.launch, first_collective_us=100, first_copy_us=10, first_find_us=1, counts_us=0
+    )
+    without, found = (
+        price_chain(workload_of(16), cluster, CHAINS["allgather"], 4, "forward")
+        for cluster in (A800, replace(A800, launch=launch))
+    )
+    more_us = {
+        work.stage: [more - less for more, less in zip(work.times_us, plain.times_us, strict=True)]
+        for work, plain in zip(found.walks[0].works, without.walks[0].works, strict=True)
+    }
+    assert more_us == {
+        "gather of counts": pytest.approx([100]),
+        "allgather": pytest.approx([100, 0, 0, 0]),
+        "copy per expert": pytest.approx([11, 0, 0, 0]),
+        "order": pytest.approx([10, 0, 0, 0]),
+    }
 
 
 def test_what_is_over_the_memory_limit_is_no_candidate() -> None:
