@@ -89,14 +89,15 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     shape = shape_of(nodes)
     machine = _machine(settings, shape, device)
     points = all_points(shape)
+    ranks_per_core = _ranks_per_core() if machine.copies_block_host else 1.0
 
     # Step 2: what an earlier calibration has left.
-    record = _on_first_rank(lambda: Record.open(settings.partial, _identity(machine)))
+    identity = _identity(machine, ranks_per_core)
+    record = _on_first_rank(lambda: Record.open(settings.partial, identity))
 
     # Step 3: first runs, which also tell which points are put together.
     progress.phase(f"first runs of {len(points)} points", len(points))
     groups = make_groups(shape, nodes)
-    ranks_per_core = _ranks_per_core() if machine.copies_block_host else 1.0
     # Where operations are mixed, others come between two runs of one.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
     starts = {point.name: operation_of(point, groups, device, cold_bytes) for point in points}
@@ -203,13 +204,14 @@ def _ranks_per_core() -> float:
     return max(1.0, *(len(ranks) / len(set().union(*ranks)) for ranks in by_machine.values()))
 
 
-def _identity(machine: Machine) -> dict[str, Any]:
+def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
     """What samples of two calibrations have to share to be put together."""
     return {
         "name": machine.name,
         "num_nodes": machine.num_nodes,
         "ranks_per_node": machine.ranks_per_node,
         "nics_per_node": machine.nics_per_node,
+        "ranks_per_core": ranks_per_core,
         "torch": torch.__version__,
         "host": platform.node(),
     }
