@@ -21,7 +21,7 @@ from monta_megatron.calibration.operations import Start
 from monta_megatron.calibration.points import HostWork, Pair, Point, Repeated, Task
 from monta_megatron.calibration.record import Sample
 
-MAX_ROUNDS = 15
+MAX_ROUNDS = 60
 # A run takes about so long, with at most so many repeats.
 RUN_US = 20_000.0
 # In an exchange one operation follows another; what many in a row find in the caches, of code
