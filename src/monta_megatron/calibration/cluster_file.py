@@ -4,11 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from monta_megatron.calibration.points import COUNTS, WALKS, Contenders, Pair, Point
+from monta_megatron.calibration.points import (
+    BYTES_PER_ROW,
+    COUNTS,
+    WALKS,
+    Contenders,
+    Pair,
+    Point,
+)
 from monta_megatron.calibration.record import Sample
 from monta_megatron.chains.lanes import FORWARD_BACKWARD
 from monta_megatron.planner.cluster import COLLECTIVES, FINDS, Cluster, Contention, Launch
-from monta_megatron.planner.curves import Curve, Operation, fit
+from monta_megatron.planner.curves import Curve, fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +107,7 @@ def _launch(
         counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
         walk_us=round(times_us[WALKS.name] / len(FORWARD_BACKWARD), 1),
         first_collective_us=first(*COLLECTIVES),
-        first_copy_us=first("copy", "put", "sum", "permute", "unpermute"),
+        first_copy_us=first(*(BYTES_PER_ROW.keys() - FINDS)),
         first_find_us=first(*FINDS),
         kind="measured",
         source=machine.source,
@@ -110,17 +117,13 @@ def _launch(
 def _curves(
     machine: Machine, points: Sequence[Point], times_us: Mapping[str, float], launch: Launch
 ) -> tuple[Curve, ...]:
-    launches_us: dict[Operation, float] = {"sum": launch.sum_us}
-    launches_us |= dict.fromkeys(FINDS, launch.find_us)
     by_curve: dict[tuple[str, str, int], list[Point]] = {}
     for point in points:
         by_curve.setdefault((point.tier, point.operation, point.group_size), []).append(point)
     curves = []
     for group in (by_curve[key] for key in sorted(by_curve)):
         first = group[0]
-        launch_us = launch.collective_us
-        if not first.is_collective:
-            launch_us = launches_us.get(first.operation, launch.copy_us)
+        launch_us = launch.start_us(first.operation)
         sizes = tuple(point.num_bytes for point in group)
         times = tuple(round(times_us[point.name] - launch_us, 1) for point in group)
         curves.append(

@@ -50,7 +50,7 @@ class Layout:
     nodes: tuple[int, ...]
     classes: int = 1
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         """Nodes that the ranks of the exchange lie on."""
         return len(set(self.nodes))
@@ -100,8 +100,8 @@ class Layout:
             name
             for name in get_args(GroupName)
             if any(
-                len({self.nodes[each] for each in self.members(name, rank)}) > 1
-                for rank in range(len(self.nodes))
+                len({self.nodes[each] for each in members}) > 1
+                for members in {self.members(name, rank) for rank in range(len(self.nodes))}
             )
         )
 

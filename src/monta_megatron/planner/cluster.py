@@ -94,6 +94,20 @@ class Launch:
     kind: Kind
     source: Text
 
+    def start_us(self, operation: Operation) -> float:
+        """Host time to start one operation."""
+        if operation in COLLECTIVES:
+            return self.collective_us
+        if operation in FINDS:
+            return self.find_us
+        return self.sum_us if operation == "sum" else self.copy_us
+
+    def first_us(self, operation: Operation) -> float:
+        """By how much longer the first chunk of a stage takes than those after it."""
+        if operation in COLLECTIVES:
+            return self.first_collective_us
+        return self.first_find_us if operation in FINDS else self.first_copy_us
+
 
 Slowdown = Annotated[float, Rule("a number >= 1", lambda value: value >= 1)]
 
@@ -186,20 +200,6 @@ class Cluster:
     def factor(self, first: Resource, second: Resource) -> float:
         """By how much an operation on `first` is slowed while one on `second` runs beside it."""
         return self._factors[first, second]
-
-    def launch_us(self, operation: Operation) -> float:
-        """Host time to start one operation."""
-        if operation in COLLECTIVES:
-            return self.launch.collective_us
-        if operation in FINDS:
-            return self.launch.find_us
-        return self.launch.sum_us if operation == "sum" else self.launch.copy_us
-
-    def first_us(self, operation: Operation) -> float:
-        """By how much longer the first chunk of a stage takes than those after it."""
-        if operation in COLLECTIVES:
-            return self.launch.first_collective_us
-        return self.launch.first_find_us if operation in FINDS else self.launch.first_copy_us
 
     def time_us(
         self,

@@ -121,11 +121,11 @@ def _work(
     else:
         collectives = cast(Sequence[CollectiveTraffic], stages)
         times, resource = _collective_times(collectives, cluster, nic_starts, notes)
-        launch_us = cluster.launch_us(first.operation)
+        launch_us = cluster.launch.start_us(first.operation)
         operations = (first.operation,)
         if first.stage == GATHER_OF_COUNTS:
             launch_us += cluster.launch.counts_to_host_us
-    times[0] += sum(cluster.first_us(operation) for operation in operations)
+    times[0] += sum(cluster.launch.first_us(operation) for operation in operations)
     return Work(
         stage=first.stage,
         resource=resource,
@@ -145,7 +145,7 @@ def _copy_times(
         moved = _busiest([[rank.moved_bytes[operation] for rank in ranks]], range(len(ranks)))
         found = _times_us(cluster, operation, "memory", moved, 1, 1, notes)
         times = [sum(pair) for pair in zip(times, found, strict=True)] if times else found
-        launch_us += cluster.launch_us(operation)
+        launch_us += cluster.launch.start_us(operation)
     return times, launch_us
 
 
