@@ -17,7 +17,7 @@ setup(
     package_dir={"": "src"},
     packages=find_packages("src"),
     package_data={"monta_megatron.launch": ["start.sh"]},
-    install_requires=["torch>=2.6", "megatron-core>=0.16", "numpy", "pyyaml"],
+    install_requires=["torch>=2.6", "megatron-core>=0.16,<0.20", "numpy", "pyyaml"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "plot": plot,

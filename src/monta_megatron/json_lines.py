@@ -58,3 +58,15 @@ def write_whole(path: Path, text: str) -> None:
         # There only where something came in between.
         with suppress(OSError):
             temporary.unlink()
+
+
+def make_folder(folder: Path, flag: str) -> None:
+    """Make a folder that a flag names, where it is not there.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag}: got {folder}, cannot be made: {error.strerror}") from error

@@ -54,7 +54,8 @@ class OptionFields:
         _integer_or_text,
     )
     moe_monta_ranks_per_node: Optional[int] = _option(  # noqa: UP045
-        "Ranks joined by the fast tier, where the launcher does not say it or says it wrong.",
+        "Ranks joined by the fast tier (default: those of the cluster file; without one, what the "
+        "launcher or the host names say).",
         _integer_or_text,
     )
     moe_monta_cluster: Optional[str] = _option(  # noqa: UP045

@@ -8,6 +8,7 @@ from monta_megatron import strict_yaml
 from monta_megatron.calibration.cluster_file import Machine, excess_of, make_cluster, slowdowns
 from monta_megatron.calibration.points import (
     COUNTS,
+    NUM_SIZES,
     WALKS,
     Point,
     Shape,
@@ -48,7 +49,7 @@ def samples_of(points: list[Point]) -> list[Sample]:
 
 def test_groups_are_those_that_layouts_give() -> None:
     """Rails, EP beside ETP 2, the whole exchange; ETP 2 and nodes."""
-    groups = {(each.operation, each.tier, each.group_size) for each in all_points(SHAPE)}
+    groups = {(each.operation, each.tier, each.group_size) for each in all_points(SHAPE, 2)}
     assert {size for name, tier, size in groups if (name, tier) == ("alltoall", "inter")} == {
         2,
         4,
@@ -59,7 +60,7 @@ def test_groups_are_those_that_layouts_give() -> None:
 
 def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     """What host and operation take adds up to what was measured."""
-    points = all_points(SHAPE)
+    points = all_points(SHAPE, NUM_SIZES["cpu"])
     pairs = choose_pairs(points, [time_us(point) for point in points])
     # Two rounds, the second one twice as slow throughout, and as much slower together.
     together = [

@@ -602,3 +602,21 @@ def lookup_us(case: Case) -> float:
 
     choice = build_layer(case, "monta").token_dispatcher.choice
     return 1e6 * min(timeit.repeat(lambda: choice.decide(4096), number=100, repeat=20)) / 100
+
+
+def sums_around_a_local_group() -> tuple[int, int]:
+    """The sum of the ranks over a group that its members make, and over one that all make next.
+
+    Ranks 2 and 3 make one more group than ranks 0 and 1, so that they have counted otherwise.
+    """
+    from monta_megatron.exchange.groups import new_local_group
+
+    rank = dist.get_rank()
+    pair = [0, 1] if rank < 2 else [2, 3]
+    if rank >= 2:
+        new_local_group(pair, "more")
+    groups = [new_local_group(pair, "pair"), dist.new_group(range(4))]
+    sums = [torch.tensor([rank]) for _ in groups]
+    for each, group in zip(sums, groups, strict=True):
+        dist.all_reduce(each, group=group)
+    return int(sums[0]), int(sums[1])

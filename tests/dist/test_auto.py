@@ -7,14 +7,16 @@ from conftest import Pools
 from layers import Case
 from pool import PoolError
 
+from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
 from monta_megatron.planner.choice import bucket_of
+from monta_megatron.planner.cluster import Cluster
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/emulated_2x4_500mbit.yaml"
-# 2 nodes of 2 ranks, with costs at which the answer depends on the size.
+# 2 nodes of 2 ranks, with a network so slow that the answer depends on the number of short rows.
 AUTO = {
     "moe_monta_chain": "auto",
-    "moe_monta_cluster": str(CLUSTER),
+    "moe_monta_cluster": strict_yaml.load(Cluster, CLUSTER).with_inter_rate(0.005),
     "moe_monta_ranks_per_node": 2,
 }
 TOKENS = [[0, 1, 100, 4096], [4096, 0, 1, 100], [1, 0, 1, 1], [0, 0, 0, 0], [100, 4096, 0, 1]]

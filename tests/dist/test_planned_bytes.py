@@ -125,7 +125,7 @@ def test_the_gathered_counts_are_as_many_as_planned(chain: str) -> None:
 
     case = dataclasses.replace(Case(chain=chain), num_blocks=3)
     layout = case.layout(1)
-    expected = num_counts(CHAINS[chain], layout, case.num_blocks)
+    expected = num_counts((CHAINS[chain],), layout, case.num_blocks)
     num_blocks = case.num_blocks if CHAINS[chain].rows == "tokens" else 1
     counting = Counting(chains=(CHAINS[chain],), layout=layout, num_blocks=num_blocks)
     assert counting.count(make_data(case).routing_maps[1]).shape == (expected,)

@@ -37,3 +37,9 @@ def test_uneven_nodes_are_refused_where_the_chain_needs_rails(pools: Pools) -> N
 def test_ranks_tell_each_other_their_nodes(pools: Pools) -> None:
     # Each rank knows its own node alone, as torchrun and srun tell it.
     assert pools[4].run("layers:nodes_found", ["a", "a", "b", "b"]) == [(0, 0, 1, 1)] * 4
+
+
+@pytest.mark.old_end
+def test_a_group_made_by_its_members_alone_disturbs_no_other(pools: Pools) -> None:
+    """As where a pipeline stage has no MoE layers: the next group of all ranks still meets."""
+    assert pools[4].run("layers:sums_around_a_local_group") == [(1, 6), (1, 6), (5, 6), (5, 6)]

@@ -87,8 +87,9 @@ KNOWN = (
     Known(pattern=rf"{EMULATE} calibrate .*", run_by=CALIBRATE_TESTS),
     Known(pattern=rf"{EMULATE} timeline --record .*", run_by=TIMELINE_TESTS),
     Known(pattern=r"monta launch --config configs/runs/quickstart\.yaml", run_by=LAUNCH_TESTS),
-    Known(pattern=r"sbatch .*", run_by="tests/slurm/test_slurm.py"),
-    Known(pattern=r"monta launch .* --start sbatch", reason="needs nodes with GPUs"),
+    Known(pattern=r"(job=\$\()?sbatch .*", run_by="tests/slurm/test_slurm.py"),
+    Known(pattern=r"monta launch .* --start sbatch .*", reason="needs nodes with GPUs"),
+    Known(pattern=r"export MASTER_ADDR=.*|srun .* --container-.*", reason="needs containers"),
     Known(pattern=r"scripts/quickstart\.sh", run_by="tests/megatron/test_quickstart.py"),
     Known(
         pattern=r"torchrun \.\.\. pretrain_gpt\.py .*", run_by="tests/megatron/test_pretrain_gpt.py"

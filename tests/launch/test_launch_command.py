@@ -68,6 +68,15 @@ def test_a_longer_sequence_is_planned_for() -> None:
     assert run.plan is not None and run.plan.situation.tokens_per_rank == 8192
 
 
+def test_planned_for_the_cluster_that_the_dispatcher_is_given() -> None:
+    other = CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml"
+    with pytest.raises(ValueError, match=f"at most the 8 ranks of {other}"):
+        ready(MIXTRAL, "--moe-monta-cluster", str(other))
+    run = ready(MIXTRAL, "--moe-monta-cluster", str(CONFIGS / "clusters" / "gb200_nvl72.yaml"))
+    assert run.plan is not None and run.plan.situation.cluster == "GB200 NVL72"
+    assert any("72 ranks are taken to share the fast tier" in note for note in run.notes)
+
+
 def test_stock_dispatcher_from_the_same_file() -> None:
     run = ready(QUICKSTART, *STOCK)
     assert not any("monta" in word for word in run.arguments)

@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, make_streams: Callable[[torch.device], streams.Streams] = streams.CudaStreams
+        self, make_streams: Callable[[torch.device, int], streams.Streams] = streams.CudaStreams
     ) -> None:
         super().__init__()
         self.monitor = Monitor(record=[])
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
         self._patches = ExitStack()
 
     def __enter__(self) -> "Recorder":
-        streams._side_streams.cache_clear()
+        streams._side_stream.cache_clear()
         for patch in (
             mock.patch.multiple(
                 torch.cuda,
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._patches.close()
-        streams._side_streams.cache_clear()
+        streams._side_stream.cache_clear()
         self.find_freed()
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""What a walk holds at most: the formula is what the executor allocates; chunks cost little."""
+"""What a walk holds at most on a GPU: the formula is what the executor allocates."""
 
 from unittest import mock
 
@@ -53,4 +53,5 @@ def test_peak_bytes(chain_name: str, layout_name: str) -> None:
             assert expected <= peaks[way.name] <= 1.03 * expected, (num_chunks, way.name)
         serial = serial or peaks
         for name, peak in peaks.items():
-            assert peak <= 1.25 * serial[name], (num_chunks, name)
+            # Chunks of pairs are packed, where one of all pairs is sent as it lies.
+            assert peak <= 1.55 * serial[name], (num_chunks, name)

@@ -4,8 +4,10 @@ A layer runs as one rank of a world in which all ranks have the same tokens; see
 """
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -189,8 +191,8 @@ class NoWait(CudaStreams):
 class PreviousEvent(CudaStreams):
     """The consumer waits for the chunk before."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, num_stages: int) -> None:
+        super().__init__(device, num_stages)
         self.previous: dict[torch.cuda.Stream, Ready] = {}
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
@@ -212,13 +214,15 @@ class NoKeep(CudaStreams):
     def keep(self, tensors: list[torch.Tensor]) -> None: ...
 
 
-class OnlyConsumerWaits(CudaStreams):
-    """The stage's own stream runs ahead of its collective, and so does the memory it owns."""
+class NoHold(CudaStreams):
+    def hold(self, tensors: list[torch.Tensor]) -> None: ...
 
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        if not works:
-            return super().ready(works)
-        return lambda: [work.wait() for work in works]
+
+class AllocatesOnStages(CudaStreams):
+    """Held until the join, but of the stage's own memory."""
+
+    def on_caller(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 class WaitAtOnce(CudaStreams):
@@ -238,8 +242,8 @@ class WaitAtOnce(CudaStreams):
         (PreviousEvent, "race"),
         (NoFork, "race"),
         (NoJoin, "race"),
-        (NoKeep, "reuse"),
-        (OnlyConsumerWaits, "reuse"),
+        (NoHold, "reuse"),
+        (AllocatesOnStages, "reuse"),
     ],
 )
 def test_a_planted_fault_is_found(
@@ -247,6 +251,14 @@ def test_a_planted_fault_is_found(
 ) -> None:
     findings: list[Finding] = record(chain_name, LAYOUTS[layout_name], 3, streams=streams).findings
     assert kind in {finding.kind for finding in findings}
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_what_walks_share_is_kept(chain_name: str, layout_name: str) -> None:
+    """In these two no stage but one in a walk reads it, which all others wait for."""
+    findings = record(chain_name, LAYOUTS[layout_name], 3, streams=NoKeep).findings
+    is_shared = chain_name not in ("alltoall", "allgather")
+    assert {finding.kind for finding in findings} == ({"reuse"} if is_shared else set())
 
 
 def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:

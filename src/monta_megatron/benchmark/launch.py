@@ -10,6 +10,13 @@ from typing import Any
 OTHER_RANKS_LINGER_S = 5.0
 INTERRUPT_REACHES_ALL_S = 1.0
 
+# torch's variables, and srun's of the same meaning.
+AS_SRUN_NAMES = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -36,7 +43,7 @@ def find_launch(command: str, environ: MutableMapping[str, str] = os.environ) ->
     Raises:
         ValueError: no launcher, or one of its variables is missing.
     """
-    if "RANK" not in environ and "SLURM_PROCID" in environ:
+    if "RANK" not in environ and environ.keys() >= set(AS_SRUN_NAMES.values()):
         _name_as_torch_does(environ)
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         raise ValueError(
@@ -96,11 +103,7 @@ def run_as_rank(run: Callable[[], int]) -> int:
 
 
 def _name_as_torch_does(environ: MutableMapping[str, str]) -> None:
-    for name, slurm_name in (
-        ("RANK", "SLURM_PROCID"),
-        ("WORLD_SIZE", "SLURM_NTASKS"),
-        ("LOCAL_RANK", "SLURM_LOCALID"),
-    ):
+    for name, slurm_name in AS_SRUN_NAMES.items():
         environ[name] = environ[slurm_name]
     if "MASTER_ADDR" not in environ:
         raise ValueError(

@@ -6,18 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.benchmark.report import Row
+from monta_megatron.json_lines import make_folder
 
 COLOURS = {"Megatron": "#8c8c8c", "monta": "#2f7ebc", "monta, the planner's pick": "#e07b39"}
 
 
-def check_can_plot() -> None:
-    """Say before a benchmark, not after it, that its pictures cannot be drawn.
+def check_can_plot(folder: str | None) -> None:
+    """Say before a benchmark, not after it, that its pictures cannot be drawn; make their folder.
+
+    Args:
+        folder: of --plot, or None where nothing is to be drawn.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or the folder cannot be made.
     """
+    if folder is None:
+        return
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot: needs matplotlib: pip install 'monta-megatron[plot]'")
+    make_folder(Path(folder), "--plot")
 
 
 def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
@@ -28,7 +35,6 @@ def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    folder.mkdir(parents=True, exist_ok=True)
     rows = [Row(**row) for row in report["rows"]]
     written = []
     for scope in dict.fromkeys(row.scope for row in rows):

@@ -34,7 +34,6 @@ def plot_sweep(reports: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
     matplotlib.use("agg")
     points = measured_points(reports)
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     by_size = points_by_size(points)
     if len(by_size) > 1:

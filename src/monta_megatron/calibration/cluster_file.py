@@ -17,6 +17,9 @@ from monta_megatron.chains.lanes import FORWARD_BACKWARD
 from monta_megatron.planner.cluster import COLLECTIVES, FINDS, Cluster, Contention, Launch
 from monta_megatron.planner.curves import Curve, fit
 
+# A curve has no time of 0, which an operation that is over before its start returns would have.
+LEAST_US = 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -100,7 +103,7 @@ def _launch(
     blocks = machine.copies_block_host
     return Launch(
         collective_us=least(*COLLECTIVES),
-        copy_us=0.0 if blocks else least("copy"),
+        copy_us=0.0 if blocks else least(*(BYTES_PER_ROW.keys() - {*FINDS, "sum"})),
         sum_us=0.0 if blocks else least("sum"),
         find_us=0.0 if blocks else least(*FINDS),
         counts_to_host_us=round(machine.counts_to_host_us, 1),
@@ -125,7 +128,7 @@ def _curves(
         first = group[0]
         launch_us = launch.start_us(first.operation)
         sizes = tuple(point.num_bytes for point in group)
-        times = tuple(round(times_us[point.name] - launch_us, 1) for point in group)
+        times = tuple(max(round(times_us[p.name] - launch_us, 1), LEAST_US) for p in group)
         curves.append(
             Curve(
                 operation=first.operation,

@@ -27,14 +27,13 @@ from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import find_copies, put_rows
-from monta_megatron.exchange.counting import Counting
+from monta_megatron.exchange.counting import Counting, lists_of
+from monta_megatron.exchange.groups import new_local_group
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.payload import Payload
 from monta_megatron.exchange.walk import Exchange
 from monta_megatron.integration.permutation import permute, unpermute
-from monta_megatron.planner.cluster import FINDS
 
-# Of what is counted on the host; its time hardly depends on them.
 NUM_TOKENS = 128
 
 # More than a cache holds, of a GPU's or of a core's.
@@ -65,8 +64,7 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
             "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
         }
         for tier, ranks in members.items():
-            group = dist.new_group(ranks, use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup), f"rank {rank} is not one of {ranks}"
+            group = new_local_group(ranks, f"monta {tier} {part}")
             groups[tier, part] = PeerGroup(
                 name=f"{tier} {len(ranks)}",
                 process_group=group,
@@ -78,12 +76,30 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
 
 
 def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
-    """What a dispatch does before it starts: count, read, bind; the gather is a point.
+    """What a dispatch does with the gathered counts: read, bind; count and gather are points.
 
     Args:
         nodes: of every rank, in order.
         device: of the routing map.
     """
+    counting = _counting(nodes)
+    layout = counting.layout
+    generator = torch.Generator().manual_seed(1)
+    ids = _draw_experts(NUM_TOKENS, layout.num_experts, generator)
+    counted = counting.count(_routing_map(ids, layout.num_experts).to(device))
+    table = counted.expand(len(nodes), -1)
+
+    def start() -> Callable[[], object]:
+        counts = counting.read(counting.select(table).cpu().numpy())
+        assert counts.tokens is not None, "chains of tokens are among them"
+        bound = CHAINS["alltoall_dedup"].bind(layout, counts.tokens, 1)
+        return lambda: bound
+
+    return start
+
+
+def _counting(nodes: tuple[int, ...]) -> Counting:
+    """Of the exchange of all ranks, for every chain that could run."""
     num_ranks = len(nodes)
     layout = Layout(
         ep=num_ranks,
@@ -93,27 +109,14 @@ def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
         nodes=nodes,
     )
     chains = tuple(chain for chain in CHAINS.values() if chain.refusal(layout) is None)
-    counting = Counting(chains=chains, layout=layout, num_blocks=NUM_BLOCKS)
-    generator = torch.Generator().manual_seed(1)
-    routing_map = _routing_map(
-        _draw_experts(NUM_TOKENS, layout.num_experts, generator), layout.num_experts
-    ).to(device)
-
-    def start() -> Callable[[], object]:
-        table = counting.count(routing_map).expand(num_ranks, -1)
-        counts = counting.read(counting.select(table).cpu().numpy())
-        assert counts.tokens is not None, "chains of tokens are among them"
-        bound = CHAINS["alltoall_dedup"].bind(layout, counts.tokens, 1)
-        return lambda: bound
-
-    return start
+    return Counting(chains=chains, layout=layout, num_blocks=NUM_BLOCKS)
 
 
 def walks_of(device: torch.device) -> Start:
-    """All four walks of a rank with itself: next to nothing is moved, so that the host is left."""
-    num_experts = 2
-    layout = Layout(ep=1, etp=1, num_local_experts=num_experts, rank=0, nodes=(0,))
-    sent = np.full((1, num_experts), NUM_TOKENS // num_experts)
+    """All four walks of a rank with itself: nothing is moved, so that the host's work is left."""
+    # One expert, to whom all rows go in the order in which they lie.
+    layout = Layout(ep=1, etp=1, num_local_experts=1, rank=0, nodes=(0,))
+    sent = np.full((1, 1), NUM_TOKENS)
     chain = CHAINS["alltoall_allgather"]
     world = dist.group.WORLD
     assert world is not None, "the launch has been joined"
@@ -139,7 +142,9 @@ def walks_of(device: torch.device) -> Start:
     return start
 
 
-def operation_of(point: Point, groups: Groups, device: torch.device, cold_bytes: int) -> Start:
+def operation_of(
+    point: Point, groups: Groups, nodes: tuple[int, ...], device: torch.device, cold_bytes: int
+) -> Start:
     """What is timed for a point.
 
     In an exchange an operation meets rows that it has not touched before. Where its runs follow
@@ -150,13 +155,14 @@ def operation_of(point: Point, groups: Groups, device: torch.device, cold_bytes:
     Args:
         point: which.
         groups: of this rank.
+        nodes: of every rank, in order.
         device: on which.
         cold_bytes: of the buffers that take turns; 0 for one set of them.
     """
     if point.is_collective:
         return _collective(point, groups[point.tier, point.ranks_on_node], device)
     num_sets = max(min(cold_bytes // point.num_bytes, MAX_SETS), 1)
-    works = cycle([_in_memory(point, device) for _ in range(num_sets)])
+    works = cycle([_in_memory(point, nodes, device) for _ in range(num_sets)])
     results: deque[object] = deque(maxlen=num_sets)
 
     def start() -> Callable[[], object]:
@@ -192,7 +198,7 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
     return start_exchange
 
 
-def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
+def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Callable[[], object]:
     num_rows = point.num_rows
     # CPUs add up fp32 rows; GPUs are mostly fed bf16 ones.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -246,7 +252,7 @@ def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
         return add
 
     ids = _draw_experts(num_rows, NUM_EXPERTS, generator)
-    if point.operation in FINDS:
+    if point.operation in ("find", "find_lists"):
         size = NUM_EXPERTS // TOPK
         parts = ExpertRange(first=0, size=size, num_parts=TOPK)
         hits = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids // size, True)
@@ -254,7 +260,19 @@ def _in_memory(point: Point, device: torch.device) -> Callable[[], object]:
         keep_lists = point.operation == "find_lists"
         return lambda: find_copies(lists, parts, num_copies, keep_lists=keep_lists)
 
-    tokens, on_device = rows(num_rows), _routing_map(ids, NUM_EXPERTS).to(device)
+    if point.operation == "count":
+        counting = _counting(nodes)
+        num_experts = counting.layout.num_experts
+        chosen = _draw_experts(num_rows * NUM_EXPERTS // num_experts, num_experts, generator)
+        counted = _routing_map(chosen, num_experts).to(device)
+        return lambda: counting.count(counted)
+
+    on_device = _routing_map(ids, NUM_EXPERTS).to(device)
+    if point.operation == "lists":
+        probs = torch.ones(num_rows, NUM_EXPERTS, device=device)
+        return lambda: lists_of(on_device, probs, TOPK)
+
+    tokens = rows(num_rows)
     permuted = permute(tokens, on_device, TOPK)
     if point.operation == "permute":
         return lambda: permute(tokens, on_device, TOPK)

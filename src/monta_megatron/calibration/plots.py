@@ -16,7 +16,6 @@ def plot_curves(cluster: Cluster, folder: Path) -> Path:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    folder.mkdir(parents=True, exist_ok=True)
     tiers = [tier for tier in TIERS if any(curve.tier == tier for curve in cluster.curves)]
     figure, axes = pyplot.subplots(
         1, len(tiers), figsize=(4.5 * len(tiers), 4), squeeze=False, layout="constrained"

@@ -15,13 +15,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from monta_megatron.planner.cluster import Resource
+from monta_megatron.planner.cluster import FINDS, Resource
 from monta_megatron.planner.curves import Operation, Tier
-from monta_megatron.planner.traffic import FIND_PASSES, FIND_VALUE_BYTES
+from monta_megatron.planner.traffic import (
+    COUNT_MAP_BYTES,
+    FIND_PASSES,
+    FIND_VALUE_BYTES,
+    LIST_MAP_BYTES,
+)
 
-# Per rank. Far apart, and none a power of two, as the sizes of real exchanges mostly are.
-LADDER_BYTES = tuple(5 * 1024 * 4**step for step in range(6))
-LADDER_IN_MEMORY_BYTES = tuple(20 * 1024 * 4**step for step in range(6))
+# Per rank. Far apart, and none a power of two, as the sizes of real exchanges mostly are; on a GPU
+# up to those of its exchanges: 320 MiB, and 1.25 GiB in memory. Lists are short everywhere.
+FIRST_BYTES, FIRST_BYTES_IN_MEMORY = 5 * 1024, 20 * 1024
+NUM_SIZES = {"cpu": 6, "cuda": 9}
+NUM_SIZES_OF_LISTS = 6
 # A message is made of such rows, so that it can be cut for any number of peers.
 MESSAGE_ROW_BYTES = 16
 
@@ -39,6 +46,8 @@ BYTES_PER_ROW: dict[Operation, int] = {
     "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
     "find": FIND_PASSES["find"] * FIND_VALUE_BYTES * TOPK,
     "find_lists": FIND_PASSES["find_lists"] * FIND_VALUE_BYTES * TOPK,
+    "count": COUNT_MAP_BYTES * NUM_EXPERTS,
+    "lists": LIST_MAP_BYTES * NUM_EXPERTS,
     "permute": 2 * HIDDEN_ROW_BYTES * TOPK,
     "unpermute": (TOPK + 1) * HIDDEN_ROW_BYTES,
 }
@@ -168,7 +177,7 @@ class HostWork:
     name: str
 
 
-# Counting, reading and binding, for the exchange of all ranks; once per dispatch.
+# Reading counts and binding, for the exchange of all ranks; once per dispatch.
 COUNTS = HostWork(name="host counts")
 # The four walks of the executor and autograd, of a rank with itself.
 WALKS = HostWork(name="host walks")
@@ -186,10 +195,10 @@ PAIR_US = 20_000.0
 SHORTER = 2
 
 
-def all_points(shape: Shape) -> list[Point]:
-    """Every point of a cluster."""
+def all_points(shape: Shape, num_sizes: int) -> list[Point]:
+    """Every point of a cluster, each operation at sizes that grow by 4."""
     points: list[Point] = []
-    for num_bytes in LADDER_BYTES:
+    for num_bytes in (FIRST_BYTES * 4**step for step in range(num_sizes)):
         if shape.num_nodes > 1:
             for part in shape.parts:
                 size = shape.num_nodes * part
@@ -200,9 +209,9 @@ def all_points(shape: Shape) -> list[Point]:
             points.append(_collective("alltoall", "intra", part, part, num_bytes))
             points.append(_collective("allgather", "intra", part, part, num_bytes))
     points += [
-        _in_memory(operation, num_bytes)
+        _in_memory(operation, FIRST_BYTES_IN_MEMORY * 4**step)
         for operation in BYTES_PER_ROW
-        for num_bytes in LADDER_IN_MEMORY_BYTES
+        for step in range(min(num_sizes, NUM_SIZES_OF_LISTS) if operation in FINDS else num_sizes)
     ]
     # A row of the largest operations is more than the smallest sizes.
     return list(dict.fromkeys(points))

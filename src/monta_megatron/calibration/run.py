@@ -24,6 +24,7 @@ from monta_megatron.calibration.operations import (
 )
 from monta_megatron.calibration.points import (
     COUNTS,
+    NUM_SIZES,
     WALKS,
     Point,
     Shape,
@@ -88,7 +89,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     nodes = find_nodes(world, settings.ranks_per_node)
     shape = shape_of(nodes)
     machine = _machine(settings, shape, device)
-    points = all_points(shape)
+    points = all_points(shape, NUM_SIZES[device.type])
     ranks_per_core = _ranks_per_core() if machine.copies_block_host else 1.0
 
     # Step 2: what an earlier calibration has left.
@@ -100,7 +101,9 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     groups = make_groups(shape, nodes)
     # Where operations are mixed, others come between two runs of one.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
-    starts = {point.name: operation_of(point, groups, device, cold_bytes) for point in points}
+    starts = {
+        point.name: operation_of(point, groups, nodes, device, cold_bytes) for point in points
+    }
     starts |= {COUNTS.name: counts_of(nodes, device), WALKS.name: walks_of(device)}
 
     def keep_first(point: Point, us: float | None) -> None:

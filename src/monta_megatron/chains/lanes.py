@@ -2,7 +2,7 @@
 
 A walk over a chain carries the hidden rows and, by direction, the probabilities and the lists of
 experts. The executor lays messages out by `offsets_bytes`, and the cost model weighs them with
-`row_bytes_by_stage`: plain integers, free of torch.
+`message_bytes_by_stage`: plain integers, free of torch.
 
 Notation: H = hidden size, W = length of the lists of experts (0 where a row is a pair).
 """
@@ -76,7 +76,14 @@ def offsets_bytes(lanes: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def row_bytes_by_stage(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> list[int]:
-    """Bytes of a row behind each stage of the walk, in the walk's order.
+    """Bytes of a row behind each stage of the walk, in the walk's order."""
+    return [sum(messages) for messages in message_bytes_by_stage(bound, row, walk)]
+
+
+def message_bytes_by_stage(
+    bound: BoundChain, row: RowFormat, walk: WalkLanes
+) -> list[tuple[int, ...]]:
+    """Bytes of a row behind each stage of the walk, in its order, message by message.
 
     The lanes share a message where a stage copies rows that go on to a collective, and where that
     copy is made anyway; elsewhere they are sent as they lie, lane by lane.
@@ -86,7 +93,7 @@ def row_bytes_by_stage(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> li
     packs = bound.num_chunks > 1 or has_lists
     # A token has a list on the sources' side of "copy per expert"; behind it one probability.
     lists = has_lists and not walk.transpose
-    found: list[int] = []
+    found: list[tuple[int, ...]] = []
     for position, stage in enumerate(stages):
         copies = isinstance(stage.stage, Replicate) or (
             position == 0 and stage.segments is not None and not stage.segments.is_slice
@@ -97,9 +104,9 @@ def row_bytes_by_stage(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> li
             to_collective = position + 1 < len(stages) and _is_collective(stages[position + 1])
             lanes = _lanes(row, walk, lists)
             packed = copies and packs and to_collective and len(lanes) > 1
-            found.append(offsets_bytes(lanes)[-1] if packed else sum(n * size for n, size in lanes))
+            found.append((offsets_bytes(lanes)[-1],) if packed else _bytes_of(lanes))
         elif position == len(stages) - 1:
-            found.append(sum(n * size for n, size in _lanes(row, walk, lists)))
+            found.append(_bytes_of(_lanes(row, walk, lists)))
         else:
             found.append(found[-1])
     return found
@@ -112,6 +119,10 @@ def _lanes(row: RowFormat, walk: WalkLanes, lists: bool) -> list[tuple[int, int]
     if walk.ids and lists:
         lanes.append((row.list_width, ID_BYTES))
     return lanes
+
+
+def _bytes_of(lanes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(num_values * value_bytes for num_values, value_bytes in lanes)
 
 
 def _is_collective(stage: BoundStage) -> bool:

@@ -93,18 +93,17 @@ def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.planner.cluster import Cluster
 
     # Step 1: what was asked for.
-    if parsed.plot is not None:
-        check_can_plot()
     cluster = None if parsed.cluster is None else strict_yaml.load(Cluster, parsed.cluster)
     launch = find_launch("bench")
     points = _points(parsed, launch.world_size)
     ratio = points[0].settings.inter_rate_ratio
     if cluster is not None and ratio != 1:
         cluster = cluster.with_inter_rate(ratio)
-    # The first rank's file alone is read and written.
+    # The first rank's files alone are read and written.
     results = None
-    if parsed.out is not None and launch.rank == 0:
-        results = Results.open(Path(parsed.out))
+    if launch.rank == 0:
+        check_can_plot(parsed.plot)
+        results = None if parsed.out is None else Results.open(Path(parsed.out))
 
     # Step 2: measure. Standard output is for the report alone; Megatron and the dispatchers print
     # there too.
@@ -152,11 +151,10 @@ def _report(parsed: argparse.Namespace) -> int:
     from monta_megatron.benchmark.plots import check_can_plot
     from monta_megatron.benchmark.sweep import read_reports
 
-    if parsed.plot is not None:
-        check_can_plot()
     reports = read_reports(Path(parsed.report))
     if not reports:
         raise ValueError(f"--report: got {parsed.report}, must hold at least one line")
+    check_can_plot(parsed.plot)
     _print_summary(reports, parsed.json)
     _plot(reports, parsed.plot)
     return 0

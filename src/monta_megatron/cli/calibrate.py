@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from monta_megatron.benchmark.launch import find_launch
+    from monta_megatron.benchmark.launch import find_launch, is_first_rank
     from monta_megatron.benchmark.plots import check_can_plot
     from monta_megatron.benchmark.settings import positive_number
 
@@ -63,14 +63,15 @@ def _run(parsed: argparse.Namespace) -> int:
     if parsed.out is None:
         raise ValueError("--out: not given, must be the file to write")
     out = Path(parsed.out)
-    if not out.parent.is_dir() or out.is_dir():
+    # The first rank alone writes; others may not see that folder.
+    if is_first_rank() and (not out.parent.is_dir() or out.is_dir()):
         raise ValueError(f"--out: got {out}, must be a file in a folder that exists")
     budget_s = positive_number("--budget-seconds", parsed.budget_seconds or "120")
     ranks_per_node = _whole("--ranks-per-node", parsed.ranks_per_node)
     nics_per_node = _whole("--nics-per-node", parsed.nics_per_node)
-    if parsed.plot is not None:
-        check_can_plot()
     launch = find_launch("calibrate --out FILE")
+    if launch.rank == 0:
+        check_can_plot(parsed.plot)
     partial = out.with_name(f"{out.name}.partial")
 
     # Step 2: measure. Standard output is for the report alone.

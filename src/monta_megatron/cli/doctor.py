@@ -203,7 +203,7 @@ def _topology() -> list[Finding]:
                 "ranks per node",
                 "note",
                 "not known outside a launch",
-                "torchrun and srun tell it; --moe-monta-ranks-per-node overrides it",
+                "a cluster file or the launcher tells it; --moe-monta-ranks-per-node overrides",
             )
         ]
     return [Finding("ranks per node", "ok", str(ranks_per_node))]

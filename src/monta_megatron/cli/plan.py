@@ -45,14 +45,17 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron.planner.report import layout_lines, plan_lines
     from monta_megatron.planner.search import MARGIN
 
-    asked = planning.read(parsed)
     limit = parsed.memory_limit_gb
+    settings = {
+        "memory_limit_bytes": None if limit is None else limit * 1e9,
+        "margin": MARGIN if parsed.margin is None else parsed.margin,
+    }
+    asked = planning.read(parsed, **settings)
     plan, _ = planning.slowest_plan(
         planning.workloads(parsed, asked.model, asked.cluster, asked.layout),
         asked.cluster,
         phase=parsed.phase,
-        memory_limit_bytes=None if limit is None else limit * 1e9,
-        margin=MARGIN if parsed.margin is None else parsed.margin,
+        **settings,
     )
     if parsed.out is not None:
         plan.save(parsed.out)

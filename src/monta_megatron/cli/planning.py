@@ -79,8 +79,12 @@ class Asked:
     ranking: "list[RankedLayout] | None"
 
 
-def read(parsed: argparse.Namespace) -> Asked:
+def read(parsed: argparse.Namespace, **settings: Any) -> Asked:
     """Model, cluster and layout of the command line.
+
+    Args:
+        parsed: the command line.
+        settings: of `planner.search.plan`, for the ranking.
 
     Raises:
         ValueError: a file or flag is wrong, or the layout does not fit.
@@ -95,6 +99,11 @@ def read(parsed: argparse.Namespace) -> Asked:
     if parsed.layout is None and (parsed.tp, parsed.ep, parsed.etp) == (None, None, None):
         world_size = cluster.num_ranks if parsed.world_size is None else parsed.world_size
         _check_world("--world-size", world_size, cluster, parsed)
+        if parsed.routing == "node-limited":
+            raise ValueError(
+                "--routing: got node-limited, must be beside a layout (--ep N): it depends on the "
+                "nodes of an exchange"
+            )
         # It takes seconds: a terminal shows them, a log needs no line for them.
         with show_progress(parsed.command, sys.stderr.isatty()) as progress:
             ranking = rank_layouts(
@@ -104,7 +113,9 @@ def read(parsed: argparse.Namespace) -> Asked:
                 cp=parsed.cp or 1,
                 pp=parsed.pp or 1,
                 phase=parsed.phase,
+                workloads=lambda layout: workloads(parsed, model, cluster, layout),
                 progress=progress,
+                **settings,
             )
         best = ranking[0]
         sizes = {"tp": best.tp, "ep": best.ep, "etp": best.etp}
@@ -200,7 +211,7 @@ def _check_world(
     if world_size > cluster.num_ranks:
         raise ValueError(
             f"{where}: got {world_size}, must be at most the {cluster.num_ranks} ranks of "
-            f"{parsed.cluster}"
+            f"{parsed.cluster}; its num_nodes is that of the cluster"
         )
 
 

@@ -69,9 +69,8 @@ def run(parsed: argparse.Namespace) -> int:
     """Plan at every value."""
     from monta_megatron.benchmark.plots import check_can_plot
 
-    if parsed.plot is not None:
-        check_can_plot()
     asked, sweep = planning.read(parsed), parsed.sweep
+    check_can_plot(parsed.plot)
     plans = [_plan(parsed, asked, sweep.factor, value) for value in sweep.values]
     title = _title(parsed, asked, sweep.factor)
     if parsed.json:
@@ -123,6 +122,11 @@ def _plan(parsed: argparse.Namespace, asked: planning.Asked, factor: str, value:
     elif factor == "chunks":
         settings["num_chunks"] = (value,)
     elif factor == "top-k":
+        if parsed.routing not in planning.ROUTINGS:
+            raise ValueError(
+                f"--sweep: got top-k, must be another factor beside the trace {parsed.routing}, "
+                "whose top-k is what it is"
+            )
         if value > model.num_experts:
             raise ValueError(
                 f"--sweep: top-k: got {value}, must be at most the {model.num_experts} experts of "
@@ -195,7 +199,6 @@ def _plot(sweep: _Sweep, plans: Sequence["Plan"], title: str, folder: Path) -> N
 
     from monta_megatron.chains import CHAINS
 
-    folder.mkdir(parents=True, exist_ok=True)
     figure, axis = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for number, chain in enumerate(CHAINS):
         times_us = [_best_us(plan)[chain] for plan in plans]

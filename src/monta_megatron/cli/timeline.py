@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
+from monta_megatron.json_lines import make_folder
 
 if TYPE_CHECKING:
     from monta_megatron.chains import Chain
@@ -205,7 +206,7 @@ def _record(parsed: argparse.Namespace) -> _Drawing | None:
     folder = Path(parsed.record)
     # Before the run, not after it.
     if launch.rank == 0:
-        _make(folder, "--record")
+        make_folder(folder, "--record")
 
     # Standard output is for the report alone; Megatron and the dispatchers print there too.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
@@ -266,7 +267,7 @@ def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
     from monta_megatron.timeline.trace import chrome_trace
 
     folder = drawing.folder if parsed.out is None else Path(parsed.out)
-    _make(folder, "--out")
+    make_folder(folder, "--out")
     trace, png = folder / f"{drawing.name}.trace.json", folder / f"{drawing.name}.png"
     write_whole(trace, json.dumps(chrome_trace(drawing.timelines, drawing.about)) + "\n")
     files = {"trace": str(trace)}
@@ -293,10 +294,3 @@ def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
     for rows in found:
         lines += ["", *table(rows)]
     print("\n".join([*lines, "", *(f"{kind:<10}{path}" for kind, path in files.items())]))
-
-
-def _make(folder: Path, flag: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{flag}: got {folder}, cannot be made: {error.strerror}") from error

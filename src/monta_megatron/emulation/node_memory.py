@@ -242,9 +242,8 @@ class Neighbours:
         self._rank = group.rank()
         options: Any = group._get_backend(torch.device("cpu")).options
         self._timeout: timedelta = options._timeout
-        self._group, self._processes = _meet(group)
+        self._group, self._processes, self.are_whole_group = _meet(group)
         self.positions = frozenset(self._processes)
-        self.are_whole_group = len(self.positions) == group.size() - 1
         # Messages to and from each position so far.
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
@@ -329,11 +328,13 @@ def neighbours_of(group: dist.ProcessGroup) -> Neighbours:
     return _neighbours[group]
 
 
-def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process]]:
-    """A number that stands for the group, the same on all of its ranks; position -> neighbour."""
+def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process], bool]:
+    """What stands for the group, the same on all of its ranks; position -> neighbour; whether all
+    are neighbours of all, on which they agree.
+    """
     rank, size = group.rank(), group.size()
     if not 1 < size <= _HEADER_BYTES:
-        return 0, {}
+        return 0, {}, size == 1
     mailbox = _mailbox()
     files = (mailbox.blocks.file, mailbox.pipe)
     own = [secrets.randbits(62), *_node(), mailbox.name, os.getpid(), *files]
@@ -348,7 +349,8 @@ def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process]]:
     # A pair uses memory where each could open the other's. Nobody ends before all have done so.
     opened = _gathered([int(position in processes) for position in range(size)], group)
     both = {position: each for position, each in processes.items() if opened[position][rank]}
-    return cards[0][0], both
+    are_whole_group = all(sum(row) == size - 1 for row in opened)
+    return cards[0][0], both, are_whole_group
 
 
 def _node() -> tuple[int, ...]:

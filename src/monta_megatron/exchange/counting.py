@@ -1,7 +1,8 @@
-"""The metadata of an exchange: what each rank counts, gathers once, and copies to the host once.
+"""The metadata of an exchange: what each rank counts, gathers once, and copies to the host once;
+and the lists of experts, whose width follows from it.
 
 Notation: T = tokens of this rank, E = experts, B = token blocks, S = source ranks, L = local
-experts, EP = expert parallel size, R = ranks per node.
+experts, EP = expert parallel size, R = ranks per node, W = width of the lists.
 """
 
 import math
@@ -182,6 +183,29 @@ class Counting:
 
     def _widths(self, num_experts: int) -> list[int]:
         return [HEAD_SIZE, *(self.num_blocks * size for size in (num_experts, *self._num_parts()))]
+
+
+def lists_of(
+    routing_map: torch.Tensor, probs: torch.Tensor, width: int, classes: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts in ascending order, and their probabilities, with no sync.
+
+    Args:
+        routing_map: [T, E] bool; [T, E * classes] where experts have several, see `Layout`.
+        probs: [T, E].
+        width: W, the longest list of any rank.
+        classes: of each expert.
+
+    Returns:
+        probabilities [T, W], 0 beyond the end of a list, and experts [T, W] int32, numbered by
+        class, filled up with their number.
+    """
+    num_experts = routing_map.shape[1]
+    descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)
+    scores = (routing_map * descending).topk(width, dim=1).values
+    ids = num_experts - scores
+    experts = (ids // classes).clamp(max=num_experts // classes - 1)
+    return probs.gather(1, experts.long()) * (scores > 0), ids
 
 
 def _block_size(num_tokens: T, num_blocks: int) -> T:

@@ -102,15 +102,17 @@ class Payload:
 
     def sum_of_copies(
         self,
+        total: Sequence[torch.Tensor],
         messages: Sequence[torch.Tensor],
         num_copies: int,
         dtype: torch.dtype,
         own: "OwnPart | None" = None,
         num_added_first: int = 1,
-    ) -> list[torch.Tensor]:
+    ) -> None:
         """Add the copies that arrived one after the other, in `dtype`, and round once.
 
         Args:
+            total: messages for N rows, that the result goes into.
             messages: each [num_copies * N, ...], copy-major.
             num_copies: how many copies of every row there are.
             dtype: of the sum; the result has the lane's own dtype again.
@@ -119,7 +121,6 @@ class Payload:
                 `BoundChain.num_added_first`.
         """
         copies = self.lanes(messages)
-        total = self.allocate(copies.rows.shape[0] // num_copies)
         for into, lane in zip(self.lanes(total).tensors(), copies.tensors(), strict=True):
             # [num_copies * N, ...] -> [num_copies, N, ...]
             parts = lane.unflatten(0, (num_copies, into.shape[0]))
@@ -133,7 +134,6 @@ class Payload:
             if own is not None and lane is copies.rows:
                 whole += own.rows - parts[own.copy]
             into.copy_(whole)
-        return total
 
     @cached_property
     def _offsets_bytes(self) -> list[int]:

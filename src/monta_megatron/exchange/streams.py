@@ -33,19 +33,26 @@ class Streams(Protocol):
         """Order the caller's stream behind everything issued on the side streams."""
 
     def on(self, position: int) -> AbstractContextManager[Any]:
-        """Context in which stage `position` launches, and in which its buffers are allocated."""
+        """Context in which stage `position` launches."""
 
     def on_caller(self) -> AbstractContextManager[Any]:
-        """Context in which memory is allocated that stays with the caller.
+        """Context in which the memory of messages and outputs is allocated.
 
         Since the fork the caller's stream has been given nothing to do, so what it freed is free.
+        Memory of a side stream would be lost to everything but walks.
         """
+
+    def hold(self, tensors: list[torch.Tensor]) -> None:
+        """Let the caller's memory live until the join: from then on its stream is behind all that
+        uses it, and may have it again at once. The host comes there long before the device, so
+        nothing could be freed earlier anyway."""
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         """Called once a stage has launched: what its consumer calls before it reads the result."""
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
-        """The current stream reads `tensors`; their memory is not reused before it has."""
+        """The current stream reads what another stage has made for several walks; its memory is
+        not reused before that."""
 
 
 class HostStreams:
@@ -64,6 +71,8 @@ class HostStreams:
     def on_caller(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def hold(self, tensors: list[torch.Tensor]) -> None: ...
+
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         def wait() -> None:
             for work in works:
@@ -79,17 +88,20 @@ class CudaStreams:
 
     host_moves = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._streams = _side_streams(device)
+    def __init__(self, device: torch.device, num_stages: int) -> None:
+        self._streams = [_side_stream(device, position) for position in range(num_stages)]
         self._caller = torch.cuda.current_stream(device)
+        self._held: list[torch.Tensor] = []
 
     def fork(self) -> None:
+        event = self._caller.record_event()
         for stream in self._streams:
-            stream.wait_stream(self._caller)
+            stream.wait_event(event)
 
     def join(self) -> None:
         for stream in self._streams:
             self._caller.wait_stream(stream)
+        self._held.clear()
 
     def on(self, position: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[position])
@@ -97,20 +109,17 @@ class CudaStreams:
     def on_caller(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._caller)
 
+    def hold(self, tensors: list[torch.Tensor]) -> None:
+        self._held += tensors
+
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        stream = torch.cuda.current_stream()
         if not works:
-            event = stream.record_event()
+            event = torch.cuda.current_stream().record_event()
             return lambda: torch.cuda.current_stream().wait_event(event)
 
         def wait() -> None:
             # Here and not at the launch: with one launch queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a
             # wait holds up all that is issued behind it, so the next stage's collective too.
-            # The stage's own stream waits first: then the process group lets go of what the
-            # collective read, and that memory may be reused as soon as this stream is past it.
-            with torch.cuda.stream(stream):
-                for work in works:
-                    work.wait()
             for work in works:
                 work.wait()
 
@@ -122,16 +131,12 @@ class CudaStreams:
             tensor.record_stream(stream)
 
 
-# Of the longest chain.
-MAX_STAGES = 7
-
-
 @cache
-def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """The side streams of one device, made once and shared by every layer."""
-    return tuple(torch.cuda.Stream(device) for _ in range(MAX_STAGES))
+def _side_stream(device: torch.device, position: int) -> torch.cuda.Stream:
+    """The side stream of every walk's stage `position`, made once and shared by every layer."""
+    return torch.cuda.Stream(device)
 
 
-def streams_for(device: torch.device) -> Streams:
-    """The streams of the device on which the rows lie."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+def streams_for(device: torch.device, num_stages: int) -> Streams:
+    """The streams of the device on which the rows lie, for a walk over so many stages."""
+    return CudaStreams(device, num_stages) if device.type == "cuda" else HostStreams()

@@ -107,9 +107,9 @@ def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
     Raises:
         ExchangeError: a collective failed or timed out.
     """
-    streams = streams_for(lanes.rows.device)
-    pipeline = _Pipeline(exchange, walk, lanes, streams)
     bound, monitor = exchange.bound, exchange.monitor
+    streams = streams_for(lanes.rows.device, len(bound.stages))
+    pipeline = _Pipeline(exchange, walk, lanes, streams)
 
     streams.fork()
     depths = bound.depths(walk.transpose, streams.host_moves)
@@ -119,7 +119,6 @@ def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
         with streams.on(position), monitor.range(walk.name, bound.chain.name, stage, chunk):
             pipeline.advance(position, chunk)
     streams.join()
-    streams.keep(pipeline.outputs.tensors())
     return pipeline.outputs
 
 
@@ -127,10 +126,9 @@ def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
 class _Chunk:
     """What a chunk looks like between two stages.
 
-    `sources` are held until the collective that reads them has been waited for: their memory
-    belongs to another stream, which knows nothing of that collective. `rows` says which rows of
-    the messages are the chunk's, where they were not copied out; None if all are. `own` does not
-    cross the wire that its rounded copies are made for.
+    `sources` are held until the collective that reads them has been waited for. `rows` says which
+    rows of the messages are the chunk's, where they were not copied out; None if all are. `own`
+    does not cross the wire that its rounded copies are made for.
     """
 
     payload: Payload
@@ -241,7 +239,7 @@ class _Pipeline:
             payload = self._payload(bound, whole, packed=False)
             return _Chunk(payload=payload, messages=whole, ready=lambda: None, rows=index)
         payload = self._payload(bound, whole, packed)
-        messages = payload.allocate(index.shape[0])
+        messages = self._allocate(payload, index.shape[0])
         for into, lane in zip(payload.lanes(messages).tensors(), whole, strict=True):
             torch.index_select(lane, 0, index, out=into)
         return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]))
@@ -254,7 +252,7 @@ class _Pipeline:
             self._outputs = lanes
             return
         if self._outputs is None:
-            # Not before: by now the first chunk's earlier messages are free again.
+            # Not before: on CPU ranks the first chunk's earlier messages are free again by now.
             with self.streams.on_caller():
                 self._outputs = self._allocate_outputs()
         for into, lane in zip(self._outputs.tensors(), lanes.tensors(), strict=True):
@@ -299,7 +297,7 @@ class _Pipeline:
 
         payload = self._payload(bound, [lanes.rows, *lists], packed)
         num_rows = copies.row.shape[0] if rows is None else rows.shape[0]
-        messages = payload.allocate(num_rows)
+        messages = self._allocate(payload, num_rows)
         into = payload.lanes(messages).tensors()
         if rows is None:
             torch.index_select(lanes.rows, 0, copies.row, out=into[0])
@@ -326,8 +324,22 @@ class _Pipeline:
         group = self.exchange.groups[behind.stage.group]
         if group.size == 1:
             return None
-        parts = rows.split(behind.receive[chunk].tolist())
-        return OwnPart(rows=parts[group.rank].clone(), copy=group.rank)
+        part = rows.split(behind.receive[chunk].tolist())[group.rank]
+        return OwnPart(rows=self._empty(part, part.shape[0]).copy_(part), copy=group.rank)
+
+    def _allocate(self, payload: Payload, num_rows: int) -> list[torch.Tensor]:
+        """Messages for so many rows."""
+        with self.streams.on_caller():
+            messages = payload.allocate(num_rows)
+        self.streams.hold(messages)
+        return messages
+
+    def _empty(self, like: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """A message of so many rows like those of another one."""
+        with self.streams.on_caller():
+            message = like.new_empty(num_rows, *like.shape[1:])
+        self.streams.hold([message])
+        return message
 
     def _collective(self, bound: BoundStage, group: PeerGroup, chunk: int) -> _Chunk:
         """Start a collective on what the stage before it left."""
@@ -340,7 +352,7 @@ class _Pipeline:
         splits = self._splits[name]
         send, receive = splits.send[chunk], splits.receive[chunk]
         gather = isinstance(bound.stage, AllGather)
-        outputs = [message.new_empty(sum(receive), *message.shape[1:]) for message in messages]
+        outputs = [self._empty(message, sum(receive)) for message in messages]
         works = []
         self.exchange.monitor.note("start", self.walk.name, bound.stage.name, chunk)
         try:
@@ -382,12 +394,12 @@ class _Pipeline:
             raise self._failure(str(state.waits_for), chunk, error) from error
         if state.waits_for is not None:
             self.exchange.monitor.note("ready", self.walk.name, state.waits_for, chunk)
-        self.streams.keep(state.messages)
         if state.num_copies == 1:
             return state.payload, state.messages
-        if state.own is not None:
-            self.streams.keep([state.own.rows])
-        total = state.payload.sum_of_copies(
+        num_rows = state.messages[0].shape[0] // state.num_copies
+        total = self._allocate(state.payload, num_rows)
+        state.payload.sum_of_copies(
+            total,
             state.messages,
             state.num_copies,
             self.exchange.sum_dtype,

@@ -59,7 +59,8 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
             f"moe_monta_cluster: {cluster.name} has {cluster.num_nodes} node(s), must have at "
-            f"least the {layout.num_nodes} of the exchange"
+            f"least the {layout.num_nodes} of the exchange; num_nodes in the file is that of the "
+            "cluster, not of the calibration"
         )
     return _planned_choice(
         cluster,

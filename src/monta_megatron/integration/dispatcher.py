@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from monta_megatron.chains import CHAINS, Counts, Layout
 from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.exchange.counting import Counting, GatheredCounts
+from monta_megatron.exchange.counting import Counting, GatheredCounts, lists_of
 from monta_megatron.exchange.groups import find_nodes, peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.walk import Exchange
@@ -35,6 +35,7 @@ from monta_megatron.integration.choice import agree, choose
 from monta_megatron.integration.duties import check_duties
 from monta_megatron.options import AUTO, Options
 from monta_megatron.planner.choice import Decision
+from monta_megatron.topology.nodes import ranks_per_node_from_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             assert self._counts is not None and self._counts.tokens is not None
             width = self._counts.list_width
             self._exchange = self._bind(self._counts.tokens, width)
-            probs, ids = self._lists(permuted_probs, width)
+            probs, ids = lists_of(self.routing_map, permuted_probs, width, self.layout.classes)
         self._counts = None
         rows, row_probs = dispatch(self._exchange, permutated_local_input_tokens, probs, ids)
         if self.shared_experts is not None:
@@ -260,6 +261,14 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         named = self.options.chain if self.options.plan is None else self.options.plan.chain
         sends_tokens = named != AUTO and CHAINS[named].rows == "tokens"
         classes = 2 if self.drop_and_pad and sends_tokens else 1
+        cluster = self.options.cluster
+        if cluster is not None and self.options.ranks_per_node == cluster.ranks_per_node:
+            launched = ranks_per_node_from_launcher()
+            if launched not in (None, cluster.ranks_per_node):
+                _log_once(
+                    f"monta: nodes of {cluster.ranks_per_node} ranks, as {cluster.name} has them; "
+                    f"the launcher starts {launched} per host (--moe-monta-ranks-per-node tells)"
+                )
         return Layout(
             ep=self.ep_size,
             etp=self.tp_size,
@@ -338,24 +347,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         pairs = routing_map.new_zeros(num_experts, 2 * num_tokens)
         pairs.scatter_(1, is_padding * num_tokens + chosen, True)
         return pairs.view(2 * num_experts, num_tokens).T.contiguous()
-
-    def _lists(self, probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each token's experts in ascending order, and their probabilities.
-
-        Args:
-            probs: [T, E].
-            width: W, the longest list of any rank.
-
-        Returns:
-            probabilities [T, W], 0 beyond the end of a list, and experts [T, W] int32, numbered
-            by class, filled up with their number.
-        """
-        num_experts = self.layout.num_experts
-        descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)
-        scores = (self.routing_map * descending).topk(width, dim=1).values
-        ids = num_experts - scores
-        experts = (ids // self.layout.classes).clamp(max=self.num_experts - 1)
-        return probs.gather(1, experts.long()) * (scores > 0), ids
 
     def _bind(self, counts: Any, list_width: int = 0) -> Exchange:
         return Exchange(

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.options import DISPATCHER_TYPE, Options
+from monta_megatron.options import AUTO, DISPATCHER_TYPE, Options
 
 
 class Place(NamedTuple):
@@ -117,8 +117,8 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
             return original(name, is_moe, config, *args, **kwargs)
         with seen_as_alltoall(config):
             stock_answer = original(name, is_moe, config, *args, **kwargs)
-        if name == "moe_dispatch" and CHAINS[Options.of(config).chain].rows == "tokens":
-            # These chains take the tokens as they are, and the router saves the same tensor.
+        if name == "moe_dispatch" and not _sends_pairs(Options.of(config)):
+            # Other chains take the tokens as they are, and the router saves the same tensor.
             return False
         if name != "mlp":
             return stock_answer
@@ -127,3 +127,9 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
         return stock_answer and low_precision
 
     return should_free_input
+
+
+def _sends_pairs(options: Options) -> bool:
+    """Whether the chain is known to take what Megatron permutes for it."""
+    chain = options.chain if options.plan is None else options.plan.chain
+    return chain != AUTO and CHAINS[chain].rows == "pairs"

@@ -42,7 +42,9 @@ def _graphs_whole_exchange(config: Any) -> bool:
     if implementation == "none":
         return False
     modules = _cuda_graph_modules(config)
-    return implementation == "full_iteration" or not modules or "moe" in modules
+    # 0.16 names the whole iteration among the modules.
+    whole = implementation == "full_iteration" or bool(modules & {"full_iteration", "moe"})
+    return whole or not modules
 
 
 TESTS = "tests/dist/test_duties.py::"

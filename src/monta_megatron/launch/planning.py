@@ -46,12 +46,14 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
         return None, [f"no plan: {DISPATCHER} is not {DISPATCHER_TYPE}"]
     if "moe-monta-plan" in arguments:
         return None, [f"no plan made: {arguments['moe-monta-plan'].value} is used"]
-    if config.model is None or config.cluster is None:
+    if config.model is None or "moe-monta-cluster" not in arguments:
         return None, ["no plan: the file names no model and cluster"]
 
     # Step 1: what was asked for fits together.
     model = _model(config.model, arguments)
-    cluster = strict_yaml.load(Cluster, config.cluster)
+    # The dispatcher's: that of the file, unless the command line names another.
+    cluster_file = str(arguments["moe-monta-cluster"].value)
+    cluster = strict_yaml.load(Cluster, cluster_file)
     layout = config.layout.parallel
     misfit = layout.misfit(model)
     if misfit is not None:
@@ -59,7 +61,7 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
     if layout.world_size > cluster.num_ranks:
         raise ValueError(
             f"{file}: layout.nodes * ranks_per_node: got {layout.world_size}, must be at most the "
-            f"{cluster.num_ranks} ranks of {config.cluster}"
+            f"{cluster.num_ranks} ranks of {cluster_file}; its num_nodes is that of the cluster"
         )
     notes = []
     ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", cluster.ranks_per_node)

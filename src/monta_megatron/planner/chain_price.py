@@ -16,7 +16,7 @@ from monta_megatron.planner.cluster import RESOURCES, Cluster
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.plan import Phase, StageCost
 from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, price_walk
-from monta_megatron.planner.traffic import CollectiveTraffic, WalkTraffic, walk_traffic
+from monta_megatron.planner.traffic import CollectiveTraffic, WalkTraffic, num_counts, walk_traffic
 from monta_megatron.planner.workload import Workload
 
 WALKS: dict[Phase, tuple[WalkLanes, ...]] = {
@@ -91,15 +91,29 @@ class ChainPrice:
 
 
 def price_chain(
-    workload: Workload, cluster: Cluster, chain: Chain, num_chunks: int, phase: Phase
+    workload: Workload,
+    cluster: Cluster,
+    chain: Chain,
+    num_chunks: int,
+    phase: Phase,
+    gathered_counts: int | None = None,
 ) -> ChainPrice:
-    """What one chain costs in one number of chunks."""
+    """What one chain costs in one number of chunks.
+
+    Args:
+        workload: what is exchanged.
+        cluster: on what.
+        chain: which.
+        num_chunks: in how many chunks.
+        phase: which walks.
+        gathered_counts: integers that every rank tells before; None for what the chain needs.
+    """
     bound = workload.bind(chain, num_chunks)
+    if gathered_counts is None:
+        gathered_counts = num_counts((chain,), workload.layout, blocks_for(num_chunks))
     traffic = tuple(
         tuple(
-            walk_traffic(
-                each, workload.row, walk, blocks_for(num_chunks), cluster.copies_block_host
-            )
+            walk_traffic(each, workload.row, walk, gathered_counts, cluster.copies_block_host)
             for each in bound
         )
         for walk in WALKS[phase]

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 from monta_megatron.chains import CHAINS, Chain, Layout
 from monta_megatron.chains.chain import blocks_for
-from monta_megatron.planner.cluster import Cluster, Launch, Link
+from monta_megatron.planner.cluster import Cluster, Contention, Launch, Link
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.search import NUM_CHUNKS, plan
+from monta_megatron.planner.traffic import num_counts
 from monta_megatron.planner.workload import Workload
-
-NUM_CHUNKS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +135,8 @@ def plan_for(choice: PlannedChoice, tokens: int) -> Plan:
         choice.cluster,
         chains=[chain.name for chain in choice.chains],
         num_chunks=choice.num_chunks,
+        # Which chain runs is decided by what is gathered, so that is what any of them needs.
+        gathered_counts=num_counts(choice.chains, choice.workload.layout, choice.num_blocks),
     )
 
 
@@ -155,9 +156,9 @@ def chains_for(layout: Layout, names: Sequence[str] = tuple(CHAINS)) -> tuple[Ch
 def uncalibrated(layout: Layout) -> Cluster:
     """Published figures of a common cluster, for want of measured ones: H100 with 8 x NDR.
 
-    Only ratios matter for the choice, and most clusters have ratios like these.
+    Those of configs/clusters/h100_8x_ndr.yaml, where each has its source.
     """
-    source = "facts of H100 SXM with one 400 Gbit/s adapter per GPU"
+    source = "configs/clusters/h100_8x_ndr.yaml"
     ranks_per_node = math.ceil(len(layout.nodes) / layout.num_nodes)
     return Cluster(
         name="an uncalibrated cluster",
@@ -167,17 +168,20 @@ def uncalibrated(layout: Layout) -> Cluster:
         kind="datasheet",
         source=source,
         launch=Launch(
-            collective_us=10,
-            copy_us=5,
-            sum_us=10,
-            find_us=60,
-            counts_to_host_us=20,
+            collective_us=11.4,
+            copy_us=7.6,
+            sum_us=7.6,
+            find_us=68.4,
+            counts_to_host_us=15.2,
             kind="datasheet",
-            source="typical of PyTorch on a current host",
+            source=source,
         ),
         links=(
-            Link(tier="inter", alpha_us=30, gbps=46, kind="datasheet", source=source),
-            Link(tier="intra", alpha_us=15, gbps=335, kind="datasheet", source=source),
-            Link(tier="memory", alpha_us=5, gbps=2500, kind="datasheet", source=source),
+            Link(tier="inter", alpha_us=30.0, gbps=47.0, kind="datasheet", source=source),
+            Link(tier="intra", alpha_us=10.8, gbps=335.0, kind="datasheet", source=source),
+            Link(tier="memory", alpha_us=2.9, gbps=3350.0, kind="datasheet", source=source),
+        ),
+        contention=(
+            Contention(pair=("intra", "memory"), factor=1.25, kind="datasheet", source=source),
         ),
     )

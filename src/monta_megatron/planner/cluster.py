@@ -21,13 +21,16 @@ RESOURCES: tuple[Resource, ...] = ("inter", "intra", "memory")
 
 TIER_OF_MEMORY: Tier = "memory"
 COLLECTIVES: tuple[Operation, ...] = ("alltoall", "allgather")
-FINDS: tuple[Operation, ...] = ("find", "find_lists")
+# On the routing map and on lists of experts: many short steps.
+FINDS: tuple[Operation, ...] = ("find", "find_lists", "count", "lists")
 
 # Where a cluster has no curve for an operation, the next one like it stands in.
 STANDS_IN: dict[Operation, Operation] = {
     "sum": "copy",
     "find": "copy",
     "find_lists": "find",
+    "count": "copy",
+    "lists": "copy",
     "put": "copy",
     "permute": "copy",
     "unpermute": "sum",
@@ -68,7 +71,7 @@ class Launch:
         collective_us: an AllToAll or AllGather.
         copy_us: a copy of rows.
         sum_us: a sum over copies.
-        find_us: finding out what is copied, from the lists of experts.
+        find_us: counting, making the lists of experts, and finding out from them what is copied.
         counts_to_host_us: the copy of the counts to the host, with the wait for it.
         counts_us: counting what goes where and binding a chain to it, once per dispatch.
         walk_us: what a walk takes beside its stages: autograd and the executor.

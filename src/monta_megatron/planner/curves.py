@@ -22,6 +22,8 @@ Operation: TypeAlias = Literal[
     "sum",
     "find",
     "find_lists",
+    "count",
+    "lists",
     "permute",
     "unpermute",
 ]

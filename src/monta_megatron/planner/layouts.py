@@ -1,19 +1,16 @@
 """Every layout that fits model and cluster, by what its exchange costs: a user's first question."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
-from monta_megatron.planner.plan import Phase
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.plan import Phase, Plan
+from monta_megatron.planner.search import MARGIN, plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.progress import NoProgress, Progress
-
-# A plan per layout: fewer numbers of chunks than where one layout is asked for.
-NUM_CHUNKS = (1, 2, 4, 8)
 
 # Mixed precision with the distributed optimizer: weights in 16 bits and gradients in 32 on every
 # rank; master weights and two moments in 32 bits, cut over the data parallel ranks.
@@ -58,6 +55,9 @@ def rank_layouts(
     cp: int = 1,
     pp: int = 1,
     phase: Phase = "forward_backward",
+    workloads: Callable[[ParallelLayout], Sequence[Workload]] | None = None,
+    memory_limit_bytes: float | None = None,
+    margin: float = MARGIN,
     progress: Progress | None = None,
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
@@ -65,11 +65,27 @@ def rank_layouts(
     TP and ETP stay inside a node. Where the cluster says what memory a rank has, layouts whose
     weights, gradients, optimizer state and exchange do not fit into it are left out.
 
+    Args:
+        model: what is trained.
+        cluster: on what.
+        world_size, cp, pp: of the layouts.
+        phase: what has to be fast.
+        workloads: a layout's exchanges, one for every way in which they lie on the nodes; None for
+            the model's tokens and uniform routing.
+        memory_limit_bytes, margin: of the plan for each; see `search.plan`.
+        progress: told of every layout.
+
     Raises:
         ValueError: none fits.
     """
+
+    def uniform(layout: ParallelLayout) -> Sequence[Workload]:
+        tokens = layout.tokens_per_rank(model)
+        places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
+        return [Workload.of(model, place, tokens) for place in places]
+
     found = []
-    limit = cluster.memory_bytes_per_rank
+    memory_bytes = cluster.memory_bytes_per_rank
     least: float | None = None
     layouts = list(_layouts(model, cluster, world_size, cp, pp))
     progress = progress or NoProgress()
@@ -78,11 +94,26 @@ def rank_layouts(
         progress.step()
         state = state_bytes(model, layout)
         least = state if least is None else min(least, state)
-        if limit is not None and state > limit:
+        limits = [] if memory_limit_bytes is None else [memory_limit_bytes]
+        if memory_bytes is not None:
+            limits.append(memory_bytes - state)
+        if min(limits, default=0.0) < 0:
             continue
-        ranked = _ranked(model, cluster, layout, phase, state)
-        if limit is None or state + ranked.peak_bytes <= limit:
-            found.append(ranked)
+        try:
+            plans = [
+                plan(
+                    workload,
+                    cluster,
+                    phase=phase,
+                    memory_limit_bytes=min(limits, default=None),
+                    margin=margin,
+                )
+                for workload in (workloads or uniform)(layout)
+            ]
+        except ValueError:
+            # No chain fits into what is left.
+            continue
+        found.append(_ranked(layout, plans, state))
     if not found:
         needs = "" if least is None else f"; the least that one needs is {least / 1e9:.0f} GB"
         raise ValueError(
@@ -121,18 +152,12 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _ranked(
-    model: Model, cluster: Cluster, layout: ParallelLayout, phase: Phase, state: float
-) -> RankedLayout:
-    tokens = layout.tokens_per_rank(model)
-    plans = [
-        plan(Workload.of(model, place, tokens), cluster, phase=phase, num_chunks=NUM_CHUNKS)
-        for place in exchanges(layout, model.num_experts, cluster.ranks_per_node)
-    ]
+def _ranked(layout: ParallelLayout, plans: Sequence[Plan], state: float) -> RankedLayout:
     # Where exchanges lie differently on the nodes, the slowest one holds up the others.
     slowest = max(plans, key=lambda each: each.predicted_us or 0.0)
     choice = next(entry for entry in slowest.candidates if entry.rejected is None)
     predicted_us, peak_bytes = choice.predicted_us or 0.0, choice.peak_bytes or 0.0
+    tokens = slowest.situation.tokens_per_rank
     return RankedLayout(
         tp=layout.tp,
         ep=layout.ep,
@@ -143,7 +168,7 @@ def _ranked(
         chain=slowest.chain,
         num_chunks=slowest.num_chunks,
         predicted_us=predicted_us,
-        us_per_1k_tokens=predicted_us / tokens * 1e3,
+        us_per_1k_tokens=predicted_us / max(tokens, 1) * 1e3,
         peak_bytes=peak_bytes,
         state_bytes=state,
     )

@@ -125,19 +125,6 @@ class Plan:
                 f"num_chunks: got {self.num_chunks}, must be 1 for the serial chain {self.chain}"
             )
 
-    @property
-    def hash(self) -> int:
-        """63 bits of what every rank has to agree on; the same in every process."""
-        return hash_of(self.decision())
-
-    def decision(self) -> dict[str, Any]:
-        """What every rank has to agree on, field by field: the choice, and what it is for."""
-        return {
-            "chain": self.chain,
-            "num_chunks": self.num_chunks,
-            **strict_yaml.plain(self.situation),
-        }
-
     def misfit(self, layout: Layout, num_experts: int) -> str | None:
         """The first field in which this plan is for another exchange, or None if it fits.
 

@@ -121,7 +121,7 @@ def _work(
     else:
         collectives = cast(Sequence[CollectiveTraffic], stages)
         times, resource = _collective_times(collectives, cluster, nic_starts, notes)
-        launch_us = cluster.launch.start_us(first.operation)
+        launch_us = cluster.launch.start_us(first.operation) * len(first.message_bytes)
         operations = (first.operation,)
         if first.stage == GATHER_OF_COUNTS:
             launch_us += cluster.launch.counts_to_host_us
@@ -157,16 +157,35 @@ def _collective_times(
 ) -> tuple[list[float], Resource]:
     """[C] us, and what the collective occupies."""
     first = ranks[0]
-    operation, size = first.operation, first.peers.size
-    on_node = max(rank.peers.ranks_on_node for rank in ranks)
+    size = first.peers.size
+    # The groups of the exchange may lie on the nodes in several ways.
+    on_node = [rank.peers.ranks_on_node for rank in ranks]
+
+    def times_in(tier: Tier, moved: Sequence[float], group_size: int, most: int) -> list[float]:
+        """[C] us of all messages, which go one after the other."""
+        row_bytes = sum(first.message_bytes)
+        by_message = [
+            _times_us(
+                cluster,
+                first.operation,
+                tier,
+                [num_bytes * message / row_bytes for num_bytes in moved],
+                group_size,
+                most,
+                notes,
+            )
+            for message in first.message_bytes
+        ]
+        return [sum(messages) for messages in zip(*by_message, strict=True)]
+
     times: list[float] = []
     resource: Resource = "intra"
-    if on_node > 1:
+    if max(on_node) > 1:
         moved = _busiest(_directions(ranks, "intra"), range(len(ranks)))
-        times = _times_us(cluster, operation, "intra", moved, on_node, on_node, notes)
-    if on_node < size:
+        times = times_in("intra", moved, max(on_node), max(on_node))
+    if min(on_node) < size:
         moved = _busiest(_directions(ranks, "inter"), nic_starts)
-        network = _times_us(cluster, operation, "inter", moved, size, on_node, notes)
+        network = times_in("inter", moved, size, min(on_node))
         times = list(map(max, times, network)) if times else network
         resource = "inter"
     return times, resource

@@ -12,7 +12,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Candidate, Phase, Plan, Situation
 from monta_megatron.planner.workload import Workload
 
-NUM_CHUNKS = (1, 2, 3, 4, 6, 8)
+NUM_CHUNKS = (1, 2, 4, 8)
 MARGIN = 0.03
 
 
@@ -25,6 +25,7 @@ def plan(
     num_chunks: Sequence[int] = NUM_CHUNKS,
     memory_limit_bytes: float | None = None,
     margin: float = MARGIN,
+    gathered_counts: int | None = None,
 ) -> Plan:
     """Choose a chain and a number of chunks.
 
@@ -36,6 +37,8 @@ def plan(
         num_chunks: which numbers of chunks; a serial chain has one.
         memory_limit_bytes: of what the executor holds at once on a rank, or None.
         margin: a plainer chain is chosen if it takes at most this part longer than the fastest.
+        gathered_counts: integers that every rank tells before it is known which chain runs; None
+            where it is known.
 
     Raises:
         ValueError: no chain can run.
@@ -48,7 +51,7 @@ def plan(
             refused.append(Candidate(chain=chain.name, num_chunks=None, rejected=reason))
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            prices.append(price_chain(workload, cluster, chain, chunks, phase))
+            prices.append(price_chain(workload, cluster, chain, chunks, phase, gathered_counts))
     prices.sort(key=lambda price: (price.total_us, price.plainness))
 
     allowed = [

@@ -7,7 +7,7 @@ bytes equal what the executor's monitor counts.
 Notation: C = number of chunks, S = ranks of the exchange, P = ranks of a stage's group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -16,7 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import BoundChain, Chain, Layout
-from monta_megatron.chains.lanes import HEAD_SIZE, RowFormat, WalkLanes, row_bytes_by_stage
+from monta_megatron.chains.lanes import (
+    HEAD_SIZE,
+    RowFormat,
+    WalkLanes,
+    message_bytes_by_stage,
+)
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -35,6 +40,10 @@ COUNT_BYTES = 8
 # often where the copies take their share of the lists along.
 FIND_VALUE_BYTES = 8
 FIND_PASSES: dict[Operation, int] = {"find": 6, "find_lists": 12}
+# What is done with the routing map [T, E] of Megatron before a dispatch, in bytes per token and
+# expert: counting goes over its bools about as often, the lists of experts over 4-byte scores.
+COUNT_MAP_BYTES = 6
+LIST_MAP_BYTES = 6 * 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +92,7 @@ class CollectiveTraffic:
         depth: by how many steps it trails the first stage.
         operation: which collective.
         peers: its group.
+        message_bytes: of a row in each of the messages that are sent one after the other.
         sent_bytes: tier -> [C] bytes that leave this rank for others.
         received_bytes: tier -> [C] bytes that come to it from others.
     """
@@ -91,6 +101,7 @@ class CollectiveTraffic:
     depth: int
     operation: Operation
     peers: Peers
+    message_bytes: tuple[int, ...]
     sent_bytes: Mapping[str, RowCounts]
     received_bytes: Mapping[str, RowCounts]
 
@@ -128,7 +139,11 @@ class WalkTraffic:
 
 
 def walk_traffic(
-    bound: BoundChain, row: RowFormat, walk: WalkLanes, num_blocks: int, host_moves: bool = False
+    bound: BoundChain,
+    row: RowFormat,
+    walk: WalkLanes,
+    gathered_counts: int,
+    host_moves: bool = False,
 ) -> WalkTraffic:
     """Everything that one rank does in one walk.
 
@@ -136,12 +151,13 @@ def walk_traffic(
         bound: the chain with this rank's rows.
         row: what a row weighs.
         walk: which of the four.
-        num_blocks: token blocks for which counts are gathered.
+        gathered_counts: integers that are gathered of every rank; see `num_counts`.
         host_moves: see `BoundChain.depths`.
     """
     stages = bound.walked(walk.transpose)
     depths = bound.depths(walk.transpose, host_moves)
-    row_bytes = row_bytes_by_stage(bound, row, walk)
+    message_bytes = message_bytes_by_stage(bound, row, walk)
+    row_bytes = [sum(messages) for messages in message_bytes]
     pipeline: list[StageTraffic] = []
     for position, stage in enumerate(stages):
         kind, depth, behind = stage.stage, depths[position], row_bytes[position]
@@ -174,22 +190,23 @@ def walk_traffic(
             peers = peers_of(bound.layout, kind.group)
             if peers.size == 1:
                 continue
-            pipeline.append(_collective(stage, peers, behind, depth, walk.transpose))
+            messages = message_bytes[position]
+            pipeline.append(_collective(stage, peers, messages, depth, walk.transpose))
             if walk.transpose and isinstance(kind, AllGather):
                 # The copies of a row that came from everyone are summed by the next stage.
                 summed = behind * (peers.size + 1) * stage.send[:, peers.position]
                 pipeline.append(_copy(f"sum of {kind.name}", depths[position + 1], sum=summed))
-    before, after = _around(bound, row, walk, num_blocks)
+    before, after = _around(bound, row, walk, gathered_counts)
     return WalkTraffic(before=before, pipeline=tuple(pipeline), after=after)
 
 
-def num_counts(chain: Chain, layout: Layout, num_blocks: int) -> int:
-    """Integers that a rank gathers from every other one before it binds."""
-    if chain.rows == "pairs":
+def num_counts(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> int:
+    """Integers that a rank gathers from every other one before it binds one of these chains."""
+    if all(chain.rows == "pairs" for chain in chains):
         return HEAD_SIZE + layout.num_experts
-    sizes = {"node": layout.num_nodes, "rank": layout.ep}
-    parts = sum(sizes[part] for part in chain.parts if part != "expert")
-    return HEAD_SIZE + num_blocks * (layout.num_experts + parts)
+    parts = {part for chain in chains for part in chain.parts}
+    sizes = {"node": layout.num_nodes, "rank": layout.ep, "expert": 0}
+    return HEAD_SIZE + num_blocks * (layout.num_experts + sum(sizes[part] for part in parts))
 
 
 @lru_cache(maxsize=4096)
@@ -212,7 +229,7 @@ def _copy(stage: str, depth: int, **moved_bytes: RowCounts) -> CopyTraffic:
 
 
 def _collective(
-    stage: BoundStage, peers: Peers, row_bytes: int, depth: int, transpose: bool
+    stage: BoundStage, peers: Peers, message_bytes: tuple[int, ...], depth: int, transpose: bool
 ) -> CollectiveTraffic:
     assert isinstance(stage.stage, AllToAll | AllGather)
     send, receive = (stage.receive, stage.send) if transpose else (stage.send, stage.receive)
@@ -222,8 +239,9 @@ def _collective(
         depth=depth,
         operation="allgather" if gathers else "alltoall",
         peers=peers,
-        sent_bytes=_by_tier(peers, row_bytes * send),
-        received_bytes=_by_tier(peers, row_bytes * receive),
+        message_bytes=message_bytes,
+        sent_bytes=_by_tier(peers, sum(message_bytes) * send),
+        received_bytes=_by_tier(peers, sum(message_bytes) * receive),
     )
 
 
@@ -233,32 +251,40 @@ def _by_tier(peers: Peers, num_bytes: RowCounts) -> dict[str, RowCounts]:
 
 
 def _around(
-    bound: BoundChain, row: RowFormat, walk: WalkLanes, num_blocks: int
+    bound: BoundChain, row: RowFormat, walk: WalkLanes, gathered_counts: int
 ) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
     """What dispatcher and Megatron do before and behind the pipeline of a walk.
 
-    Dispatch gathers the counts. Where rows are pairs, Megatron permutes tokens into pairs before
-    it and sums pairs into tokens behind combine; the backward walks do the transposes.
+    Dispatch counts, gathers the counts, and where rows are tokens makes their lists of experts.
+    Where rows are pairs, Megatron permutes tokens into pairs before it and sums pairs into tokens
+    behind combine; the backward walks do the transposes.
     """
     before: list[StageTraffic] = []
     after: list[StageTraffic] = []
+    sends_pairs = bound.chain.rows == "pairs"
+    tokens = np.array([bound.num_source_rows / (row.list_width if sends_pairs else 1)])
     peers = peers_of(bound.layout, "tp_ep")
+    if walk.ids:
+        size_of_map = bound.layout.num_experts * tokens
+        before.append(_copy("count", 0, count=COUNT_MAP_BYTES * size_of_map))
     if walk.ids and peers.size > 1:
-        num_bytes = COUNT_BYTES * num_counts(bound.chain, bound.layout, num_blocks)
+        num_bytes = COUNT_BYTES * gathered_counts
         moved = _by_tier(peers, np.full((1, peers.size), num_bytes))
         gather = CollectiveTraffic(
             stage=GATHER_OF_COUNTS,
             depth=0,
             operation="allgather",
             peers=peers,
+            message_bytes=(COUNT_BYTES,),
             sent_bytes=moved,
             received_bytes=moved,
         )
         before.append(gather)
-    if bound.chain.rows == "pairs":
+    if walk.ids and not sends_pairs:
+        before.append(_copy("lists of experts", 0, lists=LIST_MAP_BYTES * size_of_map))
+    if sends_pairs:
         pairs = np.array([bound.num_source_rows])
         if walk.transpose:
-            tokens = pairs / row.list_width
             after.append(_copy("unpermute", 0, unpermute=row.hidden_bytes * (pairs + tokens)))
         else:
             before.append(_copy("permute", 0, permute=2 * row.hidden_bytes * pairs))

@@ -101,7 +101,7 @@ def test_cluster_presets(path: Path) -> None:
     assert inter > cluster.time_us("alltoall", "intra", 1e8, 8, 8).us
 
 
-def test_all_presets_of_the_issue_are_there() -> None:
+def test_all_presets_are_there() -> None:
     assert len(list((CONFIGS / "models").glob("*.yaml"))) == 11
     names = {path.stem for path in (CONFIGS / "clusters").glob("*.yaml")}
     assert {"a800_2x8_ib200", "a100_hdr", "h100_8x_ndr", "h800_8x_ndr", "gb200_nvl72"} <= names

@@ -103,11 +103,17 @@ def test_copies_that_the_executor_does_not_make_are_free() -> None:
         return [stage.stage for stage in traffic.stages if isinstance(stage, CopyTraffic)]
 
     # One chunk in Megatron's own order goes out as it lies; chunks are packed.
-    assert copies("alltoall", 1, DISPATCH) == ["permute", "order"]
-    assert copies("alltoall_allgather", 2, DISPATCH) == ["permute", "pack", "order"]
+    assert copies("alltoall", 1, DISPATCH) == ["count", "permute", "order"]
+    assert copies("alltoall_allgather", 2, DISPATCH) == ["count", "permute", "pack", "order"]
     # A run of tokens is a view on the way out, and a copy on the way back, where the experts' rows
     # are summed from where they lie.
-    assert copies("alltoall_dedup", 2, DISPATCH) == ["copy per rank", "copy per expert", "order"]
+    assert copies("alltoall_dedup", 2, DISPATCH) == [
+        "count",
+        "lists of experts",
+        "copy per rank",
+        "copy per expert",
+        "order",
+    ]
     assert copies("alltoall_dedup", 2, COMBINE) == ["copy per expert", "copy per rank", "cut"]
 
 
