@@ -1,5 +1,6 @@
 """From samples to a cluster file, by hand; and the record that a killed calibration leaves."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from monta_megatron.calibration.points import (
     COUNTS,
     NUM_SIZES,
     WALKS,
+    WALKS_IN_CHUNKS,
     Point,
     Shape,
     all_points,
@@ -49,7 +51,9 @@ def samples_of(points: list[Point]) -> list[Sample]:
 
 def test_groups_are_those_that_layouts_give() -> None:
     """Rails, EP beside ETP 2, the whole exchange; ETP 2 and nodes."""
-    groups = {(each.operation, each.tier, each.group_size) for each in all_points(SHAPE, 2)}
+    groups = {
+        (each.operation, each.tier, each.group_size) for each in all_points(SHAPE, NUM_SIZES["cpu"])
+    }
     assert {size for name, tier, size in groups if (name, tier) == ("alltoall", "inter")} == {
         2,
         4,
@@ -80,7 +84,7 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     ]
     on_host = [
         Sample(task=task.name, us=us, launch_us=us)
-        for task, us in ((COUNTS, 600.0), (WALKS, 1000.0))
+        for task, us in ((COUNTS, 600.0), (WALKS, 1000.0), (WALKS_IN_CHUNKS, 1224.0))
     ]
     made = make_cluster(
         MACHINE, points, pairs, samples_of(points) + first_in_row + together + on_host
@@ -96,9 +100,10 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     }
     assert {(each.factor, each.factor_of_second) for each in cluster.contention} == {(1.25, 2.0)}
     assert cluster.launch.collective_us == LAUNCH_US
-    # Once per dispatch, and a quarter of all four walks.
-    assert (cluster.launch.counts_us, cluster.launch.walk_us) == (600, 250)
+    # Once per dispatch; four walks of four stages, 7 more chunks: 224 us = 4 x 4 x 7 x 2 us, and of
+    # each walk in one chunk 250 us, of which its stages take 4 x 2.
     launch = cluster.launch
+    assert (launch.counts_us, launch.stage_us, launch.walk_us) == (600, 2, 242)
     assert (launch.first_collective_us, launch.first_find_us) == (30, 7)
     assert 10 <= launch.first_copy_us <= 11
     for curve in cluster.curves:
@@ -106,6 +111,24 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
         assert curve.fit is not None
         assert curve.fit.gbps == pytest.approx(1.0, rel=0.01)
         assert curve.fit.alpha_us == pytest.approx(100 + in_memory, rel=0.05)
+
+
+def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
+    """A small `put` may be over before a `copy` has been launched."""
+    points = all_points(SHAPE, NUM_SIZES["cuda"])
+    pairs = choose_pairs(points, [time_us(point) for point in points])
+    alone = [each for contenders in pairs for each in contenders.tasks]
+    samples = [
+        Sample(task=name, us=us, launch_us=us)
+        for point in points
+        for name, us in [(point.name, 8.0 if point.operation == "put" else 25.0)]
+    ]
+    for task in (*alone, COUNTS, WALKS, WALKS_IN_CHUNKS):
+        samples.append(Sample(task=task.name, us=100.0, launch_us=100.0))
+    gpu = replace(MACHINE, copies_block_host=False, memory_gb_per_rank=80.0)
+    cluster = make_cluster(gpu, points, pairs, samples)
+    assert cluster.launch.copy_us == 8
+    assert all(time > 0 for curve in cluster.curves for time in curve.times_us)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ from statistics import median
 from monta_megatron.calibration.points import (
     BYTES_PER_ROW,
     COUNTS,
+    NUM_WALK_CHUNKS,
+    NUM_WALK_STAGES,
     WALKS,
+    WALKS_IN_CHUNKS,
     Contenders,
     Pair,
     Point,
@@ -99,6 +102,9 @@ def _launch(
         ]
         return round(max(median(found), 0.0), 1) if found else 0.0
 
+    num_walks = len(FORWARD_BACKWARD)
+    more_us = times_us[WALKS_IN_CHUNKS.name] - times_us[WALKS.name]
+    stage_us = max(more_us / (num_walks * (NUM_WALK_CHUNKS - 1) * NUM_WALK_STAGES), 0.0)
     # Where copies run on the host, their time is no launch.
     blocks = machine.copies_block_host
     return Launch(
@@ -108,7 +114,8 @@ def _launch(
         find_us=0.0 if blocks else least(*FINDS),
         counts_to_host_us=round(machine.counts_to_host_us, 1),
         counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
-        walk_us=round(times_us[WALKS.name] / len(FORWARD_BACKWARD), 1),
+        walk_us=round(max(times_us[WALKS.name] / num_walks - NUM_WALK_STAGES * stage_us, 0.0), 1),
+        stage_us=round(stage_us, 1),
         first_collective_us=first(*COLLECTIVES),
         first_copy_us=first(*(BYTES_PER_ROW.keys() - FINDS)),
         first_find_us=first(*FINDS),

@@ -17,6 +17,7 @@ from monta_megatron.calibration.points import (
     MESSAGE_ROW_BYTES,
     NUM_COPIES,
     NUM_EXPERTS,
+    NUM_WALK_STAGES,
     TOPK,
     Point,
     Shape,
@@ -112,12 +113,18 @@ def _counting(nodes: tuple[int, ...]) -> Counting:
     return Counting(chains=chains, layout=layout, num_blocks=NUM_BLOCKS)
 
 
-def walks_of(device: torch.device) -> Start:
-    """All four walks of a rank with itself: nothing is moved, so that the host's work is left."""
+def walks_of(device: torch.device, num_chunks: int) -> Start:
+    """All four walks of a rank with itself: next to nothing is moved, so the host's work is left.
+
+    Args:
+        device: of the rows.
+        num_chunks: in how many chunks.
+    """
     # One expert, to whom all rows go in the order in which they lie.
     layout = Layout(ep=1, etp=1, num_local_experts=1, rank=0, nodes=(0,))
     sent = np.full((1, 1), NUM_TOKENS)
     chain = CHAINS["alltoall_allgather"]
+    assert len(chain.stages) == NUM_WALK_STAGES
     world = dist.group.WORLD
     assert world is not None, "the launch has been joined"
     alone = {
@@ -128,7 +135,7 @@ def walks_of(device: torch.device) -> Start:
 
     def start() -> Callable[[], object]:
         exchange = Exchange(
-            bound=chain.bind(layout, Counts(sent=sent, received=sent[None]), 1),
+            bound=chain.bind(layout, Counts(sent=sent, received=sent[None]), num_chunks),
             groups=alone,
             sum_dtype=torch.float32,
             monitor=Monitor(),

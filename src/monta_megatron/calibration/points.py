@@ -11,7 +11,7 @@ Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,10 +24,14 @@ from monta_megatron.planner.traffic import (
     LIST_MAP_BYTES,
 )
 
-# Per rank. Far apart, and none a power of two, as the sizes of real exchanges mostly are; on a GPU
-# up to those of its exchanges: 320 MiB, and 1.25 GiB in memory. Lists are short everywhere.
+# Per rank. Far apart, and none a power of two, as the sizes of real exchanges mostly are; up to
+# those of its exchanges, which on CPU ranks are 5 MiB between nodes, 20 inside, 80 in memory, and
+# on a GPU 320 MiB, and 1.25 GiB in memory. Lists are short everywhere.
 FIRST_BYTES, FIRST_BYTES_IN_MEMORY = 5 * 1024, 20 * 1024
-NUM_SIZES = {"cpu": 6, "cuda": 9}
+NUM_SIZES: dict[str, dict[Tier, int]] = {
+    "cpu": {"inter": 6, "intra": 7, "memory": 7},
+    "cuda": {"inter": 9, "intra": 9, "memory": 9},
+}
 NUM_SIZES_OF_LISTS = 6
 # A message is made of such rows, so that it can be cut for any number of peers.
 MESSAGE_ROW_BYTES = 16
@@ -179,8 +183,12 @@ class HostWork:
 
 # Reading counts and binding, for the exchange of all ranks; once per dispatch.
 COUNTS = HostWork(name="host counts")
-# The four walks of the executor and autograd, of a rank with itself.
+# The four walks of the executor and autograd, of a rank with itself; and in chunks.
 WALKS = HostWork(name="host walks")
+NUM_WALK_CHUNKS = 8
+WALKS_IN_CHUNKS = HostWork(name=f"host walks, {NUM_WALK_CHUNKS} chunks")
+# Through which each chunk of these goes.
+NUM_WALK_STAGES = 4
 
 Task: TypeAlias = Point | Repeated | Pair | HostWork
 
@@ -195,24 +203,28 @@ PAIR_US = 20_000.0
 SHORTER = 2
 
 
-def all_points(shape: Shape, num_sizes: int) -> list[Point]:
-    """Every point of a cluster, each operation at sizes that grow by 4."""
+def all_points(shape: Shape, num_sizes: Mapping[Tier, int]) -> list[Point]:
+    """Every point of a cluster, each operation at so many sizes of its tier, which grow by 4."""
     points: list[Point] = []
-    for num_bytes in (FIRST_BYTES * 4**step for step in range(num_sizes)):
+    parts = shape.parts
+    for num_bytes in (FIRST_BYTES * 4**step for step in range(num_sizes["inter"])):
         if shape.num_nodes > 1:
-            for part in shape.parts:
+            for part in parts:
                 size = shape.num_nodes * part
                 points.append(_collective("alltoall", "inter", size, part, num_bytes))
-            # Of chains, only `allgather` gathers between nodes, over the whole exchange.
-            points.append(_collective("allgather", "inter", size, part, num_bytes))
-        for part in shape.parts[1:]:
+            # `allgather` gathers over the whole exchange, and hardly any other chain between nodes.
+            size = shape.num_nodes * parts[-1]
+            points.append(_collective("allgather", "inter", size, parts[-1], num_bytes))
+    for num_bytes in (FIRST_BYTES * 4**step for step in range(num_sizes["intra"])):
+        for part in parts[1:]:
             points.append(_collective("alltoall", "intra", part, part, num_bytes))
             points.append(_collective("allgather", "intra", part, part, num_bytes))
-    points += [
-        _in_memory(operation, FIRST_BYTES_IN_MEMORY * 4**step)
-        for operation in BYTES_PER_ROW
-        for step in range(min(num_sizes, NUM_SIZES_OF_LISTS) if operation in FINDS else num_sizes)
-    ]
+    for operation in BYTES_PER_ROW:
+        most = NUM_SIZES_OF_LISTS if operation in FINDS else num_sizes["memory"]
+        points += [
+            _in_memory(operation, FIRST_BYTES_IN_MEMORY * 4**step)
+            for step in range(min(most, num_sizes["memory"]))
+        ]
     # A row of the largest operations is more than the smallest sizes.
     return list(dict.fromkeys(points))
 

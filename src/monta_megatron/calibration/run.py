@@ -25,7 +25,9 @@ from monta_megatron.calibration.operations import (
 from monta_megatron.calibration.points import (
     COUNTS,
     NUM_SIZES,
+    NUM_WALK_CHUNKS,
     WALKS,
+    WALKS_IN_CHUNKS,
     Point,
     Shape,
     Task,
@@ -104,7 +106,10 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     starts = {
         point.name: operation_of(point, groups, nodes, device, cold_bytes) for point in points
     }
-    starts |= {COUNTS.name: counts_of(nodes, device), WALKS.name: walks_of(device)}
+    starts[COUNTS.name] = counts_of(nodes, device)
+    starts[WALKS.name] = walks_of(device, 1)
+    starts[WALKS_IN_CHUNKS.name] = walks_of(device, NUM_WALK_CHUNKS)
+    host_work = [COUNTS, WALKS, WALKS_IN_CHUNKS]
 
     def keep_first(point: Point, us: float | None) -> None:
         progress.step()
@@ -115,7 +120,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     pairs = choose_pairs(points, expected_us)
 
     # Step 4: rounds, each kept as it is measured.
-    tasks: list[Task] = [*points, *(task for each in pairs for task in each.tasks), COUNTS, WALKS]
+    tasks: list[Task] = [*points, *(task for each in pairs for task in each.tasks), *host_work]
     # A pair takes long enough not to be repeated within a run; of the host's work too there is
     # one in a real exchange.
     expected_us += [RUN_US] * (len(tasks) - len(points))

@@ -75,6 +75,7 @@ class Launch:
         counts_to_host_us: the copy of the counts to the host, with the wait for it.
         counts_us: counting what goes where and binding a chain to it, once per dispatch.
         walk_us: what a walk takes beside its stages: autograd and the executor.
+        stage_us: what the executor takes for each stage of each chunk.
         first_collective_us: by how much longer the first chunk of a stage takes than those after
             it, whose code the host's caches hold by then; of a collective.
         first_copy_us: the same of an operation in memory.
@@ -91,6 +92,7 @@ class Launch:
     # Published figures of operations have these among them, or their authors have hidden them.
     counts_us: NonNegativeFloat = 0.0
     walk_us: NonNegativeFloat = 0.0
+    stage_us: NonNegativeFloat = 0.0
     first_collective_us: NonNegativeFloat = 0.0
     first_copy_us: NonNegativeFloat = 0.0
     first_find_us: NonNegativeFloat = 0.0

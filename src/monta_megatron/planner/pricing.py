@@ -6,7 +6,7 @@ is priced; where ranks share a network interface, the busiest interface.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
@@ -87,7 +87,11 @@ def price_walk(
 
     def priced(part: str) -> tuple[Work, ...]:
         by_stage = zip(*(getattr(rank, part) for rank in ranks), strict=True)
-        return tuple(_work(stages, cluster, nic_starts, notes) for stages in by_stage)
+        works = tuple(_work(stages, cluster, nic_starts, notes) for stages in by_stage)
+        if part != "pipeline":
+            return works
+        stage_us = cluster.launch.stage_us
+        return tuple(replace(work, launch_us=work.launch_us + stage_us) for work in works)
 
     before, pipeline, after = priced("before"), priced("pipeline"), priced("after")
     host_us = cluster.launch.walk_us + (cluster.launch.counts_us if walk.ids else 0.0)
@@ -162,8 +166,12 @@ def _collective_times(
     on_node = [rank.peers.ranks_on_node for rank in ranks]
 
     def times_in(tier: Tier, moved: Sequence[float], group_size: int, most: int) -> list[float]:
-        """[C] us of all messages, which go one after the other."""
+        """[C] us of all messages: one after the other, as a GPU's stream or a host takes them."""
         row_bytes = sum(first.message_bytes)
+        messages = first.message_bytes
+        if cluster.copies_block_host and tier == "inter":
+            # Between nodes messages of CPU ranks are under way together.
+            messages = (row_bytes,)
         by_message = [
             _times_us(
                 cluster,
@@ -174,9 +182,9 @@ def _collective_times(
                 most,
                 notes,
             )
-            for message in first.message_bytes
+            for message in messages
         ]
-        return [sum(messages) for messages in zip(*by_message, strict=True)]
+        return [sum(chunk) for chunk in zip(*by_message, strict=True)]
 
     times: list[float] = []
     resource: Resource = "intra"
