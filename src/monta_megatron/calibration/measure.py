@@ -27,6 +27,9 @@ RUN_US = 20_000.0
 # In an exchange one operation follows another; what many in a row find in the caches, of code
 # too, makes a small one two to three times as fast. The second in a row is like a later chunk.
 MAX_REPEATS_IN_RUN = 2
+# What is larger leaves nothing in the caches for small operations, and stands in no exchange among
+# them.
+LARGEST_AMONG_SMALL_BYTES = 32 << 20
 
 
 def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
@@ -167,8 +170,9 @@ def measure_rounds(
                 mixed.append((task, repeats))
             else:
                 on_sample(run(task, starts, repeats))
-        # The same order on every rank, and another one in every round.
+        # The same order on every rank, and another one in every round; the large ones last.
         random.Random(number).shuffle(mixed)
+        mixed.sort(key=lambda each: _is_large(each[0]))
         for sample in run_mixed(mixed, starts, ranks_per_core) if mixed else ():
             on_sample(sample)
         round_s = time.monotonic() - begin_s
@@ -176,6 +180,10 @@ def measure_rounds(
 
 def _stays_on_node(task: Task) -> bool:
     return isinstance(task, HostWork) or (isinstance(task, Point) and task.tier != "inter")
+
+
+def _is_large(task: Task) -> bool:
+    return isinstance(task, Point) and task.num_bytes > LARGEST_AMONG_SMALL_BYTES
 
 
 def wait_for_all() -> None:
