@@ -25,8 +25,8 @@ INTRODUCTION = """\
 Written by `scripts/options_page.py` from the code; a test keeps it current.
 
 Where the same thing is said twice, the command line wins over a variable, and a variable over a
-cluster file or a default. What a run file of `monta launch` says becomes command line. What is out of
-range is refused with one line and exit status 2.
+cluster file or a default. What a run file of `monta launch` says becomes command line. What is out
+of range is refused with one line and exit status 2.
 """
 
 VARIABLES = {

@@ -1,5 +1,6 @@
 """The planner chooses: every rank alike, whatever its own tokens, and as often as they change."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,18 @@ from monta_megatron.planner.choice import bucket_of
 from monta_megatron.planner.cluster import Cluster
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/emulated_2x4_500mbit.yaml"
-# 2 nodes of 2 ranks, with a network so slow that the answer depends on the number of short rows.
+
+
+def with_short_starts(cluster: Cluster) -> Cluster:
+    """Costs at which the answer depends on the number of rows of 64 bytes."""
+    links = (replace(link, alpha_us=link.alpha_us / 30) for link in cluster.links)
+    return replace(cluster, links=tuple(links), launch=replace(cluster.launch, collective_us=5.0))
+
+
+# 2 nodes of 2 ranks.
 AUTO = {
     "moe_monta_chain": "auto",
-    "moe_monta_cluster": strict_yaml.load(Cluster, CLUSTER).with_inter_rate(0.005),
+    "moe_monta_cluster": with_short_starts(strict_yaml.load(Cluster, CLUSTER)),
     "moe_monta_ranks_per_node": 2,
 }
 TOKENS = [[0, 1, 100, 4096], [4096, 0, 1, 100], [1, 0, 1, 1], [0, 0, 0, 0], [100, 4096, 0, 1]]

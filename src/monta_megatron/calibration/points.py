@@ -199,7 +199,7 @@ PAIRS: tuple[tuple[Resource, Resource], ...] = (
     ("intra", "memory"),
 )
 # The collective of a pair takes about so long, and the other operation by so much less or longer.
-PAIR_US = 20_000.0
+PAIR_US = 60_000.0
 SHORTER = 2
 
 
