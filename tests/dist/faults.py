@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.lanes import DISPATCH_BACKWARD
 from monta_megatron.exchange import autograd, walk
 from monta_megatron.exchange.payload import Lanes
 
@@ -53,7 +54,7 @@ def probability_gradients_dropped() -> Any:
 
     def run(exchange: Any, way: Any, lanes: Lanes) -> Lanes:
         result = original(exchange, way, lanes)
-        if way is walk.DISPATCH_BACKWARD:
+        if way is DISPATCH_BACKWARD:
             return Lanes(rows=result.rows, probs=torch.zeros_like(result.probs))
         return result
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from monta_megatron.benchmark.timing import wait_for_all
 from monta_megatron.calibration.operations import Start
 from monta_megatron.calibration.points import HostWork, Pair, Point, Repeated, Task
 from monta_megatron.calibration.record import Sample
@@ -184,11 +185,6 @@ def _stays_on_node(task: Task) -> bool:
 
 def _is_large(task: Task) -> bool:
     return isinstance(task, Point) and task.num_bytes > LARGEST_AMONG_SMALL_BYTES
-
-
-def wait_for_all() -> None:
-    """A barrier over the host's network, so that it needs no GPU."""
-    dist.all_reduce(torch.zeros(1))
 
 
 def _first_rank_says(here: bool) -> bool:

@@ -7,15 +7,9 @@ from typing import Any
 
 import torch
 
+from monta_megatron.chains.lanes import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange.payload import Lanes
-from monta_megatron.exchange.walk import (
-    COMBINE,
-    COMBINE_BACKWARD,
-    DISPATCH,
-    DISPATCH_BACKWARD,
-    Exchange,
-    run,
-)
+from monta_megatron.exchange.walk import Exchange, run
 
 
 class _Dispatch(torch.autograd.Function):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from monta_megatron.chains.chain import BoundChain
+from monta_megatron.chains.lanes import WalkLanes
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -36,20 +37,6 @@ from monta_megatron.exchange.streams import Ready, Streams, streams_for
 
 class ExchangeError(RuntimeError):
     """A collective failed; the message names chain, stage, chunk and group."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Walk:
-    """One of the four ways over a chain."""
-
-    name: str
-    transpose: bool
-
-
-DISPATCH = Walk(name="dispatch", transpose=False)
-COMBINE = Walk(name="combine", transpose=True)
-DISPATCH_BACKWARD = Walk(name="dispatch_backward", transpose=True)
-COMBINE_BACKWARD = Walk(name="combine_backward", transpose=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +79,7 @@ class Exchange:
         return self.row_indices[name]
 
 
-def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
+def run(exchange: Exchange, walk: WalkLanes, lanes: Lanes) -> Lanes:
     """Apply the chain, or its transpose, to all rows.
 
     Args:
@@ -174,7 +161,7 @@ class _Splits:
 class _Pipeline:
     """The state of one walk: its input, its output, and the chunks under way."""
 
-    def __init__(self, exchange: Exchange, walk: Walk, lanes: Lanes, streams: Streams) -> None:
+    def __init__(self, exchange: Exchange, walk: WalkLanes, lanes: Lanes, streams: Streams) -> None:
         bound = exchange.bound
         self.exchange = exchange
         self.walk = walk
