@@ -6,7 +6,7 @@
 #   scripts/benchmark_sweep.sh CLUSTER.yaml MBIT FILE.jsonl [FLAGS OF monta bench...]
 #
 # CLUSTER.yaml is what `monta calibrate` wrote on the emulated cluster at MBIT Mbit/s. To compare
-# `auto` with stock alone: FLAGS = --chains auto --repeats 15.
+# `auto` with stock alone: FLAGS = --chains auto --repeats 15. RATES names other rates, in Mbit/s.
 set -euo pipefail
 
 if [ $# -lt 3 ]; then
@@ -19,7 +19,7 @@ docs=$(dirname "${BASH_SOURCE[0]}")/../docs/benchmarks
 
 # The calibrated rate has the longer list of points. The faster the network, the more the cores'
 # speed counts, and the sooner after the calibration its points are measured.
-for mbit in 10000 5000 2500 1000 "$calibrated_mbit" 200; do
+for mbit in ${RATES:-10000 5000 2500 1000 "$calibrated_mbit" 200}; do
     sweep=$docs/sweep_2x4_by_rate.yaml
     [ "$mbit" != "$calibrated_mbit" ] || sweep=$docs/sweep_2x4.yaml
     ratio=$(awk "BEGIN {print $mbit / $calibrated_mbit}")

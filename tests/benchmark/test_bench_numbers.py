@@ -205,6 +205,9 @@ def test_launchers() -> None:
 
     with pytest.raises(ValueError, match="RANK, WORLD_SIZE: not set"):
         find_launch("bench", {})
+    # A batch step of Slurm that no srun started has a rank and no number of tasks.
+    with pytest.raises(ValueError, match="RANK, WORLD_SIZE: not set"):
+        find_launch("bench", {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     del slurm["MASTER_ADDR"], slurm["RANK"]
     with pytest.raises(ValueError, match="MASTER_ADDR: not set"):
         find_launch("bench", slurm)

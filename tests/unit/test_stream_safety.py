@@ -4,6 +4,7 @@ A layer runs as one rank of a world in which all ranks have the same tokens; see
 """
 
 import dataclasses
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ import torch
 from stream_recorder import Entry, Finding, Recorder, times_in_one_queue
 
 from monta_megatron.chains import CHAINS, Chain, Counts, Layout, TokenCounts
+from monta_megatron.chains.lanes import FORWARD_BACKWARD, RowFormat, message_bytes_by_stage
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange import walk
 from monta_megatron.exchange.autograd import combine, dispatch
@@ -287,6 +289,25 @@ def test_collectives_are_issued_in_one_order_whatever_the_data(
         recorder = record(chain_name, layout, num_chunks, routing)
         assert order_of(recorder) == expected, routing
         assert recorder.findings == [], routing
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_as_many_messages_are_sent_as_are_priced(
+    chain_name: str, layout_name: str, num_chunks: int
+) -> None:
+    recorder, layout = sound(chain_name, layout_name, num_chunks), LAYOUTS[layout_name]
+    sent = Counter((walk, stage) for walk, _, stage, _ in order_of(recorder))
+    routing_map = PLAIN.map(layout.num_experts)
+    exchange = make_exchange(CHAINS[chain_name], layout, routing_map, num_chunks, recorder)
+    row = RowFormat(hidden_size=HIDDEN, value_bytes=4, prob_bytes=4, list_width=PLAIN.topk)
+    bound, priced = exchange.bound, {}
+    for way in FORWARD_BACKWARD:
+        messages = message_bytes_by_stage(bound, row, way)
+        for entry, of_row in zip(bound.walked(way.transpose), messages, strict=True):
+            if isinstance(entry.stage, AllToAll | AllGather) and entry.send.shape[1] > 1:
+                priced[way.name, entry.stage.name] = len(of_row) * bound.num_chunks
+    assert dict(sent) == priced
 
 
 @pytest.mark.parametrize(("chain_name", "layout_name"), CASES)

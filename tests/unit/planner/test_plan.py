@@ -8,17 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clusters import CONFIGS, layout_of, preset, with_link, workload_of
+from clusters import CONFIGS, LAUNCH, layout_of, preset, with_link, workload_of
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
 from monta_megatron.planner.chain_price import price_chain
+from monta_megatron.planner.choice import uncalibrated
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Phase, Plan, hash_of
 from monta_megatron.planner.sampled_routing import skewed_routing
 from monta_megatron.planner.search import plan
+from monta_megatron.planner.traffic import num_counts
 from monta_megatron.planner.workload import Workload
 
 A800 = preset("a800_2x8_ib200")
@@ -323,3 +325,57 @@ def test_exchanges_that_lie_differently_on_the_nodes() -> None:
     # An exchange that is part of a node: two of them in one.
     (half,) = exchanges(ParallelLayout(world_size=16, ep=2, etp=2), 4, 8)
     assert half.nodes == (0, 0, 0, 0)
+
+
+def test_a_group_that_crosses_nodes_is_priced_where_others_do_not() -> None:
+    """ETP 4 on nodes of 6: of ranks 0-3, 4-7 and 8-11 only those in the middle lie on two nodes."""
+    workload = workload_of(3, 4, ranks_per_node=6, num_experts=12, topk=2)
+    price = price_chain(workload, H100, CHAINS["alltoall_allgather"], 1, "forward")
+    resources = {work.stage: work.resource for work in price.walks[0].pipeline}
+    assert resources["allgather"] == "inter" and resources["alltoall"] == "inter"
+
+
+def test_every_message_of_a_collective_starts_by_itself() -> None:
+    """Rows and probabilities of `alltoall` in one chunk; behind a copy they share a message."""
+    cluster = replace(
+        H100,
+        launch=replace(LAUNCH, collective_us=10.0),
+        links=tuple(replace(each, alpha_us=5.0) for each in H100.links),
+    )
+    rows_only, both = (
+        price_chain(workload_of(8), cluster, CHAINS["alltoall"], 1, "forward").walks[number]
+        for number in (1, 0)
+    )
+    less, more = (
+        next(work for work in walk.pipeline if work.stage == "alltoall")
+        for walk in (rows_only, both)
+    )
+    assert (less.launch_us, more.launch_us) == (10, 20)
+    # 4,096 tokens, 8 probabilities of 4 bytes each, of which 7 in 8 go to others, at 335 GB/s.
+    probs_us = 4096 * 8 * 4 * 7 / 8 / 335e3
+    assert more.times_us[0] - less.times_us[0] == pytest.approx(5 + probs_us)
+    (packed,) = (
+        work
+        for work in price_chain(workload_of(8), cluster, CHAINS["alltoall_dedup"], 1, "forward")
+        .walks[0]
+        .pipeline
+        if work.stage == "alltoall"
+    )
+    assert packed.launch_us == 10
+
+
+def test_auto_prices_the_counts_of_every_chain() -> None:
+    """By hand, EP 16 over 2 nodes, 64 experts: 3 + 8 blocks x (64 experts + 2 nodes + 16 ranks)."""
+    chains = [CHAINS[name] for name in ("alltoall", "hierarchical_alltoall")]
+    assert num_counts(chains, layout_of(16, 1, 8, 64), 8) == 3 + 8 * (64 + 2 + 16)
+    assert num_counts(chains[:1], layout_of(16, 1, 8, 64), 8) == 3 + 64
+
+
+def test_what_nobody_measured_is_what_the_preset_says() -> None:
+    guess = uncalibrated(layout_of(16, 1, 8, 64))
+    assert vars(replace(guess.launch, source="")) == vars(replace(H100.launch, source=""))
+    for mine, preset_s in zip(guess.links, H100.links, strict=True):
+        assert replace(mine, source="") == replace(preset_s, source="")
+    assert [(each.pair, each.factor) for each in guess.contention] == [
+        (each.pair, each.factor) for each in H100.contention
+    ]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clusters import CONFIGS
@@ -50,6 +51,21 @@ def test_json_without_a_layout_has_all_of_them(capsys: pytest.CaptureFixture[str
     assert (best["chain"], best["ep"]) == (document["chain"], document["situation"]["ep"])
     # EP 8 inside a node before EP 8 across both.
     assert (best["ep"], best["etp"]) == (8, 1)
+
+
+def test_the_ranking_follows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    def layouts(*flags: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(output(capsys, "--json", *flags))["layouts"]
+        return found
+
+    assert {each["tokens_per_rank"] for each in layouts("--tokens", "64")} == {64}
+    fits = layouts("--memory-limit-gb", "0.05")
+    assert 0 < len(fits) < len(layouts())
+    assert all(each["peak_bytes"] <= 0.05e9 for each in fits)
+    costs = {"uniform": 0.0, "skewed": 0.0}
+    for routing in costs:
+        costs[routing] = layouts("--routing", routing)[0]["predicted_us"]
+    assert costs["skewed"] > costs["uniform"]
 
 
 @pytest.mark.parametrize(
