@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,22 +217,13 @@ def _check_world(
 
 
 def _routing(name: str, model: "Model", num_nodes: int) -> "Routing":
-    from monta_megatron.planner.router_trace import traced_routing
     from monta_megatron.planner.routing import UniformRouting
-    from monta_megatron.planner.sampled_routing import skewed_routing
     from monta_megatron.planner.workload import uniform_routing
 
     if name == "uniform":
         return uniform_routing(model)
-    if name == "skewed":
-        return skewed_routing(model.num_experts, model.moe_router_topk)
     if name != "node-limited":
-        if not Path(name).is_dir():
-            raise ValueError(
-                f"--routing: got {name!r}, must be one of {', '.join(ROUTINGS)}, or a folder of "
-                "Megatron's --moe-routing-trace-path"
-            )
-        return traced_routing(name, model.num_experts)
+        return _sampled(name, model.num_experts, model.moe_router_topk)
     limit = num_nodes // 2
     if limit == 0 or model.num_experts % num_nodes:
         raise ValueError(
@@ -249,6 +241,22 @@ def _routing(name: str, model: "Model", num_nodes: int) -> "Routing":
         num_groups=num_nodes,
         group_topk=limit,
     )
+
+
+# A ranking asks for every layout.
+@cache
+def _sampled(name: str, num_experts: int, topk: int) -> "Routing":
+    from monta_megatron.planner.router_trace import traced_routing
+    from monta_megatron.planner.sampled_routing import skewed_routing
+
+    if name == "skewed":
+        return skewed_routing(num_experts, topk)
+    if not Path(name).is_dir():
+        raise ValueError(
+            f"--routing: got {name!r}, must be one of {', '.join(ROUTINGS)}, or a folder of "
+            "Megatron's --moe-routing-trace-path"
+        )
+    return traced_routing(name, num_experts)
 
 
 def whole(least: int) -> Callable[[str], int]:
