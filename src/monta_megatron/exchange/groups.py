@@ -126,7 +126,10 @@ def _nccl_options_of(group: dist.ProcessGroup) -> Any:
     given, options = _options_of(group), dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = given.is_high_priority_stream
     for name in NCCL_SETTINGS:
-        setattr(options.config, name, getattr(given.config, name))
+        value = getattr(given.config, name)
+        # What is not set is not for setting: torch would copy a text that is not there.
+        if value is not None:
+            setattr(options.config, name, value)
     return options
 
 

@@ -267,7 +267,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             if launched not in (None, cluster.ranks_per_node):
                 _log_once(
                     f"monta: nodes of {cluster.ranks_per_node} ranks, as {cluster.name} has them; "
-                    f"the launcher starts {launched} per host (--moe-monta-ranks-per-node tells)"
+                    f"the launcher starts {launched} per host; --moe-monta-ranks-per-node decides"
                 )
         return Layout(
             ep=self.ep_size,
