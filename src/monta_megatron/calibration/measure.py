@@ -28,9 +28,6 @@ RUN_US = 20_000.0
 # In an exchange one operation follows another; what many in a row find in the caches, of code
 # too, makes a small one two to three times as fast. The second in a row is like a later chunk.
 MAX_REPEATS_IN_RUN = 2
-# What is larger leaves nothing in the caches for small operations, and stands in no exchange among
-# them.
-LARGEST_AMONG_SMALL_BYTES = 32 << 20
 
 
 def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
@@ -171,9 +168,10 @@ def measure_rounds(
                 mixed.append((task, repeats))
             else:
                 on_sample(run(task, starts, repeats))
-        # The same order on every rank, and another one in every round; the large ones last.
+        # The same order on every rank, and another one in every round; but those of about one size
+        # stand together, as in an exchange: large ones leave nothing in the caches for small ones.
         random.Random(number).shuffle(mixed)
-        mixed.sort(key=lambda each: _is_large(each[0]))
+        mixed.sort(key=lambda each: _size_class(each[0]))
         for sample in run_mixed(mixed, starts, ranks_per_core) if mixed else ():
             on_sample(sample)
         round_s = time.monotonic() - begin_s
@@ -183,8 +181,9 @@ def _stays_on_node(task: Task) -> bool:
     return isinstance(task, HostWork) or (isinstance(task, Point) and task.tier != "inter")
 
 
-def _is_large(task: Task) -> bool:
-    return isinstance(task, Point) and task.num_bytes > LARGEST_AMONG_SMALL_BYTES
+def _size_class(task: Task) -> int:
+    """Powers of 4; the host's work is small."""
+    return task.num_bytes.bit_length() // 2 if isinstance(task, Point) else 0
 
 
 def _first_rank_says(here: bool) -> bool:
