@@ -81,7 +81,8 @@ KNOWN = (
     Known(pattern=rf"{EMULATE} bench .*", run_by=BENCH_TESTS),
     Known(pattern=r"monta bench --report .*", run_by="tests/benchmark/test_sweep.py"),
     Known(
-        pattern=r"python scripts/quickstart/iteration_time\.py .*|scripts/benchmark_sweep\.sh .*",
+        pattern=r"python scripts/quickstart/iteration_time\.py .*"
+        r"|(RATES=\S.* )?scripts/benchmark_sweep\.sh .*",
         reason="a measurement of minutes, on a quiet machine",
     ),
     Known(pattern=rf"{EMULATE} calibrate .*", run_by=CALIBRATE_TESTS),
