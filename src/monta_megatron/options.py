@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Optional
 
-from monta_megatron.chains import CHAINS
+from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Plan
 from monta_megatron.strict_yaml import load
@@ -86,6 +86,12 @@ class Options:
     ranks_per_node: int | None = None
     cluster: Cluster | None = None
     plan: Plan | None = None
+
+    @property
+    def named_chain(self) -> Chain | None:
+        """The chain that a flag or a plan names; None where the planner chooses."""
+        name = self.chain if self.plan is None else self.plan.chain
+        return None if name == AUTO else CHAINS[name]
 
     @classmethod
     def of(cls, source: object) -> "Options":

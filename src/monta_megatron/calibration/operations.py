@@ -258,6 +258,13 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
 
         return add
 
+    if point.operation == "count":
+        counting = _counting(nodes)
+        num_experts = counting.layout.num_experts
+        chosen = _draw_experts(num_rows * NUM_EXPERTS // num_experts, num_experts, generator)
+        counted = _routing_map(chosen, num_experts).to(device)
+        return lambda: counting.count(counted)
+
     ids = _draw_experts(num_rows, NUM_EXPERTS, generator)
     if point.operation in ("find", "find_lists"):
         size = NUM_EXPERTS // TOPK
@@ -266,13 +273,6 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         num_copies, lists = int(hits.sum()), ids.int().to(device)
         keep_lists = point.operation == "find_lists"
         return lambda: find_copies(lists, parts, num_copies, keep_lists=keep_lists)
-
-    if point.operation == "count":
-        counting = _counting(nodes)
-        num_experts = counting.layout.num_experts
-        chosen = _draw_experts(num_rows * NUM_EXPERTS // num_experts, num_experts, generator)
-        counted = _routing_map(chosen, num_experts).to(device)
-        return lambda: counting.count(counted)
 
     on_device = _routing_map(ids, NUM_EXPERTS).to(device)
     if point.operation == "lists":

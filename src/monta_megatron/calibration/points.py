@@ -221,10 +221,7 @@ def all_points(shape: Shape, num_sizes: Mapping[Tier, int]) -> list[Point]:
             points.append(_collective("allgather", "intra", part, part, num_bytes))
     for operation in BYTES_PER_ROW:
         most = NUM_SIZES_OF_LISTS if operation in FINDS else num_sizes["memory"]
-        points += [
-            _in_memory(operation, FIRST_BYTES_IN_MEMORY * 4**step)
-            for step in range(min(most, num_sizes["memory"]))
-        ]
+        points += [_in_memory(operation, FIRST_BYTES_IN_MEMORY * 4**step) for step in range(most)]
     # A row of the largest operations is more than the smallest sizes.
     return list(dict.fromkeys(points))
 

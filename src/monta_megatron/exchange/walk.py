@@ -312,7 +312,10 @@ class _Pipeline:
         if group.size == 1:
             return None
         part = rows.split(behind.receive[chunk].tolist())[group.rank]
-        return OwnPart(rows=self._empty(part, part.shape[0]).copy_(part), copy=group.rank)
+        with self.streams.on_caller():
+            own = torch.empty_like(part)
+        self.streams.hold([own])
+        return OwnPart(rows=own.copy_(part), copy=group.rank)
 
     def _allocate(self, payload: Payload, num_rows: int) -> list[torch.Tensor]:
         """Messages for so many rows."""
@@ -320,13 +323,6 @@ class _Pipeline:
             messages = payload.allocate(num_rows)
         self.streams.hold(messages)
         return messages
-
-    def _empty(self, like: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """A message of so many rows like those of another one."""
-        with self.streams.on_caller():
-            message = like.new_empty(num_rows, *like.shape[1:])
-        self.streams.hold([message])
-        return message
 
     def _collective(self, bound: BoundStage, group: PeerGroup, chunk: int) -> _Chunk:
         """Start a collective on what the stage before it left."""
@@ -339,7 +335,7 @@ class _Pipeline:
         splits = self._splits[name]
         send, receive = splits.send[chunk], splits.receive[chunk]
         gather = isinstance(bound.stage, AllGather)
-        outputs = [self._empty(message, sum(receive)) for message in messages]
+        outputs = self._allocate(payload, sum(receive))
         works = []
         self.exchange.monitor.note("start", self.walk.name, bound.stage.name, chunk)
         try:

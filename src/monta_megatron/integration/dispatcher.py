@@ -25,7 +25,7 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from monta_megatron.chains import CHAINS, Counts, Layout
+from monta_megatron.chains import Counts, Layout
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.counting import Counting, GatheredCounts, lists_of
 from monta_megatron.exchange.groups import find_nodes, peer_groups
@@ -33,7 +33,7 @@ from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.walk import Exchange
 from monta_megatron.integration.choice import agree, choose
 from monta_megatron.integration.duties import check_duties
-from monta_megatron.options import AUTO, Options
+from monta_megatron.options import Options
 from monta_megatron.planner.choice import Decision
 from monta_megatron.topology.nodes import ranks_per_node_from_launcher
 
@@ -258,8 +258,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return output
 
     def _find_layout(self) -> Layout:
-        named = self.options.chain if self.options.plan is None else self.options.plan.chain
-        sends_tokens = named != AUTO and CHAINS[named].rows == "tokens"
+        chain = self.options.named_chain
+        sends_tokens = chain is not None and chain.rows == "tokens"
         classes = 2 if self.drop_and_pad and sends_tokens else 1
         cluster = self.options.cluster
         if cluster is not None and self.options.ranks_per_node == cluster.ranks_per_node:

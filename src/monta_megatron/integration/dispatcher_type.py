@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
-from monta_megatron.chains import CHAINS
-from monta_megatron.options import AUTO, DISPATCHER_TYPE, Options
+from monta_megatron.options import DISPATCHER_TYPE, Options
 
 
 class Place(NamedTuple):
@@ -117,9 +116,11 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
             return original(name, is_moe, config, *args, **kwargs)
         with seen_as_alltoall(config):
             stock_answer = original(name, is_moe, config, *args, **kwargs)
-        if name == "moe_dispatch" and not _sends_pairs(Options.of(config)):
-            # Other chains take the tokens as they are, and the router saves the same tensor.
-            return False
+        if name == "moe_dispatch":
+            chain = Options.of(config).named_chain
+            if chain is None or chain.rows == "tokens":
+                # They take the tokens as they are, and the router saves the same tensor.
+                return False
         if name != "mlp":
             return stock_answer
         # Low precision saves the cast copies; otherwise the grouped GEMM saves this very tensor.
@@ -127,9 +128,3 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
         return stock_answer and low_precision
 
     return should_free_input
-
-
-def _sends_pairs(options: Options) -> bool:
-    """Whether the chain is known to take what Megatron permutes for it."""
-    chain = options.chain if options.plan is None else options.plan.chain
-    return chain != AUTO and CHAINS[chain].rows == "pairs"
