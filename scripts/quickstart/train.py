@@ -124,18 +124,22 @@ def loss_func(
 
 
 def forward_step(
-    record: Record, data_iterator: Iterator[Batch], model: torch.nn.Module
-) -> tuple[torch.Tensor, Any]:
-    """Run the model on one micro-batch."""
+    record: Record, data_iterator: Iterator[Batch], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Run the model on one micro-batch, or plan it for the schedule that overlaps two of them."""
     batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
-    losses = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    losses = run(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
     )
     return losses, partial(loss_func, record, batch["loss_mask"])
 
 
-def datasets_provider(num_samples: list[int]) -> Any:
-    """Training, validation and test data from `--data-path` or `--mock-data`, by `--seed`."""
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
+    """Training, validation and test data from `--data-path` or `--mock-data`, by `--seed`.
+
+    Every virtual pipeline stage reads the same.
+    """
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,

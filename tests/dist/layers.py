@@ -97,7 +97,6 @@ def transformer_config(case: Case, dispatcher: str, **options: Any) -> Any:
 
     torch_dtype = getattr(torch, case.dtype)
     return TransformerConfig(
-        num_layers=1,
         hidden_size=HIDDEN,
         num_attention_heads=4,
         num_moe_experts=case.num_experts,
@@ -121,7 +120,7 @@ def transformer_config(case: Case, dispatcher: str, **options: Any) -> Any:
         params_dtype=torch_dtype,
         bf16=case.dtype == "bfloat16",
         moe_router_pre_softmax=case.topk == 1,
-        **{"moe_router_dtype": "fp32", **case.config},
+        **{"num_layers": 1, "moe_router_dtype": "fp32", **case.config},
         **(case.options if dispatcher == "monta" else {}),
         **options,
     )
@@ -451,24 +450,56 @@ def replay_cuda_graph_attributes(case: Case, num_chunks: int) -> None:
     assert torch.equal(output, expected)
 
 
-def compare_with_freed_inputs(case: Case, num_chunks: int) -> None:
-    """The 1F1B schedule frees what went into dispatch and combine: gradients do not change."""
-    expected = forward_backward(case, build_layer(case, "monta", moe_monta_num_chunks=num_chunks))
-    layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
+def train_under_overlap_schedule(case: Case, dispatcher: str) -> dict[str, torch.Tensor]:
+    """Losses and gradients of four micro-batches, each forward beside another one's backward.
 
-    def freeing_inputs(phase: Any) -> Any:
-        def call(*inputs: torch.Tensor) -> Any:
-            # The schedule cuts the graph at its nodes, so a node's inputs are leaves.
-            outputs = phase(*inputs)
-            for tensor in inputs:
-                tensor.untyped_storage().resize_(0)
-            return outputs
+    The layers are [MoE, dense, MoE, MoE], so that in the schedule, which pairs the first layer with
+    the last, an MoE layer meets itself, another one, and a dense one.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        return call
+    initialize(case)
+    config = transformer_config(case, dispatcher)
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    model = GPTModel(config, spec, vocab_size=32, max_sequence_length=8)
+    model = model.to(device="cuda", dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(case.seed + dist.get_rank() // case.tp)
+    tokens = torch.randint(32, (4, 2, 9), generator=generator).to("cuda")
 
-    for name in ("token_dispatch", "token_combine"):
-        setattr(layer.token_dispatcher, name, freeing_inputs(getattr(layer.token_dispatcher, name)))
-    assert_equal(forward_backward(case, layer), expected, True, "freed inputs")
+    def forward_step(batches: Any, model: Any, return_schedule_plan: bool) -> tuple[Any, Any]:
+        assert return_schedule_plan
+        batch = next(batches)
+        plan = model.build_schedule_plan(
+            batch[:, :-1], torch.arange(8).expand(2, 8), None, labels=batch[:, 1:]
+        )
+        return plan, lambda losses: (losses.mean(), {"loss": losses.detach()})
+
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(tokens),
+        model=[model],
+        num_microbatches=len(tokens),
+        seq_length=8,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    results = {f"loss {number}": each["loss"] for number, each in enumerate(losses)}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        results[name] = parameter.grad
+    return results
+
+
+def compare_under_overlap_schedule(case: Case, num_chunks: int) -> None:
+    """Megatron's 1F1B schedule that hides the exchange behind another micro-batch's work."""
+    stock = train_under_overlap_schedule(case, "alltoall")
+    options = {**case.options, "moe_monta_num_chunks": num_chunks}
+    ours = train_under_overlap_schedule(dataclasses.replace(case, options=options), "monta")
+    assert ours.keys() == stock.keys()
+    for name, mine in ours.items():
+        assert torch.equal(mine, stock[name]), f"{name} differs from stock"
 
 
 def options_survive_copies(case: Case) -> list[tuple[str, str, int]]:

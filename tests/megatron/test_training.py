@@ -44,6 +44,17 @@ SETTINGS = {
         --moe-expert-capacity-factor 1.0 --moe-shared-expert-intermediate-size 32
         --recompute-granularity selective --recompute-modules moe --use-distributed-optimizer
     """,
+    # The exchange of one micro-batch is hidden behind the work of another one.
+    "overlapped_micro_batches": """
+        --expert-model-parallel-size 2 --bf16 --overlap-moe-expert-parallel-comm
+        --global-batch-size 32 --eval-iters 1
+    """,
+    "overlapped_micro_batches_in_a_pipeline": """
+        --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
+        --expert-model-parallel-size 2 --bf16 --overlap-moe-expert-parallel-comm
+        --moe-layer-freq ([1,1,0,1]) --moe-shared-expert-intermediate-size 32
+        --global-batch-size 16 --eval-iters 1
+    """,
     # The first stage has no MoE layer, so it makes none of our groups; then Megatron makes more
     # groups, for a checkpoint that is written in the background.
     "dense_first_stage_and_asynchronous_checkpoint": """
@@ -56,10 +67,12 @@ SETTINGS = {
 # Added where the dispatcher is ours: chains that are equal to the bit here. With top-2 on two nodes
 # of one rank each a hierarchy adds two terms, as stock does.
 BITWISE = "--moe-monta-chain alltoall_allgather"
+HIERARCHY = "--moe-monta-chain hierarchical_allgather --moe-monta-ranks-per-node 1"
 OPTIONS = {
-    "dense_first_stage_and_asynchronous_checkpoint": """
-        --moe-monta-chain hierarchical_allgather --moe-monta-ranks-per-node 1
-    """,
+    "dense_first_stage_and_asynchronous_checkpoint": HIERARCHY,
+    # The planner chooses.
+    "overlapped_micro_batches": "--moe-monta-ranks-per-node 1",
+    "overlapped_micro_batches_in_a_pipeline": HIERARCHY,
 }
 
 

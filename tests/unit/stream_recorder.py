@@ -97,9 +97,10 @@ class RecordedEvent:
 class RecordedStream:
     """In place of `torch.cuda.Stream`."""
 
-    def __init__(self, recorder: "Recorder", name: str) -> None:
+    def __init__(self, recorder: "Recorder", name: str, priority: int = 0) -> None:
         self.recorder = recorder
         self.name = name
+        self.priority = priority
         self.clock: Clock = {}
         self.last: Entry | None = None
 
@@ -141,6 +142,7 @@ class Recorder(TorchDispatchMode):
         monitor: hand it to the exchange: it names the stage and chunk of every collective.
         queue: everything issued to the device, in the order of issue.
         findings: what the checker found, in the order of issue.
+        side_streams: that the executor has made.
         live_bytes: of all memory that was touched and not freed yet.
         peak_bytes: the most of it since `forget_peak`.
     """
@@ -153,11 +155,11 @@ class Recorder(TorchDispatchMode):
         self.queue: list[Entry] = []
         self.findings: list[Finding] = []
         self.live_bytes = self.peak_bytes = 0
-        self.current = RecordedStream(self, "caller")
+        self.current = RecordedStream(self, "caller", priority=-1)
         self._make_streams = make_streams
         self._buffers: dict[int, Buffer] = {}
         self._group_streams: dict[str, RecordedStream] = {}
-        self._side_streams: list[RecordedStream] = []
+        self.side_streams: list[RecordedStream] = []
         self._is_muted = False
         self._patches = ExitStack()
 
@@ -286,9 +288,10 @@ class Recorder(TorchDispatchMode):
                 text = f"{access} does not wait for {earlier} (memory of {buffer.owner.name})"
                 self.findings.append(Finding("race", text))
 
-    def _make_side_stream(self, device: torch.device) -> RecordedStream:
-        self._side_streams.append(RecordedStream(self, f"stage {len(self._side_streams)}"))
-        return self._side_streams[-1]
+    def _make_side_stream(self, device: torch.device, priority: int) -> RecordedStream:
+        name = f"stage {len(self.side_streams)}"
+        self.side_streams.append(RecordedStream(self, name, priority))
+        return self.side_streams[-1]
 
     @contextmanager
     def _on(self, stream: RecordedStream) -> Iterator[None]:

@@ -174,6 +174,7 @@ def test_every_access_is_ordered_and_memory_lives_long_enough(
     walks = {entry.step.walk for entry in recorder.collectives() if entry.step is not None}
     assert walks == set(WALKS)
     assert sum(entry.kind == "kernel" for entry in recorder.queue) > 20
+    assert {stream.priority for stream in recorder.side_streams} == {-1}, "not the caller's"
 
 
 class NoWait(CudaStreams):

@@ -89,8 +89,11 @@ class CudaStreams:
     host_moves = False
 
     def __init__(self, device: torch.device, num_stages: int) -> None:
-        self._streams = [_side_stream(device, position) for position in range(num_stages)]
         self._caller = torch.cuda.current_stream(device)
+        # Of the caller's priority: the 1F1B schedule may give its communication a higher one.
+        self._streams = [
+            _side_stream(device, position, self._caller.priority) for position in range(num_stages)
+        ]
         self._held: list[torch.Tensor] = []
 
     def fork(self) -> None:
@@ -132,9 +135,9 @@ class CudaStreams:
 
 
 @cache
-def _side_stream(device: torch.device, position: int) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, position: int, priority: int) -> torch.cuda.Stream:
     """The side stream of every walk's stage `position`, made once and shared by every layer."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=priority)
 
 
 def streams_for(device: torch.device, num_stages: int) -> Streams:

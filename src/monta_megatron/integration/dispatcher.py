@@ -180,6 +180,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self._decide_by_counts()
             if self.chain.rows == "pairs":
                 return self._permute(tokens, probs)
+        if self.config.overlap_moe_expert_parallel_comm:
+            # The 1F1B schedule frees what goes into token_dispatch; the router has saved these.
+            return tokens.clone(), probs.clone()
         return tokens, probs
 
     def token_dispatch(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
-from monta_megatron.options import DISPATCHER_TYPE, Options
+from monta_megatron.options import DISPATCHER_TYPE
 
 
 class Place(NamedTuple):
@@ -106,8 +106,8 @@ def seen_as_alltoall(config: Any) -> Iterator[None]:
 def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., bool]:
     """Megatron's rule for the 1F1B schedule, with our answer for the experts' input.
 
-    The inputs of dispatch and combine may be freed otherwise: our autograd functions save none of
-    them.
+    The inputs of dispatch and combine may be freed as stock's are: our autograd functions save none
+    of them, and what is handed to dispatch is nobody else's.
     """
 
     @functools.wraps(original)
@@ -116,11 +116,6 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
             return original(name, is_moe, config, *args, **kwargs)
         with seen_as_alltoall(config):
             stock_answer = original(name, is_moe, config, *args, **kwargs)
-        if name == "moe_dispatch":
-            chain = Options.of(config).named_chain
-            if chain is None or chain.rows == "tokens":
-                # They take the tokens as they are, and the router saves the same tensor.
-                return False
         if name != "mlp":
             return stock_answer
         # Low precision saves the cast copies; otherwise the grouped GEMM saves this very tensor.
