@@ -133,6 +133,14 @@ def test_ablation_and_bound(ranks: ForkedRanks) -> None:
     assert bound["pct_of_bound"] == pytest.approx(100 * slowest_ms / bound["pipelined_ms"])
 
 
+def test_a_chain_that_is_left_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    from monta_megatron.cli.bench import _print_report
+
+    skipped = {"alltoall_dedup": "moe_monta_chain: alltoall_dedup cannot run here: ..."}
+    _print_report({"rows": [], "meta": {"skipped": skipped}}, as_json=False)
+    assert "left out: alltoall_dedup: moe_monta_chain: " in capsys.readouterr().out
+
+
 def test_wrong_results_stop_it_before_anything_is_timed(ranks: ForkedRanks) -> None:
     script = str(Path(__file__).with_name("bench_with_fault.py"))
     flags = "--chains alltoall_allgather --num-chunks 2"

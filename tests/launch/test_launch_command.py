@@ -84,6 +84,12 @@ def test_stock_dispatcher_from_the_same_file() -> None:
     assert any("moe-monta-chain" in note and "left out" in note for note in run.notes)
 
 
+def test_nothing_is_left_out_that_nobody_gave(tmp_path: Path) -> None:
+    own = ("moe-monta-chain", "moe-monta-ranks-per-node")
+    path = edited(tmp_path, ("cluster", None), *(("megatron", name, None) for name in own))
+    assert not [note for note in ready(path, *STOCK).notes if "left out" in note]
+
+
 def test_the_script_s_own_arguments_can_be_overridden_too() -> None:
     run = ready(QUICKSTART, "--record", "elsewhere.jsonl")
     assert run.script_arguments["record"].words == ["--record", "elsewhere.jsonl"]
@@ -121,7 +127,8 @@ def test_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_run_directory_explains_itself(tmp_path: Path) -> None:
-    run = ready(QUICKSTART, "--lr", "1e-3")
+    run = ready(edited(tmp_path, ("megatron", "wandb-exp-name", "$$5")), "--lr", "1e-3")
+    assert run.arguments["wandb-exp-name"].value == "$5"
     run_directory.write(run)
     assert run.directory == Path("runs/quickstart_launch").absolute()
     assert {path.name for path in run.directory.iterdir()} == {
@@ -270,6 +277,11 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     "no dashes": ([], ["lr", "1e-4"], ["got 'lr'", "--"]),
     "false for nothing": ([], ["--use-tp-pp-dp-mapping", "false"], ["got false", "run.yaml"]),
     "chain": ([], ["--moe-monta-chain", "fastest"], ["--moe-monta-chain: got fastest", "alltoall"]),
+    "chains": (
+        [],
+        ["--moe-monta-chain", "alltoall", "allgather"],
+        ["--moe-monta-chain: got ['alltoall', 'allgather']", "one of auto"],
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """Pictures of many points; needs matplotlib (the `plot` extra)."""
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,9 @@ from monta_megatron.options import AUTO
 
 STOCK_STYLE = {"color": "#8c8c8c", "linewidth": 2.0, "marker": "s"}
 AUTO_STYLE = {"color": "#e07b39", "linewidth": 2.5, "marker": "o"}
-# One for each chain, told apart by people who see no red or green too.
-CHAIN_COLOURS = dict(
-    zip(
-        CHAINS,
-        ("#332288", "#88ccee", "#44aa99", "#117733", "#aa4499", "#222222"),
-        strict=True,
-    )
-)
+# Told apart by people who see no red or green too.
+COLOURS = ("#332288", "#88ccee", "#44aa99", "#117733", "#aa4499", "#222222")
+CHAIN_COLOURS = dict(zip(CHAINS, cycle(COLOURS), strict=False))
 # Lines at which a prediction is so far off.
 ERROR_BAND = 0.25
 

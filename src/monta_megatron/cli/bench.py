@@ -161,11 +161,11 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _plot(reports: list[dict[str, Any]], folder: str | None) -> None:
+    if folder is None or not reports:
+        return
     from monta_megatron.benchmark.plots import plot_report
     from monta_megatron.benchmark.sweep_plots import plot_sweep
 
-    if folder is None or not reports:
-        return
     for path in [*plot_report(reports[0], Path(folder)), *plot_sweep(reports, Path(folder))]:
         print(f"monta bench: drew {path}", file=sys.stderr)
 
@@ -186,7 +186,8 @@ def _print_report(report: dict[str, Any], as_json: bool) -> None:
     from monta_megatron.benchmark.report import Row, prediction_table, table
 
     rows = [Row(**row) for row in report["rows"]]
-    blocks = [table(rows), prediction_table(rows)]
+    left_out = (f"left out: {name}: {why}" for name, why in report["meta"]["skipped"].items())
+    blocks = [table(rows), "\n".join(left_out), prediction_table(rows)]
     if "ablation" in report:
         blocks.append(ablation_table([StepResult(**step) for step in report["ablation"]]))
     if "bound" in report:

@@ -43,7 +43,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the decision, or the ranking."""
     from monta_megatron import strict_yaml
     from monta_megatron.planner.report import layout_lines, plan_lines
-    from monta_megatron.planner.search import MARGIN
+    from monta_megatron.planner.search import MARGIN, slowest_plan
 
     limit = parsed.memory_limit_gb
     settings = {
@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
         "margin": MARGIN if parsed.margin is None else parsed.margin,
     }
     asked = planning.read(parsed, **settings)
-    plan, _ = planning.slowest_plan(
+    plan, _ = slowest_plan(
         planning.workloads(parsed, asked.model, asked.cluster, asked.layout),
         asked.cluster,
         phase=parsed.phase,

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from monta_megatron.planner.layout import ParallelLayout
     from monta_megatron.planner.layouts import RankedLayout
     from monta_megatron.planner.model import Model
-    from monta_megatron.planner.plan import Plan
     from monta_megatron.planner.routing import Routing
     from monta_megatron.planner.workload import Workload
 
@@ -144,41 +143,16 @@ def read_cluster(parsed: argparse.Namespace) -> "Cluster":
 def workloads(
     parsed: argparse.Namespace, model: "Model", cluster: "Cluster", layout: "ParallelLayout"
 ) -> "list[Workload]":
-    """One for every way in which the layout's exchanges lie on the nodes."""
-    from monta_megatron.planner.layout import exchanges
-    from monta_megatron.planner.workload import Workload
+    """The layout's exchanges, with the tokens and the routing of the command line."""
+    from monta_megatron.planner.workload import workloads_of
 
-    places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
-    tokens = layout.tokens_per_rank(model) if parsed.tokens is None else parsed.tokens
-    return [
-        Workload.of(model, place, tokens, _routing(parsed.routing, model, place.num_nodes))
-        for place in places
-    ]
-
-
-def slowest_plan(
-    workloads: "Sequence[Workload]", cluster: "Cluster", **settings: Any
-) -> "tuple[Plan, Workload]":
-    """The plan that takes longest where exchanges lie on the nodes in several ways, and for which.
-
-    Args:
-        workloads: as from `workloads`.
-        cluster: on what.
-        settings: of `planner.search.plan`.
-
-    Raises:
-        ValueError: no chain can run.
-    """
-    from dataclasses import replace
-
-    from monta_megatron.planner.search import plan
-
-    plans = [(plan(workload, cluster, **settings), workload) for workload in workloads]
-    slowest, workload = max(plans, key=lambda pair: pair[0].predicted_us or 0.0)
-    if len(plans) > 1:
-        note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
-        slowest = replace(slowest, notes=(*slowest.notes, note))
-    return slowest, workload
+    return workloads_of(
+        model,
+        layout,
+        cluster.ranks_per_node,
+        parsed.tokens,
+        lambda place: _routing(parsed.routing, model, place.num_nodes),
+    )
 
 
 def _layout(

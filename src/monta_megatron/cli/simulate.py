@@ -113,6 +113,8 @@ def _title(parsed: argparse.Namespace, asked: planning.Asked, factor: str) -> st
 
 def _plan(parsed: argparse.Namespace, asked: planning.Asked, factor: str, value: float) -> "Plan":
     """The plan where the factor has this value, all else as asked."""
+    from monta_megatron.planner.search import slowest_plan
+
     model, cluster, layout = asked.model, asked.cluster, asked.layout
     settings: dict[str, Any] = {"phase": parsed.phase}
     if factor == "tokens":
@@ -138,7 +140,7 @@ def _plan(parsed: argparse.Namespace, asked: planning.Asked, factor: str, value:
         num_nodes = math.ceil(layout.world_size / cluster.ranks_per_node)
         cluster = replace(cluster, num_nodes=max(num_nodes, cluster.num_nodes))
     workloads = planning.workloads(parsed, model, cluster, layout)
-    plan, _ = planning.slowest_plan(workloads, cluster, **settings)
+    plan, _ = slowest_plan(workloads, cluster, **settings)
     return plan
 
 

@@ -166,6 +166,7 @@ def _read(parsed: argparse.Namespace) -> _Drawing:
 
 def _predict(parsed: argparse.Namespace) -> _Drawing:
     from monta_megatron.chains import CHAINS
+    from monta_megatron.planner.search import slowest_plan
     from monta_megatron.timeline.predicted import predict
     from monta_megatron.timeline.spans import pipeline_name
 
@@ -176,7 +177,7 @@ def _predict(parsed: argparse.Namespace) -> _Drawing:
         chain, num_chunks = _chain(parsed)
         settings |= {"chains": (chain.name,), "num_chunks": (num_chunks,)}
     workloads = planning.workloads(parsed, asked.model, cluster, layout)
-    plan, workload = planning.slowest_plan(workloads, cluster, **settings)
+    plan, workload = slowest_plan(workloads, cluster, **settings)
     chain = CHAINS[plan.chain]
     sizes = f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}"
     return _Drawing(

@@ -63,7 +63,8 @@ def peer_groups(
         if name in names:
             members = layout.members(name, layout.rank)
             key = tuple(ranks[each] for each in members)
-            if key not in _made:
+            # Those of a torch.distributed that was ended, and started anew, are no groups any more.
+            if _made.get(key) not in distributed_c10d._world.pg_map:
                 _made[key] = new_local_group(key, f"monta {name}", megatron_groups["ep"])
             groups[name] = _made[key]
     return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
@@ -127,7 +128,7 @@ def _nccl_options_of(group: dist.ProcessGroup) -> Any:
     options.is_high_priority_stream = given.is_high_priority_stream
     for name in NCCL_SETTINGS:
         value = getattr(given.config, name)
-        # What is not set is not for setting: torch would copy a text that is not there.
+        # None is left out: torch would copy a text that is not there.
         if value is not None:
             setattr(options.config, name, value)
     return options

@@ -161,9 +161,14 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
     # Step 4: stock's dispatchers refuse our options; so one file serves to compare with them.
     notes = []
     if arguments[DISPATCHER].value != DISPATCHER_TYPE:
-        unused = [key for key in arguments if key.startswith(OWN_PREFIX) and key not in rest]
+        unused = [
+            key
+            for key, each in arguments.items()
+            if key.startswith(OWN_PREFIX) and key not in rest and each.value is not False
+        ]
         arguments = {key: each for key, each in arguments.items() if key not in unused}
-        notes.append(f"{', '.join(unused)}: left out, {DISPATCHER} is not {DISPATCHER_TYPE}")
+        if unused:
+            notes.append(f"{', '.join(unused)}: left out, {DISPATCHER} is not {DISPATCHER_TYPE}")
     return Merged(
         config=resolved,
         arguments=_without_false(sizes | arguments),
@@ -222,3 +227,10 @@ def replaced(value: Any, variables: Mapping[str, str], source: str) -> Any:
         raise ValueError(f"{source}: got {value!r}, {error.args[0]} must be set") from error
     except ValueError as error:
         raise ValueError(f"{source}: got {value!r}, must have $ as ${{NAME}} or $$") from error
+
+
+def escaped(value: Any) -> Any:
+    """The inverse of `replaced` for what has no variables any more: `$` as `$$`."""
+    if isinstance(value, list):
+        return [escaped(entry) for entry in value]
+    return value.replace("$", "$$") if isinstance(value, str) else value

@@ -12,11 +12,10 @@ from monta_megatron.launch.arguments import DISPATCHER, Arguments, whole
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.options import AUTO, DEFAULT_NUM_CHUNKS, DISPATCHER_TYPE
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.search import NUM_CHUNKS, plan
-from monta_megatron.planner.workload import Workload
+from monta_megatron.planner.search import NUM_CHUNKS, slowest_plan
+from monta_megatron.planner.workload import workloads_of
 
 # Fields of the model that Megatron's arguments of the same name must repeat: by them the exchange
 # is planned. The number of layers is not among them, so that a shortened model can be tried.
@@ -71,14 +70,11 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
             f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
         )
 
-    # Step 2: the slowest of the ways in which exchanges lie on the nodes.
-    tokens = layout.tokens_per_rank(model)
+    # Step 2: plan what the dispatcher will be asked.
     chains, num_chunks = _candidates(arguments)
-    plans = [
-        plan(Workload.of(model, place, tokens), cluster, chains=chains, num_chunks=num_chunks)
-        for place in exchanges(layout, model.num_experts, ranks_per_node)
-    ]
-    return max(plans, key=lambda each: each.predicted_us or 0.0), notes
+    workloads = workloads_of(model, layout, ranks_per_node)
+    plan, _ = slowest_plan(workloads, cluster, chains=chains, num_chunks=num_chunks)
+    return plan, notes
 
 
 def _model(path: str, arguments: Arguments) -> Model:
@@ -111,7 +107,7 @@ def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]
     num_chunks: tuple[int, ...] = NUM_CHUNKS
     chosen = arguments.get("moe-monta-chain")
     if chosen is not None and chosen.value != AUTO:
-        if chosen.value not in CHAINS:
+        if not isinstance(chosen.value, str) or chosen.value not in CHAINS:
             names = ", ".join((AUTO, *CHAINS))
             raise ValueError(f"{chosen.source}: got {chosen.value}, must be one of {names}")
         chains, num_chunks = (chosen.value,), (DEFAULT_NUM_CHUNKS,)

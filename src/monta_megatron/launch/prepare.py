@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron import strict_yaml
-from monta_megatron.launch.arguments import Arguments, from_words, merge, replaced
+from monta_megatron.launch.arguments import Arguments, escaped, from_words, merge, replaced
 from monta_megatron.launch.planning import plan_run
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.planner.plan import Plan
@@ -15,6 +15,9 @@ from monta_megatron.planner.plan import Plan
 PRETRAIN_GPT = "${MEGATRON_LM_DIR}/pretrain_gpt.py"
 # What a job needs to go on where the one before it was when its time was nearly up.
 RESUMES_WITH = ("save", "load", "exit-signal-handler")
+# Where `${NAME}` is replaced besides `environment`.
+SECTIONS = ("megatron", "script_arguments")
+PATHS = ("model", "cluster", "script")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +117,18 @@ def _with_variables(config: RunConfig, file: str, variables: Mapping[str, str]) 
 
     environment = section("environment", variables)
     known = {**variables, **{name: str(value) for name, value in environment.items()}}
-    return replace(
-        config,
-        environment=environment,
-        megatron=section("megatron", known),
-        script_arguments=section("script_arguments", known),
-        **{
-            name: replaced(getattr(config, name), known, f"{file}: {name}")
-            for name in ("model", "cluster", "script")
-        },
-    )
+    changes: dict[str, Any] = {name: section(name, known) for name in SECTIONS}
+    for name in PATHS:
+        changes[name] = replaced(getattr(config, name), known, f"{file}: {name}")
+    return replace(config, environment=environment, **changes)
+
+
+def to_run_file(config: RunConfig) -> str:
+    """A resolved configuration as a run file that resolves to the same."""
+    changes: dict[str, Any] = {name: escaped(getattr(config, name)) for name in PATHS}
+    for name in ("environment", *SECTIONS):
+        changes[name] = {key: escaped(value) for key, value in getattr(config, name).items()}
+    return strict_yaml.dump(replace(config, **changes))
 
 
 def _absolute(folder: Path, path: str | None) -> str | None:

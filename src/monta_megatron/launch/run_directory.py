@@ -18,9 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from monta_megatron import strict_yaml
 from monta_megatron.benchmark.report import commit, versions
-from monta_megatron.launch.prepare import Run
+from monta_megatron.launch.prepare import Run, to_run_file
 from monta_megatron.launch.script import run_script
 
 START = Path(__file__).with_name("start.sh")
@@ -44,7 +43,7 @@ def write(run: Run) -> None:
 
 def _fill(folder: Path, run: Run) -> None:
     (folder / "logs").mkdir(parents=True)
-    (folder / "config.yaml").write_text(strict_yaml.dump(run.config), encoding="utf-8")
+    (folder / "config.yaml").write_text(to_run_file(run.config), encoding="utf-8")
     if run.plan is not None:
         run.plan.save(folder / "plan.yaml")
     (folder / "versions.json").write_text(json.dumps(_versions(run), indent=2) + "\n")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges
+from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Phase, Plan
-from monta_megatron.planner.search import MARGIN, plan
+from monta_megatron.planner.search import MARGIN, slowest_plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.progress import NoProgress, Progress
 
@@ -55,7 +55,7 @@ def rank_layouts(
     cp: int = 1,
     pp: int = 1,
     phase: Phase = "forward_backward",
-    workloads: Callable[[ParallelLayout], Sequence[Workload]] | None = None,
+    workloads: Callable[[ParallelLayout], Sequence[Workload]],
     memory_limit_bytes: float | None = None,
     margin: float = MARGIN,
     progress: Progress | None = None,
@@ -70,20 +70,13 @@ def rank_layouts(
         cluster: on what.
         world_size, cp, pp: of the layouts.
         phase: what has to be fast.
-        workloads: a layout's exchanges, one for every way in which they lie on the nodes; None for
-            the model's tokens and uniform routing.
+        workloads: a layout's exchanges; see `workload.workloads_of`.
         memory_limit_bytes, margin: of the plan for each; see `search.plan`.
         progress: told of every layout.
 
     Raises:
         ValueError: none fits.
     """
-
-    def uniform(layout: ParallelLayout) -> Sequence[Workload]:
-        tokens = layout.tokens_per_rank(model)
-        places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
-        return [Workload.of(model, place, tokens) for place in places]
-
     found = []
     memory_bytes = cluster.memory_bytes_per_rank
     least: float | None = None
@@ -99,21 +92,19 @@ def rank_layouts(
             limits.append(memory_bytes - state)
         if min(limits, default=0.0) < 0:
             continue
+        of_layout = workloads(layout)
         try:
-            plans = [
-                plan(
-                    workload,
-                    cluster,
-                    phase=phase,
-                    memory_limit_bytes=min(limits, default=None),
-                    margin=margin,
-                )
-                for workload in (workloads or uniform)(layout)
-            ]
+            plan, _ = slowest_plan(
+                of_layout,
+                cluster,
+                phase=phase,
+                memory_limit_bytes=min(limits, default=None),
+                margin=margin,
+            )
         except ValueError:
             # No chain fits into what is left.
             continue
-        found.append(_ranked(layout, plans, state))
+        found.append(_ranked(layout, plan, state))
     if not found:
         needs = "" if least is None else f"; the least that one needs is {least / 1e9:.0f} GB"
         raise ValueError(
@@ -152,12 +143,10 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _ranked(layout: ParallelLayout, plans: Sequence[Plan], state: float) -> RankedLayout:
-    # Where exchanges lie differently on the nodes, the slowest one holds up the others.
-    slowest = max(plans, key=lambda each: each.predicted_us or 0.0)
-    choice = next(entry for entry in slowest.candidates if entry.rejected is None)
+def _ranked(layout: ParallelLayout, plan: Plan, state: float) -> RankedLayout:
+    choice = next(entry for entry in plan.candidates if entry.rejected is None)
     predicted_us, peak_bytes = choice.predicted_us or 0.0, choice.peak_bytes or 0.0
-    tokens = slowest.situation.tokens_per_rank
+    tokens = plan.situation.tokens_per_rank
     return RankedLayout(
         tp=layout.tp,
         ep=layout.ep,
@@ -165,8 +154,8 @@ def _ranked(layout: ParallelLayout, plans: Sequence[Plan], state: float) -> Rank
         cp=layout.cp,
         pp=layout.pp,
         tokens_per_rank=tokens,
-        chain=slowest.chain,
-        num_chunks=slowest.num_chunks,
+        chain=plan.chain,
+        num_chunks=plan.num_chunks,
         predicted_us=predicted_us,
         us_per_1k_tokens=predicted_us / max(tokens, 1) * 1e3,
         peak_bytes=peak_bytes,

@@ -5,6 +5,8 @@ walk, add up the walks. The space is small, so all of it is searched.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.planner.chain_price import ChainPrice, price_chain, stage_costs
@@ -92,6 +94,27 @@ def plan(
         ),
         notes=tuple(dict.fromkeys(note for walk in choice.walks for note in walk.notes)),
     )
+
+
+def slowest_plan(
+    workloads: Sequence[Workload], cluster: Cluster, **settings: Any
+) -> tuple[Plan, Workload]:
+    """The plan that takes longest, and for which workload: that exchange holds up the others.
+
+    Args:
+        workloads: one for every way in which the exchanges of a layout lie on the nodes.
+        cluster: on what.
+        settings: of `plan`.
+
+    Raises:
+        ValueError: no chain can run.
+    """
+    plans = [(plan(workload, cluster, **settings), workload) for workload in workloads]
+    slowest, workload = max(plans, key=lambda pair: pair[0].predicted_us or 0.0)
+    if len(plans) > 1:
+        note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
+        slowest = replace(slowest, notes=(*slowest.notes, note))
+    return slowest, workload
 
 
 def _candidate(

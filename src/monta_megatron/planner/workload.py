@@ -1,5 +1,6 @@
 """What is exchanged, by whom: the layout of an exchange, its rows, and where they go."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -7,6 +8,7 @@ from monta_megatron.chains import BoundChain, Chain, Layout
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.lanes import RowFormat
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing import Routing, UniformRouting
 
@@ -91,6 +93,29 @@ class Workload:
                 before = (node, position // ranks_per_nic)
                 starts.append(layout.rank)
         return starts
+
+
+def workloads_of(
+    model: Model,
+    layout: ParallelLayout,
+    ranks_per_node: int,
+    tokens_per_rank: int | None = None,
+    routing: Callable[[Layout], Routing] | None = None,
+) -> list[Workload]:
+    """One for every way in which the layout's exchanges lie on the nodes.
+
+    Args:
+        model: what is trained.
+        layout: how the ranks are grouped.
+        ranks_per_node: ranks joined by the fast tier.
+        tokens_per_rank: None for those of the model's batch.
+        routing: of an exchange; None for the model's own router.
+    """
+    tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
+    return [
+        Workload.of(model, place, tokens, None if routing is None else routing(place))
+        for place in exchanges(layout, model.num_experts, ranks_per_node)
+    ]
 
 
 def uniform_routing(model: Model) -> UniformRouting:

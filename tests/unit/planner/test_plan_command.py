@@ -15,6 +15,7 @@ from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.layouts import rank_layouts, state_bytes
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.workload import workloads_of
 
 MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
 A800 = ["--cluster", str(CONFIGS / "clusters" / "a800_2x8_ib200.yaml")]
@@ -117,6 +118,11 @@ def test_cluster_presets(path: Path) -> None:
     assert inter > cluster.time_us("alltoall", "intra", 1e8, 8, 8).us
 
 
+def test_a_bad_routing_is_no_lack_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MIXTRAL, *A800, "--routing", "zipf"]) == 2
+    assert "--routing: got 'zipf'" in capsys.readouterr().err
+
+
 def test_all_presets_are_there() -> None:
     assert len(list((CONFIGS / "models").glob("*.yaml"))) == 11
     names = {path.stem for path in (CONFIGS / "clusters").glob("*.yaml")}
@@ -126,7 +132,12 @@ def test_all_presets_are_there() -> None:
 def test_what_does_not_fit_into_memory_is_no_layout() -> None:
     model = strict_yaml.load(Model, CONFIGS / "models" / "mixtral_8x22b.yaml")
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a100_hdr.yaml")
-    ranking = rank_layouts(model, cluster, world_size=128)
+    ranking = rank_layouts(
+        model,
+        cluster,
+        world_size=128,
+        workloads=lambda layout: workloads_of(model, layout, cluster.ranks_per_node),
+    )
     assert all(each.state_bytes + each.peak_bytes <= 80e9 for each in ranking)
     # By hand, one rank of a world of 1: 6 bytes and 12 of optimizer for each of 141e9 parameters.
     assert state_bytes(model, ParallelLayout(world_size=1)) == pytest.approx(141e9 * 18)
