@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, Optional
 
 from monta_megatron.chains import CHAINS, Chain
@@ -18,7 +19,7 @@ from monta_megatron.strict_yaml import load
 
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
-# Of a chain that is named without a number of chunks.
+# Where a chain is named without a number of chunks.
 DEFAULT_NUM_CHUNKS = 4
 
 
@@ -105,6 +106,11 @@ class Options:
             for name in OPTION_NAMES
             if getattr(source, name, None) is not None
         }
+        for name in ("chain", "cluster", "plan"):
+            value = given.get(name, name)
+            if not value or not isinstance(value, str | os.PathLike | Cluster):
+                what = "a name" if name == "chain" else "a file"
+                raise ValueError(f"moe_monta_{name}: got {value!r}, must be {what}")
         chain = given.get("chain", AUTO)
         if chain != AUTO and chain not in CHAINS:
             raise ValueError(
@@ -134,7 +140,7 @@ class Options:
         if "cluster" in given:
             # In code, costs that are in no file will do.
             if not isinstance(given["cluster"], Cluster):
-                given["cluster"] = load(Cluster, given["cluster"])
+                given["cluster"] = _load_cluster(given["cluster"])
             given.setdefault("ranks_per_node", given["cluster"].ranks_per_node)
         return cls(**given)
 
@@ -147,6 +153,21 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
         convert = entry.metadata["argparse_meta"]["type"]
         defaults[entry.name] = convert(text) if text else None
     return defaults
+
+
+def _load_cluster(path: str) -> Cluster:
+    """The cluster of a file, read once per process: every layer asks for it."""
+    try:
+        changed = os.stat(path).st_mtime_ns
+    except OSError:
+        # Which says what is wrong.
+        return load(Cluster, path)
+    return _load_cluster_as_of(path, changed)
+
+
+@cache
+def _load_cluster_as_of(path: str, changed: int) -> Cluster:
+    return load(Cluster, path)
 
 
 def _nearest(name: str) -> str:

@@ -21,7 +21,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Of every rank but the first."""
+    """Shows nothing: for every rank but the first."""
 
     def phase(self, text: str, total: int) -> None: ...
 

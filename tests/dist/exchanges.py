@@ -294,7 +294,6 @@ def make_source(case: Case, data: Data) -> Source:
         sum_dtype=case.sum_dtype,
         monitor=Monitor(),
         list_width=width,
-        num_experts=num_experts,
     )
     return Source(exchange=exchange, rank=rank, token=token, expert=expert, probs=row_probs)
 

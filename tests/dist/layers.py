@@ -615,6 +615,34 @@ def disagree(case: Case, options_of_rank: dict[int, dict[str, Any]]) -> None:
     build_layer(case, "monta", **options_of_rank.get(dist.get_rank(), {}))
 
 
+def tokens_decided_by(case: Case, tokens: list[int]) -> list[int]:
+    """For how many tokens a rank chooses that has tokens[rank] of them."""
+    layer = build_layer(case, "monta")
+    dispatcher = layer.token_dispatcher
+    decide, asked = dispatcher._decide, []
+
+    def recording(max_tokens: int, log: bool = True) -> None:
+        asked.append(max_tokens)
+        decide(max_tokens, log)
+
+    dispatcher._decide = recording
+    forward_backward(dataclasses.replace(case, num_tokens=tokens[dist.get_rank()]), layer)
+    return asked
+
+
+def second_derivative(case: Case, num_chunks: int) -> str:
+    """The error of a gradient's gradient; stock has it, ours does not."""
+    layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
+    hidden = torch.randn(4, 1, HIDDEN).requires_grad_()
+    output, _ = layer(hidden)
+    (gradient,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+    try:
+        gradient.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
     """Write the plan behind a layer's choice for so many tokens; what it chose."""
     from monta_megatron.planner.choice import plan_for

@@ -55,6 +55,24 @@ def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
         pools[4].run("layers:disagree", Case(), {1: {"moe_monta_chain": "auto"}})
 
 
+def test_ranks_that_see_other_nodes_are_told(pools: Pools) -> None:
+    chain = {"moe_monta_chain": "hierarchical_allgather"}
+    two, one = (chain | {"moe_monta_ranks_per_node": each} for each in (2, 1))
+    with pytest.raises(PoolError, match="ranks 0 and 3 differ in ranks_per_node: 2 and 1"):
+        pools[4].run("layers:disagree", Case(), {0: two, 1: two, 2: two, 3: one})
+    # One that was given it, among others that would ask each other.
+    with pytest.raises(PoolError, match="ranks 0 and 1 differ in ranks_per_node: 2 and None"):
+        pools[4].run("layers:disagree", Case(), {0: two, 1: chain, 2: chain, 3: chain})
+
+
+def test_padded_to_capacity_all_ranks_choose_for_as_many_tokens(pools: Pools) -> None:
+    config = {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}
+    # Of 8 experts each takes 4 pairs from every rank: ceil(29 * 2 / 8 / 2) = 32 * 2 / 8 / 2.
+    case = Case(routing="router", options=AUTO, config=config)
+    found = pools[4].run("layers:tokens_decided_by", case, [30, 31, 32, 29])
+    assert found == [[32]] * 4
+
+
 def test_a_plan_file_is_followed_and_checked(pools: Pools, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     options = {"moe_monta_plan": str(path), "moe_monta_ranks_per_node": 2}

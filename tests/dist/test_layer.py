@@ -36,3 +36,9 @@ def test_layer_equals_stock(pools: Pools, tp: int, ep: int, etp: int, dtype: str
         for of_rank in reports:
             assert {report["dispatcher"] for report in of_rank} == {"MontaTokenDispatcher"}
     assert sum(report["bytes"]["intra"] for of_rank in reports for report in of_rank) > 0
+
+
+def test_a_second_derivative_is_refused_by_name(pools: Pools) -> None:
+    for num_chunks in (1, 3):
+        for error in pools[4].run("layers:second_derivative", Case(), num_chunks):
+            assert "once_differentiable" in error

@@ -11,10 +11,11 @@ from exchanges import ROUTINGS, Case, find_groups, make_data, make_source
 from test_exchange_properties import DTYPES, runnable
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.gathered import gathered_widths
 from monta_megatron.chains.lanes import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.planner.sampled_routing import MeasuredRouting
-from monta_megatron.planner.traffic import num_counts, walk_traffic
+from monta_megatron.planner.traffic import walk_traffic
 
 NUM_CASES = 120
 
@@ -125,7 +126,7 @@ def test_the_gathered_counts_are_as_many_as_planned(chain: str) -> None:
 
     case = dataclasses.replace(Case(chain=chain), num_blocks=3)
     layout = case.layout(1)
-    expected = num_counts((CHAINS[chain],), layout, case.num_blocks)
+    expected = sum(gathered_widths((CHAINS[chain],), layout, case.num_blocks))
     num_blocks = case.num_blocks if CHAINS[chain].rows == "tokens" else 1
     counting = Counting(chains=(CHAINS[chain],), layout=layout, num_blocks=num_blocks)
     assert counting.count(make_data(case).routing_maps[1]).shape == (expected,)

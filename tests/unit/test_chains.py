@@ -94,18 +94,18 @@ def test_the_last_chunk_is_smaller_and_comes_first_on_the_way_back() -> None:
 def test_depth_trails_by_one_step_per_collective() -> None:
     counts = Counts(sent=np.ones((2, 1), int), received=np.ones((2, 2, 1), int))
     bound = CHAIN.bind(layout_of(2, 2, 1), counts, num_chunks=2)
-    for host_moves in (False, True):
-        assert bound.depths(transpose=False, host_moves=host_moves) == [0, 0, 1, 2]
-        assert bound.depths(transpose=True, host_moves=host_moves) == [0, 0, 1, 2]
+    for copies_block_host in (False, True):
+        assert bound.depths(transpose=False, copies_block_host=copies_block_host) == [0, 0, 1, 2]
+        assert bound.depths(transpose=True, copies_block_host=copies_block_host) == [0, 0, 1, 2]
 
 
 def test_a_host_that_moves_rows_itself_does_not_put_them_off() -> None:
     # The AllToAll crosses nodes, the AllGather stays on one.
     counts = Counts(sent=np.ones((2, 1), int), received=np.ones((2, 2, 1), int))
     bound = CHAIN.bind(layout_of(2, 2, 1, ranks_per_node=2), counts, num_chunks=2)
-    assert bound.depths(transpose=False, host_moves=True) == [0, 0, 1, 1]
-    assert bound.depths(transpose=True, host_moves=True) == [0, 0, 0, 1]
-    assert bound.depths(transpose=False, host_moves=False) == [0, 0, 1, 2]
+    assert bound.depths(transpose=False, copies_block_host=True) == [0, 0, 1, 1]
+    assert bound.depths(transpose=True, copies_block_host=True) == [0, 0, 0, 1]
+    assert bound.depths(transpose=False, copies_block_host=False) == [0, 0, 1, 2]
     pack, exchange, gather, order = range(4)
     assert order_of_issue([0, 0, 1, 1], num_chunks=2) == [
         *[(pack, 0), (exchange, 0)],
@@ -117,8 +117,8 @@ def test_a_host_that_moves_rows_itself_does_not_put_them_off() -> None:
 def test_a_group_of_one_rank_takes_no_step() -> None:
     counts = Counts(sent=np.ones((2, 1), int), received=np.ones((1, 2, 1), int))
     bound = CHAIN.bind(layout_of(2, 1, 1), counts, num_chunks=2)
-    assert bound.depths(transpose=False, host_moves=False) == [0, 0, 1, 1]
-    assert bound.depths(transpose=True, host_moves=False) == [0, 0, 0, 1]
+    assert bound.depths(transpose=False, copies_block_host=False) == [0, 0, 1, 1]
+    assert bound.depths(transpose=True, copies_block_host=False) == [0, 0, 0, 1]
 
 
 def test_num_chunks_below_one_is_refused() -> None:

@@ -115,7 +115,6 @@ def make_exchange(
         sum_dtype=torch.float32,
         monitor=recorder.monitor,
         list_width=width,
-        num_experts=layout.num_experts,
     )
 
 
@@ -126,8 +125,9 @@ def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> None:
     probs = torch.ones(num_rows, width) if width else torch.ones(num_rows)
     ids = None
     if width:
-        numbers = torch.arange(exchange.num_experts).expand_as(routing_map)
-        numbers = torch.where(routing_map, numbers, exchange.num_experts)
+        num_experts = exchange.bound.layout.num_experts
+        numbers = torch.arange(num_experts).expand_as(routing_map)
+        numbers = torch.where(routing_map, numbers, num_experts)
         ids = numbers.sort(dim=1).values[:, :width].int()
     rows = torch.ones(num_rows, HIDDEN).requires_grad_()
     probs.requires_grad_()

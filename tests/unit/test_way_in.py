@@ -152,6 +152,9 @@ def configurations() -> Iterator[Preloaded]:
     ("options", "words"),
     [
         ("moe_monta_chain='alltoal_allgather'", ["moe_monta_chain", "did you mean"]),
+        ("moe_monta_chain=['alltoall']", ["moe_monta_chain: got ['alltoall']", "a name"]),
+        ("moe_monta_cluster=7", ["moe_monta_cluster: got 7", "a file"]),
+        ("moe_monta_plan=''", ["moe_monta_plan: got ''", "a file"]),
         ("moe_monta_num_chunks=0", ["moe_monta_num_chunks", "got 0", ">= 1"]),
         ("moe_monta_num_chunks=-3", ["moe_monta_num_chunks", "got -3"]),
         ("moe_monta_num_chunks=True", ["moe_monta_num_chunks", "got True"]),

@@ -223,7 +223,7 @@ def traffic_of_run(candidate: Candidate, backward: bool, before: Traffic, num_ru
     """Payload that this rank's tokens cause, or that this rank sends: equal in the sum of ranks.
 
     Args:
-        candidate: whose.
+        candidate: what ran.
         backward: whether its runs had a backward pass.
         before: what it had sent before these runs.
         num_runs: all alike.

@@ -63,8 +63,8 @@ def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def linger() -> None:
-    """Of a rank that fails in silence: torchrun ends all ranks as soon as one has failed, and by
-    then the first one has to have said why."""
+    """Delay the exit of a rank that fails in silence: torchrun ends all ranks as soon as one has
+    failed, and by then the first rank has to have said why."""
     time.sleep(OTHER_RANKS_LINGER_S)
 
 

@@ -16,7 +16,7 @@ from monta_megatron.topology.nodes import number_nodes
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one phase.
+    """What the planner says of one phase.
 
     Attributes:
         predicted_ms: by chain and number of chunks.

@@ -172,7 +172,7 @@ def describe(
 
 
 def versions() -> dict[str, str | None]:
-    """Of what takes part."""
+    """The versions of Python and of the packages that take part."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("monta-megatron", "megatron-core", "torch", "numpy"):
         try:
@@ -183,7 +183,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """Of this rank; the others are taken to be alike."""
+    """This rank's machine; the others are taken to be alike."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -192,7 +192,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """Of the source in a folder, with "-dirty" where it was changed; None outside a checkout."""
+    """The commit of a source folder, "-dirty" where it was changed; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)

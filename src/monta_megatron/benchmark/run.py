@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from monta_megatron import strict_yaml
 from monta_megatron.benchmark.ablation_steps import ablation_steps
 from monta_megatron.benchmark.bound import measure_bound
 from monta_megatron.benchmark.candidates import identity_experts
 from monta_megatron.benchmark.checks import check_candidates
+from monta_megatron.benchmark.joined import join, on_first_rank
 from monta_megatron.benchmark.launch import Launch
 from monta_megatron.benchmark.point import Task, prepare
 from monta_megatron.benchmark.settings import Settings
@@ -20,8 +20,6 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.bench_layer import Experts, build_experts
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
-
-T = TypeVar("T")
 
 
 class MismatchError(Exception):
@@ -37,7 +35,7 @@ def run_benchmarks(
     launch: Launch,
     cluster: Cluster | None,
     progress: Progress,
-    is_kept: IsKept = lambda settings, emulated: False,
+    is_kept: IsKept,
 ) -> Iterator[dict[str, Any]]:
     """Join the launch, then at each point check every candidate and time them side by side.
 
@@ -56,9 +54,11 @@ def run_benchmarks(
         ValueError: a setting that cannot run here.
         MismatchError: a candidate gives other results than stock alltoall; it was not timed.
     """
-    device = start(launch)
+    device = join(launch.local_rank)
     emulated = EmulatedCluster.from_environment()
-    left = _from_first_rank([point for point in points if not is_kept(point.settings, emulated)])
+    left = on_first_rank(
+        lambda: [point for point in points if not is_kept(point.settings, emulated)]
+    )
     if len(left) < len(points):
         progress.phase(f"{len(points) - len(left)} of {len(points)} points are there already", 0)
     sizes = None
@@ -113,20 +113,3 @@ def _run_benchmark(task: Task, device: torch.device, makes_groups: bool) -> dict
         found = measure_bound(settings, bench.layout, bench.batch)
         report["bound"] = [asdict(result) for result in found]
     return report
-
-
-def start(launch: Launch) -> torch.device:
-    """Join the launch; Gloo carries what the benchmark itself has to say."""
-    if not torch.cuda.is_available():
-        raise ValueError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
-    torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _from_first_rank(value: T) -> T:
-    """What the first rank has, on all ranks."""
-    found: list[Any] = [value]
-    dist.broadcast_object_list(found, src=0)
-    result: T = found[0]
-    return result

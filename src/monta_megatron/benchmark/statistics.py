@@ -10,7 +10,7 @@ NUM_RESAMPLES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of the times of one candidate."""
+    """The spread of one candidate's times."""
 
     median_ms: float
     p10_ms: float

@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def times_ms(self) -> dict[Key, float]:
-        """Of ours."""
+        """Our measured times, by chain and number of chunks."""
         rows: dict[Key, list[float]] = {}
         for row in self.ours:
             rows.setdefault((row.chain, row.num_chunks), []).append(row.median_ms)

@@ -164,7 +164,7 @@ def _factors(points: Sequence[Measured]) -> dict[str, list[str]]:
 
 
 def _varying(points: Sequence[Measured]) -> list[dict[str, str]]:
-    """Of each point, the factors in which the points differ."""
+    """For each point, the factors in which the points differ."""
     factors = {name: values for name, values in _factors(points).items() if len(set(values)) > 1}
     return [
         {name: values[position] for name, values in factors.items()}

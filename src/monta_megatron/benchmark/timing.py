@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Of all candidates.
+    """The times of all candidates.
 
     Attributes:
         times_ms: [repeats, candidates] of the slowest rank.

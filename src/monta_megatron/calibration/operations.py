@@ -100,7 +100,7 @@ def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
 
 
 def _counting(nodes: tuple[int, ...]) -> Counting:
-    """Of the exchange of all ranks, for every chain that could run."""
+    """The counting for an exchange of all ranks and every chain that could run."""
     num_ranks = len(nodes)
     layout = Layout(
         ep=num_ranks,

@@ -187,12 +187,12 @@ COUNTS = HostWork(name="host counts")
 WALKS = HostWork(name="host walks")
 NUM_WALK_CHUNKS = 8
 WALKS_IN_CHUNKS = HostWork(name=f"host walks, {NUM_WALK_CHUNKS} chunks")
-# Through which each chunk of these goes.
+# Stages of these walks.
 NUM_WALK_STAGES = 4
 
 Task: TypeAlias = Point | Repeated | Pair | HostWork
 
-# Of each two resources, what stands for them: the operations that chains run beside each other.
+# Pairs of resources whose mutual slowdown is measured, by operations that chains run at once.
 PAIRS: tuple[tuple[Resource, Resource], ...] = (
     ("inter", "intra"),
     ("inter", "memory"),

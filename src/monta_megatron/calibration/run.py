@@ -4,15 +4,15 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from monta_megatron.benchmark.joined import join, on_first_rank
 from monta_megatron.calibration.cluster_file import Machine, make_cluster
 from monta_megatron.calibration.measure import MAX_ROUNDS, RUN_US, first_runs, measure_rounds
 from monta_megatron.calibration.operations import (
@@ -39,8 +39,6 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +81,11 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     Raises:
         ValueError: a cluster that cannot be calibrated, or a record that does not fit it.
     """
-    device = _start(local_rank)
+    device = join(local_rank)
     end_s = time.monotonic() + settings.budget_s
     # Step 1: the machine.
     world = dist.group.WORLD
-    assert world is not None, "_start has joined the launch"
+    assert world is not None, "it has been joined"
     nodes = find_nodes(world, settings.ranks_per_node)
     shape = shape_of(nodes)
     machine = _machine(settings, shape, device)
@@ -96,7 +94,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
 
     # Step 2: what an earlier calibration has left.
     identity = _identity(machine, ranks_per_core)
-    record = _on_first_rank(lambda: Record.open(settings.partial, identity))
+    record = on_first_rank(lambda: Record.open(settings.partial, identity))
 
     # Step 3: first runs, which also tell which points are put together.
     progress.phase(f"first runs of {len(points)} points", len(points))
@@ -167,16 +165,6 @@ def shape_of(nodes: tuple[int, ...]) -> Shape:
     return shape
 
 
-def _start(local_rank: int) -> torch.device:
-    """Join the launch; Gloo carries what the ranks have to tell each other."""
-    if not torch.cuda.is_available():
-        raise ValueError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    # A CPU where CPU ranks stand in.
-    return torch.empty(0, device="cuda").device
-
-
 def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
     emulated = EmulatedCluster.from_environment()
     on_cpu = device.type == "cpu"
@@ -232,18 +220,3 @@ def _counts_to_host_us(device: torch.device, num_runs: int = 20) -> float:
     for _ in range(num_runs):
         counts.cpu()
     return (time.perf_counter() - begin_s) * 1e6 / num_runs
-
-
-def _on_first_rank(function: Callable[[], T]) -> T:
-    """What the first rank finds, on all ranks; so too what it cannot accept."""
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = function()
-        except ValueError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise ValueError(found[1])
-    result: T = found[0]
-    return result

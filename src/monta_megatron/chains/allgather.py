@@ -14,7 +14,7 @@ largest chunk's share, about 2 / (2C - 1)):
 import numpy as np
 
 from monta_megatron.chains.chain import Chain, Layout, TokenCounts
-from monta_megatron.chains.stages import AllGather, BoundStage
+from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.chains.tokens import CUT, ORDER, TO_EXPERTS, bind_cut, bind_experts, by_chunk
 
 GATHER = AllGather(name="allgather", group="tp_ep")
@@ -23,8 +23,7 @@ GATHER = AllGather(name="allgather", group="tp_ep")
 def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     gathered = by_chunk(counts.tokens, num_chunks, axis=1).T  # [C, S]
-    own = gathered[:, layout.rank, None]
-    gather = BoundStage(stage=GATHER, send=np.broadcast_to(own, gathered.shape), receive=gathered)
+    gather = bind_gather(GATHER, gathered, layout.rank)
     return (
         bind_cut(layout, counts, num_chunks),
         gather,

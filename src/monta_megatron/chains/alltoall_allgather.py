@@ -15,8 +15,9 @@ Order of rows (etp rank t, source EP rank s, local expert l; r are the tokens of
     expert side       (l, t, s, r)      stock's order, all chunks
 
 Hand-worked: EP 2, ETP 1, L = 2, two chunks; this rank holds rows [a a b b b b | c d d] for the
-experts 0 1 | 2 3. Chunk 0 takes 1 of a, 2 of b, then 0 of c, 1 of d (the odd row of an odd
-expert goes to the earlier chunk); chunk 1 takes the rest. So A2A sends [3, 1], then [3, 2] rows.
+experts 0 1 | 2 3. Chunk 0 takes two thirds of each count, rounded down for the first expert of a
+rank and with a third of a row more for the second: 1 of a, 3 of b, 0 of c, 1 of d. Chunk 1 takes
+the rest. So A2A sends [4, 1], then [2, 2] rows.
 
 Memory of dispatch beyond its input, at most, in rows (S sent, A received, G gathered,
 c the largest chunk's share, 2 / (2C - 1)):
@@ -28,7 +29,14 @@ c the largest chunk's share, 2 / (2C - 1)):
 import numpy as np
 
 from monta_megatron.chains.chain import Chain, Counts, Layout, cut, starts_of
-from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Place, Segments
+from monta_megatron.chains.stages import (
+    AllGather,
+    AllToAll,
+    BoundStage,
+    Place,
+    Segments,
+    bind_gather,
+)
 
 PACK = Place(name="pack")
 EXCHANGE = AllToAll(name="alltoall", group="ep")
@@ -70,11 +78,10 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
 
     sent_total = sent.sum(axis=(1, 2))[:, None]
     gathered_total = gathered.sum(axis=1)[:, None]
-    own_total = gathered[:, etp_rank, None]
     return (
         BoundStage(stage=PACK, send=sent_total, receive=sent_total, segments=packed),
         BoundStage(stage=EXCHANGE, send=sent.sum(axis=2), receive=own.sum(axis=2)),
-        BoundStage(stage=GATHER, send=np.broadcast_to(own_total, gathered.shape), receive=gathered),
+        bind_gather(GATHER, gathered, etp_rank),
         BoundStage(stage=ORDER, send=gathered_total, receive=gathered_total, segments=ordered),
     )
 

@@ -40,7 +40,7 @@ class Layout:
         nodes: [S] node of every rank of the exchange.
         classes: kinds of pairs that an expert takes from a source one kind after the other: 2
             where experts are padded to capacity (routed pairs, then padding), else 1. Each kind
-            counts as an expert of its own, so L is that many times the number of weights.
+            counts as an expert of its own, so L is that many times the rank's experts in the layer.
     """
 
     ep: int
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def num_experts(self) -> int:
-        """Experts of the layer."""
+        """Experts of the exchange: those of the layer, each once per class."""
         return self.ep * self.num_local_experts
 
     @property
@@ -266,6 +266,11 @@ class BoundChain:
         """Rows of the whole tensor on the experts' side."""
         return self.rows_per_local_expert.sum().item()
 
+    @property
+    def packs(self) -> bool:
+        """Whether the lanes share messages: wherever rows are copied on the way in."""
+        return self.num_chunks > 1 or self.chain.rows == "tokens"
+
     @cached_property
     def turns_back(self) -> bool:
         """Whether transposed walks take the chunks from the last to the first: the small one first.
@@ -273,9 +278,9 @@ class BoundChain:
         Behind one collective alone there is only a copy to hide, and a small first chunk would
         have the large ones in memory together with the output.
         """
-        return self.depths(transpose=False, host_moves=False)[-1] > 1
+        return self.depths(transpose=False, copies_block_host=False)[-1] > 1
 
-    def depths(self, transpose: bool, host_moves: bool) -> list[int]:
+    def depths(self, transpose: bool, copies_block_host: bool) -> list[int]:
         """[N] by how many steps each stage of a walk trails the first one.
 
         By one for every collective before it, so that two chunks are under way in each. A copy
@@ -289,7 +294,7 @@ class BoundChain:
 
         Args:
             transpose: the walk goes through the stages from the last to the first.
-            host_moves: see above; CPU ranks.
+            copies_block_host: see above; CPU ranks.
         """
         stages = self.stages[::-1] if transpose else self.stages
         groups = [
@@ -299,17 +304,17 @@ class BoundChain:
             for bound in stages
         ]
         trailed = set(groups) - {None}
-        if host_moves:
+        if copies_block_host:
             trailed = trailed & self.layout.crossing_groups or trailed
         return [0, *accumulate(int(group in trailed) for group in groups[:-1])]
 
-    def num_added_first(self, num_copies: int) -> int:
-        """Of the copies of a row that come from so many ranks, each how many are added first.
+    def copies_per_sum(self, num_copies: int) -> int:
+        """How many neighbours among the copies of a row are added before those sums are.
 
-        As stock does: the parts of an expert's output, then experts; 1 for one after the other.
+        The ETP parts of each expert's output, as stock does; all copies where nothing is nested.
         """
         etp = self.layout.etp
-        return etp if etp < num_copies and num_copies % etp == 0 else 1
+        return etp if 1 < etp < num_copies and num_copies % etp == 0 else num_copies
 
     def chunk(self, turn: int, transpose: bool) -> int:
         """The chunk whose turn it is in a walk."""
@@ -351,7 +356,7 @@ def cut(rows: RowCounts, num_chunks: int) -> RowCounts:
     return np.minimum((steps * rows + np.arange(rows.shape[-1]) % halves) // halves, rows)
 
 
-# Of counts by token block, from which chunks are made.
+# Token blocks that are counted; a chunk is made of whole blocks.
 NUM_BLOCKS = 8
 
 

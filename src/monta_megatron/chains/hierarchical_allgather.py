@@ -12,10 +12,8 @@ G gathered in the node, P pairs, c the largest chunk's share, about 2 / (2C - 1)
     P + c (D + 3A + 2G + P)         the larger of A + G + P and 2P in one
 """
 
-import numpy as np
-
 from monta_megatron.chains.chain import Chain, Layout, TokenCounts
-from monta_megatron.chains.stages import AllGather, BoundStage
+from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.chains.tokens import (
     CUT,
     ORDER,
@@ -37,8 +35,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
     # [S, C] -> [nodes, R, C] -> [C, R]: what each rank of the node got along its rail.
     here = by_chunk(counts.for_node, num_chunks, axis=1)
     gathered = here.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
-    own = gathered[:, layout.position, None]
-    gather = BoundStage(stage=GATHER, send=np.broadcast_to(own, gathered.shape), receive=gathered)
+    gather = bind_gather(GATHER, gathered, layout.position)
     return (
         *bind_node_exchange(layout, counts, num_chunks),
         gather,

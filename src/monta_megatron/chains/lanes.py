@@ -1,4 +1,4 @@
-"""What a row weighs on its way: the lanes of each walk, and where they lie in a packed row.
+"""Bytes of a row on its way: the lanes of each walk, and where they lie in a packed row.
 
 A walk over a chain carries the hidden rows and, by direction, the probabilities and the lists of
 experts. The executor lays messages out by `offsets_bytes`, and the cost model weighs them with
@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from monta_megatron.chains.chain import BoundChain
-from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Replicate
+from monta_megatron.chains.stages import (
+    AllGather,
+    AllToAll,
+    BoundStage,
+    Replicate,
+    first_place_copies,
+)
 
 ALIGNMENT_BYTES = 16
 ID_BYTES = 4
-# What a rank tells besides its counts: its tokens, its longest list of experts, and the hash of
-# what the ranks agree on.
-HEAD_SIZE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +93,17 @@ def message_bytes_by_stage(
     """
     stages = bound.stages[::-1] if walk.transpose else bound.stages
     has_lists = bound.chain.rows == "tokens"
-    packs = bound.num_chunks > 1 or has_lists
     # A token has a list on the sources' side of "copy per expert"; behind it one probability.
     lists = has_lists and not walk.transpose
     found: list[tuple[int, ...]] = []
     for position, stage in enumerate(stages):
-        copies = isinstance(stage.stage, Replicate) or (
-            position == 0 and stage.segments is not None and not stage.segments.is_slice
-        )
+        copies = first_place_copies(stages) if position == 0 else isinstance(stage.stage, Replicate)
         if isinstance(stage.stage, Replicate) and stage.stage.part == "expert":
             lists = walk.transpose
         if copies or position == 0:
             to_collective = position + 1 < len(stages) and _is_collective(stages[position + 1])
             lanes = _lanes(row, walk, lists)
-            packed = copies and packs and to_collective and len(lanes) > 1
+            packed = copies and bound.packs and to_collective and len(lanes) > 1
             found.append((offsets_bytes(lanes)[-1],) if packed else _bytes_of(lanes))
         elif position == len(stages) - 1:
             found.append(_bytes_of(_lanes(row, walk, lists)))

@@ -12,9 +12,11 @@ executor runs, the cost model prices and the timeline draws. Nothing here needs 
 Notation: C = number of chunks, P = ranks of the stage's group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
 GroupName: TypeAlias = Literal["ep", "etp", "tp_ep", "rail", "node"]
@@ -124,3 +126,20 @@ class BoundStage:
     receive: RowCounts
     segments: Segments | None = None
     parts: ExpertRange | None = None
+
+
+def first_place_copies(stages: Sequence[BoundStage]) -> bool:
+    """Whether a walk's first `Place` copies each chunk's rows: not where they are one run of the
+    tensor, nor where they are about to be summed, which reads them where they lie."""
+    segments = stages[0].segments
+    return (
+        segments is not None
+        and not segments.is_slice
+        and not isinstance(stages[1].stage, Replicate)
+    )
+
+
+def bind_gather(stage: AllGather, receive: RowCounts, position: int) -> BoundStage:
+    """An AllGather that brings [C, P] rows, of which this rank's own are at `position`."""
+    own = receive[:, position, None]
+    return BoundStage(stage=stage, send=np.broadcast_to(own, receive.shape), receive=receive)

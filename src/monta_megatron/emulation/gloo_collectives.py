@@ -32,7 +32,7 @@ _init_process_group: Callable[..., None] = dist.init_process_group
 _reduce_scatter: Callable[..., Any] = dist.reduce_scatter
 _gloo: Any = dist.ProcessGroupGloo
 
-# That run the collectives of a group; as many as torch takes.
+# Threads that run a group's collectives; torch's own number.
 _THREADS_PER_DEVICE = 2
 
 # Pipeline stages send with tag 0.

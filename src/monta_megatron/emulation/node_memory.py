@@ -40,12 +40,12 @@ _all_gather = dist.all_gather
 _HEADER_BYTES = 64
 _ALL_READ = bytes(_HEADER_BYTES)
 _SMALLEST_BLOCK_BYTES = 1 << 12
-# Of addresses; memory is used as it is written.
+# Address space that is reserved; pages are used only once they are written.
 _SPACE_BYTES = 1 << 36
 
 
 class _Key(NamedTuple):
-    """Of a message to this rank: its group, the sender's position there, and its turn."""
+    """Identifies a message to this rank: its group, the sender's position there, and its turn."""
 
     group: int
     sender: int
@@ -224,7 +224,7 @@ class _Mailbox:
             self._messages[_Key(*values[:3])] = _Message(*values[3:])
 
 
-# Of this process; a fork has to make its own.
+# This process's own; a fork has to make its own.
 _mailbox = functools.cache(_Mailbox)
 os.register_at_fork(after_in_child=_mailbox.cache_clear)
 

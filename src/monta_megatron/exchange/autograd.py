@@ -6,6 +6,7 @@ Neither saves its inputs, so that a schedule may free them once the walk has ret
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains.lanes import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange.payload import Lanes
@@ -26,6 +27,7 @@ class _Dispatch(torch.autograd.Function):
         return lanes.rows, lanes.probs
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, rows_gradient: torch.Tensor, probs_gradient: torch.Tensor
     ) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
@@ -40,6 +42,7 @@ class _Combine(torch.autograd.Function):
         return run(exchange, COMBINE, _contiguous(rows)).rows
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, rows_gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, run(ctx.exchange, COMBINE_BACKWARD, _contiguous(rows_gradient)).rows
 

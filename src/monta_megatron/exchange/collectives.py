@@ -1,4 +1,4 @@
-"""The three collectives of a chain, started without waiting, and counted by tier."""
+"""The two collectives of a chain, started without waiting for them, and the groups they run in."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -125,7 +125,7 @@ def find_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int, keep_lis
         part = part.div(parts.size, rounding_mode="floor")
     skipped = (part < 0) | (part >= parts.num_parts)
     part.masked_fill_(skipped, parts.num_parts)
-    # Of the pairs of a part the first one alone stands for the copy.
+    # A copy is represented by the first pair of its part alone.
     skipped[:, 1:] |= part[:, 1:] == part[:, :-1]
 
     rows = torch.arange(num_rows, device=ids.device)[:, None]

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, Layout, TokenCounts
-from monta_megatron.chains.lanes import HEAD_SIZE
+from monta_megatron.chains.gathered import HEAD_SIZE, gathered_widths, part_sizes
 
 T = TypeVar("T", int, NDArray[np.int64])
 
@@ -30,7 +30,7 @@ class GatheredCounts:
         tokens: for chains whose rows are tokens, or None where no candidate's are.
         max_tokens: the most tokens of any rank.
         list_width: the longest list of experts of any token; 0 where rows are pairs only.
-        hashes: [S] of what each rank believes that all agree on.
+        hashes: [S] each rank's hash of the rule by which it chooses; equal on all of them.
     """
 
     pairs: Counts
@@ -62,10 +62,14 @@ class Counting:
         return any(chain.rows == "tokens" for chain in self.chains)
 
     @cached_property
-    def _parts(self) -> tuple[str, ...]:
-        """ "node", "rank": what tokens are counted for."""
-        named = {part for chain in self.chains for part in chain.parts}
-        return tuple(part for part in ("node", "rank") if part in named)
+    def _parts(self) -> dict[str, int]:
+        """ "node", "rank": what tokens are counted for, and how many there are."""
+        return part_sizes(self.chains, self.layout)
+
+    @cached_property
+    def _widths(self) -> list[int]:
+        """Sections of the gathered table."""
+        return gathered_widths(self.chains, self.layout, self.num_blocks)
 
     def count(self, routing_map: torch.Tensor) -> torch.Tensor:
         """This rank's counts: [K] int64, on the device of the map, with no sync.
@@ -76,7 +80,7 @@ class Counting:
         num_tokens, num_experts = routing_map.shape
         device = routing_map.device
         lists = routing_map.sum(dim=1)
-        # Of no token the longest list is not defined.
+        # The maximum over zero tokens is undefined: one 0 more.
         widest = torch.nn.functional.pad(lists, (0, 1)).amax(dim=0, keepdim=True)
         counts = [
             torch.full((1,), num_tokens, device=device),
@@ -90,7 +94,7 @@ class Counting:
         # [T, E] -> [B, T/B, E]
         blocks = padded.view(self.num_blocks, block, num_experts)
         counts.append(blocks.sum(dim=1).flatten())
-        for num_parts in self._num_parts():
+        for num_parts in self._parts.values():
             # [B, T/B, E] -> [B, T/B, P, E/P] -> [B, P]: tokens with an expert in each part
             hits = blocks.unflatten(2, (num_parts, -1)).any(dim=3).sum(dim=1)
             counts.append(hits.flatten())
@@ -99,7 +103,7 @@ class Counting:
     def select(self, table: torch.Tensor) -> torch.Tensor:
         """The part of the gathered table [S, K] that this rank needs, as one tensor."""
         num_experts, first = self.layout.num_experts, self.layout.first_expert
-        head, experts, *parts = table.split(self._widths(num_experts), dim=1)
+        head, experts, *parts = table.split(self._widths, dim=1)
         experts = experts.unflatten(1, (-1, num_experts))
         selected = [
             head,
@@ -114,7 +118,7 @@ class Counting:
     def tokens_per_expert(self, table: torch.Tensor) -> torch.Tensor:
         """[L] pairs for each local expert, from the gathered table, on its device."""
         num_experts, first = self.layout.num_experts, self.layout.first_expert
-        _, experts, *_ = table.split(self._widths(num_experts), dim=1)
+        _, experts, *_ = table.split(self._widths, dim=1)
         by_expert = experts.unflatten(1, (-1, num_experts)).sum(dim=(0, 1))
         return by_expert[first : first + self.layout.num_local_experts]
 
@@ -127,7 +131,7 @@ class Counting:
             (layout.ep, layout.num_local_experts),
             (num_sources, num_blocks, layout.num_local_experts),
         ]
-        for name, num_parts in zip(self._parts, self._num_parts(), strict=True):
+        for name, num_parts in self._parts.items():
             here = self._here(name)
             shapes += [(num_blocks, num_parts), (num_sources, num_blocks, here.stop - here.start)]
         begin, found = 0, []
@@ -167,10 +171,6 @@ class Counting:
         tokens = np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
         return TokenCounts(tokens=tokens, experts=experts, **fields)
 
-    def _num_parts(self) -> list[int]:
-        sizes = {"node": self.layout.num_nodes, "rank": self.layout.ep}
-        return [sizes[name] for name in self._parts]
-
     def _here(self, name: str) -> slice:
         """The parts whose counts this rank needs of every source."""
         if name == "node":
@@ -180,9 +180,6 @@ class Counting:
             first = self.layout.node * self.layout.ranks_per_node
             return slice(first, first + self.layout.ranks_per_node)
         return slice(self.layout.rank, self.layout.rank + 1)
-
-    def _widths(self, num_experts: int) -> list[int]:
-        return [HEAD_SIZE, *(self.num_blocks * size for size in (num_experts, *self._num_parts()))]
 
 
 def lists_of(
@@ -198,7 +195,7 @@ def lists_of(
 
     Returns:
         probabilities [T, W], 0 beyond the end of a list, and experts [T, W] int32, numbered by
-        class, filled up with their number.
+        class, padded with their number, E * classes.
     """
     num_experts = routing_map.shape[1]
     descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)

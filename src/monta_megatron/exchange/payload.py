@@ -106,8 +106,8 @@ class Payload:
         messages: Sequence[torch.Tensor],
         num_copies: int,
         dtype: torch.dtype,
-        own: "OwnPart | None" = None,
-        num_added_first: int = 1,
+        own: "OwnPart | None",
+        copies_per_sum: int,
     ) -> None:
         """Add the copies that arrived one after the other, in `dtype`, and round once.
 
@@ -117,22 +117,20 @@ class Payload:
             num_copies: how many copies of every row there are.
             dtype: of the sum; the result has the lane's own dtype again.
             own: the copy of the rows that never had to be rounded.
-            num_added_first: each so many neighbours are added before their sums are; see
-                `BoundChain.num_added_first`.
+            copies_per_sum: see `BoundChain.copies_per_sum`.
         """
         copies = self.lanes(messages)
         for into, lane in zip(self.lanes(total).tensors(), copies.tensors(), strict=True):
             # [num_copies * N, ...] -> [num_copies, N, ...]
             parts = lane.unflatten(0, (num_copies, into.shape[0]))
             sum_dtype = torch.promote_types(dtype, lane.dtype)
-            # All one after the other is one kernel.
-            size = num_copies if num_added_first == 1 else num_added_first
-            sums = (each.sum(dim=0, dtype=sum_dtype) for each in parts.split(size))
+            sums = (each.sum(dim=0, dtype=sum_dtype) for each in parts.split(copies_per_sum))
             whole = next(sums)
             for each in sums:
                 whole += each
             if own is not None and lane is copies.rows:
-                whole += own.rows - parts[own.copy]
+                # What is infinite on the wire stays so: inf - inf is nan.
+                whole += (own.rows - parts[own.copy]).nan_to_num_(0.0, 0.0, 0.0)
             into.copy_(whole)
 
     @cached_property

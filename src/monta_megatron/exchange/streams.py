@@ -21,10 +21,10 @@ class Streams(Protocol):
     """What the executor asks of a device.
 
     Attributes:
-        host_moves: the host itself moves what stays on a node; see `BoundChain.depths`.
+        copies_block_host: the host itself moves what stays on a node; see `BoundChain.depths`.
     """
 
-    host_moves: bool
+    copies_block_host: bool
 
     def fork(self) -> None:
         """Order every side stream behind what the caller's stream has done so far."""
@@ -58,7 +58,7 @@ class Streams(Protocol):
 class HostStreams:
     """CPU ranks: no streams; copies run at once, collectives in the background."""
 
-    host_moves = True
+    copies_block_host = True
 
     def fork(self) -> None: ...
 
@@ -86,7 +86,7 @@ class HostStreams:
 class CudaStreams:
     """One side stream per stage, ordered by events; nothing here blocks the host."""
 
-    host_moves = False
+    copies_block_host = False
 
     def __init__(self, device: torch.device, num_stages: int) -> None:
         self._caller = torch.cuda.current_stream(device)

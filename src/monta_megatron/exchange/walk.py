@@ -50,7 +50,6 @@ class Exchange:
             expert tensor parallel group in the dtype of the probabilities.
         monitor: counts bytes and records the order of issue.
         list_width: W, the longest list of experts of any token; 0 where rows are pairs.
-        num_experts: the number that fills up shorter lists.
         row_indices: per `Place` of the chain that copies, the rows of each chunk in the whole
             tensor; made at first use, shared by all walks.
         copies: per `Replicate` and chunk, what is copied; found by dispatch, shared by all walks.
@@ -61,14 +60,8 @@ class Exchange:
     sum_dtype: torch.dtype
     monitor: Monitor
     list_width: int = 0
-    num_experts: int = 0
     row_indices: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     copies: dict[tuple[str, int], Copies] = field(default_factory=dict)
-
-    @property
-    def packs(self) -> bool:
-        """Whether the lanes share messages: wherever rows are copied on the way in."""
-        return self.bound.num_chunks > 1 or self.bound.chain.rows == "tokens"
 
     def rows_of(self, stage: BoundStage, device: torch.device) -> tuple[torch.Tensor, ...]:
         """[C] int64 [rows of chunk c]: where a `Place` finds or puts the rows of each chunk."""
@@ -99,7 +92,7 @@ def run(exchange: Exchange, walk: WalkLanes, lanes: Lanes) -> Lanes:
     pipeline = _Pipeline(exchange, walk, lanes, streams)
 
     streams.fork()
-    depths = bound.depths(walk.transpose, streams.host_moves)
+    depths = bound.depths(walk.transpose, streams.copies_block_host)
     for position, turn in bound.chain.order(depths, bound.num_chunks):
         chunk = bound.chunk(turn, walk.transpose)
         stage = pipeline.stages[position].stage.name
@@ -143,8 +136,8 @@ class _Splits:
     sent_by_tier: dict[str, list[int]]
 
     @classmethod
-    def of(cls, bound: BoundStage, group: PeerGroup, transpose: bool) -> "_Splits":
-        send, receive = bound.send, bound.receive
+    def of(cls, stage: BoundStage, group: PeerGroup, transpose: bool) -> "_Splits":
+        send, receive = stage.send, stage.receive
         if transpose:
             send, receive = receive, send
         return cls(
@@ -169,7 +162,7 @@ class _Pipeline:
         self.streams = streams
         self.stages = bound.stages[::-1] if walk.transpose else bound.stages
         self.chunks: dict[int, _Chunk] = {}
-        # Of every chunk alike, by the stage that leaves it.
+        # The same for every chunk, by the stage that leaves it.
         self._payloads: dict[str, Payload] = {}
         self._splits: dict[str, _Splits] = {}
         self._outputs: Lanes | None = None
@@ -192,50 +185,50 @@ class _Pipeline:
 
     def advance(self, position: int, chunk: int) -> None:
         """Stage `position` of the walk takes over `chunk` from the stage before it."""
-        bound = self.stages[position]
+        stage = self.stages[position]
         if position == len(self.stages) - 1:
-            self._put(bound, chunk)
+            self._put(stage, chunk)
             return
         # What a copy leaves behind is one message where it goes on to a collective.
-        packed = self.exchange.packs and isinstance(
+        packed = self.exchange.bound.packs and isinstance(
             self.stages[position + 1].stage, AllToAll | AllGather
         )
         if position == 0:
-            self.chunks[chunk] = self._take(bound, chunk, packed)
-        elif isinstance(bound.stage, Replicate):
-            self.chunks[chunk] = self._replicate(bound, chunk, packed, self.stages[position + 1])
+            self.chunks[chunk] = self._take(stage, chunk, packed)
+        elif isinstance(stage.stage, Replicate):
+            self.chunks[chunk] = self._replicate(stage, chunk, packed, self.stages[position + 1])
         else:
-            assert not isinstance(bound.stage, Place), f"{bound.stage.name} stands in the middle"
-            group = self.exchange.groups[bound.stage.group]
+            assert not isinstance(stage.stage, Place), f"{stage.stage.name} stands in the middle"
+            group = self.exchange.groups[stage.stage.group]
             if group.size > 1:
-                self.chunks[chunk] = self._collective(bound, group, chunk)
+                self.chunks[chunk] = self._collective(stage, group, chunk)
 
-    def _take(self, bound: BoundStage, chunk: int, packed: bool) -> _Chunk:
+    def _take(self, stage: BoundStage, chunk: int, packed: bool) -> _Chunk:
         """First `Place`: the chunk's rows out of the whole tensor."""
         whole = self.inputs.tensors()
-        if bound.segments is None:
+        if stage.segments is None:
             payload = Payload.of(whole, packed=False)
             return _Chunk(payload=payload, messages=whole, ready=lambda: None)
-        if bound.segments.is_slice:
-            slices = [lane[bound.segments.slice_of(chunk)] for lane in whole]
-            payload = self._payload(bound, slices, packed=False)
+        if stage.segments.is_slice:
+            slices = [lane[stage.segments.slice_of(chunk)] for lane in whole]
+            payload = self._payload(stage, slices, packed=False)
             return _Chunk(payload=payload, messages=slices, ready=lambda: None)
-        index = self._rows_of(bound, chunk)
+        index = self._rows_of(stage, chunk)
         if isinstance(self.stages[1].stage, Replicate):
             # The sum reads each row once, so it can read it where it lies.
-            payload = self._payload(bound, whole, packed=False)
+            payload = self._payload(stage, whole, packed=False)
             return _Chunk(payload=payload, messages=whole, ready=lambda: None, rows=index)
-        payload = self._payload(bound, whole, packed)
+        payload = self._payload(stage, whole, packed)
         messages = self._allocate(payload, index.shape[0])
         for into, lane in zip(payload.lanes(messages).tensors(), whole, strict=True):
             torch.index_select(lane, 0, index, out=into)
         return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]))
 
-    def _put(self, bound: BoundStage, chunk: int) -> None:
+    def _put(self, stage: BoundStage, chunk: int) -> None:
         """Last `Place`: the chunk's rows into the whole tensor."""
         lanes = self._wait(chunk)
         del self.chunks[chunk]
-        if bound.segments is None:
+        if stage.segments is None:
             self._outputs = lanes
             return
         if self._outputs is None:
@@ -243,27 +236,27 @@ class _Pipeline:
             with self.streams.on_caller():
                 self._outputs = self._allocate_outputs()
         for into, lane in zip(self._outputs.tensors(), lanes.tensors(), strict=True):
-            if bound.segments.is_slice:
-                into[bound.segments.slice_of(chunk)].copy_(lane)
+            if stage.segments.is_slice:
+                into[stage.segments.slice_of(chunk)].copy_(lane)
             else:
-                put_rows(into, self._rows_of(bound, chunk), lane)
+                put_rows(into, self._rows_of(stage, chunk), lane)
 
-    def _rows_of(self, bound: BoundStage, chunk: int) -> torch.Tensor:
-        index = self.exchange.rows_of(bound, self.inputs.rows.device)[chunk]
+    def _rows_of(self, stage: BoundStage, chunk: int) -> torch.Tensor:
+        index = self.exchange.rows_of(stage, self.inputs.rows.device)[chunk]
         self.streams.keep([index])
         return index
 
-    def _replicate(self, bound: BoundStage, chunk: int, packed: bool, behind: BoundStage) -> _Chunk:
+    def _replicate(self, stage: BoundStage, chunk: int, packed: bool, behind: BoundStage) -> _Chunk:
         """Copies for each part, or the sum of a row's copies, for the stage behind."""
-        assert isinstance(bound.stage, Replicate)
+        assert isinstance(stage.stage, Replicate)
         lanes = self._wait(chunk)
         rows_here = self.chunks[chunk].rows
-        key = (bound.stage.name, chunk)
+        key = (stage.stage.name, chunk)
         if key not in self.exchange.copies:
-            assert lanes.ids is not None and bound.parts is not None
-            num_copies = int(bound.receive[chunk].sum())
+            assert lanes.ids is not None and stage.parts is not None
+            num_copies = int(stage.receive[chunk].sum())
             self.exchange.copies[key] = find_copies(
-                lanes.ids, bound.parts, num_copies, keep_lists=bound.stage.part != "expert"
+                lanes.ids, stage.parts, num_copies, keep_lists=stage.stage.part != "expert"
             )
         copies = self.exchange.copies[key]
         self.streams.keep(copies.tensors())
@@ -280,9 +273,9 @@ class _Pipeline:
             if lanes.probs is not None:
                 lists.append(copies.pick(lanes.probs, missing=0))
             if lanes.ids is not None and copies.keeps_lists:
-                lists.append(copies.pick(lanes.ids, missing=self.exchange.num_experts))
+                lists.append(copies.pick(lanes.ids, missing=self.exchange.bound.layout.num_experts))
 
-        payload = self._payload(bound, [lanes.rows, *lists], packed)
+        payload = self._payload(stage, [lanes.rows, *lists], packed)
         num_rows = copies.row.shape[0] if rows is None else rows.shape[0]
         messages = self._allocate(payload, num_rows)
         into = payload.lanes(messages).tensors()
@@ -297,9 +290,9 @@ class _Pipeline:
             own = self._own_part(behind, chunk, rows)
         return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]), own=own)
 
-    def _payload(self, bound: BoundStage, lanes: Sequence[torch.Tensor], packed: bool) -> Payload:
+    def _payload(self, stage: BoundStage, lanes: Sequence[torch.Tensor], packed: bool) -> Payload:
         """The layout of what a stage leaves."""
-        name = bound.stage.name
+        name = stage.stage.name
         if name not in self._payloads:
             self._payloads[name] = Payload.of(lanes, packed)
         return self._payloads[name]
@@ -324,20 +317,20 @@ class _Pipeline:
         self.streams.hold(messages)
         return messages
 
-    def _collective(self, bound: BoundStage, group: PeerGroup, chunk: int) -> _Chunk:
+    def _collective(self, stage: BoundStage, group: PeerGroup, chunk: int) -> _Chunk:
         """Start a collective on what the stage before it left."""
         payload, messages = self._messages(chunk)
         before = self.chunks[chunk]
         transpose = self.walk.transpose
-        name = bound.stage.name
+        name = stage.stage.name
         if name not in self._splits:
-            self._splits[name] = _Splits.of(bound, group, transpose)
+            self._splits[name] = _Splits.of(stage, group, transpose)
         splits = self._splits[name]
         send, receive = splits.send[chunk], splits.receive[chunk]
-        gather = isinstance(bound.stage, AllGather)
+        gather = isinstance(stage.stage, AllGather)
         outputs = self._allocate(payload, sum(receive))
         works = []
-        self.exchange.monitor.note("start", self.walk.name, bound.stage.name, chunk)
+        self.exchange.monitor.note("start", self.walk.name, stage.stage.name, chunk)
         try:
             for output, message in zip(outputs, messages, strict=True):
                 if gather and not transpose:
@@ -348,13 +341,13 @@ class _Pipeline:
                 for tier, num_rows in splits.sent_by_tier.items():
                     self.exchange.monitor.bytes_sent[name, tier] += num_rows[chunk] * row_bytes
         except RuntimeError as error:
-            raise self._failure(bound.stage.name, chunk, error) from error
-        works = self.exchange.monitor.watch(works, self.walk.name, bound.stage.name, chunk)
+            raise self._failure(stage.stage.name, chunk, error) from error
+        works = self.exchange.monitor.watch(works, self.walk.name, stage.stage.name, chunk)
         return _Chunk(
             payload=payload,
             messages=outputs,
             ready=self.streams.ready(works),
-            waits_for=bound.stage.name,
+            waits_for=stage.stage.name,
             num_copies=group.size if gather and transpose else 1,
             sources=messages,
             # Where the messages were summed just now, that sum has used it.
@@ -387,7 +380,7 @@ class _Pipeline:
             state.num_copies,
             self.exchange.sum_dtype,
             state.own,
-            self.exchange.bound.num_added_first(state.num_copies),
+            self.exchange.bound.copies_per_sum(state.num_copies),
         )
         return state.payload, total
 

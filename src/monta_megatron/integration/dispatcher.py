@@ -272,6 +272,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                     f"monta: nodes of {cluster.ranks_per_node} ranks, as {cluster.name} has them; "
                     f"the launcher starts {launched} per host; --moe-monta-ranks-per-node decides"
                 )
+        # Else some would ask for the others' nodes, and some not.
+        agree({"ranks_per_node": self.options.ranks_per_node}, self.tp_ep_group)
         return Layout(
             ep=self.ep_size,
             etp=self.tp_size,
@@ -296,7 +298,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _decide_by_counts(self) -> None:
         """Choose for this micro-batch, by what all ranks know."""
         if self._needs_no_gather:
-            self._decide(max_tokens=self.routing_map.shape[0])
+            # All ranks share the capacity; of its tokens each rank knows its own number alone.
+            pairs = self.capacity * self.config.num_moe_experts
+            per_token = self.config.moe_router_topk * self.config.moe_expert_capacity_factor
+            self._decide(max_tokens=int(pairs / per_token))
             return
         assert self._counts is not None, "the counts are not on the host yet"
         if (self._counts.hashes != self._counting.agreement).any():
@@ -358,7 +363,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             sum_dtype=torch.promote_types(self.probs.dtype, torch.float32),
             monitor=self.monitor,
             list_width=list_width,
-            num_experts=self.layout.num_experts,
         )
 
     def _finish_shared_experts(self, rows: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's permutation of tokens into pairs, and back: what it costs is measured here.
+"""Megatron's permutation of tokens into pairs, and back, for `calibration`, which times it.
 
 Notation: T = tokens, E = experts, H = hidden size.
 """

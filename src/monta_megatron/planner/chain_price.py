@@ -5,6 +5,7 @@ from functools import cached_property
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.gathered import gathered_widths
 from monta_megatron.chains.lanes import (
     DISPATCH,
     DISPATCH_BACKWARD,
@@ -16,7 +17,7 @@ from monta_megatron.planner.cluster import RESOURCES, Cluster
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.plan import Phase, StageCost
 from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, price_walk
-from monta_megatron.planner.traffic import CollectiveTraffic, WalkTraffic, num_counts, walk_traffic
+from monta_megatron.planner.traffic import CollectiveTraffic, WalkTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
 
 WALKS: dict[Phase, tuple[WalkLanes, ...]] = {
@@ -36,7 +37,7 @@ class ChainPrice:
     """A chain in a number of chunks, priced.
 
     Attributes:
-        chain: which.
+        chain: what runs.
         num_chunks: in how many chunks.
         walks: the walks of the phase.
         traffic: [walks][ranks] what they move.
@@ -103,14 +104,14 @@ def price_chain(
     Args:
         workload: what is exchanged.
         cluster: on what.
-        chain: which.
+        chain: what runs.
         num_chunks: in how many chunks.
-        phase: which walks.
+        phase: whether the backward walks are priced too.
         gathered_counts: integers that every rank tells before; None for what the chain needs.
     """
     bound = workload.bind(chain, num_chunks)
     if gathered_counts is None:
-        gathered_counts = num_counts((chain,), workload.layout, blocks_for(num_chunks))
+        gathered_counts = sum(gathered_widths((chain,), workload.layout, blocks_for(num_chunks)))
     traffic = tuple(
         tuple(
             walk_traffic(each, workload.row, walk, gathered_counts, cluster.copies_block_host)

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from monta_megatron.chains import CHAINS, Chain, Layout
 from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.gathered import gathered_widths
 from monta_megatron.planner.cluster import Cluster, Contention, Launch, Link
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.plan import Plan, hash_of
 from monta_megatron.planner.search import NUM_CHUNKS, plan
-from monta_megatron.planner.traffic import num_counts
 from monta_megatron.planner.workload import Workload
 
 
@@ -105,7 +105,8 @@ class PlannedChoice:
             "chains": [chain.name for chain in self.chains],
             "num_chunks": list(self.num_chunks),
             "cluster": self.cluster.name,
-            "costs": repr(self.cluster),
+            # Kilobytes, of which a message could show nothing.
+            "hash of the costs": hash_of({"costs": repr(self.cluster)}),
             "hidden_size": self.workload.hidden_size,
             "value_bytes": self.workload.value_bytes,
             "prob_bytes": self.workload.prob_bytes,
@@ -136,7 +137,9 @@ def plan_for(choice: PlannedChoice, tokens: int) -> Plan:
         chains=[chain.name for chain in choice.chains],
         num_chunks=choice.num_chunks,
         # Which chain runs is decided by what is gathered, so that is what any of them needs.
-        gathered_counts=num_counts(choice.chains, choice.workload.layout, choice.num_blocks),
+        gathered_counts=sum(
+            gathered_widths(choice.chains, choice.workload.layout, choice.num_blocks)
+        ),
     )
 
 

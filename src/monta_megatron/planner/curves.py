@@ -63,7 +63,7 @@ class Curve:
     """What one operation costs on a group of one size, with every rank of a node busy at it.
 
     Attributes:
-        operation: what was timed; see `cluster.Cluster.time_us`.
+        operation: what was timed; docs/calibration.md explains each.
         tier: through which the bytes go.
         group_size: ranks that take part; 1 for operations in memory.
         sizes_bytes: ascending; bytes per rank that leave it in this tier, or that an operation in

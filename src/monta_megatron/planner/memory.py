@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from monta_megatron.chains import BoundChain
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.chains.lanes import RowFormat, WalkLanes, row_bytes_by_stage
-from monta_megatron.chains.stages import AllGather, AllToAll, BoundStage, Replicate
+from monta_megatron.chains.stages import (
+    AllGather,
+    AllToAll,
+    BoundStage,
+    Replicate,
+    first_place_copies,
+)
 
 SUM_BYTES = 4
 
@@ -40,7 +46,7 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
             gather = gathered.pop(chunk)
             num_copies = stages[gather].send.shape[1]
             rows = rows_behind[gather][chunk] / num_copies
-            num_sums = 1 if bound.num_added_first(num_copies) == 1 else 2
+            num_sums = 1 if bound.copies_per_sum(num_copies) == num_copies else 2
             live += row_bytes[gather] * rows
             peak = max(peak, live + num_sums * rows * sum_bytes)
         if position == last:
@@ -63,21 +69,13 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
 
 
 def _writes(stages: Sequence[BoundStage], position: int) -> bool:
-    """Whether a stage allocates: not one that hands on views, nor a group of one rank.
-
-    Rows that are to be summed are read where they lie.
-    """
+    """Whether a stage allocates: not one that hands on views, nor a group of one rank."""
     stage = stages[position]
     if isinstance(stage.stage, AllToAll | AllGather):
         return stage.send.shape[1] > 1
     if isinstance(stage.stage, Replicate):
         return True
-    return (
-        position == 0
-        and stage.segments is not None
-        and not stage.segments.is_slice
-        and not isinstance(stages[1].stage, Replicate)
-    )
+    return position == 0 and first_place_copies(stages)
 
 
 def _rows_behind(stage: BoundStage, walk: WalkLanes) -> list[float]:

@@ -91,16 +91,16 @@ class Model:
 
     @property
     def value_bytes(self) -> int:
-        """Of one hidden value."""
+        """Bytes of one hidden value."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def prob_bytes(self) -> int:
-        """Of one routing probability."""
+        """Bytes of one routing probability."""
         return DTYPE_BYTES[self.probs_dtype]
 
     @property
     def num_expert_parameters(self) -> int:
-        """Of all routed experts: two matrices in (gate and up) and one out."""
+        """Parameters of all routed experts: two matrices in (gate and up) and one out."""
         per_expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
         return self.num_moe_layers * self.num_experts * per_expert

@@ -18,7 +18,7 @@ Phase = Literal["forward", "forward_backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a plan was made for, and is checked against where it is used.
+    """What a plan was made for. Layout and experts are checked where it is used (`Plan.misfit`).
 
     Attributes:
         ep: expert parallel size.

@@ -7,7 +7,7 @@ bytes equal what the executor's monitor counts.
 Notation: C = number of chunks, S = ranks of the exchange, P = ranks of a stage's group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -15,13 +15,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import BoundChain, Chain, Layout
-from monta_megatron.chains.lanes import (
-    HEAD_SIZE,
-    RowFormat,
-    WalkLanes,
-    message_bytes_by_stage,
-)
+from monta_megatron.chains import BoundChain, Layout
+from monta_megatron.chains.lanes import RowFormat, WalkLanes, message_bytes_by_stage
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -30,6 +25,7 @@ from monta_megatron.chains.stages import (
     Place,
     Replicate,
     RowCounts,
+    first_place_copies,
 )
 from monta_megatron.planner.curves import Operation
 
@@ -143,7 +139,7 @@ def walk_traffic(
     row: RowFormat,
     walk: WalkLanes,
     gathered_counts: int,
-    host_moves: bool = False,
+    copies_block_host: bool = False,
 ) -> WalkTraffic:
     """Everything that one rank does in one walk.
 
@@ -151,24 +147,18 @@ def walk_traffic(
         bound: the chain with this rank's rows.
         row: what a row weighs.
         walk: which of the four.
-        gathered_counts: integers that are gathered of every rank; see `num_counts`.
-        host_moves: see `BoundChain.depths`.
+        gathered_counts: integers that are gathered of every rank; see `chains.gathered`.
+        copies_block_host: see `BoundChain.depths`.
     """
     stages = bound.walked(walk.transpose)
-    depths = bound.depths(walk.transpose, host_moves)
+    depths = bound.depths(walk.transpose, copies_block_host)
     message_bytes = message_bytes_by_stage(bound, row, walk)
     row_bytes = [sum(messages) for messages in message_bytes]
     pipeline: list[StageTraffic] = []
     for position, stage in enumerate(stages):
         kind, depth, behind = stage.stage, depths[position], row_bytes[position]
         if isinstance(kind, Place):
-            # The first one hands on views of the tensor where a chunk is one run of its rows, and
-            # the whole tensor where its rows are to be summed.
-            is_view = stage.segments is None or (
-                position == 0
-                and (stage.segments.is_slice or isinstance(stages[1].stage, Replicate))
-            )
-            if not is_view:
+            if first_place_copies(stages) if position == 0 else stage.segments is not None:
                 moved = 2 * behind * stage.send[:, 0]
                 # The last one writes to places all over the tensor, the first one reads from them.
                 puts = position > 0 and stage.segments is not None and not stage.segments.is_slice
@@ -198,15 +188,6 @@ def walk_traffic(
                 pipeline.append(_copy(f"sum of {kind.name}", depths[position + 1], sum=summed))
     before, after = _around(bound, row, walk, gathered_counts)
     return WalkTraffic(before=before, pipeline=tuple(pipeline), after=after)
-
-
-def num_counts(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> int:
-    """Integers that a rank gathers from every other one before it binds one of these chains."""
-    if all(chain.rows == "pairs" for chain in chains):
-        return HEAD_SIZE + layout.num_experts
-    parts = {part for chain in chains for part in chain.parts}
-    sizes = {"node": layout.num_nodes, "rank": layout.ep, "expert": 0}
-    return HEAD_SIZE + num_blocks * (layout.num_experts + sum(sizes[part] for part in parts))
 
 
 @lru_cache(maxsize=4096)

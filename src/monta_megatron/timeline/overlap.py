@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Of one walk, or of all of them.
+    """How far the resources overlapped in one walk, or in all of them.
 
     Attributes:
         source: recorded or predicted.

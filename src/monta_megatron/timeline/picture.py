@@ -16,7 +16,7 @@ from monta_megatron.timeline.spans import LANE_NAMES, LANES, Lane, Span, Timelin
 
 WIDTH_INCHES, ROW_INCHES = 13.0, 0.19
 COLUMNS = 2
-# Of a letter in a bar, on average.
+# The average width of a letter in a bar.
 LETTER_INCHES, LETTER_POINTS = 0.056, 6.5
 WHOLE_COLOUR, WAIT_COLOUR = "#b8b8b8", "#8c8c8c"
 # Above this many us the axis counts ms.

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.benchmark.candidates import Candidate, identity_experts, run_candidate
+from monta_megatron.benchmark.joined import join
 from monta_megatron.benchmark.launch import Launch
 from monta_megatron.benchmark.point import Bench, Task, prepare
-from monta_megatron.benchmark.run import start
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.timing import wait_for_all
 from monta_megatron.chains import CHAINS
@@ -46,7 +46,7 @@ def record(
     Raises:
         ValueError: a setting that cannot run here.
     """
-    device = start(launch)
+    device = join(launch.local_rank)
     task = Task(
         name="",
         settings=settings,

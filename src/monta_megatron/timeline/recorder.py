@@ -39,7 +39,7 @@ class Taken:
 
 
 class HostRecorder:
-    """Of a CPU rank; an `exchange.monitor.Recorder`."""
+    """Takes the times of a CPU rank; an `exchange.monitor.Recorder`."""
 
     copies_block_host = True
 
@@ -88,7 +88,7 @@ class HostRecorder:
 
 
 class DeviceRecorder:
-    """Of a GPU; an `exchange.monitor.Recorder`."""
+    """Takes the times of a GPU; an `exchange.monitor.Recorder`."""
 
     copies_block_host = False
 

@@ -70,7 +70,7 @@ class Recording:
 
     @property
     def timeline(self) -> Timeline:
-        """Of all ranks."""
+        """The spans of all ranks."""
         return Timeline(
             source="recorded",
             tracks=tuple(

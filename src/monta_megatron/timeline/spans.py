@@ -13,7 +13,7 @@ from monta_megatron.strict_yaml import Text
 
 Lane: TypeAlias = Literal["inter", "intra", "memory", "host"]
 LANES: tuple[Lane, ...] = (*RESOURCES, "host")
-# Of the clocks; less is rounding.
+# What the clocks tell apart; less is rounding.
 RESOLUTION_US = 1e-3
 LANE_NAMES: Mapping[str, str] = {**RESOURCE_NAMES, "host": "host"}
 

@@ -12,6 +12,7 @@ from clusters import CONFIGS, LAUNCH, layout_of, preset, with_link, workload_of
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.gathered import gathered_widths
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.choice import uncalibrated
 from monta_megatron.planner.cluster import Cluster
@@ -20,7 +21,6 @@ from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Phase, Plan, hash_of
 from monta_megatron.planner.sampled_routing import skewed_routing
 from monta_megatron.planner.search import plan
-from monta_megatron.planner.traffic import num_counts
 from monta_megatron.planner.workload import Workload
 
 A800 = preset("a800_2x8_ib200")
@@ -367,8 +367,8 @@ def test_every_message_of_a_collective_starts_by_itself() -> None:
 def test_auto_prices_the_counts_of_every_chain() -> None:
     """By hand, EP 16 over 2 nodes, 64 experts: 3 + 8 blocks x (64 experts + 2 nodes + 16 ranks)."""
     chains = [CHAINS[name] for name in ("alltoall", "hierarchical_alltoall")]
-    assert num_counts(chains, layout_of(16, 1, 8, 64), 8) == 3 + 8 * (64 + 2 + 16)
-    assert num_counts(chains[:1], layout_of(16, 1, 8, 64), 8) == 3 + 64
+    assert gathered_widths(chains, layout_of(16, 1, 8, 64), 8) == [3, 8 * 64, 8 * 2, 8 * 16]
+    assert gathered_widths(chains[:1], layout_of(16, 1, 8, 64), 8) == [3, 64]
 
 
 def test_what_nobody_measured_is_what_the_preset_says() -> None:

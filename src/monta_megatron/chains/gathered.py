@@ -1,0 +1,35 @@
+"""What the ranks of an exchange tell each other before it: one line of integers from every rank.
+
+    tokens, longest list, hash | experts, by block | node parts, by block | rank parts, by block
+
+The parts are there only where one of the chains copies tokens for them, and where no chain's rows
+are tokens nothing is counted by block.
+"""
+
+from collections.abc import Sequence
+
+from monta_megatron.chains.chain import Chain, Layout
+
+# A rank's tokens, its longest list of experts, and the hash of what the ranks agree on.
+HEAD_SIZE = 3
+
+
+def part_sizes(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
+    """ "node", "rank" -> how many there are, as far as one of the chains copies tokens for them."""
+    named = {part for chain in chains for part in chain.parts}
+    sizes = {"node": layout.num_nodes, "rank": layout.ep}
+    return {part: size for part, size in sizes.items() if part in named}
+
+
+def gathered_widths(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> list[int]:
+    """Integers in each section of a rank's line.
+
+    Args:
+        chains: those of which one will run.
+        layout: any rank's place.
+        num_blocks: B, of tokens.
+    """
+    if all(chain.rows == "pairs" for chain in chains):
+        num_blocks = 1
+    sections = (layout.num_experts, *part_sizes(chains, layout).values())
+    return [HEAD_SIZE, *(num_blocks * size for size in sections)]
