@@ -8,13 +8,13 @@ import pytest
 import torch
 from conftest import Pools
 from exchanges import ROUTINGS, Case, find_groups, make_data, make_source
+from measured_routing import MeasuredRouting
 from test_exchange_properties import DTYPES, runnable
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.gathered import gathered_widths
 from monta_megatron.chains.lanes import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.planner.sampled_routing import MeasuredRouting
 from monta_megatron.planner.traffic import walk_traffic
 
 NUM_CASES = 120

@@ -93,7 +93,7 @@ CASES = [
 PREAMBLE = """
 import importlib, os, sys, torch
 from monta_megatron import cli
-for name in ("benchmark.settings", "planner.search", "planner.layouts", "calibration.run"):
+for name in ("benchmark.settings", "planner.search", "planner.layout_ranking", "calibration.run"):
     importlib.import_module(f"monta_megatron.{name}")
 """
 # One of 4 ranks, for the commands that a launcher starts.

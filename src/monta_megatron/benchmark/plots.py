@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.benchmark.report import Row
-from monta_megatron.json_lines import make_folder
+from monta_megatron.files import make_folder
 
 COLOURS = {"Megatron": "#8c8c8c", "monta": "#2f7ebc", "monta, the planner's pick": "#e07b39"}
 

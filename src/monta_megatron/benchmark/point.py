@@ -19,7 +19,7 @@ from monta_megatron.benchmark.candidates import (
 from monta_megatron.benchmark.launch import Launch
 from monta_megatron.benchmark.prediction import predict
 from monta_megatron.benchmark.report import Row, describe
-from monta_megatron.benchmark.settings import Phase, Settings
+from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians, spread
 from monta_megatron.benchmark.timing import time_interleaved, wait_for_all
 from monta_megatron.benchmark.traffic import Traffic
@@ -35,6 +35,7 @@ from monta_megatron.integration.bench_layer import (
 )
 from monta_megatron.options import AUTO
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.plan import Phase
 from monta_megatron.progress import Progress
 
 

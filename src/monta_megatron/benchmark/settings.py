@@ -5,15 +5,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, get_args
 
 from monta_megatron.benchmark.routing import ROUTINGS
 from monta_megatron.chains import CHAINS
 from monta_megatron.options import AUTO
+from monta_megatron.planner.plan import Phase
 
-Phase = Literal["forward", "forward_backward"]
-
-PHASES = ("forward", "forward_backward")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 STOCK = ("alltoall", "allgather")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -19,7 +19,7 @@ from typing import Any
 from monta_megatron import strict_yaml
 from monta_megatron.benchmark.settings import Settings, parse_settings
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.json_lines import add_json_line, read_json_lines, write_json_lines
+from monta_megatron.files import add_json_line, read_json_lines, write_json_lines
 
 # What may differ between the points of one launch.
 POINT_FLAGS = (

@@ -17,7 +17,7 @@ from monta_megatron.calibration.points import (
 )
 from monta_megatron.calibration.record import Sample
 from monta_megatron.chains.lanes import FORWARD_BACKWARD
-from monta_megatron.planner.cluster import COLLECTIVES, FINDS, Cluster, Contention, Launch
+from monta_megatron.planner.cluster import COLLECTIVES, FINDS, Cluster, Contention, HostCosts
 from monta_megatron.planner.curves import Curve, fit
 
 # A curve has no time of 0, which an operation that is over before its start returns would have.
@@ -84,7 +84,7 @@ def _launch(
     points: Sequence[Point],
     launches_us: Mapping[str, float],
     times_us: Mapping[str, float],
-) -> Launch:
+) -> HostCosts:
     """The least that an operation takes the host; what more it takes at some size is in curves.
 
     Caches hold an operation's code whatever its size, so one number says what they save.
@@ -107,7 +107,7 @@ def _launch(
     stage_us = max(more_us / (num_walks * (NUM_WALK_CHUNKS - 1) * NUM_WALK_STAGES), 0.0)
     # Where copies run on the host, their time is no launch.
     blocks = machine.copies_block_host
-    return Launch(
+    return HostCosts(
         collective_us=least(*COLLECTIVES),
         copy_us=0.0 if blocks else least(*(BYTES_PER_ROW.keys() - {*FINDS, "sum"})),
         sum_us=0.0 if blocks else least("sum"),
@@ -125,7 +125,7 @@ def _launch(
 
 
 def _curves(
-    machine: Machine, points: Sequence[Point], times_us: Mapping[str, float], launch: Launch
+    machine: Machine, points: Sequence[Point], times_us: Mapping[str, float], launch: HostCosts
 ) -> tuple[Curve, ...]:
     by_curve: dict[tuple[str, str, int], list[Point]] = {}
     for point in points:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.json_lines import add_json_line, read_json_lines, write_json_lines
+from monta_megatron.files import add_json_line, read_json_lines, write_json_lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,7 +213,8 @@ def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
     }
 
 
-def _counts_to_host_us(device: torch.device, num_runs: int = 20) -> float:
+def _counts_to_host_us(device: torch.device) -> float:
+    num_runs = 20
     counts = torch.zeros(1024, dtype=torch.int64, device=device)
     counts.cpu()
     begin_s = time.perf_counter()

@@ -78,11 +78,6 @@ def offsets_bytes(lanes: Sequence[tuple[int, int]]) -> list[int]:
     return [*offsets, _round_up(end, ALIGNMENT_BYTES)]
 
 
-def row_bytes_by_stage(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> list[int]:
-    """Bytes of a row behind each stage of the walk, in the walk's order."""
-    return [sum(messages) for messages in message_bytes_by_stage(bound, row, walk)]
-
-
 def message_bytes_by_stage(
     bound: BoundChain, row: RowFormat, walk: WalkLanes
 ) -> list[tuple[int, ...]]:

@@ -63,7 +63,6 @@ def add_parser(commands: Any) -> None:
         description="Check our chains against Megatron's dispatchers, then time all of them in one "
         "run: one process per rank, under torchrun, srun or monta emulate.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name, metavar, text in FLAGS:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)

@@ -39,7 +39,6 @@ def add_parser(commands: Any) -> None:
         "which the planner chooses: one process per rank, under torchrun, srun or monta emulate. "
         "What has been measured is kept in FILE.partial; the same command goes on from there.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name, metavar, text in FLAGS:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
@@ -99,7 +98,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _write(result: "Calibration", out: Path, partial: Path) -> None:
     from monta_megatron import strict_yaml
-    from monta_megatron.json_lines import write_whole
+    from monta_megatron.files import write_whole
 
     write_whole(out, strict_yaml.dump(result.cluster))
     partial.unlink(missing_ok=True)

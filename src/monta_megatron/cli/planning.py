@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.planner.layout import ParallelLayout
-    from monta_megatron.planner.layouts import RankedLayout
+    from monta_megatron.planner.layout_ranking import RankedLayout
     from monta_megatron.planner.model import Model
     from monta_megatron.planner.routing import Routing
     from monta_megatron.planner.workload import Workload
@@ -90,7 +90,7 @@ def read(parsed: argparse.Namespace, **settings: Any) -> Asked:
         ValueError: a file or flag is wrong, or the layout does not fit.
     """
     from monta_megatron import strict_yaml
-    from monta_megatron.planner.layouts import rank_layouts
+    from monta_megatron.planner.layout_ranking import rank_layouts
     from monta_megatron.planner.model import Model
     from monta_megatron.progress import show_progress
 

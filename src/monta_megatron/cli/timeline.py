@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
-from monta_megatron.json_lines import make_folder
+from monta_megatron.files import make_folder
 
 if TYPE_CHECKING:
     from monta_megatron.chains import Chain
@@ -262,7 +262,7 @@ def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
 def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
     """The picture and the trace; then what is in them, as text or JSON."""
     from monta_megatron import strict_yaml
-    from monta_megatron.json_lines import write_whole
+    from monta_megatron.files import write_whole
     from monta_megatron.timeline.overlap import overlaps, table
     from monta_megatron.timeline.picture import draw
     from monta_megatron.timeline.trace import chrome_trace

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from monta_megatron.chains import Chain, Layout
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.topology.nodes import node_here, node_of_rank, number_nodes
+from monta_megatron.topology.nodes import node_here, number_nodes
 
 # What Megatron's file of communicator settings may set.
 NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
@@ -30,7 +30,7 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
     """
     ranks = dist.get_process_group_ranks(group)
     if ranks_per_node is not None:
-        return number_nodes([str(node_of_rank(rank, ranks_per_node)) for rank in ranks])
+        return number_nodes([str(rank // ranks_per_node) for rank in ranks])
     names: list[str] = [""] * len(ranks)
     dist.all_gather_object(names, node_here(), group=group)
     return number_nodes(names)

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
+from typing import BinaryIO, Literal
 
 from monta_megatron.launch.prepare import Run
 from monta_megatron.launch.script import slurm_options
 
 Start = Literal["torchrun", "srun", "sbatch", "none"]
-STARTS: tuple[Start, ...] = get_args(Start)
 
 # torchrun kills ranks that have not ended 30 s after it was told to end.
 GRACE_SECONDS = 60.0

@@ -5,14 +5,13 @@ they agree once, and the largest number of tokens on any rank, which is in the g
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from monta_megatron.chains import CHAINS, Chain, Layout
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.gathered import gathered_widths
-from monta_megatron.planner.cluster import Cluster, Contention, Launch, Link
+from monta_megatron.planner.cluster import Cluster, Contention, HostCosts, Link
 from monta_megatron.planner.plan import Plan, hash_of
 from monta_megatron.planner.search import NUM_CHUNKS, plan
 from monta_megatron.planner.workload import Workload
@@ -151,9 +150,9 @@ def bucket_of(num_tokens: int) -> int:
     return octave * 3 // 2 if num_tokens <= octave * 3 // 2 else octave * 2
 
 
-def chains_for(layout: Layout, names: Sequence[str] = tuple(CHAINS)) -> tuple[Chain, ...]:
+def chains_for(layout: Layout) -> tuple[Chain, ...]:
     """The chains that can run on a layout."""
-    return tuple(CHAINS[name] for name in names if CHAINS[name].refusal(layout) is None)
+    return tuple(chain for chain in CHAINS.values() if chain.refusal(layout) is None)
 
 
 def uncalibrated(layout: Layout) -> Cluster:
@@ -170,7 +169,7 @@ def uncalibrated(layout: Layout) -> Cluster:
         nics_per_node=ranks_per_node,
         kind="datasheet",
         source=source,
-        launch=Launch(
+        launch=HostCosts(
             collective_us=11.4,
             copy_us=7.6,
             sum_us=7.6,

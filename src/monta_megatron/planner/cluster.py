@@ -64,7 +64,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class HostCosts:
     """What the host spends on starting an operation, per stage and chunk, and around them.
 
     Attributes:
@@ -162,7 +162,7 @@ class Cluster:
     nics_per_node: PositiveInt
     kind: Kind
     source: Text
-    launch: Launch
+    launch: HostCosts
     memory_gb_per_rank: PositiveFloat | None = None
     copies_block_host: bool = False
     links: tuple[Link, ...] = ()

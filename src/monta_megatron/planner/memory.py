@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from monta_megatron.chains import BoundChain
 from monta_megatron.chains.chain import order_of_issue
-from monta_megatron.chains.lanes import RowFormat, WalkLanes, row_bytes_by_stage
+from monta_megatron.chains.lanes import RowFormat, WalkLanes, message_bytes_by_stage
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -27,7 +27,7 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
         bytes on this rank beyond the walk's input.
     """
     stages = bound.walked(walk.transpose)
-    row_bytes = row_bytes_by_stage(bound, row, walk)
+    row_bytes = [sum(messages) for messages in message_bytes_by_stage(bound, row, walk)]
     last = len(stages) - 1
     num_rows = bound.num_source_rows if walk.transpose else bound.num_expert_rows
     output = row_bytes[last] * num_rows if stages[last].segments is not None else 0.0

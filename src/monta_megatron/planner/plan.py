@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, Layout
-from monta_megatron.json_lines import write_whole
+from monta_megatron.files import write_whole
 from monta_megatron.planner.cluster import Resource
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveInt, Text
 

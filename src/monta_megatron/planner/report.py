@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from monta_megatron.planner.layouts import RankedLayout
+from monta_megatron.planner.layout_ranking import RankedLayout
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
 
 WIDTH = 80

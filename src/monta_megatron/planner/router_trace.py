@@ -19,15 +19,12 @@ from monta_megatron.planner.sampled_routing import SampledRouting
 MAX_TOKENS_PER_FILE = 32768
 
 
-def traced_routing(
-    folder: str | Path, num_experts: int, layer: int | None = None
-) -> SampledRouting:
-    """The shares in a trace, over all its ranks and steps.
+def traced_routing(folder: str | Path, num_experts: int) -> SampledRouting:
+    """The shares in a trace, over all its ranks, steps and layers.
 
     Args:
         folder: with the tracer's files.
         num_experts: E of the model.
-        layer: take this layer alone.
 
     Raises:
         ValueError: one line that names file and line, the value and the rule.
@@ -38,14 +35,13 @@ def traced_routing(
             f"{folder}: no router_trace_rank*.jsonl in it, must be a folder that Megatron wrote "
             "with --moe-routing-trace-path"
         )
-    maps = [found for path in files for found in _maps(path, num_experts, layer)]
+    maps = [found for path in files for found in _maps(path, num_experts)]
     if not maps:
-        wanted = "" if layer is None else f" of layer {layer}"
-        raise ValueError(f"{folder}: no tokens{wanted} in it, must have at least one")
+        raise ValueError(f"{folder}: no tokens in it, must have at least one")
     return SampledRouting(name=f"trace {folder}", routing_map=np.concatenate(maps))
 
 
-def _maps(path: Path, num_experts: int, layer: int | None) -> Iterator[NDArray[np.bool_]]:
+def _maps(path: Path, num_experts: int) -> Iterator[NDArray[np.bool_]]:
     """[N, E] of each line."""
     num_tokens = 0
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -54,8 +50,6 @@ def _maps(path: Path, num_experts: int, layer: int | None) -> Iterator[NDArray[n
                 return
             try:
                 record = json.loads(line)
-                if layer is not None and record["layer"] != layer:
-                    continue
                 indices = np.array(record["top_indices"], dtype=np.int64)
             except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise ValueError(

@@ -17,7 +17,9 @@ collectives behind its back. There is no stream that would keep a stage's collec
 runs from its launch on, and those under way share their resource, so that chunks arrive later, and
 closer to each other.
 
-With all factors 1 and no launch times this is the recurrence of a pipeline (`recurrence_us`).
+With all factors 1 and no launch times this is the recurrence of a pipeline,
+
+    ends[s][c] = max(ends[s - 1][c], ends[s][c - 1]) + times[s][c]
 
 Notation: N = stages, C = chunks.
 """
@@ -153,19 +155,6 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
         ),
         total_us=now_us,
     )
-
-
-def recurrence_us(times_us: Sequence[Sequence[float]]) -> list[list[float]]:
-    """ends[s][c] = max(ends[s - 1][c], ends[s][c - 1]) + times[s][c]: a pipeline that shares
-    nothing."""
-    ends: list[list[float]] = []
-    for times in times_us:
-        row: list[float] = []
-        for chunk, time in enumerate(times):
-            before = max(row[-1] if row else 0.0, ends[-1][chunk] if ends else 0.0)
-            row.append(before + time)
-        ends.append(row)
-    return ends
 
 
 def serial_us(works: Sequence[Work]) -> float:

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from monta_megatron import strict_yaml
 from monta_megatron.benchmark.prediction import workload_of
-from monta_megatron.benchmark.settings import Phase, Settings
+from monta_megatron.benchmark.settings import Settings
 from monta_megatron.chains import CHAINS, Layout
-from monta_megatron.json_lines import write_whole
+from monta_megatron.files import write_whole
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.plan import Phase
 from monta_megatron.planner.workload import Workload
 from monta_megatron.strict_yaml import PositiveInt, Text
 from monta_megatron.timeline.predicted import predict

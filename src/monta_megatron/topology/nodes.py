@@ -43,8 +43,3 @@ def ranks_per_node_from_launcher(environ: Mapping[str, str] = os.environ) -> int
             raise ValueError(f"{name}: got {value!r}, must be a positive integer")
         return int(value)
     return None
-
-
-def node_of_rank(rank: int, ranks_per_node: int) -> int:
-    """Node of a global rank, where the ranks of a node follow each other."""
-    return rank // ranks_per_node

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import Layout
-from monta_megatron.planner.cluster import Cluster, Launch, Link
+from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 from monta_megatron.planner.curves import Tier
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
-LAUNCH = Launch(
+LAUNCH = HostCosts(
     collective_us=0.0,
     copy_us=0.0,
     sum_us=0.0,

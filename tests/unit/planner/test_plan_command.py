@@ -12,7 +12,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.cli import main
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.layouts import rank_layouts, state_bytes
+from monta_megatron.planner.layout_ranking import rank_layouts, state_bytes
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.workload import workloads_of

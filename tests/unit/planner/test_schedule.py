@@ -1,5 +1,6 @@
 """Schedules: by hand to the microsecond, against the recurrence, and between their bounds."""
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -9,7 +10,6 @@ from monta_megatron.planner.schedule import (
     Factor,
     Work,
     lower_bound_us,
-    recurrence_us,
     serial_us,
     simulate,
 )
@@ -134,6 +134,18 @@ def random_factor(draw: Random) -> Factor:
             factor = draw.choice([1.0, 1.2, 1.7, 2.0, 3.0, draw.uniform(1, 4)])
             factors[first, second] = factors[second, first] = factor
     return lambda first, second: factors[first, second]
+
+
+def recurrence_us(times_us: Sequence[Sequence[float]]) -> list[list[float]]:
+    """ends[s][c] = max(ends[s - 1][c], ends[s][c - 1]) + times[s][c]."""
+    ends: list[list[float]] = []
+    for times in times_us:
+        row: list[float] = []
+        for chunk, time in enumerate(times):
+            before = max(row[-1] if row else 0.0, ends[-1][chunk] if ends else 0.0)
+            row.append(before + time)
+        ends.append(row)
+    return ends
 
 
 def test_without_contention_it_is_the_recurrence() -> None:

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 from clusters import workload_of
+from measured_routing import MeasuredRouting
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.lanes import COMBINE, DISPATCH, FORWARD_BACKWARD, offsets_bytes
 from monta_megatron.planner.memory import peak_bytes
-from monta_megatron.planner.sampled_routing import MeasuredRouting
 from monta_megatron.planner.traffic import CollectiveTraffic, CopyTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
 

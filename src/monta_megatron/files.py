@@ -1,6 +1,7 @@
-"""Files that grow while something long is measured: one JSON document per line, whole or not there.
+"""Files that are whole or not there, and files that grow while something long is measured.
 
-A process that is killed leaves at most one line cut short, at the end, which is not read.
+The latter hold one JSON document per line. A process that is killed leaves at most one line cut
+short, at the end, which is not read.
 """
 
 import json

@@ -1,0 +1,102 @@
+"""The exact counts of given routing maps, by the planner's interface: to compare with what is sent.
+
+Notation: T = tokens of a rank, E = experts, S = source ranks, B = token blocks, L = local experts,
+EP = expert parallel size.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains import Chain, Counts, Layout, TokenCounts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredRouting:
+    """One micro-batch of every rank of the exchange: integer counts, as the executor counts them.
+
+    Attributes:
+        routing_maps: [S] of [T, E] bool; ranks may have different numbers of tokens.
+    """
+
+    routing_maps: tuple[NDArray[np.bool_], ...]
+    _counted: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """See `Routing`."""
+        return "measured"
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.routing_maps[0].shape[1]
+
+    @property
+    def list_width(self) -> int:
+        """The longest list of any rank."""
+        return max(
+            max((int(each.sum(axis=1).max(initial=0)) for each in self.routing_maps), default=0), 1
+        )
+
+    @property
+    def is_even(self) -> bool:
+        """Every rank has counts of its own."""
+        return False
+
+    def counts(
+        self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
+    ) -> Counts | TokenCounts:
+        """See `Routing`; the tokens are those of the maps."""
+        own = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
+        if chain.rows == "pairs":
+            # [S, E] -> [EP, ETP, E] -> [ETP, EP, L]
+            table = np.stack([each.sum(axis=0) for each in self.routing_maps])
+            received = table.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2)[:, :, own]
+            return Counts(sent=table[layout.rank].reshape(layout.ep, -1), received=received)
+
+        lengths = [_block_lengths(len(each), num_blocks) for each in self.routing_maps]
+        fields: dict[str, NDArray[np.int64]] = {}
+        for part in chain.parts:
+            if part == "node":
+                by_node = self._hits(num_blocks, layout.num_nodes)
+                fields["sent_to_nodes"] = by_node[layout.rank]
+                fields["for_node"] = by_node[:, :, layout.node]
+            elif part == "rank":
+                by_rank = self._hits(num_blocks, layout.ep)
+                if "node" in chain.parts:
+                    first = layout.node * layout.ranks_per_node
+                    fields["for_node_ranks"] = by_rank[:, :, first : first + layout.ranks_per_node]
+                else:
+                    fields["sent_to_ranks"] = by_rank[layout.rank]
+                    fields["for_rank"] = by_rank[:, :, layout.rank]
+        by_expert = self._hits(num_blocks, self.num_experts)
+        return TokenCounts(tokens=np.array(lengths), experts=by_expert[:, :, own], **fields)
+
+    def _hits(self, num_blocks: int, num_parts: int) -> NDArray[np.int64]:
+        """[S, B, P] tokens with an expert in each of P equal parts of the experts."""
+        key = (num_blocks, num_parts)
+        if key not in self._counted:
+            self._counted[key] = np.array(
+                [
+                    [block.sum(axis=0) for block in np.split(_parts(each, num_parts), cuts)]
+                    for each in self.routing_maps
+                    for cuts in [np.cumsum(_block_lengths(len(each), num_blocks))[:-1]]
+                ]
+            )
+        return self._counted[key]
+
+
+def _parts(routing_map: NDArray[np.bool_], num_parts: int) -> NDArray[np.bool_]:
+    """[T, E] -> [T, P]: whether a token has an expert in each part."""
+    parts: NDArray[np.bool_] = routing_map.reshape(
+        len(routing_map), num_parts, routing_map.shape[1] // num_parts
+    ).any(axis=2)
+    return parts
+
+
+def _block_lengths(num_tokens: int, num_blocks: int) -> list[int]:
+    """[B] tokens of each block: full ones, then the rest, as the executor cuts them."""
+    size = max(-(-num_tokens // num_blocks), 1)
+    return [min(max(num_tokens - block * size, 0), size) for block in range(num_blocks)]
