@@ -459,9 +459,13 @@ def train_under_overlap_schedule(case: Case, dispatcher: str) -> dict[str, torch
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import RowParallelLinear
 
     initialize(case)
-    config = transformer_config(case, dispatcher)
+    # Without Transformer Engine nothing is delayed; but the schedule is the one that asks for it,
+    # where Megatron's own linear layers can be asked (not in 0.16).
+    delays = case.num_local_experts > 1 and hasattr(RowParallelLinear, "backward_dw")
+    config = transformer_config(case, dispatcher, delay_wgrad_compute=delays)
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     model = GPTModel(config, spec, vocab_size=32, max_sequence_length=8)
     model = model.to(device="cuda", dtype=torch.bfloat16)

@@ -1,6 +1,7 @@
 """What Megatron's settings ask of a dispatcher (integration/duties.py), against stock."""
 
 import dataclasses
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +86,18 @@ def test_cuda_graph_attributes_replay(pools: Pools, case: Case, num_chunks: int)
     pools[4].run("layers:replay_cuda_graph_attributes", case, num_chunks)
 
 
-@pytest.mark.parametrize(("num_local_experts", "delay_wgrad"), [(1, False), (2, True)])
-def test_overlap_schedule(
-    pools: Pools, case: Case, num_local_experts: int, delay_wgrad: bool
-) -> None:
+@pytest.mark.parametrize("num_local_experts", [1, 2])
+def test_overlap_schedule(pools: Pools, case: Case, num_local_experts: int) -> None:
     # With top-2 and whole experts every chain adds the same two terms, so all are equal to the bit.
     etp = case.etp if case.exact_sums else 1
+    if num_local_experts == etp == 1 and metadata.version("megatron-core").startswith("0.16"):
+        pytest.skip(
+            "0.16 frees what a single local expert still needs, with stock's dispatcher too"
+        )
     config = {
         "num_layers": 4,
         "moe_layer_freq": [1, 0, 1, 1],
         "overlap_moe_expert_parallel_comm": True,
-        "delay_wgrad_compute": delay_wgrad,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }

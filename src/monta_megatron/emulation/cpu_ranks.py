@@ -178,6 +178,9 @@ def _install_streams() -> None:
     cuda.current_stream = lambda device=None: only_stream
     cuda.synchronize = lambda device=None: None
     cuda.is_current_stream_capturing = lambda: False
+    # A torch without CUDA has no NVTX, and 0.16's overlapped schedule names its ranges.
+    cuda.nvtx.range_push = lambda message: 0
+    cuda.nvtx.range_pop = lambda: 0
     # Its argument has to be a stream of torch's own, so it cannot wait for the mode below.
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
 
