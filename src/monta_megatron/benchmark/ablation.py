@@ -18,7 +18,7 @@ from monta_megatron.planner.cluster import Cluster
 
 
 def order_with_places_apart(depths: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
-    """As usual, but the first stage of all chunks before the others, and the last one after them.
+    """The usual order, with every first stage moved to the front and every last one to the end.
 
     The last chunk goes first at both ends: at the beginning, so that the first collective waits
     for all copies; at the end, so that the first copy waits for the last collective.
@@ -35,9 +35,10 @@ def order_with_places_apart(depths: Sequence[int], num_chunks: int) -> list[tupl
 def build_ablation(
     settings: Settings, cluster: Cluster | None, shape: LayerShape, layout: Layout, batch: Batch
 ) -> list[Candidate]:
-    """Stock alltoall as the check's and the ratios' base, then the steps."""
+    """Stock alltoall, the baseline of the checks and ratios, followed by the steps."""
     device = batch.hidden.device
-    # ETP = TP, so a tensor parallel group is a run of ranks, and of one expert's parts.
+    # ETP = TP, so a tensor parallel group is a run of consecutive ranks, which hold the parts of
+    # the same experts.
     rank = torch.distributed.get_rank()
     first = rank - rank % settings.tp
     group_batch = concatenate(
@@ -69,7 +70,7 @@ def build_ablation(
         )
         for num_chunks in sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks})
     ]
-    # The same chain, but no Place runs beside a collective.
+    # The same chain, but no Place overlaps a collective.
     places_apart = build_dispatcher(settings, cluster, shape, CHAIN, FIXED_NUM_CHUNKS)
     decision = places_apart.choice.decision
     chain = replace(decision.chain, order=order_with_places_apart)

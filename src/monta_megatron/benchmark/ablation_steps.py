@@ -2,13 +2,13 @@
 
     0  every tensor-parallel rank sends the tokens of its whole group
     1  duplicates dropped: each sends its own; A2A, then AG, then Place
-    2  + A2A and AG of neighbouring chunks at once
-    3  + Place too
-    4  + the number of chunks chosen
+    2  + A2A and AG of neighbouring chunks overlap
+    3  + Place overlaps too
+    4  + the number of chunks is chosen
 
 Step 0 is Megatron without sequence parallelism, with stock's alltoall dispatcher. It moves TP
-times the bytes between nodes, and nothing has to be gathered inside; the parts of the outputs are
-added up once, over tokens and not over pairs, which is the cheapest place for it.
+times the bytes between nodes, and nothing has to be gathered inside a node; the partial outputs are
+summed once, per token rather than per (token, expert) pair, which is where the sum is cheapest.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from monta_megatron.benchmark.report import Row
 
 CHAIN = "alltoall_allgather"
-# As many as the paper's published code always makes.
+# The number that the paper's published code always uses.
 FIXED_NUM_CHUNKS = 4
 
 STEPS = {
@@ -37,11 +37,11 @@ class StepResult:
         phase: "forward" or "forward_backward".
         step: see the top of this file.
         what: the step in words.
-        num_chunks: of our chain; 1 for step 0.
+        num_chunks: number of chunks of our chain; 1 for step 0.
         chosen_by: what chose the number of chunks in step 4: "measurement" or "planner".
-        median_ms: of the slowest rank.
-        gain: the time of the step before over this one.
-        gain_over_step_0: the time of step 0 over this one.
+        median_ms: median of the slowest rank's times.
+        gain: the previous step's time over this one's.
+        gain_over_step_0: step 0's time over this one's.
     """
 
     phase: str
@@ -55,7 +55,7 @@ class StepResult:
 
 
 def ablation_steps(rows: Sequence[Row]) -> list[StepResult]:
-    """The steps of every phase, each with its gain over the one before."""
+    """The steps of every phase, each with its gain over the previous one."""
     results = []
     for phase in dict.fromkeys(row.phase for row in rows):
         of_phase = [row for row in rows if row.phase == phase and row.scope == "exchange"]

@@ -1,9 +1,9 @@
 """How close the pipeline of `alltoall_allgather` comes to its bound: the slowest of its stages.
 
 Each stage is timed alone, on the rows that it moves in the chain, in the same interleaved run as
-the chain; forward is the way there and back, as in dispatch and combine. A perfect pipeline takes
-as long as its slowest stage, so it is (A2A + AG + Place) / max(A2A, AG, Place) times faster than
-the stages one after the other. Permutation and metadata, which every dispatcher has, are left out.
+the chain; "forward" covers both dispatch and combine. A perfect pipeline takes as long as its
+slowest stage, so it is (A2A + AG + Place) / max(A2A, AG, Place) times faster than the stages one
+after the other. Permutation and metadata, which every dispatcher has, are left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,12 +33,12 @@ class BoundResult:
 
     Attributes:
         phase: "forward" or "forward_backward".
-        num_chunks: of the pipeline.
-        alltoall_ms, allgather_ms, place_ms: medians of the stages alone, of the slowest rank.
-        pipelined_ms: of the chain.
-        speedup: of the chain over the stages one after the other.
-        bound: of any pipeline over them.
-        pct_of_bound: the one in percent of the other.
+        num_chunks: number of chunks of the pipeline.
+        alltoall_ms, allgather_ms, place_ms: median of the slowest rank's times, each stage alone.
+        pipelined_ms: the same for the whole chain.
+        speedup: of the chain, over running the stages one after the other.
+        bound: the largest speedup that any pipeline of these stages can have.
+        pct_of_bound: `speedup` in percent of `bound`.
     """
 
     phase: str
@@ -133,14 +133,14 @@ def _alone(serial: BoundChain, stage: BoundStage) -> BoundChain:
 
 
 def _rows_before(stage: BoundStage) -> float:
-    """Rows that a stage takes; an AllGather sends the same ones to every peer."""
+    """Number of rows that go into a stage; an AllGather sends the same ones to every peer."""
     if isinstance(stage.stage, AllGather):
         return float(stage.send[0, 0])
     return float(stage.send.sum())
 
 
 def _walks(exchange: Exchange, batch: Batch, backward: bool) -> Callable[[], None]:
-    """There and back over a chain, on rows of the batch's width."""
+    """A function that dispatches and combines over a chain, on rows of the batch's width."""
     hidden = batch.hidden
     source = hidden.new_ones(int(exchange.bound.num_source_rows), hidden.shape[-1])
     probs = batch.probs.new_ones(len(source))

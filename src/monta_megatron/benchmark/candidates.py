@@ -34,12 +34,12 @@ class Candidate:
     Attributes:
         kind: whose dispatcher it is.
         requested: stock's dispatcher or our chain, as asked for; "auto" where the planner chooses.
-        dispatcher: with Megatron's six phases.
-        batch: what goes in.
+        dispatcher: an object with Megatron's six phases.
+        batch: its input.
         own_tokens: where this rank's tokens lie in the batch.
-        traffic: bytes that this rank's tokens cause, with or without backward; None where the
-            dispatcher counts what it sends.
-        step: of the ablation, or None.
+        traffic: called with whether to include backward, gives the bytes that this rank's tokens
+            cause; None where the dispatcher counts what it sends.
+        step: step of the ablation, or None.
     """
 
     kind: Literal["megatron", "monta"]
@@ -52,14 +52,14 @@ class Candidate:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The chain that runs, and in how many chunks; known to "auto" once it has run."""
+        """The chain that runs and its number of chunks; for "auto", known only after a run."""
         if self.kind == "megatron":
             return self.requested, 1
         return self.dispatcher.chain.name, self.dispatcher.num_chunks
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name used in messages."""
         chain, num_chunks = self.key
         return f"{self.kind} {chain} x{num_chunks}"
 
@@ -121,7 +121,7 @@ def build_candidates(
     """Stock's dispatchers, then ours, chain by chain.
 
     Returns:
-        the candidates, and why chains were left out that were not asked for by name.
+        The candidates, and by name why a chain was left out, if chains were not asked for by name.
 
     Raises:
         ValueError: a chain that was asked for by name cannot run here.
@@ -150,7 +150,7 @@ def build_dispatcher(
     chain: str,
     num_chunks: int | None,
 ) -> Any:
-    """Ours, on the benchmark's nodes and costs.
+    """Our dispatcher, with the benchmark's nodes and costs.
 
     Raises:
         ValueError: the chain cannot run here.
@@ -165,7 +165,7 @@ def build_dispatcher(
 
 
 def _numbers_of_chunks(chain: str, settings: Settings) -> tuple[int | None, ...]:
-    """None where the planner chooses."""
+    """The numbers of chunks to run a chain with; None where the planner chooses."""
     if chain == AUTO:
         return (None,)
     return (1,) if CHAINS[chain].serial else settings.num_chunks
@@ -179,10 +179,10 @@ def identity_experts(
 
 
 def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Passed:
-    """One pass of the layer's exchange: dispatch, experts, combine, and back.
+    """One pass of the layer's exchange: dispatch, experts, combine, and optionally backward.
 
-    The probabilities' gradient is the experts' business; where they leave it out, ones stand in
-    for it, so that the backward pass carries what it carries in training.
+    The gradient of the probabilities comes from the experts. `identity_experts` give none, so ones
+    stand in for it, and the backward pass carries what it carries in training.
     """
     dispatcher, batch = candidate.dispatcher, candidate.batch
     hidden = batch.hidden.detach().requires_grad_()
@@ -220,13 +220,13 @@ def sent_so_far(candidate: Candidate) -> Traffic:
 
 
 def traffic_of_run(candidate: Candidate, backward: bool, before: Traffic, num_runs: int) -> Traffic:
-    """Payload that this rank's tokens cause, or that this rank sends: equal in the sum of ranks.
+    """Payload per run that this rank's tokens cause, or that it sends: the sums over ranks agree.
 
     Args:
         candidate: what ran.
         backward: whether its runs had a backward pass.
         before: what it had sent before these runs.
-        num_runs: all alike.
+        num_runs: number of runs, all identical.
     """
     if candidate.traffic is not None:
         return candidate.traffic(backward)

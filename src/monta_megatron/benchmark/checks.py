@@ -1,7 +1,7 @@
 """Correctness before time: every candidate against stock alltoall, on the benchmark's own data.
 
-What only moves is equal to the bit. Sums are too where they have stock's order; elsewhere their
-error, the rms against an fp64 sum over the data of all ranks, has a bound.
+Data that only moves must be bitwise equal. So must sums that are taken in stock's order; the rms
+error of other sums, against an fp64 sum over the data of all ranks, must be within a bound.
 
 Notation: T = tokens of a rank, H = hidden size, E = experts, k = experts of a token, ETP = expert
 tensor parallel size, N = rows for the local experts.
@@ -19,12 +19,13 @@ from monta_megatron.chains import Layout
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.integration.bench_layer import Experts
 
-# bf16: every hop with partial sums rounds once more than the one rounding of a sum in fp32;
-# errors of k independent roundings add up as sqrt(k). The margin is for the sums' own errors.
+# bf16: every hop that carries partial sums adds one rounding to the single one of an fp32 sum;
+# errors of k independent roundings add up as sqrt(k). The margin covers the fp32 sums' own errors.
 LOW_PRECISION_MARGIN = 1.05
-# fp32: ours over stock's, which rounds after every addition.
+# fp32: our error over stock's, which rounds after every addition.
 FULL_PRECISION_FACTOR = 1.5
-# Probabilities' gradients are sums of ETP terms of one sign: two orders differ by a few eps.
+# Gradients of the probabilities are sums of ETP terms of one sign; summed in another order, they
+# differ by a few eps.
 PROBS_TOLERANCE_EPS = 8
 # Baselines other than alltoall are Megatron's or plain collectives, which sum in the rows' dtype.
 BASELINE_FACTOR = 16
@@ -32,11 +33,11 @@ BASELINE_FACTOR = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What the sums should be, from the rounded outputs of the experts.
+    """The expected sums, computed from the rounded outputs of the experts.
 
     Attributes:
         exact: [T, H] fp64.
-        once: [T, H] the sum in fp32, in the order of the experts, rounded once.
+        once: [T, H] summed in fp32 in the order of the experts, then rounded once.
     """
 
     exact: torch.Tensor
@@ -44,7 +45,7 @@ class Reference:
 
 
 def check_candidates(candidates: list[Candidate], layout: Layout) -> list[str]:
-    """What is wrong with any candidate on any rank, one line each; the same on every rank."""
+    """One line for each difference of a candidate on any rank; the same list on every rank."""
     experts = weighted_experts(layout)
     baseline = next(candidate for candidate in candidates if candidate.is_baseline)
     expected = run_candidate(baseline, experts, backward=True)
@@ -96,7 +97,7 @@ def expert_factor(experts: torch.Tensor, etp_rank: int) -> torch.Tensor:
 
 
 def reference_sum(rows: torch.Tensor, batch: Batch, layout: Layout) -> Reference:
-    """The sum over experts and their parts of what `weighted_experts` make of these rows.
+    """The sum, over experts and their parts, of the outputs of `weighted_experts` for these rows.
 
     Its backward pass scales gradients by the same factors, so this serves both directions.
 
@@ -118,12 +119,12 @@ def reference_sum(rows: torch.Tensor, batch: Batch, layout: Layout) -> Reference
 
 
 def has_stocks_order(candidate: Candidate, layout: Layout) -> bool:
-    """Whether the sums are promised to have stock alltoall's order, hence its bits."""
+    """Whether sums must be taken in stock alltoall's order, and so be bitwise equal to its own."""
     return candidate.kind == "monta" and layout.etp <= 2 and candidate.rows == "pairs"
 
 
 def num_partial_hops(candidate: Candidate, layout: Layout) -> int:
-    """Exchanges that carry partial sums, each rounded to the rows' dtype."""
+    """Number of exchanges that carry partial sums, each rounded to the rows' dtype."""
     if candidate.rows == "pairs":
         return int(layout.etp > 1)
     stages = candidate.dispatcher.chain.stages
@@ -135,9 +136,9 @@ def error_bound(dtype: torch.dtype, num_hops: int, once_rms: float, stock_rms: f
 
     Args:
         dtype: of the rows.
-        num_hops: exchanges that carry partial sums.
-        once_rms: error of the sum in fp32 that is rounded once.
-        stock_rms: error of stock alltoall's sum.
+        num_hops: number of exchanges that carry partial sums.
+        once_rms: rms error of the fp32 sum that is rounded once.
+        stock_rms: rms error of stock alltoall's sum.
     """
     if dtype == torch.float32:
         return FULL_PRECISION_FACTOR * stock_rms
@@ -145,7 +146,7 @@ def error_bound(dtype: torch.dtype, num_hops: int, once_rms: float, stock_rms: f
 
 
 def _moved(candidate: Candidate, passed: Passed, expected: Passed) -> list[str]:
-    """What has to be stock's to the bit."""
+    """Differences in what has to be stock's: bitwise, but for the probabilities' gradient."""
     assert passed.probs_gradient is not None and expected.probs_gradient is not None
     found = [
         f"{name} differ from stock's"
@@ -172,7 +173,7 @@ def _rounded(
     candidate: Candidate,
     layout: Layout,
 ) -> list[str]:
-    """Whether the error of a sum, over all ranks, is within its bound."""
+    """A line if the rms error of a sum, over all ranks, is above its bound."""
     errors = torch.stack(
         [
             (rows.reshape(reference.exact.shape).double() - reference.exact).square().sum().cpu()
@@ -203,7 +204,7 @@ def _experts_of_tokens(routing_map: torch.Tensor) -> torch.Tensor:
 
 
 def _of_all_ranks(found: list[str]) -> list[str]:
-    """The lines of every rank, each with the ranks that it holds for."""
+    """The distinct lines of all ranks, each with the ranks that found it."""
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, found)
     ranks_by_line: dict[str, list[int]] = {}

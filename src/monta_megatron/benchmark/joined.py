@@ -1,4 +1,4 @@
-"""What a benchmark and a calibration do as ranks of one launch: join it, and agree."""
+"""How the ranks of a benchmark or calibration join their launch and share what rank 0 finds."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def join(local_rank: int) -> torch.device:
-    """Join the launch, with a GPU where there is one; Gloo carries what the ranks tell each other.
+    """Join the launch, and take a GPU where there is one; tensors on the host go through Gloo.
 
     Raises:
         ValueError: there is neither a GPU nor a stand-in.
@@ -19,15 +19,15 @@ def join(local_rank: int) -> torch.device:
         raise ValueError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    # A CPU where CPU ranks stand in.
+    # The CPU where CPU ranks stand in for GPUs.
     return torch.empty(0, device="cuda").device
 
 
 def on_first_rank(function: Callable[[], T]) -> T:
-    """What the first rank finds, on all ranks.
+    """Call a function on the first rank alone, and return its result on all ranks.
 
     Raises:
-        ValueError: the first rank's, on all of them.
+        ValueError: the function raised it on the first rank; raised again on all of them.
     """
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:

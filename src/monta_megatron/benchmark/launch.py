@@ -1,4 +1,4 @@
-"""This process among the ranks of a launch: what torchrun or srun says. No torch."""
+"""This process's place in a launch, from the variables of torchrun or srun. No torch."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from typing import Any
 OTHER_RANKS_LINGER_S = 5.0
 INTERRUPT_REACHES_ALL_S = 1.0
 
-# torch's variables, and srun's of the same meaning.
+# torch's variables, and those of srun that mean the same.
 AS_SRUN_NAMES = {
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_NTASKS",
@@ -23,9 +23,9 @@ class Launch:
     """One rank's place.
 
     Attributes:
-        rank: of all.
-        world_size: ranks.
-        local_rank: on its node.
+        rank: its number among all ranks.
+        world_size: number of ranks.
+        local_rank: its number among the ranks of its node.
     """
 
     rank: int
@@ -34,14 +34,14 @@ class Launch:
 
 
 def find_launch(command: str, environ: MutableMapping[str, str] = os.environ) -> Launch:
-    """The launch that this process is part of; srun's variables are set as torch reads them.
+    """The launch that this process is part of; under srun, sets the variables that torch reads.
 
     Args:
-        command: of `monta`, for the message.
-        environ: of this process.
+        command: the sub-command of `monta`, for the message.
+        environ: the environment of this process.
 
     Raises:
-        ValueError: no launcher, or one of its variables is missing.
+        ValueError: there is no launcher, or one of its variables is missing.
     """
     if "RANK" not in environ and environ.keys() >= set(AS_SRUN_NAMES.values()):
         _name_as_torch_does(environ)
@@ -58,21 +58,20 @@ def find_launch(command: str, environ: MutableMapping[str, str] = os.environ) ->
 
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this rank speaks for all; so does a process that no launcher started."""
+    """Whether this rank reports for all; also true in a process that no launcher started."""
     return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def linger() -> None:
-    """Delay the exit of a rank that fails in silence: torchrun ends all ranks as soon as one has
-    failed, and by then the first rank has to have said why."""
+    """Let the first rank report why before a silent rank's exit makes torchrun end all ranks."""
     time.sleep(OTHER_RANKS_LINGER_S)
 
 
 def run_as_rank(run: Callable[[], int]) -> int:
-    """Run a command that every rank of a launch is given; the first one alone says what is wrong.
+    """Run a command on every rank of a launch; only the first rank reports a user's mistake.
 
     Args:
-        run: the command; its value is the exit status, and a ValueError is a user's mistake.
+        run: the command; returns the exit status, or raises ValueError for a user's mistake.
     """
     interrupts = []
 
@@ -88,9 +87,9 @@ def run_as_rank(run: Callable[[], int]) -> int:
             raise
         status = 2
     except RuntimeError:
-        # A launch that is interrupted ends rank by rank. That this one has lost its peers is no
-        # fault then, be it before its own turn, or after: on the way through autograd the
-        # interrupt may have been replaced by the loss.
+        # An interrupted launch ends rank by rank, so it is no fault that this rank lost its peers:
+        # its own interrupt may still be on its way, or autograd may have replaced it by the error
+        # about the lost peers.
         time.sleep(INTERRUPT_REACHES_ALL_S)
         if interrupts:
             raise KeyboardInterrupt from None

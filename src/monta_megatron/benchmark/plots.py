@@ -12,10 +12,10 @@ COLOURS = {"Megatron": "#8c8c8c", "monta": "#2f7ebc", "monta, the planner's pick
 
 
 def check_can_plot(folder: str | None) -> None:
-    """Say before a benchmark, not after it, that its pictures cannot be drawn; make their folder.
+    """Fail before a benchmark, not after it, if its pictures cannot be drawn; make their folder.
 
     Args:
-        folder: of --plot, or None where nothing is to be drawn.
+        folder: value of --plot, or None where nothing is to be drawn.
 
     Raises:
         ValueError: matplotlib is not installed, or the folder cannot be made.
@@ -28,7 +28,7 @@ def check_can_plot(folder: str | None) -> None:
 
 
 def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Bars by chain, one picture per scope; the files that were written."""
+    """Draw bars by chain, one picture per scope, and return the files that were written."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -51,7 +51,7 @@ def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
         )
         for axis, phase in zip(axes[0], phases, strict=True):
             _bars(axis, phase, [row for row in of_scope if row.phase == phase])
-        # The axes share their rows, so one of them turns all round.
+        # The panels share their y axis, so inverting one inverts them all.
         axes[0][0].invert_yaxis()
         kinds = dict.fromkeys(_kind(row) for row in of_scope)
         figure.legend(
@@ -70,7 +70,7 @@ def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _bars(axis: Any, phase: str, rows: Sequence[Row]) -> None:
-    """Medians with their spread, the first row on top, and how many times faster than stock."""
+    """Medians with their spread, and how many times faster than stock each one is."""
     places = range(len(rows))
     spreads = [
         [row.median_ms - row.p10_ms for row in rows],

@@ -1,4 +1,4 @@
-"""One point of a benchmark: what is asked for, the dispatchers on its data, and their rows."""
+"""One point of a benchmark: what was asked for, the dispatchers on its data, and their rows."""
 
 import functools
 from dataclasses import dataclass
@@ -41,15 +41,15 @@ from monta_megatron.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one point is asked for, and where.
+    """What one point has to measure, and where.
 
     Attributes:
-        name: in front of what is told of its progress.
+        name: prefix of its progress messages.
         settings: what was asked for.
         launch: this rank's place.
         cluster: costs for predictions, or None.
-        emulated: what it runs on, or None.
-        progress: as this rank shows it.
+        emulated: the emulated cluster that it runs on, or None.
+        progress: this rank's progress display.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """The candidates, and all that a row says of them.
+    """The candidates, and everything that their rows report.
 
     Attributes:
         task: what was asked for.
-        shape: of the layer.
-        nodes: of every rank of the launch.
+        shape: sizes of the layer.
+        nodes: node of every rank of the launch.
         layout: this rank's place in its exchange.
         batch: this rank's data.
         candidates: stock's dispatchers and ours.
@@ -83,7 +83,7 @@ class Bench:
     skipped: dict[str, str]
 
     def meta(self) -> dict[str, Any]:
-        """Where and how it runs, as a report says it."""
+        """Where and how it runs: the `meta` of a report."""
         gpu = torch.cuda.get_device_name() if self.batch.hidden.is_cuda else None
         return describe(self.task.settings, self.nodes, self.task.emulated, self.skipped, gpu)
 
@@ -162,7 +162,7 @@ class Bench:
         return rows
 
     def _limit_ms(self, backward: bool) -> float | None:
-        """The link's limit, where there is a link with a known rate."""
+        """The least time that the links between nodes allow; None if unknown or nothing crosses."""
         settings, emulated, layout = self.task.settings, self.task.emulated, self.layout
         num_nodes = len(set(self.nodes))
         if emulated is None or emulated.measured_inter_gbit_s is None or num_nodes == 1:
@@ -182,12 +182,12 @@ def prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
     """Megatron's groups, the data, and the dispatchers on both.
 
     Raises:
-        ValueError: a setting that cannot run here; on every rank, when all have come so far.
+        ValueError: a setting cannot run here; raised on every rank, once all have come this far.
     """
     try:
         return _prepare(task, device, makes_groups)
     except ValueError:
-        # The same on every rank; the first one is not far behind when the others leave.
+        # The same on every rank: wait, so that none exits long before the first one has reported.
         wait_for_all()
         raise
 
@@ -210,8 +210,8 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
     assert world is not None, "start has joined the launch"
     nodes = find_nodes(world, settings.ranks_per_node)
     cluster = task.cluster
-    # A dispatcher takes its nodes from the cluster file, the benchmark from the launch. All ranks
-    # look at all of them, so that all refuse.
+    # A dispatcher takes its nodes from the cluster file, the benchmark from the launch. Every rank
+    # compares the nodes of all ranks, so that all of them refuse.
     if (
         cluster is not None
         and settings.ranks_per_node is None

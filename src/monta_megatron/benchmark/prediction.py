@@ -1,4 +1,4 @@
-"""What the planner says beforehand: the time of every candidate, and its pick. No torch."""
+"""What the planner predicts: the time of every candidate, and its pick. No torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +17,11 @@ from monta_megatron.topology.nodes import number_nodes
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the planner says of one phase.
+    """What the planner predicts for one phase.
 
     Attributes:
-        predicted_ms: by chain and number of chunks.
-        chosen: the chain and number of chunks that the planner takes, of those.
+        predicted_ms: predicted time by chain and number of chunks.
+        chosen: the chain and number of chunks that the planner picks, or None without a cluster.
     """
 
     predicted_ms: Mapping[tuple[str, int], float]
@@ -35,13 +35,13 @@ def predict(
     phase: Phase,
     candidates: Iterable[tuple[str, int]],
 ) -> Prediction:
-    """Plan with the expected counts of the routing; nothing is known without a cluster file.
+    """Plan with the expected counts of the routing; without a cluster file the result is empty.
 
     Args:
-        settings: of the benchmark.
+        settings: what the benchmark was asked for.
         layout: this rank's place.
-        cluster: the costs.
-        phase: what has to be fast.
+        cluster: the costs, or None.
+        phase: the phase to predict and to optimise.
         candidates: chains and numbers of chunks to choose from.
     """
     keys = set(candidates)
@@ -79,7 +79,7 @@ def workload_of(settings: Settings, layout: Layout) -> Workload:
 
 
 def expected_routing(settings: Settings, layout: Layout) -> Routing:
-    """The planner's form of a routing of `routing.ROUTINGS`."""
+    """The planner's counterpart of the routing, one of `routing.ROUTINGS`."""
     if settings.routing == "skewed":
         return skewed_routing(settings.num_experts, settings.topk, settings.seed)
     if settings.routing == "node-limited":

@@ -23,14 +23,14 @@ class Row:
 
     Attributes:
         dispatcher: "megatron" or "monta".
-        chain: ours, or the name of stock's dispatcher.
+        chain: our chain, or the name of stock's dispatcher.
         num_chunks: 1 for stock.
         requested: the chain as asked for: "auto" where the planner chose.
         scope: "exchange", or "layer" with the experts computed.
         phase: "forward" (dispatch and combine) or "forward_backward".
         tokens, top_k, routing, experts, hidden, dtype, tp, ep, etp: what was measured.
-        inter_mbit: setting of the emulated interfaces, or None.
-        median_ms, p10_ms, p90_ms: of a run's slowest rank.
+        inter_mbit: rate that the emulated interfaces were set to, or None.
+        median_ms, p10_ms, p90_ms: median and percentiles of the slowest rank's times.
         inter_bytes, intra_bytes: payload that changes node, or rank inside a node, summed over
             ranks, in this phase.
         nic_bytes: what the interfaces between nodes sent, by the kernel's counters, or None.
@@ -38,9 +38,9 @@ class Row:
             median; None on one node, or where the rate is not known.
         ratio_to_alltoall: stock alltoall's median over this one.
         ratio_low, ratio_high: 95% interval of that ratio.
-        step: of the ablation, or None.
-        predicted_ms: the planner's, or None.
-        chosen: the planner's pick.
+        step: step of the ablation, or None.
+        predicted_ms: the time that the planner predicts, or None.
+        chosen: whether it is the planner's pick.
     """
 
     dispatcher: str
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name used in tables."""
         stock = self.dispatcher == "megatron"
         name = f"megatron {self.chain}" if stock else f"{self.chain} x{self.num_chunks}"
         if self.requested == AUTO:
@@ -139,7 +139,7 @@ def describe(
     skipped: dict[str, str],
     gpu: str | None,
 ) -> dict[str, Any]:
-    """The `meta` of a report: enough to know what the numbers are of, and to run it again."""
+    """The `meta` of a report: enough to know what was measured, and to run it again."""
     return {
         "versions": versions(),
         "machine": {**machine(), "gpu": gpu},
@@ -162,7 +162,7 @@ def describe(
             "dtype": settings.dtype,
             "routing": settings.routing,
         },
-        # Setting and measured rates of both tiers.
+        # The rate that was set, and the measured rates of both tiers.
         "emulated_cluster": None if emulated is None else asdict(emulated),
         "seed": settings.seed,
         "repeats": settings.repeats,
@@ -172,7 +172,7 @@ def describe(
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and of the packages that take part."""
+    """The versions of Python and of the packages involved; None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("monta-megatron", "megatron-core", "torch", "numpy"):
         try:
@@ -183,7 +183,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """This rank's machine; the others are taken to be alike."""
+    """This rank's machine; the others are assumed to be the same."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

@@ -22,12 +22,12 @@ def make_routing(
     Args:
         routing: "uniform" picks experts at random. "skewed" prefers some: the i-th most wanted
             expert is drawn with weight 1/i, the order being random and the same for all ranks.
-            "node-limited" picks inside half of the nodes (at least one), drawn for every token.
+            "node-limited" picks on half of the nodes (rounded down), drawn anew for every token.
         num_tokens: T.
         topk: experts of a token.
         expert_nodes: [E] node of each expert.
-        seed: of the benchmark.
-        rank: whose tokens these are.
+        seed: seed of the benchmark.
+        rank: the rank whose tokens these are.
 
     Raises:
         ValueError: "node-limited" with experts on one node, or with more experts per token than
@@ -35,7 +35,7 @@ def make_routing(
     """
     num_experts = len(expert_nodes)
     generator = np.random.default_rng([seed, rank])
-    # The largest of log-weight + Gumbel noise are a draw without replacement by weight.
+    # The k largest of log-weight + Gumbel noise are a weighted draw without replacement.
     scores = generator.gumbel(size=(num_tokens, num_experts))
     if routing == "skewed":
         order = np.random.default_rng(seed).permutation(num_experts)
@@ -51,7 +51,7 @@ def make_routing(
 def _allowed(
     generator: np.random.Generator, num_tokens: int, topk: int, expert_nodes: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """[T, E] the experts on the nodes that each token may go to."""
+    """[T, E] whether an expert is on one of the nodes that the token may go to."""
     nodes, experts_on_node = np.unique(expert_nodes, return_counts=True)
     limit = len(nodes) // 2
     if limit == 0:

@@ -1,4 +1,4 @@
-"""Benchmarks from settings to reports, on one rank: check, then time, then add up."""
+"""Benchmarks from settings to reports, on one rank: check, then time, then summarise."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -40,18 +40,18 @@ def run_benchmarks(
     """Join the launch, then at each point check every candidate and time them side by side.
 
     Args:
-        points: what to do.
+        points: what to measure.
         launch: this rank's place.
-        cluster: costs from which to predict the times, if there are any.
-        progress: as this rank shows it.
-        is_kept: asked on the first rank; such a point is left out.
+        cluster: costs from which to predict the times, or None.
+        progress: this rank's progress display.
+        is_kept: whether a point was measured before and is left out; called on the first rank.
 
     Yields:
         {"settings": ..., "meta": ..., "rows": [...]}, the same on every rank; "ablation" and
         "bound" where asked for.
 
     Raises:
-        ValueError: a setting that cannot run here.
+        ValueError: a setting cannot run here.
         MismatchError: a candidate gives other results than stock alltoall; it was not timed.
     """
     device = join(launch.local_rank)
@@ -64,7 +64,7 @@ def run_benchmarks(
     sizes = None
     for number, point in enumerate(left, 1):
         settings = point.settings
-        # Groups stay until the end, so they are made no more often than they change.
+        # Groups live until the end, so new ones are made only where the sizes change.
         is_new = sizes != (settings.tp, settings.ep, settings.etp)
         sizes = (settings.tp, settings.ep, settings.etp)
         name = f"point {number} of {len(left)} ({point.name}): " if len(left) > 1 else ""
@@ -83,7 +83,7 @@ def run_benchmarks(
 
 
 def _run_benchmark(task: Task, device: torch.device, makes_groups: bool) -> dict[str, Any]:
-    """One point."""
+    """Check and time one point."""
     settings = task.settings
     bench = prepare(task, device, makes_groups)
     task.progress.phase(f"{task.name}checks of {len(bench.candidates)} dispatchers", 0)

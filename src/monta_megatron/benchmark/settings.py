@@ -26,28 +26,28 @@ class Settings:
         topk: experts of each token.
         hidden: hidden size.
         tokens: tokens of each rank.
-        dtype: of the rows; probabilities are fp32.
+        dtype: dtype of the rows; probabilities are fp32.
         tp: tensor parallel size.
         ep: expert parallel size.
         etp: expert tensor parallel size.
         routing: one of `routing.ROUTINGS`.
         chains: names of our chains, and "auto" for what the planner chooses.
-        skip_refused: a chain that cannot run on this layout is left out, and said, instead of
-            being an error: the chains were not asked for by name.
-        num_chunks: every pipelined chain runs with each.
+        skip_refused: a chain that cannot run on this layout is left out and reported, instead of
+            being an error; true where the chains were not asked for by name.
+        num_chunks: numbers of chunks; every pipelined chain runs with each.
         stock: Megatron's dispatchers to compare; "alltoall" is always among them.
         phases: what is timed.
-        layer: the experts are computed, and timed, too.
-        ffn_hidden: their intermediate size.
+        layer: whether the layer with its experts is timed too.
+        ffn_hidden: intermediate size of the experts.
         repeats: timed runs of every candidate.
-        warmup: runs of every candidate before that.
-        seed: of the data.
+        warmup: untimed runs of every candidate before those.
+        seed: seed of the data.
         ranks_per_node: ranks joined by the fast tier, or None where the launcher knows.
         cluster: file of the costs by which the planner chooses, or None.
-        inter_rate_ratio: rate of this network over that of the cluster file, which is scaled.
+        inter_rate_ratio: this network's rate over the cluster file's; the costs are scaled by it.
         world_size: ranks of the launch.
-        ablation: the steps of the MoNTA paper instead of chains.
-        bound: the stages of alltoall_allgather alone too.
+        ablation: whether to run the steps of the MoNTA paper instead of chains.
+        bound: whether to time the stages of alltoall_allgather alone too.
     """
 
     num_experts: int
@@ -90,7 +90,7 @@ def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: in
         world_size: ranks of the launch.
 
     Raises:
-        ValueError: names the flag, the value and the rule.
+        ValueError: a flag is wrong; names the flag, the value and the rule.
     """
     texts = vars(flags) if isinstance(flags, argparse.Namespace) else flags
 
@@ -124,7 +124,7 @@ def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: in
             _integer("--num-chunks", text, 1)
             for text in _list("--num-chunks", texts.get("num_chunks") or "1,4")
         ),
-        # The ratio needs it.
+        # alltoall is the base of every ratio.
         stock=tuple(dict.fromkeys(("alltoall", *stock))),
         phases=_names("--phase", texts.get("phase") or ",".join(PHASES), PHASES),  # type: ignore[arg-type]
         layer=bool(texts.get("layer")),
@@ -221,7 +221,7 @@ def positive_number(flag: str, text: str) -> float:
     """The value of a flag that takes a number > 0.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not one.
     """
     try:
         value = float(text)

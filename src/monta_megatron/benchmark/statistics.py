@@ -24,7 +24,7 @@ def spread(times_ms: NDArray[np.float64]) -> Spread:
 
 
 def ratio_of_medians(base_ms: NDArray[np.float64], times_ms: NDArray[np.float64]) -> float:
-    """How many times faster than `base_ms`."""
+    """How many times faster `times_ms` is than `base_ms`."""
     return float(np.median(base_ms) / np.median(times_ms))
 
 
@@ -33,13 +33,13 @@ def ratio_interval(
 ) -> tuple[float, float]:
     """95% interval of `ratio_of_medians`, by bootstrap over the repeats.
 
-    A repeat runs every candidate once, so its times share what the machine did in that minute:
-    they are drawn together.
+    A repeat runs every candidate once, so its times share the machine's state at that moment and
+    are drawn together.
 
     Args:
         base_ms: [repeats].
-        times_ms: [repeats], of the same repeats.
-        seed: of the draws.
+        times_ms: [repeats], from the same repeats.
+        seed: seed of the draws.
     """
     num_repeats = len(times_ms)
     draws = np.random.default_rng(seed).integers(num_repeats, size=(NUM_RESAMPLES, num_repeats))

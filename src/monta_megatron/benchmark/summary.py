@@ -1,9 +1,9 @@
-"""What many points say together: regret, errors of predictions, auto against stock. No torch.
+"""Figures over many points: regret, errors of predictions, auto against stock. No torch.
 
-Regret is the time of the planner's pick over that of the fastest chain that was measured beside it,
-in the same interleaved run: 1 where the pick is the fastest. The pick is what `auto` ran, or where
-it did not run, what the planner takes among the chains that did. A chain that ran twice, by name
-and as `auto`, counts with the mean of both.
+Regret is the time of the planner's pick over that of the fastest chain measured in the same
+interleaved run: 1 where the pick is the fastest. The pick is what `auto` ran or, where `auto` did
+not run, what the planner picks among the chains that did. A chain that ran twice, by name and as
+`auto`, counts with the mean of both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,22 +18,22 @@ from monta_megatron.options import AUTO
 # A chain and its number of chunks.
 Key: TypeAlias = tuple[str, int]
 
-# The planner chooses for it.
+# The phase that the planner optimises.
 PHASE = "forward_backward"
-# A ratio to stock whose whole interval lies below is a loss, not noise.
+# Where the whole interval of a ratio to stock lies below this, it is a loss, not noise.
 LOSS_BELOW = 0.97
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One point: what was timed side by side, forward and backward, of the exchange alone.
+    """One point: what was timed side by side, forward and backward, for the exchange alone.
 
     Attributes:
         rows: stock's and ours.
-        num_nodes: of the launch.
-        ranks_per_node: of the launch.
-        inter_rate_ratio: by which the cluster file was scaled, or None without one.
-        repeats: of each.
+        num_nodes: nodes of the launch.
+        ranks_per_node: ranks on each.
+        inter_rate_ratio: factor by which the cluster file's rate was scaled; None without a file.
+        repeats: timed runs of each.
     """
 
     rows: tuple[Row, ...]
@@ -44,7 +44,7 @@ class Measured:
 
     @property
     def ours(self) -> list[Row]:
-        """Our chains, without steps of the ablation that are no product."""
+        """The rows of our chains, without those that are steps of the ablation."""
         return [row for row in self.rows if row.dispatcher == "monta" and row.step is None]
 
     @property
@@ -54,7 +54,7 @@ class Measured:
 
     @property
     def auto(self) -> Row | None:
-        """What `auto` did, where it ran."""
+        """The row of `auto`, if it ran."""
         return next((row for row in self.ours if row.requested == AUTO), None)
 
     @property
@@ -67,13 +67,13 @@ class Measured:
 
     @property
     def pick(self) -> Key | None:
-        """The planner's; None where it was not asked, or had no choice."""
+        """The planner's pick; None where it was not asked, or had no choice."""
         chosen = [(row.chain, row.num_chunks) for row in self.ours if row.chosen]
         return chosen[0] if chosen and len(self.times_ms) > 1 else None
 
     @property
     def best(self) -> Key:
-        """The fastest of ours."""
+        """The fastest of our chains and numbers of chunks."""
         return min(self.times_ms, key=self.times_ms.__getitem__)
 
     @property
@@ -82,12 +82,12 @@ class Measured:
         return None if self.pick is None else self.times_ms[self.pick] / self.times_ms[self.best]
 
     def predicted_ms(self, key: Key) -> float | None:
-        """The planner's, with a cluster file."""
+        """The time that the planner predicts; None without a cluster file."""
         found = (row.predicted_ms for row in self.ours if (row.chain, row.num_chunks) == key)
         return next(found)
 
     def errors(self, chain: str) -> list[float]:
-        """Predicted over measured, minus 1, by number of chunks."""
+        """Predicted over measured, minus 1, for each number of chunks of a chain."""
         return [
             predicted_ms / ms - 1
             for key, ms in sorted(self.times_ms.items())
@@ -137,7 +137,7 @@ def measured_points(reports: Sequence[dict[str, Any]]) -> list[Measured]:
 
 
 def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures below the tables; None where there is nothing to say it of."""
+    """The figures below the tables; None for those that no point has."""
     points = measured_points(reports)
     regrets = [point.regret for point in points if point.regret is not None]
     errors = [abs(error) for point in points for chain in CHAINS for error in point.errors(chain)]

@@ -18,7 +18,7 @@ from monta_megatron.chains import CHAINS
 
 
 def summary_lines(reports: Sequence[dict[str, Any]]) -> list[str]:
-    """Everything in Markdown."""
+    """The whole summary in Markdown."""
     points = measured_points(reports)
     ablations = [report for report in reports if "ablation" in report]
     lines = [_where(reports)]
@@ -75,7 +75,7 @@ def _ablation_lines(reports: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _short(commit: str | None) -> str:
-    """12 digits, and whether the source was changed."""
+    """The first 12 digits of a commit, and whether the source was changed."""
     digits, *dirty = (commit or "not known").split("-")
     return "-".join([digits[:12], *dirty])
 

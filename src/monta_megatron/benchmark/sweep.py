@@ -1,7 +1,7 @@
-"""A sweep: one benchmark at many points, in one launch, each kept as it is finished. No torch.
+"""A sweep: a benchmark at many points in one launch, each saved when it is done. No torch.
 
-A sweep file holds flags of `monta bench` by their names, for all points and then for each; what a
-point leaves out is the headline's. Flags of the command line stand in for those of the headline.
+A sweep file holds flags of `monta bench` by their names, first for all points (`headline`), then
+what each point changes. Flags of the command line override those of the headline.
 
     headline: {experts: 64, top-k: 8, hidden: 1024, tokens: 512}
     points:
@@ -49,7 +49,7 @@ class SweepPoint:
 
     Attributes:
         name: what it changes, such as "tokens 2048, hidden 512".
-        settings: all of it.
+        settings: all its settings.
     """
 
     name: str
@@ -61,11 +61,11 @@ def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Swe
 
     Args:
         path: of the file.
-        flags: of the command line, by name, as text; None where not given.
+        flags: flags of the command line, by name, as text; None where not given.
         world_size: ranks of the launch.
 
     Raises:
-        ValueError: names the file, the point, the flag, the value and the rule.
+        ValueError: the file is wrong; names the file, the point, the flag, the value and the rule.
     """
     data = strict_yaml.read(path)
     if not isinstance(data, dict) or set(data) != {"headline", "points"}:
@@ -106,7 +106,7 @@ def _flags(data: Any, place: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Finished points in a file, one line each: what `--json` prints, and the settings behind it.
+    """Finished points in a file, one line each: what `--json` prints for a point.
 
     Attributes:
         path: the file.
@@ -118,13 +118,13 @@ class Results:
 
     @classmethod
     def open(cls, path: Path) -> "Results":
-        """Go on with a file, or begin.
+        """Continue an existing file, or start a new one.
 
         Raises:
             ValueError: the file holds something else, or cannot be written.
         """
         results = cls(path=path, reports=read_reports(path))
-        # Without the line that a kill has cut short.
+        # Drop a line that a kill has cut short.
         write_json_lines(path, results.reports)
         return results
 
@@ -140,7 +140,7 @@ class Results:
         )
 
     def add(self, report: dict[str, Any]) -> None:
-        """Keep one more."""
+        """Keep one more report."""
         self.reports.append(report)
         add_json_line(self.path, report)
 
@@ -159,7 +159,7 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
 
 
 def _setting_of(emulated: dict[str, Any] | None) -> dict[str, Any] | None:
-    """An emulated cluster without what was measured, which differs a little each time."""
+    """An emulated cluster without its measured rates, which differ a little each time."""
     if emulated is None:
         return None
     return {name: value for name, value in emulated.items() if not name.startswith("measured")}

@@ -13,15 +13,15 @@ from monta_megatron.options import AUTO
 
 STOCK_STYLE = {"color": "#8c8c8c", "linewidth": 2.0, "marker": "s"}
 AUTO_STYLE = {"color": "#e07b39", "linewidth": 2.5, "marker": "o"}
-# Told apart by people who see no red or green too.
+# Distinguishable for people with red-green colour blindness, too.
 COLOURS = ("#332288", "#88ccee", "#44aa99", "#117733", "#aa4499", "#222222")
 CHAIN_COLOURS = dict(zip(CHAINS, cycle(COLOURS), strict=False))
-# Lines at which a prediction is so far off.
+# The relative error that the dashed lines mark.
 ERROR_BAND = 0.25
 
 
 def plot_sweep(reports: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Time against size, and predicted against measured, as far as there are points for them.
+    """Draw time against size, and predicted against measured, where there are points for them.
 
     Returns:
         The files that were written.
@@ -40,7 +40,7 @@ def plot_sweep(reports: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def points_by_size(points: Sequence[Measured]) -> list[Measured]:
-    """The points that differ in nothing but their size: the most that do, by size."""
+    """The largest set of points that differ in nothing but their size, ordered by size."""
     sets: dict[tuple[str, ...], dict[int, Measured]] = {}
     for point in points:
         key = tuple(
@@ -79,7 +79,7 @@ def _draw(path: Path, draw: Callable[[Any, Sequence[Measured]], None], points: A
 
 
 def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
-    """A line for stock, for auto, and for each chain in its best number of chunks."""
+    """A line for stock, for auto, and for each chain with its best number of chunks."""
 
     def line(name: str, rows: Sequence[Row | None], **style: Any) -> None:
         found = [(size_bytes(p) / 1e6, r.median_ms) for p, r in zip(points, rows, strict=True) if r]

@@ -21,8 +21,8 @@ class Timings:
     """The times of all candidates.
 
     Attributes:
-        times_ms: [repeats, candidates] of the slowest rank.
-        nic_bytes: [candidates] that the NICs sent in a run, its mean, summed over nodes.
+        times_ms: [repeats, candidates] time of the slowest rank.
+        nic_bytes: [candidates] mean bytes that the NICs sent per run, summed over nodes.
     """
 
     times_ms: NDArray[np.float64]
@@ -30,7 +30,7 @@ class Timings:
 
 
 def wait_for_all() -> None:
-    """A barrier over the host's network, so that it needs no GPU."""
+    """A barrier by tensors on the host, so that it needs no GPU."""
     dist.all_reduce(torch.zeros(1))
 
 
@@ -46,9 +46,9 @@ def time_interleaved(
     Args:
         runs: one function per candidate, called by all ranks together.
         repeats: timed calls of each.
-        warmup: calls of each before that.
-        read_sent_bytes: what the NICs for which this rank speaks have sent so far.
-        on_repeat: called after each call of all of them.
+        warmup: untimed calls of each before those.
+        read_sent_bytes: bytes sent so far by the NICs that this rank reads, 0 if it reads none.
+        on_repeat: called after each repeat, warm-up included.
     """
     num_runs = len(runs)
     times_ms: NDArray[np.float64] = np.zeros((repeats, num_runs))
@@ -58,7 +58,7 @@ def time_interleaved(
             gc.collect()
             for turn in range(num_runs):
                 position = (turn + repeat) % num_runs
-                # The NICs are read while no rank sends: behind one barrier, before another.
+                # The NICs are read while no rank sends: after one barrier, before another.
                 wait_for_all()
                 sent_before_bytes = read_sent_bytes()
                 wait_for_all()
@@ -80,7 +80,7 @@ def time_interleaved(
 
 @contextmanager
 def _garbage_collected_between_repeats() -> Iterator[None]:
-    """No collection inside a run; what is there already is not looked at again."""
+    """No collection inside a run, and none of the objects that exist already."""
     gc.collect()
     gc.freeze()
     gc.disable()

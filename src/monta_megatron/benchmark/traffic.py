@@ -23,14 +23,14 @@ MAP_BYTES = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that leave a rank for another one on another node, or on its own."""
+    """Bytes that leave a rank for one on another node (inter), or on the same node (intra)."""
 
     inter_bytes: int
     intra_bytes: int
 
 
 def _by_tier(layout: Layout, hops: Iterable[tuple[int, int, int]]) -> Traffic:
-    """Add up hops of (from rank, to rank, bytes); a rank's hop to itself is none."""
+    """Add up hops of (from rank, to rank, bytes); a rank's hop to itself does not count."""
     total: Counter[str] = Counter()
     for source, target, num_bytes in hops:
         if source != target:
@@ -44,8 +44,8 @@ def stock_alltoall(
 ) -> Traffic:
     """What Megatron's alltoall dispatcher moves for this rank's tokens.
 
-    One row per (token, expert) pair: with its probability to the expert's rank (A2A) and on to
-    that rank's expert tensor parallel peers (AG), and back without it; the reduction over the
+    One row per (token, expert) pair goes with its probability to the expert's rank (A2A) and on to
+    that rank's expert tensor parallel peers (AG), and comes back without it; the reduction over the
     peers (RS) runs in the dtype of the probabilities. The backward pass moves the same bytes.
 
     Args:
@@ -72,16 +72,16 @@ def stock_alltoall(
 def stock_alltoall_of_whole_group(
     layout: Layout, group_map: NDArray[np.bool_], hidden: int, dtype_bytes: int, backward: bool
 ) -> Traffic:
-    """What it moves without sequence parallelism, for what this rank sends.
+    """What Megatron's alltoall dispatcher moves without sequence parallelism, from this rank.
 
-    Every rank sends the pairs of its tensor parallel group's tokens to the parts of the experts
-    at its own place in their groups (A2A), and the group adds up the outputs (AllReduce, as a
-    reduction of one share per rank and its gathering). Backward moves the same, and adds up the
-    gradients of the probabilities too.
+    Every rank sends the pairs of all its tensor parallel group's tokens to the parts of the experts
+    on ranks of its own ETP rank (A2A), and the group sums the outputs (AllReduce, counted as a
+    reduction of one share per rank and a gather of the shares). Backward moves the same, and also
+    sums the gradients of the probabilities.
 
     Args:
         layout: this rank's place, where ETP = TP.
-        group_map: [ETP * T, E] of the whole group.
+        group_map: [ETP * T, E] routing map of the whole group.
         hidden: hidden size.
         dtype_bytes: of an element of a row.
         backward: count the backward pass too.
@@ -109,8 +109,8 @@ def stock_allgather(
 ) -> Traffic:
     """What Megatron's allgather dispatcher moves for this rank's tokens.
 
-    Every token to every other rank with all its probabilities and its routing map (AG), and back
-    in the dtype of the probabilities (RS); the backward pass has no use for the map.
+    Every token goes to every other rank with all its probabilities and its routing map (AG), and
+    comes back in the dtype of the probabilities (RS); the backward pass does not need the map.
 
     Args:
         as for `stock_alltoall`.
@@ -152,17 +152,16 @@ def limit_ms(
 ) -> float:
     """The least time in which the rows that must cross can cross.
 
-    The busiest direction of the busiest node's network decides. Combine and the backward pass send
-    the same rows once more each, every second time the other way round, so that node stays the
-    busiest.
+    The busiest direction of the busiest node's network decides. Combine and the two backward walks
+    each send the same rows once more, in alternating directions, so that node stays the busiest.
 
     Hand-worked: 2 nodes, 1,000 rows of 4,096 bytes each way at 0.5 Gbit/s: 4,096,000 bytes in
     65.5 ms per direction of the exchange, 131 ms forward, 262 ms with backward.
 
     Args:
         crossing: [nodes, nodes] rows from each node to each other.
-        row_bytes: of one hidden row.
-        node_gbit_s: of one node's network in one direction, 1e9 bit/s.
+        row_bytes: bytes of one hidden row.
+        node_gbit_s: rate of one node's network in one direction, 1e9 bit/s.
         backward: count the backward pass too.
     """
     busiest_rows = int(max(crossing.sum(axis=1).max(), crossing.sum(axis=0).max()))

@@ -32,7 +32,7 @@ class Batch:
 
 
 def make_batch(settings: Settings, layout: Layout, rank: int, device: torch.device) -> Batch:
-    """The batch of any rank of the exchange: this one's, or one whose tokens it repeats."""
+    """The batch of a rank of the exchange: this one, or another whose tokens this one sends too."""
     routing_map = make_routing(
         settings.routing,
         settings.tokens,
