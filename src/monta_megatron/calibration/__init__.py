@@ -1,1 +1,1 @@
-"""Measures what a cluster file holds: single collectives and copies, and pairs of them."""
+"""Measures the content of a cluster file: single collectives and copies, and pairs of them."""

@@ -20,22 +20,22 @@ from monta_megatron.chains.lanes import FORWARD_BACKWARD
 from monta_megatron.planner.cluster import COLLECTIVES, FINDS, Cluster, Contention, HostCosts
 from monta_megatron.planner.curves import Curve, fit
 
-# A curve has no time of 0, which an operation that is over before its start returns would have.
+# A curve may hold no time of 0, as an operation would have that ends before its start returns.
 LEAST_US = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is known of a cluster without measuring.
+    """What is known about a cluster without measuring its curves.
 
     Attributes:
-        name: as users call it.
+        name: the name that users give it.
         num_nodes: sets of ranks joined by the fast tier.
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share.
         memory_gb_per_rank: 1e9 bytes of a GPU; None on CPU ranks, which share the host's.
-        copies_block_host: ranks are CPUs.
-        counts_to_host_us: a copy of some integers to the host, with the wait for it.
+        copies_block_host: whether ranks are CPU ranks.
+        counts_to_host_us: time of a copy of some integers to the host, with the wait for it.
         source: when and with what it was measured.
     """
 
@@ -55,7 +55,7 @@ def make_cluster(
     pairs: Sequence[Contenders],
     samples: Sequence[Sample],
 ) -> Cluster:
-    """Medians of all samples as a cluster."""
+    """A cluster from the medians of all samples."""
     by_task: dict[str, list[Sample]] = {}
     for sample in samples:
         by_task.setdefault(sample.task, []).append(sample)
@@ -85,9 +85,10 @@ def _launch(
     launches_us: Mapping[str, float],
     times_us: Mapping[str, float],
 ) -> HostCosts:
-    """The least that an operation takes the host; what more it takes at some size is in curves.
+    """The least time that each operation takes the host; what it takes beyond is in the curves.
 
-    Caches hold an operation's code whatever its size, so one number says what they save.
+    The caches hold an operation's code whatever its size, so one number says how much longer the
+    first of several runs takes.
     """
 
     def least(*operations: str) -> float:
@@ -105,7 +106,7 @@ def _launch(
     num_walks = len(FORWARD_BACKWARD)
     more_us = times_us[WALKS_IN_CHUNKS.name] - times_us[WALKS.name]
     stage_us = max(more_us / (num_walks * (NUM_WALK_CHUNKS - 1) * NUM_WALK_STAGES), 0.0)
-    # Where copies run on the host, their time is no launch.
+    # Where copies run on the host, their time is not launch time.
     blocks = machine.copies_block_host
     return HostCosts(
         collective_us=least(*COLLECTIVES),
@@ -154,7 +155,7 @@ def _curves(
 def _contention(
     machine: Machine, contenders: Contenders, by_task: Mapping[str, Sequence[Sample]]
 ) -> Contention:
-    """From the excess of each round, as the times of two rounds differ by more than it."""
+    """Takes the excess round by round, as times differ more between rounds than by the excess."""
 
     def excess(pair: Pair) -> float:
         rounds = zip(
@@ -173,10 +174,10 @@ def _contention(
 
 
 def excess_of(first_us: float, second_us: float, both_us: float) -> float:
-    """By how much two operations together take longer than the longer one, over the shorter one.
+    """How much longer two operations take together than the longer one alone, over the shorter.
 
-    0 where the shorter one hides, 1 where they might as well run one after the other; what lies
-    beyond is noise.
+    0 where the shorter one is hidden, 1 where they might as well run one after the other; anything
+    beyond is noise and is cut off.
     """
     shorter_us, longer_us = sorted((first_us, second_us))
     return min(max((both_us - longer_us) / shorter_us, 0.0), 1.0)
@@ -186,15 +187,15 @@ def slowdowns(short_excess: float, long_excess: float) -> tuple[float, float]:
     """By how much two operations slow each other, from their excess in two pairs.
 
     While both run, the first is slowed by x and the second by y. A short second one takes y times
-    as long, and the first loses 1 - 1/x of that: the excess is y (1 - 1/x). Of a short first one
+    as long, and the first loses 1 - 1/x of that: the excess is y (1 - 1/x). With a short first one
     it is x (1 - 1/y). Hand-worked: x = 1.25 and y = 2 give 0.4 and 0.625.
 
     Args:
-        short_excess: where the second operation is the shorter one.
-        long_excess: where it is the longer one.
+        short_excess: excess where the second operation is the shorter one.
+        long_excess: excess where it is the longer one.
 
     Returns:
-        x and y, from 1 to 2: no worse than one after the other.
+        x and y, from 1 to 2: at worst as slow as one after the other.
     """
     if short_excess + long_excess >= 2 - 1e-6:
         return 2.0, 2.0

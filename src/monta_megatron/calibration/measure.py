@@ -1,12 +1,12 @@
 """Runs tasks round by round, each once per round, until the time is spent.
 
-The time of a run is that of its slowest rank. A short task is repeated within a run, as what
-happens between the ranks before and after it would otherwise be most of its time.
+The time of a run is that of its slowest rank. A short task is repeated within a run, since the
+ranks' uneven start and end would otherwise be most of its time.
 
-Where CPU ranks outnumber the cores, whatever stays on a node is the cores' work, and while a rank
-waits the others work. So what counts is how long a core is busy with an operation, for all ranks
-that share it. These run one after the other, mixed, as in an exchange: after others the caches hold
-nothing of an operation, and no barrier's end is counted with it.
+Where CPU ranks outnumber the cores, an operation that stays on a node is the cores' work, and while
+one rank waits the others work. So what counts is how long a core is busy with the operation, for
+all ranks that share it. Such operations run mixed, one after the other, as in an exchange: the
+caches then hold nothing of an operation when it starts, and the end of no barrier is counted.
 """
 
 import random
@@ -23,10 +23,10 @@ from monta_megatron.calibration.points import HostWork, Pair, Point, Repeated, T
 from monta_megatron.calibration.record import Sample
 
 MAX_ROUNDS = 60
-# A run takes about so long, with at most so many repeats.
+# The time that a run should take; shorter tasks are repeated within it.
 RUN_US = 20_000.0
-# In an exchange one operation follows another; what many in a row find in the caches, of code
-# too, makes a small one two to three times as fast. The second in a row is like a later chunk.
+# In an exchange different operations follow each other. Many runs of a small one in a row are two
+# to three times as fast, as data and code are in the caches. The second run is like a later chunk.
 MAX_REPEATS_IN_RUN = 2
 
 
@@ -35,8 +35,8 @@ def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
 
     Args:
         task: what is run.
-        starts: by a point's name, what starts it.
-        repeats: one after the other; the times are those of one.
+        starts: by a point's name, the function that starts it.
+        repeats: how many times in a row; the times returned are for one.
     """
     beside: list[Start] = []
     times = 1
@@ -73,12 +73,12 @@ def run_mixed(
 
     Args:
         tasks: what is run, and how often in a row.
-        starts: by a task's name, what starts it.
+        starts: by a task's name, the function that starts it.
         ranks_per_core: ranks that share a core.
 
     Returns:
-        How long a core is busy with the last run of each, the mean of the ranks, times the ranks
-        that share it; and with the first one too, where there is more than one.
+        For each task, how long a core is busy with its last run: the mean over ranks, times the
+        ranks that share a core. Where a task runs more than once, the same for its first run.
     """
     names: list[str] = []
     busy_s: list[tuple[float, float]] = []
@@ -112,13 +112,13 @@ def first_runs(
     kept_us: Mapping[str, float],
     on_point: Callable[[Point, float | None], None],
 ) -> list[float]:
-    """About how long each point takes; the very first run makes connections and buffers.
+    """About how long each point takes, not counting a run that makes connections and buffers.
 
     Args:
         points: all of them.
-        starts: by a point's name, what starts it.
-        kept_us: by a point's name, what an earlier calibration has found.
-        on_point: called for each point, with what was found here, if anything was.
+        starts: by a point's name, the function that starts it.
+        kept_us: by a point's name, the time that an earlier calibration has found.
+        on_point: called for each point, with the time measured here, or None if it was kept.
     """
     found = []
     for point in points:
@@ -140,15 +140,15 @@ def measure_rounds(
     end_s: float,
     on_sample: Callable[[Sample], None],
 ) -> None:
-    """Run every task once per round; at least one round, and no further one that ends too late.
+    """Run every task once per round; at least one round, and no further one that would end late.
 
     Args:
         tasks: all of them.
-        starts: by a point's name, what starts it.
+        starts: by a point's name, the function that starts it.
         expected_us: about how long a run of each task takes.
         ranks_per_core: CPU ranks that share a core; 1 if each has its own.
-        taken: by a task's name, samples that an earlier calibration has taken.
-        end_s: by which the last round has ended, on the first rank's monotonic clock.
+        taken: by a task's name, how many samples an earlier calibration has taken.
+        end_s: when the last round has to end, on the first rank's monotonic clock.
         on_sample: called for each sample.
     """
     round_s = 0.0
@@ -168,8 +168,8 @@ def measure_rounds(
                 mixed.append((task, repeats))
             else:
                 on_sample(run(task, starts, repeats))
-        # The same order on every rank, and another one in every round; but those of about one size
-        # stand together, as in an exchange: large ones leave nothing in the caches for small ones.
+        # The same order on every rank, a different one in every round; but tasks of similar size
+        # stay together, as in an exchange: large ones leave nothing in the caches for small ones.
         random.Random(number).shuffle(mixed)
         mixed.sort(key=lambda each: _size_class(each[0]))
         for sample in run_mixed(mixed, starts, ranks_per_core) if mixed else ():
@@ -182,7 +182,7 @@ def _stays_on_node(task: Task) -> bool:
 
 
 def _size_class(task: Task) -> int:
-    """Powers of 4; the host's work is small."""
+    """The size in powers of 4; the host's work counts as small."""
     return task.num_bytes.bit_length() // 2 if isinstance(task, Point) else 0
 
 

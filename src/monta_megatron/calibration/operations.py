@@ -1,4 +1,4 @@
-"""The points as operations: what the executor calls, with the buffers that it allocates.
+"""The points as operations: the executor's own calls, on buffers allocated as it does.
 
 Notation: N = rows, W = length of the lists of experts, H = hidden size.
 """
@@ -37,11 +37,11 @@ from monta_megatron.integration.permutation import permute, unpermute
 
 NUM_TOKENS = 128
 
-# More than a cache holds, of a GPU's or of a core's.
+# More than the cache of a GPU or of a core holds.
 COLD_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MAX_SETS = 8
 
-# Starts an operation; what it returns waits for the result.
+# Starts an operation; the function that it returns waits for the result.
 Start: TypeAlias = Callable[[], Callable[[], object]]
 Groups: TypeAlias = Mapping[tuple[str, int], PeerGroup]
 
@@ -51,14 +51,14 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
 
     Args:
         shape: nodes and ranks.
-        nodes: of every rank, in order.
+        nodes: node of every rank, in order.
     """
     rank, on_node = dist.get_rank(), shape.ranks_per_node
     node, position = divmod(rank, on_node)
     groups = {}
     for part in shape.parts:
         stride = on_node // part
-        # The same places on every node, `stride` apart; and neighbours on this node.
+        # inter: the same places on every node, `stride` apart; intra: neighbours on this node.
         across = [n * on_node + p for n in range(shape.num_nodes) for p in range(on_node)]
         members = {
             "inter": [each for each in across if each % on_node % stride == position % stride],
@@ -77,11 +77,11 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
 
 
 def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
-    """What a dispatch does with the gathered counts: read, bind; count and gather are points.
+    """The host's work on gathered counts: read and bind. Count and gather are points themselves.
 
     Args:
-        nodes: of every rank, in order.
-        device: of the routing map.
+        nodes: node of every rank, in order.
+        device: device of the routing map.
     """
     counting = _counting(nodes)
     layout = counting.layout
@@ -114,13 +114,13 @@ def _counting(nodes: tuple[int, ...]) -> Counting:
 
 
 def walks_of(device: torch.device, num_chunks: int) -> Start:
-    """All four walks of a rank with itself: next to nothing is moved, so the host's work is left.
+    """All four walks of a rank with itself: almost nothing moves, so the time is the host's work.
 
     Args:
-        device: of the rows.
-        num_chunks: in how many chunks.
+        device: device of the rows.
+        num_chunks: number of chunks.
     """
-    # One expert, to whom all rows go in the order in which they lie.
+    # One expert, to which all rows go in the order that they are in.
     layout = Layout(ep=1, etp=1, num_local_experts=1, rank=0, nodes=(0,))
     sent = np.full((1, 1), NUM_TOKENS)
     chain = CHAINS["alltoall_allgather"]
@@ -152,19 +152,19 @@ def walks_of(device: torch.device, num_chunks: int) -> Start:
 def operation_of(
     point: Point, groups: Groups, nodes: tuple[int, ...], device: torch.device, cold_bytes: int
 ) -> Start:
-    """What is timed for a point.
+    """The operation that is timed for a point.
 
-    In an exchange an operation meets rows that it has not touched before. Where its runs follow
+    In an exchange an operation works on rows that it has not touched before. Where its runs follow
     each other, each takes the next of several sets of buffers, and its results stay: otherwise
-    5 MB would still be in a cache from the run before, and be copied several times as fast as in
+    5 MB would still be in a cache from the previous run, and be copied several times as fast as in
     any chain.
 
     Args:
-        point: which.
-        groups: of this rank.
-        nodes: of every rank, in order.
-        device: on which.
-        cold_bytes: of the buffers that take turns; 0 for one set of them.
+        point: the point.
+        groups: this rank's groups.
+        nodes: node of every rank, in order.
+        device: device that it runs on.
+        cold_bytes: bytes of buffers to take turns with; 0 for one set of buffers.
     """
     if point.is_collective:
         return _collective(point, groups[point.tier, point.ranks_on_node], device)
@@ -181,8 +181,8 @@ def operation_of(
 
 def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
     if point.operation == "allgather":
-        # Between nodes `allgather` gathers all tokens, of which ranks have equally many. Inside a
-        # node chains gather what has arrived, hardly ever equally much, and that takes another way.
+        # Between nodes `allgather` gathers all tokens, and every rank has equally many. Inside a
+        # node chains gather what has arrived, in sizes that differ, which takes another code path.
         odd_row = int(point.tier == "intra")
         receive = [point.num_rows + odd_row * (peer == 0) for peer in range(group.size)]
         message = torch.ones(
@@ -207,7 +207,7 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
 
 def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Callable[[], object]:
     num_rows = point.num_rows
-    # CPUs add up fp32 rows; GPUs are mostly fed bf16 ones.
+    # CPUs sum fp32 rows; on GPUs rows are mostly bf16.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     hidden_size = HIDDEN_ROW_BYTES // dtype.itemsize
     generator = torch.Generator().manual_seed(1)
@@ -216,7 +216,7 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         return torch.ones(count, hidden_size, dtype=dtype, device=device)
 
     if point.operation in ("copy", "put"):
-        # With the lanes of a row that has a list of experts: small ones, but each is an operation.
+        # With the two lanes of a row's list of experts: small, but each is an operation of its own.
         lanes = [
             rows(num_rows),
             torch.ones(num_rows, TOPK, device=device),
@@ -240,7 +240,7 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         return copy if point.operation == "copy" else put
 
     if point.operation == "sum":
-        # [N, W] a list with an expert of each part, so that each row has a copy in each.
+        # [N, W] lists with one expert of each part, so that each row has a copy in every part.
         lists = torch.arange(NUM_COPIES, device=device).expand(num_rows, -1)
         parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
         num_copies = num_rows * NUM_COPIES
@@ -249,8 +249,8 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         shares = torch.ones(num_copies, device=device)
 
         def add() -> torch.Tensor:
-            # The sum is in fp32; the message that it goes on in is allocated for itself. Behind it
-            # go the probabilities back into their lists.
+            # The sum is in fp32; the message that it is sent in is allocated separately. After it
+            # the probabilities go back into their lists.
             into = source.new_empty(num_rows, hidden_size)
             into.copy_(copies.sum_by_row(source, torch.float32))
             copies.put_back(shares)
@@ -293,5 +293,5 @@ def _draw_experts(num_rows: int, num_experts: int, generator: torch.Generator) -
 
 
 def _routing_map(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Those lists as Megatron has them: [N, W] -> [N, E] bool."""
+    """Lists of experts as a routing map of Megatron: [N, W] -> [N, E] bool."""
     return torch.zeros(ids.shape[0], num_experts, dtype=torch.bool).scatter(1, ids, True)

@@ -1,12 +1,12 @@
 """What is measured on a cluster of a given shape: a short list of points. No torch.
 
 A point is one operation at one size, by all ranks at once, as in a real exchange: every rail at
-the same time, every node at the same time. A pair is two points beside each other.
+the same time, every node at the same time. A pair is two points that run at once.
 
 Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
 
-    inter   N * d ranks; at d = 1 the rails, at d = R the whole exchange, between them the EP
-            groups beside expert tensor parallelism R / d inside the node
+    inter   N * d ranks; at d = 1 the rails, at d = R the whole exchange, in between the EP
+            groups where expert tensor parallelism inside the node is R / d
     intra   d consecutive ranks of a node; at d = R the node, below that ETP groups
 """
 
@@ -24,16 +24,16 @@ from monta_megatron.planner.traffic import (
     LIST_MAP_BYTES,
 )
 
-# Per rank. Far apart, and none a power of two, as the sizes of real exchanges mostly are; up to
-# those of its exchanges, which on CPU ranks are 5 MiB between nodes, 20 inside, 80 in memory, and
-# on a GPU 320 MiB, and 1.25 GiB in memory. Lists are short everywhere.
+# Sizes per rank: far apart, and none a power of two, as sizes in real exchanges hardly ever are; up
+# to the largest of real exchanges, which on CPU ranks are 5 MiB between nodes, 20 inside, 80 in
+# memory, and on a GPU 320 MiB, and 1.25 GiB in memory. Lists are short everywhere.
 FIRST_BYTES, FIRST_BYTES_IN_MEMORY = 5 * 1024, 20 * 1024
 NUM_SIZES: dict[str, dict[Tier, int]] = {
     "cpu": {"inter": 6, "intra": 7, "memory": 7},
     "cuda": {"inter": 9, "intra": 9, "memory": 9},
 }
 NUM_SIZES_OF_LISTS = 6
-# A message is made of such rows, so that it can be cut for any number of peers.
+# A message is made of rows of this size, so that it can be cut for any number of peers.
 MESSAGE_ROW_BYTES = 16
 
 # The rows of operations in memory, and the lists of experts that come with them.
@@ -43,7 +43,7 @@ TOPK = 8
 # Copies of a row that a sum adds up.
 NUM_COPIES = 2
 
-# Read and written per row, counted as planner.traffic counts them.
+# Bytes read and written per row, counted as in planner.traffic.
 BYTES_PER_ROW: dict[Operation, int] = {
     "copy": 2 * HIDDEN_ROW_BYTES,
     "put": 2 * HIDDEN_ROW_BYTES,
@@ -81,11 +81,11 @@ class Point:
 
     Attributes:
         operation: what is done.
-        tier: through which the bytes go.
+        tier: the tier that the bytes go through.
         group_size: ranks that take part; 1 for operations in memory.
-        ranks_on_node: of them, on each node.
-        num_rows: to every peer, or in memory.
-        num_bytes: per rank that leave it in this tier, or that it reads and writes.
+        ranks_on_node: how many of them are on each node.
+        num_rows: rows to every peer, or in memory.
+        num_bytes: bytes per rank that it sends through this tier, or that it reads and writes.
     """
 
     operation: Operation
@@ -97,12 +97,12 @@ class Point:
 
     @property
     def name(self) -> str:
-        """As it is recorded."""
+        """The name that it is recorded under."""
         return f"{self.operation} {self.tier} {self.group_size} {self.num_bytes}"
 
     @property
     def name_of_first(self) -> str:
-        """As the first of several runs in a row is recorded, where it counts by itself."""
+        """The name for the first of several runs in a row, where that is recorded separately."""
         return f"{self.name}, first"
 
     @property
@@ -113,7 +113,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """An operation several times, one after the other: half of a pair, by itself.
+    """An operation several times in a row: half of a pair, timed by itself.
 
     Attributes:
         point: the operation.
@@ -127,13 +127,13 @@ class Repeated:
 
     @property
     def name(self) -> str:
-        """As it is recorded."""
+        """The name that it is recorded under."""
         return f"{self.repeats} x {self.point.name}, without {self.other}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A collective, and beside it an operation on another resource, several times.
+    """A collective, while an operation on another resource runs several times.
 
     Attributes:
         first: the collective.
@@ -145,18 +145,18 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """As it is recorded."""
+        """The name that it is recorded under."""
         first, second = self.first, self.second
         return f"{first.point.name} beside {second.repeats} x {second.point.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contenders:
-    """Two pairs of the same operations, from which follows by how much each slows the other.
+    """Two pairs of the same operations, which show by how much each slows the other.
 
     Attributes:
-        short: the second operation is over long before the first.
-        long: the second operation goes on long after the first.
+        short: the pair whose second operation ends long before the first.
+        long: the pair whose second operation goes on long after the first.
     """
 
     short: Pair
@@ -164,9 +164,9 @@ class Contenders:
 
     @property
     def tasks(self) -> tuple["Task", ...]:
-        """What is timed, each alone and both: in every round one right after the other."""
+        """What is timed: each alone and both together, right after each other in every round."""
         pairs = [(pair.second, pair) for pair in (self.short, self.long)]
-        # Where the second operation takes too long to be shorter, both pairs are one.
+        # Where even one run of the second operation takes too long, both pairs are the same.
         return tuple(dict.fromkeys([self.short.first, *pairs[0], *pairs[1]]))
 
 
@@ -175,36 +175,36 @@ class HostWork:
     """What the host does around the stages of an exchange: no collective, a handful of rows.
 
     Attributes:
-        name: as it is recorded.
+        name: the name that it is recorded under.
     """
 
     name: str
 
 
-# Reading counts and binding, for the exchange of all ranks; once per dispatch.
+# Reading counts and binding, for an exchange of all ranks; once per dispatch.
 COUNTS = HostWork(name="host counts")
-# The four walks of the executor and autograd, of a rank with itself; and in chunks.
+# The four walks, by executor and autograd, of a rank with itself: in one chunk, and in several.
 WALKS = HostWork(name="host walks")
 NUM_WALK_CHUNKS = 8
 WALKS_IN_CHUNKS = HostWork(name=f"host walks, {NUM_WALK_CHUNKS} chunks")
-# Stages of these walks.
+# Number of stages in each of these walks.
 NUM_WALK_STAGES = 4
 
 Task: TypeAlias = Point | Repeated | Pair | HostWork
 
-# Pairs of resources whose mutual slowdown is measured, by operations that chains run at once.
+# Pairs of resources whose mutual slowdown is measured, with operations that chains run at once.
 PAIRS: tuple[tuple[Resource, Resource], ...] = (
     ("inter", "intra"),
     ("inter", "memory"),
     ("intra", "memory"),
 )
-# The collective of a pair takes about so long, and the other operation by so much less or longer.
+# About how long a pair's collective takes; the other half takes this many times less, or longer.
 PAIR_US = 60_000.0
 SHORTER = 2
 
 
 def all_points(shape: Shape, num_sizes: Mapping[Tier, int]) -> list[Point]:
-    """Every point of a cluster, each operation at so many sizes of its tier, which grow by 4."""
+    """Every point of a cluster, each operation at its tier's number of sizes, in steps of 4x."""
     points: list[Point] = []
     parts = shape.parts
     for num_bytes in (FIRST_BYTES * 4**step for step in range(num_sizes["inter"])):
@@ -212,7 +212,7 @@ def all_points(shape: Shape, num_sizes: Mapping[Tier, int]) -> list[Point]:
             for part in parts:
                 size = shape.num_nodes * part
                 points.append(_collective("alltoall", "inter", size, part, num_bytes))
-            # `allgather` gathers over the whole exchange, and hardly any other chain between nodes.
+            # `allgather` gathers over the whole exchange; hardly any other chain gathers across.
             size = shape.num_nodes * parts[-1]
             points.append(_collective("allgather", "inter", size, parts[-1], num_bytes))
     for num_bytes in (FIRST_BYTES * 4**step for step in range(num_sizes["intra"])):
@@ -222,21 +222,21 @@ def all_points(shape: Shape, num_sizes: Mapping[Tier, int]) -> list[Point]:
     for operation in BYTES_PER_ROW:
         most = NUM_SIZES_OF_LISTS if operation in FINDS else num_sizes["memory"]
         points += [_in_memory(operation, FIRST_BYTES_IN_MEMORY * 4**step) for step in range(most)]
-    # A row of the largest operations is more than the smallest sizes.
+    # One row of the largest operations exceeds the smallest sizes, which makes duplicates.
     return list(dict.fromkeys(points))
 
 
 def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list[Contenders]:
-    """Pairs for each two resources.
+    """The two pairs of points for each of `PAIRS`, where there are such points.
 
     Args:
         points: all points.
-        estimates_us: of each, in a first run.
+        estimates_us: time of each, from its first runs.
     """
     largest = max(point.ranks_on_node for point in points)
 
     def nearest(resource: Resource, wanted_us: float) -> tuple[Point, float] | None:
-        """Among rails between nodes, gathers of a whole node, or copies."""
+        """The nearest in time among rails between nodes, gathers of a whole node, or copies."""
         operation = {"inter": "alltoall", "intra": "allgather", "memory": "copy"}[resource]
         ranks_on_node = {"inter": 1, "intra": largest, "memory": 1}[resource]
         found = [

@@ -1,7 +1,7 @@
-"""What has been measured so far, on disk: a calibration that is killed goes on from here. No torch.
+"""What has been measured so far, on disk, so that a killed calibration can be resumed. No torch.
 
-`FILE.partial` holds one JSON object per line. The first one says what is measured; every other one
-is what the first runs of a point took, or one run of one task:
+`FILE.partial` holds one JSON object per line. The first one says what is measured; each of the
+others holds the time of a point's first runs, or of one run of one task:
 
     {"cluster": {...}}
     {"first": "copy memory 1 20480", "us": 13.1}
@@ -17,12 +17,12 @@ from monta_megatron.files import add_json_line, read_json_lines, write_json_line
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One run of one task, of its slowest rank.
+    """One run of one task: times of the slowest rank, or, where cores are shared, of a core.
 
     Attributes:
         task: its name.
-        us: from the start to the result; see `measure` for CPU ranks.
-        launch_us: of that, until the host was free again.
+        us: from the start to the result; see `measure` for ranks that share cores.
+        launch_us: the part of it until the host was free again.
     """
 
     task: str
@@ -36,8 +36,8 @@ class Record:
 
     Attributes:
         path: the file.
-        cluster: what was measured: numbers and versions that samples have to share.
-        first_us: by a point's name, what its first runs took.
+        cluster: what was measured: the numbers and versions that all samples have to share.
+        first_us: by a point's name, the time of its first runs.
         samples: in the order in which they were taken.
     """
 
@@ -48,10 +48,10 @@ class Record:
 
     @classmethod
     def open(cls, path: Path, cluster: dict[str, Any]) -> "Record":
-        """Go on with a file, or begin.
+        """Continue an existing file, or start a new one.
 
         Raises:
-            ValueError: the file is of another cluster, or is none of these.
+            ValueError: the file is of another cluster, or is not a record.
         """
         record = cls(path=path, cluster=cluster)
         advice = "remove it to measure anew"
@@ -70,12 +70,12 @@ class Record:
                 raise ValueError(
                     f"{path}: {name}: got {found.get(name)!r}, must be {value!r} as here; {advice}"
                 )
-        # Without the line that a kill has cut short.
+        # Drop a line that a kill has cut short.
         write_json_lines(path, [head, *entries])
         return record
 
     def add_first(self, point: str, us: float) -> None:
-        """Keep what a point's first runs took, for another start."""
+        """Keep the time of a point's first runs, for a later start."""
         add_json_line(self.path, {"first": point, "us": us})
 
     def add(self, sample: Sample) -> None:

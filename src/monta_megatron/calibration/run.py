@@ -46,11 +46,12 @@ class Settings:
     """What was asked for.
 
     Attributes:
-        partial: where samples are kept.
-        budget_s: for everything; one round is always run.
-        name: of the cluster, or None.
+        partial: file in which samples are kept.
+        budget_s: time for everything; one round is always run.
+        name: name of the cluster, or None.
         ranks_per_node: ranks joined by the fast tier, or None where the launcher knows.
-        nics_per_node: or None: the emulated cluster's, else one per rank.
+        nics_per_node: network interfaces of a node; None takes the emulated cluster's number, else
+            one per rank.
     """
 
     partial: Path
@@ -62,12 +63,12 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What came out.
+    """The result.
 
     Attributes:
-        cluster: to be written.
+        cluster: the cluster to write.
         rounds: the fewest samples of any task.
-        kept_samples: those that an earlier, killed calibration had taken.
+        kept_samples: number of samples that an earlier, killed calibration had taken.
     """
 
     cluster: Cluster
@@ -79,7 +80,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     """Measure; every rank calls this, and every rank gets the result.
 
     Raises:
-        ValueError: a cluster that cannot be calibrated, or a record that does not fit it.
+        ValueError: the cluster cannot be calibrated, or the record is of another one.
     """
     device = join(local_rank)
     end_s = time.monotonic() + settings.budget_s
@@ -96,10 +97,10 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     identity = _identity(machine, ranks_per_core)
     record = on_first_rank(lambda: Record.open(settings.partial, identity))
 
-    # Step 3: first runs, which also tell which points are put together.
+    # Step 3: first runs, whose times also decide which points are paired.
     progress.phase(f"first runs of {len(points)} points", len(points))
     groups = make_groups(shape, nodes)
-    # Where operations are mixed, others come between two runs of one.
+    # Where operations are mixed, others run between two runs of one and leave its buffers cold.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
     starts = {
         point.name: operation_of(point, groups, nodes, device, cold_bytes) for point in points
@@ -119,8 +120,8 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
 
     # Step 4: rounds, each kept as it is measured.
     tasks: list[Task] = [*points, *(task for each in pairs for task in each.tasks), *host_work]
-    # A pair takes long enough not to be repeated within a run; of the host's work too there is
-    # one in a real exchange.
+    # A pair takes long enough not to be repeated within a run; the host's work, too, is done only
+    # once in a real exchange.
     expected_us += [RUN_US] * (len(tasks) - len(points))
     taken = Counter(sample.task for sample in record.samples)
     names = {task.name for task in tasks}
@@ -146,10 +147,10 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
 
 
 def shape_of(nodes: tuple[int, ...]) -> Shape:
-    """Nodes of one size, with ranks in order.
+    """The shape of nodes that have equally many ranks each, in order.
 
     Raises:
-        ValueError: they are not, or there is no second rank on a node.
+        ValueError: they have not, or there is only one rank on a node.
     """
     shape = Shape(num_nodes=len(set(nodes)), ranks_per_node=nodes.count(nodes[0]))
     in_order = tuple(node for node in range(shape.num_nodes) for _ in range(shape.ranks_per_node))
@@ -190,7 +191,7 @@ def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
 
 
 def _ranks_per_core() -> float:
-    """Ranks of a machine, of all emulated nodes on it, over the cores that they may use."""
+    """Ranks per core that they may use, over all emulated nodes of a machine; at least 1."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (machine, os.sched_getaffinity(0)))
@@ -201,7 +202,7 @@ def _ranks_per_core() -> float:
 
 
 def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
-    """What samples of two calibrations have to share to be put together."""
+    """What two calibrations must have in common for their samples to be put together."""
     return {
         "name": machine.name,
         "num_nodes": machine.num_nodes,
