@@ -1,7 +1,7 @@
 """The emulated cluster as data: what was asked for, what was measured, how its parts are named.
 
-`monta emulate` hands it to every rank in one environment variable, so that a program can tell what
-it runs on:
+`monta emulate` passes it to every rank in one environment variable, so that a program can find out
+what it runs on:
 
     cluster = EmulatedCluster.from_environment()   # None outside `monta emulate`
     cluster.measured_inter_gbit_s                  # of one NIC
@@ -28,8 +28,8 @@ class EmulatedCluster:
         nodes: number of nodes.
         ranks_per_node: number of ranks on each.
         nic_per: whether a node has one NIC, or one for each of its ranks.
-        inter_mbit: what each NIC is limited to, in each direction, in 1e6 bits per second.
-        measured_inter_gbit_s: what one TCP stream reached between two nodes, payload alone.
+        inter_mbit: limit of each NIC, in each direction, in 1e6 bits per second.
+        measured_inter_gbit_s: rate that one TCP stream reached between two nodes, payload only.
         measured_intra_gbit_s: the same inside a node.
     """
 
@@ -67,7 +67,7 @@ class EmulatedCluster:
 
     @property
     def nic_names(self) -> list[str]:
-        """Names of a node's NICs, the same on every node; that of local rank r is r modulo n."""
+        """Names of a node's n NICs, the same on every node; local rank r uses NIC r modulo n."""
         return [f"nic{nic}" for nic in range(self.nics_per_node)]
 
     def address(self, node: int, nic: int = 0) -> str:

@@ -1,9 +1,9 @@
 """CPU ranks: the real Megatron, unmodified, on Gloo processes without a GPU.
 
-Nobody should need a GPU to develop an expert-parallel layout. `install` puts stand-ins in the
-place of what Megatron asks of CUDA, so that `pretrain_gpt.py` or a layer of megatron.core trains on
-CPU tensors: the same code path, the same groups, the same order of collectives. The numbers are
-right; times are those of CPUs and of Gloo.
+Nobody should need a GPU to develop an expert-parallel layout. `install` replaces what Megatron uses
+of CUDA by stand-ins, so that `pretrain_gpt.py` or a layer of megatron.core trains on CPU tensors:
+the same code path, the same groups, the same order of collectives. The numbers are right; times are
+those of CPUs and of Gloo.
 
 What stands in for what:
     device      device="cuda" is the CPU; `tensor.type()` still names CUDA types
@@ -13,8 +13,8 @@ What stands in for what:
     collectives gloo_collectives.py; inside a node node_memory.py
     Megatron    a norm for sequence parallelism, the compiled dataset helper, a missing name
 
-Install before Megatron is imported: MONTA_CPU_RANKS=1 in the environment does (autoload.py). It
-holds for the thread that installs; a thread started by hand has to name the CPU itself.
+Install before Megatron is imported: MONTA_CPU_RANKS=1 in the environment does so (autoload.py). It
+applies to the thread that installs; a thread started by hand has to name the CPU itself.
 """
 
 import copy
@@ -37,7 +37,7 @@ from monta_megatron.emulation import gloo_collectives
 from monta_megatron.import_hook import after_import
 
 # What a Megatron command line needs on CPU ranks: no Transformer Engine, no fused CUDA kernel, and
-# no further processes beside the ranks to load data.
+# no extra processes to load data.
 CPU_RANKS_ARGUMENTS: tuple[str, ...] = (
     *("--transformer-impl", "local"),
     *("--num-workers", "0"),
@@ -47,7 +47,7 @@ CPU_RANKS_ARGUMENTS: tuple[str, ...] = (
     "--no-rope-fusion",
 )
 
-# Compute capability of the device that Megatron sees: an A100's, which decides no kernel here.
+# Compute capability of the device that Megatron sees: an A100's; it selects no kernel here.
 _CAPABILITY = (8, 0)
 
 _installed = False
@@ -77,15 +77,15 @@ def install() -> None:
 
 
 def _say(text: str) -> None:
-    """One line on standard error, from rank 0; torchrun itself has no rank and says nothing."""
+    """One line on standard error, from rank 0; torchrun itself has no rank and prints nothing."""
     if os.environ.get("RANK") == "0":
         print(f"monta-megatron: {text}", file=sys.stderr, flush=True)
 
 
 def _install_environment() -> None:
-    # Megatron asserts it for tensor parallelism below Blackwell (training/arguments.py).
+    # Megatron requires it for tensor parallelism below Blackwell (training/arguments.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # `jit_fuser` is torch.compile, which believes in the GPU and then fails to find its driver.
+    # `jit_fuser` is torch.compile, which assumes a GPU and then fails to find its driver.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
@@ -93,7 +93,7 @@ def _install_environment() -> None:
 
 
 def _install_device_queries() -> None:
-    """One device, which answers what Megatron asks before and while it trains."""
+    """One device, with answers to all that Megatron asks before and during training."""
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True  # initialize_megatron: "Megatron requires CUDA."
     cuda.device_count = lambda: 1
@@ -104,9 +104,9 @@ def _install_device_queries() -> None:
     cuda.get_device_properties = lambda device=None: SimpleNamespace(
         name="CPU rank", major=_CAPABILITY[0], minor=_CAPABILITY[1]
     )
-    # Says that CUDA is up, so that torch.cuda runs seeding at once instead of keeping it for later.
+    # Marks CUDA as initialised, so that torch.cuda seeds at once instead of deferring it.
     cuda._initialized = True
-    # Asking whether there is a GPU was enough for torch to call every fork from here on broken.
+    # Once asked whether there is a GPU, torch regards every later fork as broken.
     cuda._is_in_bad_fork = lambda: False
     # A torch built for CUDA names CUDA as its accelerator even without a GPU; a DataLoader would
     # then pin memory on it.
@@ -114,7 +114,7 @@ def _install_device_queries() -> None:
 
 
 def _install_memory_queries() -> None:
-    """Resident memory of the process for the device's memory (`report_memory`)."""
+    """Report the process's resident memory as the device's memory (`report_memory`)."""
     cuda: Any = torch.cuda
     for name in ("memory_allocated", "memory_reserved"):
         setattr(cuda, name, lambda device=None: _resident_bytes())
@@ -129,7 +129,7 @@ def _resident_bytes() -> int:
 
 
 def _peak_resident_bytes() -> int:
-    # The kernel updates the two at different moments.
+    # The kernel updates the peak and the current value at different moments.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return max(peak, _resident_bytes())
 
@@ -138,7 +138,7 @@ def _peak_resident_bytes() -> int:
 
 
 class Stream:
-    """A CUDA stream where everything has run by the time the call returns."""
+    """A CUDA stream on which everything has run by the time the call returns."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None: ...
 
@@ -153,7 +153,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event: what is recorded has happened."""
+    """A CUDA event; whatever it records has already happened."""
 
     def __init__(self, **options: bool) -> None: ...
 
@@ -165,7 +165,7 @@ class Event:
 
 
 def _install_streams() -> None:
-    """Megatron makes them in the dispatchers, the gradient buckets and the 1F1B schedules."""
+    """Megatron uses streams in the dispatchers, the gradient buckets and the 1F1B schedules."""
     cuda: Any = torch.cuda
     only_stream = Stream()
 
@@ -178,10 +178,10 @@ def _install_streams() -> None:
     cuda.current_stream = lambda device=None: only_stream
     cuda.synchronize = lambda device=None: None
     cuda.is_current_stream_capturing = lambda: False
-    # A torch without CUDA has no NVTX, and 0.16's overlapped schedule names its ranges.
+    # A torch without CUDA has no NVTX, which Megatron 0.16's overlap schedule calls.
     cuda.nvtx.range_push = lambda message: 0
     cuda.nvtx.range_pop = lambda: 0
-    # Its argument has to be a stream of torch's own, so it cannot wait for the mode below.
+    # It accepts torch's own streams only, so it is replaced here instead of in the mode below.
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
 
 
@@ -198,7 +198,7 @@ def _install_generator() -> None:
     cuda: Any = torch.cuda
     cuda.default_generators = (torch.default_generator,)
     cuda.random.current_device = lambda: 0
-    # The tracker warns where the CPU generator moves together with the CUDA generator.
+    # The tracker warns if the CPU generator changes along with the CUDA generator.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in str(record.msg)
     )
@@ -208,7 +208,7 @@ def _install_generator() -> None:
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Every torch function that names a CUDA device, with the CPU in its place."""
+    """Runs every torch function that names a CUDA device with the CPU in its place."""
 
     def __torch_function__(
         self,
@@ -226,8 +226,8 @@ class _CpuForCuda(TorchFunctionMode):
         if func is torch.Tensor.cpu or (
             func is torch.Tensor.to and any(map(_names_cpu, (*args, kwargs.get("device"))))
         ):
-            # From the device to the host is a copy: an asynchronous checkpoint is written from it
-            # while training goes on with the tensor itself.
+            # A transfer from the device to the host has to copy: an asynchronous checkpoint is
+            # written from the copy while training goes on with the tensor itself.
             copied = func(*args, **kwargs)
             return copied.clone() if copied is args[0] else copied
         if func is torch.Tensor.to:
@@ -253,8 +253,8 @@ def _names_cpu(device: Any) -> bool:
 def _install_device_mode() -> None:
     mode = _CpuForCuda()
     mode.__enter__()
-    # torch.autograd.backward is itself a torch function, inside of which the mode is off. Megatron
-    # calls it in the backward of recomputed layers, and autograd functions in Python run in it.
+    # torch.autograd.backward is itself a torch function, and the mode is off inside it. Megatron
+    # calls it in the backward of recomputed layers, and Python autograd functions run in it.
     run_backward = torch.autograd._engine_run_backward
 
     def run_backward_in_mode(*args: Any, **kwargs: Any) -> Any:
@@ -294,9 +294,9 @@ def _allow_sequence_parallel_norm(torch_norm: ModuleType) -> None:
 
 
 def _use_compiled_helper(datasets_utils: ModuleType) -> None:
-    """Do not compile the dataset helper (training/initialize.py does) where it is compiled already.
+    """Keep training/initialize.py from compiling the dataset helper if it is compiled already.
 
-    A Megatron-LM checkout ships the source alone, and compiling it writes into the checkout and
+    A Megatron-LM checkout ships only the source, and compiling it writes into the checkout and
     needs pybind11. An installed megatron-core wheel has the same helper compiled.
     """
     datasets = importlib.import_module("megatron.core.datasets")
@@ -311,7 +311,7 @@ def _use_compiled_helper(datasets_utils: ModuleType) -> None:
 
 
 def _name_te_general_gemm(moe_utils: ModuleType) -> None:
-    """Give megatron-core 0.16's router the name it asks for, as later releases do.
+    """Define the name that megatron-core 0.16's router uses, as later releases do.
 
     Without Transformer Engine its import leaves `te_general_gemm` undefined, and
     `RouterGatingLinearFunction` raises NameError; None sends it down the torch path.

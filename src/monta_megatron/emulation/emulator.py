@@ -1,12 +1,12 @@
-"""The emulated cluster at work: its network built and measured, a command under torchrun on it.
+"""Builds and measures an emulated cluster's network, then runs a command on it under torchrun.
 
 Runs as the first process of a sandbox (sandbox.py):
 
     python -m monta_megatron.emulation.emulator [--json] CLUSTER_JSON SCRIPT_OR_MODULE...
 
-Rank 0's standard output is this process's own, untouched; everything else goes to standard error,
-line by line, with the node and rank that it comes from. With --json the document is the only thing
-on standard output, and rank 0's goes the way of the others.
+Rank 0's standard output passes through untouched; everything else goes to standard error, line by
+line, labelled with the node and rank that it comes from. With --json the document is the only thing
+on standard output, and rank 0's output is treated like that of the others.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from monta_megatron.emulation import link_rate, network, sandbox
 from monta_megatron.emulation.cluster import ENVIRONMENT_VARIABLE, EmulatedCluster
 from monta_megatron.emulation.network import PRIVATE_DIRECTORY, in_node
 
-# After one node has failed, the others get this long to fail too and to say why.
+# After one node has failed, the others get this long to fail too and to report why.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-# What processes that outlive their launcher may still have to say is not waited for longer.
+# The longest wait for output of processes that outlive their launcher.
 _LAST_WORDS_SECONDS = 2.0
 
-# Below this share of its setting a link is limited by the machine.
+# A link that reaches less than this share of its setting is limited by the machine.
 _EXPECTED_SHARE = 0.9
 
 _EXIT_STATUSES = PRIVATE_DIRECTORY / ".exit_statuses"
@@ -41,8 +41,8 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 # What torchrun starts for each rank. Arguments: our directory, the number of NICs, the rank whose
-# standard output is kept, the rank's command. The shell stays in order to note the exit status at
-# the moment of the exit: torchrun's own is 1, and of several that fail the first is the reason.
+# standard output is kept, the rank's command. The shell stays in order to note the exit status as
+# soon as the rank exits: torchrun's own is always 1, and the first rank to fail is the cause.
 _START_RANK = """
 export GLOO_SOCKET_IFNAME=nic$((LOCAL_RANK % $1))
 exec 2>"$0/.rank$RANK"
@@ -54,8 +54,8 @@ echo "$status" >>"$0/.exit_statuses"
 exit "$status"
 """
 
-# As CUDA's caching allocator does, and for all dispatchers alike: else each large buffer comes as
-# fresh pages from the system, which cost more than the copy into it.
+# As CUDA's caching allocator does, and for all dispatchers alike: otherwise every large buffer is
+# made of fresh pages from the system, which cost more than the copy into it.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
@@ -64,7 +64,7 @@ KEEP_FREED_MEMORY = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build, measure, run; the value is the command's exit status, or 2 where it never started."""
+    """Build, measure, run; returns the command's exit status, or 2 if it never started."""
     sandbox.end_with_standard_input()
     as_json = arguments[0] == "--json"
     cluster_json, *command = arguments[as_json:]
@@ -108,7 +108,7 @@ def _report(cluster: EmulatedCluster) -> None:
 
 
 def _run(cluster: EmulatedCluster, command: Sequence[str], stdout_rank: int | None) -> int:
-    """Run the command on every node; the value is the exit status of the first rank to fail."""
+    """Run the command on every node; returns the exit status of the first rank to fail."""
     _EXIT_STATUSES.touch()
     forwarder = _Forwarder()
     with _rank_pipes(cluster, forwarder):
@@ -125,7 +125,7 @@ def _run(cluster: EmulatedCluster, command: Sequence[str], stdout_rank: int | No
 def _start_node(
     cluster: EmulatedCluster, node: int, command: Sequence[str], stdout_rank: int | None
 ) -> subprocess.Popen[bytes]:
-    """torchrun on one node, which has a host name of its own."""
+    """Start torchrun on one node, which has a host name of its own."""
     name, address = cluster.node_names[node], cluster.address(node)
     rank_command = [
         *("sh", "-c", _START_RANK, str(PRIVATE_DIRECTORY), str(cluster.nics_per_node)),
@@ -156,7 +156,7 @@ def _start_node(
 
 
 def _wait(nodes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for the launchers; the value is the first exit status that is not 0, if any."""
+    """Wait for the launchers; returns the first exit status that is not 0, or 0."""
     running, status, deadline = list(nodes), 0, float("inf")
     while running and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -170,10 +170,10 @@ def _wait(nodes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 @contextmanager
 def _rank_pipes(cluster: EmulatedCluster, forwarder: "_Forwarder") -> Iterator[None]:
-    """A named pipe for what each rank writes: torchrun passes no file descriptors on to its ranks.
+    """A named pipe for each rank's output, since torchrun passes no file descriptors to its ranks.
 
     Until the context ends we hold a writing end of each as well, so that a reader neither waits for
-    its rank to open the pipe nor takes a rank that has not started for one that has ended.
+    its rank to open the pipe nor mistakes a rank that has not started for one that has ended.
     """
     with ExitStack() as stack:
         for rank in range(cluster.nodes * cluster.ranks_per_node):
@@ -191,7 +191,7 @@ class _Forwarder:
         self._threads: list[threading.Thread] = []
 
     def add(self, lines: Iterable[bytes], label: str) -> None:
-        """Start to copy."""
+        """Start copying from a source."""
         thread = threading.Thread(target=self._copy, args=(lines, label.encode()), daemon=True)
         thread.start()
         self._threads.append(thread)

@@ -1,8 +1,8 @@
 """torch.distributed as Megatron calls it for NCCL, on Gloo process groups.
 
 Gloo lacks an all-gather of unequal sizes and takes several times longer than needed for a
-reduce-scatter of unequal sizes. Both stand at the centre of an expert-tensor-parallel exchange, so
-the form of the stand-in decides what a comparison of dispatchers on CPU ranks is worth: each is the
+reduce-scatter of unequal sizes. Both are central to an expert-tensor-parallel exchange, so the
+choice of stand-in decides what a comparison of dispatchers on CPU ranks is worth: each is the
 fastest of those measured, and every caller, Megatron's own dispatcher or ours, gets the same one.
 Inside a node rows go through memory (node_memory.py), between nodes through Gloo.
 
@@ -24,22 +24,22 @@ from torch.distributed import distributed_c10d
 
 from monta_megatron.emulation.node_memory import Receipt, neighbours_of
 
-# torch's own; untyped, because they answer None only to a rank outside the group, and because the
-# options of Gloo are private.
+# torch's own; untyped, because they return None only on a rank outside the group, and because
+# Gloo's options are private.
 _all_gather_into_tensor: Callable[..., Any] = dist.all_gather_into_tensor
 _broadcast: Callable[..., Any] = dist.broadcast
 _init_process_group: Callable[..., None] = dist.init_process_group
 _reduce_scatter: Callable[..., Any] = dist.reduce_scatter
 _gloo: Any = dist.ProcessGroupGloo
 
-# Threads that run a group's collectives; torch's own number.
+# Threads that run a group's collectives: the number that torch uses.
 _THREADS_PER_DEVICE = 2
 
 # Pipeline stages send with tag 0.
 ALL_TO_ALL_TAG = 7
 
-# Up to so much of a rank is gathered between nodes from everyone directly. Gloo hands it on around
-# a ring of n - 1 steps, each a wake-up of another process; but then it crosses fewer times.
+# Parts up to this size are gathered from every rank directly, even between nodes. Gloo passes them
+# around a ring of n - 1 steps, each of which wakes another process but crosses nodes less often.
 _DIRECT_GATHER_BYTES = 1 << 14
 
 
@@ -55,8 +55,8 @@ def install() -> None:
         setattr(dist, stand_in.__name__, stand_in)
     # Where torch.distributed looks for it when it makes a group.
     setattr(distributed_c10d, dist.ProcessGroupGloo.__name__, SharedDeviceGloo)
-    # Megatron leaves its process groups to the end of the process, where threads of Gloo that still
-    # run can abort it ("terminate called without an active exception").
+    # Megatron never destroys its process groups, and Gloo threads that still run when the process
+    # ends can abort it ("terminate called without an active exception").
     atexit.register(_destroy_process_groups)
 
 
@@ -67,11 +67,11 @@ def _destroy_process_groups() -> None:
 
 
 class SharedDeviceGloo(dist.ProcessGroupGloo):
-    """A group of Gloo on the one device of its process.
+    """A Gloo group that shares one device with the other groups of its process.
 
     Gloo gives every group a device, and every device a thread that wakes up a hundred times a
-    second, with nothing to do or not. Megatron makes two dozen groups: on 8 ranks and 2 cores they
-    take an eighth of the machine.
+    second, whether there is work or not. Megatron makes two dozen groups: with 8 ranks on 2 cores
+    they take an eighth of the machine.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SharedDeviceGloo(dist.ProcessGroupGloo):
 
 @functools.cache
 def _devices() -> list[Any]:
-    """As torch makes them for each group: on the interfaces that the environment names, if any."""
+    """Made as torch does for each group: on the interfaces that the environment names, if any."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     if not interfaces:
         return [_gloo.create_default_device()]
@@ -96,10 +96,10 @@ def _devices() -> list[Any]:
 
 
 class PendingWork:
-    """The handle of an asynchronous collective that is several steps here.
+    """The handle of an asynchronous collective that consists of several operations here.
 
     Args:
-        works: the operations, all started.
+        works: the operations, all of them started.
         finish: what is left to do on this rank once they are done; run by the first `wait`.
     """
 
@@ -129,7 +129,7 @@ class PendingWork:
 def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
     """`torch.distributed.init_process_group`; Gloo where NCCL is asked for by name or default.
 
-    Megatron: `--distributed-backend` is nccl unless given (training/initialize.py).
+    Megatron: `--distributed-backend` defaults to nccl (training/initialize.py).
     """
     if backend is None or "nccl" in backend:
         backend = "gloo"
@@ -146,8 +146,8 @@ def all_to_all_single(
 ) -> PendingWork | None:
     """`torch.distributed.all_to_all_single`, with splits that may be tensors.
 
-    Megatron: its dispatcher turns splits into numpy arrays only where they are CUDA tensors
-    (`maybe_move_tensor_to_cpu`), which nothing is on CPU ranks.
+    Megatron: its dispatcher turns splits into numpy arrays only if they are CUDA tensors
+    (`maybe_move_tensor_to_cpu`), which no tensor is on CPU ranks.
     """
 
     # Receives first, then sends. 2 x 2 ranks, nodes joined at 500 Mbit/s, 4 and 16 MB: 94 and 89%
@@ -176,7 +176,7 @@ def all_to_all_single(
         if peer in node.positions:
             node.send(inputs[peer], [peer])
     outputs[rank].copy_(inputs[rank])
-    # First in the order of waiting: the host copies them, while the network is at work.
+    # Waited for first: the host copies these while the network is busy with the others.
     receipts = [node.receive(outputs[peer], peer) for peer in senders if peer in node.positions]
     return _returned(PendingWork([*receipts, *works]), async_op)
 
@@ -222,7 +222,7 @@ def all_gather_into_tensor(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | PendingWork | None:
-    """`torch.distributed.all_gather_into_tensor`; Gloo's where much crosses nodes."""
+    """`torch.distributed.all_gather_into_tensor`; Gloo's own if large parts cross nodes."""
     group = dist.group.WORLD if group is None else group
     assert group is not None, "all_gather_into_tensor before init_process_group"
     if not _gathers_directly([input_tensor], group):
@@ -232,7 +232,7 @@ def all_gather_into_tensor(
 
 
 def _gathers_directly(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
-    """The same on every rank, as all know the parts' sizes."""
+    """Whether to gather directly; the same on every rank, as all know the parts' sizes."""
     largest_bytes = max(part.nbytes for part in parts)
     return neighbours_of(group).are_whole_group or largest_bytes <= _DIRECT_GATHER_BYTES
 
@@ -240,7 +240,7 @@ def _gathers_directly(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -
 def _gather_directly(
     parts: Sequence[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup
 ) -> PendingWork:
-    """Everyone sends its part to everyone."""
+    """Every rank sends its part to every other rank."""
     node = neighbours_of(group)
     here = {group.rank(), *node.positions}
     senders = [peer for peer, part in enumerate(parts) if part.numel() > 0]
@@ -267,9 +267,9 @@ def reduce_scatter(
 ) -> dist.Work | PendingWork | None:
     """`torch.distributed.reduce_scatter`, with tensors that may be of unequal sizes.
 
-    Sums are made in ascending rank order and in the tensors' own dtype.
+    Sums are taken in ascending rank order and in the tensors' own dtype.
 
-    Megatron: the way back of the gather above (`_reduce_scatter_along_first_dim` with
+    Megatron: the reverse of the gather above (`_reduce_scatter_along_first_dim` with
     `input_split_sizes`).
     """
     # All parts exchanged, then added on their owner. 4 ranks on 2 cores, about 2 MB each, medians:
@@ -302,7 +302,7 @@ def reduce_scatter(
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The parts one after the other, flat; no copy where they are neighbours in one storage."""
+    """The parts one after the other, flat; no copy if they are adjacent in one storage."""
     first = parts[0]
     end = first.storage_offset()
     for part in parts:

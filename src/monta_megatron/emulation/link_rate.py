@@ -1,7 +1,7 @@
-"""The rate of one TCP stream between two addresses, for a moment.
+"""Measures briefly the rate of one TCP stream between two addresses.
 
-Run as a script, by path, inside the node that it measures from: `receive` prints "ready" and then
-the rate; `send` sends until that is closed.
+Run as a script, by path, on the nodes at both ends: `receive` prints "ready" and then the rate;
+`send` sends until the receiver closes the connection.
 """
 
 import socket
@@ -22,12 +22,12 @@ def measure_gbit_s(receiver: Sequence[str], sender: Sequence[str], address: str)
     """Payload per second of one stream, in 1e9 bits.
 
     Args:
-        receiver: what to put in front of a command to run it where the address is.
+        receiver: words to put in front of a command to run it where the address is.
         sender: the same, for the other end.
         address: the receiver's.
 
     Raises:
-        ValueError: no stream came about.
+        ValueError: no stream could be established.
     """
     # -S -E: a bare interpreter starts in a fraction of the time.
     script = [sys.executable, "-S", "-E", __file__]

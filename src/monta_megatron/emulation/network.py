@@ -10,12 +10,12 @@ however many peers send to it at once. Ranks of a node reach each other by the s
 over the namespace's own stack (the kernel sends what is addressed to itself through `lo`).
 
 NICs per rank are rails: what is sent from a NIC's address leaves by that NIC (source routing), and
-a socket that is not bound to an address takes the rail of its destination. Gloo binds the listening
-end of a connection alone, which is the rank on the lower node, as addresses grow with the node. A
-connection between ranks of different rails therefore runs on that rank's rail in both nodes, and
-a balanced exchange loads all NICs equally.
+a socket that is not bound to an address takes the rail of its destination. Gloo binds only the
+listening end of a connection, which is the rank on the lower node, as addresses grow with the node.
+A connection between ranks of different rails therefore uses that rank's rail on both nodes, and a
+balanced exchange loads all NICs equally.
 
-It is built inside network and mount namespaces of its own (sandbox.py) and is gone with them.
+The network is built inside network and mount namespaces of its own (sandbox.py) and ends with them.
 """
 
 import subprocess
@@ -24,19 +24,19 @@ from pathlib import Path
 
 from monta_megatron.emulation.cluster import EmulatedCluster
 
-# A tmpfs that only this emulation sees. `ip netns` keeps its names here; so do we our files.
+# A tmpfs that only this emulation sees. `ip netns` keeps its names here, and we keep our files.
 PRIVATE_DIRECTORY = Path("/run/netns")
 
 # Jumbo frames, which cost less CPU time per byte.
 _MTU_BYTES = 9000
-# What may leave at once after a pause. The longer, the more of a small message is free; the
-# shorter, the more often a timer has to fire (CPU time), which it does tens of microseconds late.
-# With 250 us a message of 100 kB takes at least 0.8 of its time on the link at 1 Gbit/s, 0.9 below,
-# and a stream reaches 99% of the setting from 10 Mbit/s to 20 Gbit/s.
+# What may leave at once after a pause, as time on the link. The longer, the more of a small message
+# is free; the shorter, the more often a timer has to fire (CPU time), tens of microseconds late.
+# With 250 us a message of 100 kB takes at least 0.8 of its time on the link at 1 Gbit/s, 0.9 at
+# lower rates, and a stream reaches 99% of the setting from 10 Mbit/s to 20 Gbit/s.
 _BURST_SECONDS = 250e-6
 _MIN_BURST_BYTES = 10_000  # one frame
 _MAX_SEGMENT_BYTES = 64 * 1024  # the kernel's own
-# Ports do not drop, as fabrics hardly do: TCP's windows bound what waits in one.
+# Ports drop nothing, as fabrics hardly do: TCP's windows limit what waits in one.
 _QUEUE_BYTES = 10**9
 
 _KERNEL_NEEDS = "the kernel has to have veth, bridge and sch_tbf (modprobe veth bridge sch_tbf)"
@@ -44,11 +44,11 @@ _KERNEL_NEEDS = "the kernel has to have veth, bridge and sch_tbf (modprobe veth 
 _SETTINGS = {
     # Compiled into every kernel, allowed in every namespace, and the same on every host.
     "net/ipv4/tcp_congestion_control": "reno",
-    # At most 1 MiB of each connection on its way (half of the last value), on any host.
+    # At most 1 MiB of each connection in flight (half of the last value), on any host.
     "net/ipv4/tcp_rmem": "4096 131072 2097152",
-    # The link's rate does not change while a program computes.
+    # A connection does not fall back to slow start while a program computes.
     "net/ipv4/tcp_slow_start_after_idle": "0",
-    # Each NIC answers for its own address alone, although all are on one switch.
+    # Each NIC answers only for its own address, although all are on one switch.
     "net/ipv4/conf/all/arp_ignore": "1",
     "net/ipv4/conf/all/arp_announce": "2",
 }
@@ -73,7 +73,7 @@ def build(cluster: EmulatedCluster) -> None:
 
 
 def in_node(name: str) -> list[str]:
-    """What to put in front of a command so that it runs in a node's network."""
+    """The words to put in front of a command so that it runs in a node's network."""
     return ["ip", "netns", "exec", name]
 
 
@@ -136,7 +136,7 @@ def _routes(cluster: EmulatedCluster, node: int) -> Iterator[str]:
 
 
 def _rates(cluster: EmulatedCluster, interfaces: list[str]) -> Iterator[str]:
-    """`tc` commands that limit what leaves by each interface."""
+    """`tc` commands that limit what leaves through each interface."""
     rate_bit_per_s = round(cluster.inter_mbit * 1e6)
     for interface in interfaces:
         yield (

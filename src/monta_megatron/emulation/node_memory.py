@@ -1,15 +1,15 @@
 """Messages between CPU ranks of one node, through memory that they share.
 
-Inside a GPU node rows take a link of their own (NVLink), which leaves the processors alone. Gloo
-takes TCP there too: a message crosses the kernel twice, after a handshake between two threads of
-Gloo, and eight ranks on two cores are then busy with that instead of the network between nodes.
+In a node of GPUs rows take a link of their own (NVLink), which does not load the processors. Gloo
+uses TCP inside a node too: a message crosses the kernel twice, after a handshake between two Gloo
+threads, and eight ranks on two cores are busy with that instead of the network between nodes.
 
 Here a rank copies a message into memory that the other ranks of its node have mapped, and writes a
-record into the pipe of each that is to have it; those copy it out where they wait for it. So the
-sender is through at once, and nothing of its own is read later.
+record into the pipe of each recipient, which copies the message out when it waits for it. So the
+sender is done at once, and its tensor is not read later.
 
-A node is where ranks can map each other's memory: one machine, one process namespace, one network
-namespace. The nodes of an emulated cluster are network namespaces, so TCP is between them.
+Ranks are on one node if they share a machine, a process namespace and a network namespace, and so
+can map each other's memory. Nodes of an emulated cluster are network namespaces, joined by TCP.
 """
 
 import ctypes
@@ -32,20 +32,20 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-# Before `gloo_collectives` puts a stand-in in its place.
+# torch's own, taken before `gloo_collectives` replaces it by a stand-in.
 _all_gather = dist.all_gather
 
-# In front of a block's data: a byte for each rank that has yet to read it. Larger groups keep to
-# Gloo.
+# In front of a block's data: one byte per reader, 1 until that rank has read the block. Groups of
+# more ranks use Gloo.
 _HEADER_BYTES = 64
 _ALL_READ = bytes(_HEADER_BYTES)
 _SMALLEST_BLOCK_BYTES = 1 << 12
-# Address space that is reserved; pages are used only once they are written.
+# Address space that is reserved; a page takes memory only once it is written.
 _SPACE_BYTES = 1 << 36
 
 
 class _Key(NamedTuple):
-    """Identifies a message to this rank: its group, the sender's position there, and its turn."""
+    """Identifies a message to this rank: group, the sender's position there, and its number."""
 
     group: int
     sender: int
@@ -53,21 +53,21 @@ class _Key(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Where it lies in the sender's memory; which byte of the header says that it was read."""
+    """Where a message lies in the sender's memory, and the header byte that its reader clears."""
 
     offset: int
     num_bytes: int
     reader: int
 
 
-# Key and message: a size that a pipe takes in one piece.
+# A key and a message: few enough bytes that a pipe takes them in one piece.
 _RECORD = struct.Struct("6q")
 # More than a pipe holds, so one read finds all that a process wrote before it ended.
 _MOST_RECORDS_READ = 2048
 
 
 class _Blocks:
-    """Memory that other processes map, in blocks that are used again once they have been read."""
+    """Memory that other processes map, in blocks that are reused once they have been read."""
 
     def __init__(self) -> None:
         # Nameless: nothing is left behind, however the process ends.
@@ -79,7 +79,7 @@ class _Blocks:
         self._end = 0
 
     def put(self, tensor: torch.Tensor, num_readers: int) -> int:
-        """Copy a contiguous tensor into a free block; its offset."""
+        """Copy a contiguous tensor into a free block; returns the block's offset."""
         offset = self._free_block(_HEADER_BYTES + tensor.nbytes)
         ctypes.memmove(self._address + offset + _HEADER_BYTES, tensor.data_ptr(), tensor.nbytes)
         self._memory[offset : offset + num_readers] = b"\1" * num_readers
@@ -87,7 +87,7 @@ class _Blocks:
 
     def _free_block(self, num_bytes: int) -> int:
         size = 1 << (max(num_bytes, _SMALLEST_BLOCK_BYTES) - 1).bit_length()
-        # The first that is free: it is the likeliest to lie in a cache.
+        # The first free one, which is the most likely to be in a cache.
         for offset in self._offsets[size]:
             if self._memory[offset : offset + _HEADER_BYTES] == _ALL_READ:
                 return offset
@@ -104,7 +104,7 @@ def _address_of(memory: mmap.mmap) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Process:
-    """Another process of this node: its memory, its pipe, and a file that tells when it ends."""
+    """Another process of this node: its memory, its pipe, and a pidfd that shows when it ends."""
 
     memory: mmap.mmap
     address: int
@@ -113,10 +113,10 @@ class _Process:
 
 
 class _Mailbox:
-    """What is this process's own: its blocks, its pipe, and the messages that nobody took yet."""
+    """This process's blocks, its pipe, and the messages that have arrived but not been taken."""
 
     def __init__(self) -> None:
-        # Numbers of processes come again.
+        # Random, because process ids are reused.
         self.name = secrets.randbits(62)
         self.blocks = _Blocks()
         self._pipe, self.pipe = os.pipe()
@@ -126,7 +126,7 @@ class _Mailbox:
         self._poll = select.poll()
         self._poll.register(self._pipe, select.POLLIN)
         self._messages: dict[_Key, _Message] = {}
-        # Several threads may wait (timelines do); one of them at a time reads the pipe, for all.
+        # Several threads may wait (timelines do); one at a time reads the pipe for all of them.
         self._changed = Condition()
         self._has_reader = False
 
@@ -134,11 +134,11 @@ class _Mailbox:
         """Map the memory of a process and open its pipe.
 
         Args:
-            name: of its mailbox.
-            pid, memory, pipe: the process, and its two files as it numbers them.
+            name: name of its mailbox.
+            pid, memory, pipe: the process, and its own file descriptors of memory and pipe.
 
         Raises:
-            OSError: the process has ended, or its files are not for this one.
+            OSError: the process has ended, or this one may not open its files.
         """
         if name not in self._processes:
             files = Path(f"/proc/{pid}/fd")
@@ -156,7 +156,7 @@ class _Mailbox:
         """Write a record into the pipe of a process.
 
         Raises:
-            RuntimeError: it has ended, or left its pipe full until then.
+            RuntimeError: it has ended, or its pipe is still full at time `until`.
         """
         while True:
             try:
@@ -165,7 +165,7 @@ class _Mailbox:
             except BrokenPipeError:
                 raise RuntimeError("has ended") from None
             except BlockingIOError:
-                # It may be held up here too, by a pipe of ours that is full.
+                # It may be stuck here too, because our own pipe is full.
                 if time.monotonic() > until:
                     raise RuntimeError("reads no messages") from None
                 with self._changed:
@@ -174,17 +174,17 @@ class _Mailbox:
                 time.sleep(0.001)
 
     def has(self, key: _Key) -> bool:
-        """Whether a message is there."""
+        """Whether a message has arrived."""
         with self._changed:
             if not self._has_reader:
                 self._read_pipe()
             return key in self._messages
 
     def take(self, process: _Process, key: _Key, until: float) -> _Message:
-        """A message, once it is there.
+        """Wait for a message and take it.
 
         Raises:
-            RuntimeError: its sender has ended, or has not sent it until then.
+            RuntimeError: its sender has ended, or has not sent it by the time `until`.
         """
         with self._changed:
             while key not in self._messages:
@@ -208,7 +208,7 @@ class _Mailbox:
             self._changed.acquire()
             self._has_reader = False
             self._changed.notify_all()
-        # Only then: what a process wrote before it ended is in the pipe.
+        # Only after the poll: what a process wrote before it ended is in the pipe by then.
         self._read_pipe()
         for file in ready:
             if file != self._pipe:
@@ -224,7 +224,7 @@ class _Mailbox:
             self._messages[_Key(*values[:3])] = _Message(*values[3:])
 
 
-# This process's own; a fork has to make its own.
+# The mailbox of this process; a fork has to make its own.
 _mailbox = functools.cache(_Mailbox)
 os.register_at_fork(after_in_child=_mailbox.cache_clear)
 
@@ -233,11 +233,11 @@ class Neighbours:
     """The ranks of a group that are on this rank's node, and messages to and from them.
 
     Attributes:
-        positions: of those ranks in the group, this one not among them.
-        are_whole_group: nobody of the group is on another node.
+        positions: positions of those ranks in the group, without this rank.
+        are_whole_group: whether all ranks of the group are neighbours of each other.
     """
 
-    # At once on all ranks of the group: they tell each other where their memory is.
+    # Called on all ranks of the group at once: they tell each other where their memory is.
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
         options: Any = group._get_backend(torch.device("cpu")).options
@@ -249,10 +249,10 @@ class Neighbours:
         self._received: Counter[int] = Counter()
 
     def send(self, tensor: torch.Tensor, positions: Sequence[int]) -> None:
-        """Send all of a tensor to each of some neighbours; it may be changed afterwards.
+        """Send a tensor to some neighbours; it may be changed as soon as this returns.
 
         Raises:
-            RuntimeError: a neighbour has ended, or has long taken no message.
+            RuntimeError: a neighbour has ended, or has not read its pipe within the timeout.
         """
         mailbox = _mailbox()
         until = time.monotonic() + self._timeout.total_seconds()
@@ -272,7 +272,7 @@ class Neighbours:
         """Receive a tensor from a neighbour, in the order in which it sends them here.
 
         Raises:
-            ValueError: the tensor is not contiguous, which Gloo asks for too.
+            ValueError: the tensor is not contiguous, which Gloo requires too.
         """
         if not tensor.is_contiguous():
             raise ValueError(f"got a tensor of strides {tensor.stride()}, must be contiguous")
@@ -282,7 +282,7 @@ class Neighbours:
 
 
 class Receipt:
-    """A message that is to be received; as the handle of an asynchronous collective is used."""
+    """A message to be received, used like the handle of an asynchronous collective."""
 
     def __init__(
         self, tensor: torch.Tensor, process: _Process, key: _Key, timeout: timedelta
@@ -293,10 +293,10 @@ class Receipt:
         self._timeout = timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Copy the message into the tensor, once it is there; to be called once.
+        """Copy the message into the tensor once it has arrived; to be called only once.
 
         Raises:
-            RuntimeError: the sender has ended, sends nothing, or sends another number of bytes.
+            RuntimeError: the sender has ended, sends nothing, or sends a different number of bytes.
         """
         seconds = (timeout or self._timeout).total_seconds()
         sender = f"rank {self._key.sender} of the group"
@@ -314,7 +314,7 @@ class Receipt:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the message is there."""
+        """Whether the message has arrived."""
         return _mailbox().has(self._key)
 
 
@@ -322,15 +322,16 @@ _neighbours: WeakKeyDictionary[dist.ProcessGroup, Neighbours] = WeakKeyDictionar
 
 
 def neighbours_of(group: dist.ProcessGroup) -> Neighbours:
-    """The neighbours in a group; at first use a collective of the group."""
+    """The neighbours in a group; the first call for a group is a collective of it."""
     if group not in _neighbours:
         _neighbours[group] = Neighbours(group)
     return _neighbours[group]
 
 
 def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process], bool]:
-    """What stands for the group, the same on all of its ranks; position -> neighbour; whether all
-    are neighbours of all, on which they agree.
+    """A number for the group, position -> neighbour, and whether all are neighbours of all.
+
+    The first and the last are the same on all ranks of the group.
     """
     rank, size = group.rank(), group.size()
     if not 1 < size <= _HEADER_BYTES:
@@ -346,7 +347,7 @@ def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process], bool]:
                 processes[position] = mailbox.open(name, pid, memory, pipe)
             except OSError:
                 continue
-    # A pair uses memory where each could open the other's. Nobody ends before all have done so.
+    # Two ranks use memory if each could open the other's. Nobody ends before all have tried.
     opened = _gathered([int(position in processes) for position in range(size)], group)
     both = {position: each for position, each in processes.items() if opened[position][rank]}
     are_whole_group = all(sum(row) == size - 1 for row in opened)
@@ -354,7 +355,7 @@ def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process], bool]:
 
 
 def _node() -> tuple[int, ...]:
-    """What ranks of one node have in common, and no others."""
+    """An identity that is the same for ranks of one node, and for no others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     namespaces = (Path("/proc/self/ns") / name for name in ("net", "pid"))
     return (int(boot[:8], 16), *(namespace.stat().st_ino for namespace in namespaces))

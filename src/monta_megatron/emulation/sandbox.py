@@ -1,9 +1,9 @@
-"""Private namespaces: what is made inside them is gone, all of it, when their first process is.
+"""Private namespaces: everything made inside them is gone when their first process ends.
 
 A command gets network, mount and process namespaces of its own. Names under /run/netns, interfaces,
 bridges and mounts are then visible to it alone, need no unique names, and are removed by the kernel
-when it ends, with every process that it started. That holds for a failure and a signal as for an
-ordinary end, so nothing has to be cleaned up, now or by a later start.
+when it ends, with every process that it started. That holds after a failure or a signal as well as
+after an ordinary end, so nothing has to be cleaned up, now or by a later start.
 
 The command's standard input is a lifeline: it ends when this process does, even by SIGKILL, and the
 command then has to end as well (`end_with_standard_input`).
@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-# Where a user who is not root may not look for commands.
+# Folders with commands that may be missing from the PATH of a user who is not root.
 _SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
 
 _ADVICE = (
@@ -28,14 +28,14 @@ _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "mount
 
 
 def run(command: Sequence[str]) -> int:
-    """Run a command in private namespaces; the value is its exit status (128 + n by signal n).
+    """Run a command in private namespaces; returns its exit status, or 128 + n for signal n.
 
     Raises:
         ValueError: the namespaces cannot be made here.
-        KeyboardInterrupt: after everything inside has ended.
+        KeyboardInterrupt: on an interrupt, after everything inside has ended.
     """
     unshare = unshare_command()
-    # A session of its own: Ctrl-C reaches this process alone, which ends what is inside in order.
+    # A session of its own: Ctrl-C reaches only this process, which ends what is inside in order.
     with subprocess.Popen(
         [*unshare, *command], env=_environ(), stdin=subprocess.PIPE, start_new_session=True
     ) as process:
@@ -49,7 +49,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def unshare_command() -> list[str]:
-    """What to put in front of a command to run it in private namespaces.
+    """The words to put in front of a command to run it in private namespaces.
 
     Raises:
         ValueError: they cannot be made here; says what is missing and how to get it.
