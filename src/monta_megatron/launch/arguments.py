@@ -8,8 +8,8 @@ from typing import Any
 from monta_megatron.launch.run_config import RunConfig, RunLayout
 from monta_megatron.options import DISPATCHER_TYPE
 
-# Field of the layout -> Megatron's argument. All are passed on, for Megatron's defaults differ:
-# it takes ETP = TP.
+# Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
+# without an ETP it takes ETP = TP.
 PARALLEL_ARGUMENTS = {
     "tp": "tensor-model-parallel-size",
     "ep": "expert-model-parallel-size",
@@ -37,7 +37,7 @@ class Argument:
 
     @property
     def words(self) -> list[str]:
-        """As they stand on the command line."""
+        """The argument as words of a command line."""
         if self.value is True:
             return [f"--{self.name}"]
         values = self.value if isinstance(self.value, list) else [self.value]
@@ -73,7 +73,7 @@ def from_mapping(mapping: Mapping[str, Any], source: str) -> Arguments:
 
 
 def from_words(words: Sequence[str]) -> Arguments:
-    """The arguments of a command line; `--name false` is False: it takes back what a file says.
+    """The arguments of a command line; `--name false` is False, which removes one of the file.
 
     Raises:
         ValueError: the first word is not an argument's name.
@@ -102,12 +102,12 @@ def _value_of(words: list[str]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """A run's arguments, from all places.
+    """A run's arguments, from all sources.
 
     Attributes:
         config: the configuration with everything merged into it.
-        arguments: Megatron's.
-        script_arguments: the script's own.
+        arguments: Megatron's arguments.
+        script_arguments: the script's own arguments.
         notes: what was left out, and why.
     """
 
@@ -121,9 +121,9 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
     """Defaults, then the file, then the command line.
 
     Args:
-        config: as the file has it, its variables replaced.
+        config: the file's configuration, its variables replaced.
         file: for messages.
-        command_line: what stood behind `--`; a parallel size changes the layout.
+        command_line: the arguments after `--`; a parallel size changes the layout.
 
     Raises:
         ValueError: the file contradicts its own layout, or the layout its number of ranks.
@@ -158,7 +158,8 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
         script_arguments={each.name: each.value for each in extra.values()},
     )
 
-    # Step 4: stock's dispatchers refuse our options; so one file serves to compare with them.
+    # Step 4: drop our options for stock's dispatchers, which refuse them, so that one file serves
+    # to compare with them.
     notes = []
     if arguments[DISPATCHER].value != DISPATCHER_TYPE:
         unused = [
@@ -202,7 +203,7 @@ def whole(argument: Argument) -> int:
     """The value as an integer >= 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not one.
     """
     text = str(argument.value)
     if not text.isdecimal() or int(text) < 1:
@@ -230,7 +231,7 @@ def replaced(value: Any, variables: Mapping[str, str], source: str) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """The inverse of `replaced` for what has no variables any more: `$` as `$$`."""
+    """The inverse of `replaced`, for values without variables: `$` becomes `$$`."""
     if isinstance(value, list):
         return [escaped(entry) for entry in value]
     return value.replace("$", "$$") if isinstance(value, str) else value

@@ -11,10 +11,10 @@ from monta_megatron.launch.prepare import Run
 
 
 def checked(run: Run) -> Run:
-    """The run with the version of Megatron-Core that checked it, or with notes on what was not.
+    """The run with the Megatron-Core version that checked it, and notes on what is in doubt.
 
     Raises:
-        ValueError: Megatron refuses an argument; names it, and the nearest that there is.
+        ValueError: Megatron refuses an argument; names it, and the nearest one that exists.
     """
     answer = _ask(run)
     if answer.problem is not None:
@@ -42,7 +42,7 @@ def _ask(run: Run) -> Answer:
         "PYTHONWARNINGS": "ignore",
     }
     if environment.get("MONTA_CPU_RANKS") == "1":
-        # As the CPU ranks do for the run itself.
+        # The same default that CPU ranks set in the run itself.
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     result = subprocess.run(
         [

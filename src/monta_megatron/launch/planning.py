@@ -1,7 +1,7 @@
-"""The plan of a run: what the planner expects of its exchange, kept beside it to compare with.
+"""The plan of a run: what the planner expects of its exchange, kept with it for comparison.
 
 The run itself is given the cluster, not this plan: a plan is for one number of tokens, and the
-dispatcher plans again where the number changes.
+dispatcher plans again when the number changes.
 """
 
 from dataclasses import replace
@@ -17,8 +17,8 @@ from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.search import NUM_CHUNKS, slowest_plan
 from monta_megatron.planner.workload import workloads_of
 
-# Fields of the model that Megatron's arguments of the same name must repeat: by them the exchange
-# is planned. The number of layers is not among them, so that a shortened model can be tried.
+# Fields of the model that Megatron's arguments of the same name must agree with, as the exchange is
+# planned from them. The number of layers is not among them, so that a shortened model can be tried.
 MODEL_ARGUMENTS = (
     "hidden-size",
     "num-attention-heads",
@@ -34,9 +34,9 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
     """The plan, or None where there is nothing to plan; and notes.
 
     Args:
-        config: paths resolved, everything merged.
-        arguments: Megatron's.
-        file: for messages.
+        config: the configuration, with paths resolved and everything merged.
+        arguments: Megatron's arguments.
+        file: the run file, for messages.
 
     Raises:
         ValueError: model, cluster, layout and arguments do not fit each other.
@@ -48,9 +48,9 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
     if config.model is None or "moe-monta-cluster" not in arguments:
         return None, ["no plan: the file names no model and cluster"]
 
-    # Step 1: what was asked for fits together.
+    # Step 1: check that what was asked for fits together.
     model = _model(config.model, arguments)
-    # The dispatcher's: that of the file, unless the command line names another.
+    # The dispatcher's cluster file: the run file's, unless the command line names another.
     cluster_file = str(arguments["moe-monta-cluster"].value)
     cluster = strict_yaml.load(Cluster, cluster_file)
     layout = config.layout.parallel
@@ -70,7 +70,7 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
             f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
         )
 
-    # Step 2: plan what the dispatcher will be asked.
+    # Step 2: plan the exchanges that the dispatcher will have to plan.
     chains, num_chunks = _candidates(arguments)
     workloads = workloads_of(model, layout, ranks_per_node)
     plan, _ = slowest_plan(workloads, cluster, chains=chains, num_chunks=num_chunks)
@@ -89,7 +89,7 @@ def _model(path: str, arguments: Arguments) -> Model:
                 f"{arguments[name].source}: got {arguments[name].value}, must be {expected} as "
                 f"{path}: {field}; name another model file, or none"
             )
-    # Choices of the training, which the model file holds for want of one.
+    # These are choices of the training; the model file only holds defaults for them.
     return replace(
         model,
         seq_length=_size(arguments, "seq-length", model.seq_length),

@@ -13,9 +13,9 @@ from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.planner.plan import Plan
 
 PRETRAIN_GPT = "${MEGATRON_LM_DIR}/pretrain_gpt.py"
-# What a job needs to go on where the one before it was when its time was nearly up.
+# The arguments that a requeued job needs to continue where it was when its time was nearly up.
 RESUMES_WITH = ("save", "load", "exit-signal-handler")
-# Where `${NAME}` is replaced besides `environment`.
+# Where `${NAME}` is replaced, in addition to `environment`.
 SECTIONS = ("megatron", "script_arguments")
 PATHS = ("model", "cluster", "script")
 
@@ -25,13 +25,13 @@ class Run:
     """A run that is known in full.
 
     Attributes:
-        config: paths and variables resolved, everything merged.
+        config: the configuration, with paths and variables resolved and everything merged.
         script: what every rank runs.
-        arguments: Megatron's.
-        script_arguments: the script's own, which follow them.
-        directory: the run's own.
+        arguments: Megatron's arguments.
+        script_arguments: the script's own arguments, which follow them.
+        directory: the run's own directory.
         plan: what the planner expects, or None.
-        megatron: version of the Megatron-Core that has checked the arguments; None for unchecked.
+        megatron: version of the Megatron-Core that has checked the arguments; None if unchecked.
         notes: what the user should know, one line each.
     """
 
@@ -56,8 +56,8 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
     Args:
         file: the run file.
         words: arguments of Megatron from the command line.
-        directory: of the run, or None for runs/NAME.
-        dry_run: the script may be missing.
+        directory: directory of the run, or None for runs/NAME.
+        dry_run: whether the script may be missing.
 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
@@ -88,10 +88,10 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
 
 
 def free_directory(name: str, given: Path | None) -> Path:
-    """Where the run goes: a folder that is not there, or empty. Nothing is written.
+    """The run's directory: one that does not exist yet, or is empty. Nothing is written.
 
     Raises:
-        ValueError: the folder that was asked for has something in it.
+        ValueError: the one that was asked for is not empty, or not a folder.
     """
     if given is not None:
         if given.exists() and (not given.is_dir() or any(given.iterdir())):
@@ -107,7 +107,7 @@ def free_directory(name: str, given: Path | None) -> Path:
 
 
 def _with_variables(config: RunConfig, file: str, variables: Mapping[str, str]) -> RunConfig:
-    """Replace `${NAME}` everywhere: in `environment` by the caller's, then elsewhere by both."""
+    """Replace `${NAME}`: in `environment` by the caller's variables, then elsewhere by both."""
 
     def section(name: str, known: Mapping[str, str]) -> dict[str, Any]:
         return {
@@ -124,7 +124,7 @@ def _with_variables(config: RunConfig, file: str, variables: Mapping[str, str]) 
 
 
 def to_run_file(config: RunConfig) -> str:
-    """A resolved configuration as a run file that resolves to the same."""
+    """A resolved configuration as a run file that resolves to the same configuration."""
     changes: dict[str, Any] = {name: escaped(getattr(config, name)) for name in PATHS}
     for name in ("environment", *SECTIONS):
         changes[name] = {key: escaped(value) for key, value in getattr(config, name).items()}

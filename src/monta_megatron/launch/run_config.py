@@ -1,8 +1,8 @@
 """The run file: model, cluster, layout, environment, data and Megatron's arguments in one YAML.
 
-Relative paths of model, cluster and script are those of the file's folder. Paths among Megatron's
-arguments are Megatron's own: relative to where the run was started. `${NAME}` stands for a variable
-of the file's `environment`, else of the caller's; `${RUN_DIRECTORY}` is the run's own.
+Paths of model, cluster and script are relative to the file's folder. Paths among Megatron's
+arguments are left to Megatron: relative to where the run was started. `${NAME}` is a variable of
+the file's `environment`, or else of the caller's; `${RUN_DIRECTORY}` is the run's own directory.
 """
 
 import re
@@ -37,7 +37,7 @@ FolderName = Annotated[
     ),
 ]
 
-# Set from other keys.
+# Options that are set from other keys.
 RESERVED_SLURM_OPTIONS = (
     *("job-name", "nodes", "ntasks", "ntasks-per-node", "partition", "account", "time"),
     *("output", "open-mode", "signal", "requeue", "no-requeue"),
@@ -75,7 +75,7 @@ class RunLayout:
 
     @property
     def parallel(self) -> ParallelLayout:
-        """As the planner takes it."""
+        """The layout in the planner's form."""
         return ParallelLayout(
             world_size=self.nodes * self.ranks_per_node,
             tp=self.tp,
@@ -88,14 +88,14 @@ class RunLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """What srun and sbatch are asked for, beside nodes and tasks.
+    """What srun and sbatch are asked for, in addition to nodes and tasks.
 
     Attributes:
         partition: its name, or None for the cluster's default.
         account: likewise.
-        time_limit_minutes: of the job.
-        signal_before_seconds: how long before that the training is told to write its checkpoint,
-            where it has --save, --load and --exit-signal-handler; the job is requeued then.
+        time_limit_minutes: time limit of the job.
+        signal_before_seconds: how long before the limit the training is told to write a checkpoint,
+            if it has --save, --load and --exit-signal-handler; the job is then requeued.
         options: any other option by its long name, such as `gpus-per-node: 8`.
     """
 
@@ -111,7 +111,7 @@ class Slurm:
                 raise ValueError(
                     f"options.{name}: must be left out; another key of the file says it"
                 )
-        # Slurm may send the signal a minute early, and Megatron needs a while to listen to it.
+        # Slurm may send the signal a minute early, and Megatron listens for it only after a while.
         limit = self.time_limit_minutes
         if limit is not None and 60 * limit < 2 * self.signal_before_seconds:
             raise ValueError(
@@ -125,15 +125,15 @@ class RunConfig:
     """One run.
 
     Attributes:
-        name: of its directory and its job.
+        name: name of its directory and its job.
         layout: nodes and parallel sizes.
         megatron: Megatron's arguments by their names, without the leading `--`.
         model: a file of configs/models, for the plan; None for none.
         cluster: a file of configs/clusters, for the plan and --moe-monta-cluster; None for none.
         script: what every rank runs; None for `${MEGATRON_LM_DIR}/pretrain_gpt.py`.
-        script_arguments: those that the script adds to Megatron's own, passed on unchecked.
-        environment: variables of every rank.
-        slurm: for srun and sbatch.
+        script_arguments: arguments that the script adds to Megatron's, passed on unchecked.
+        environment: environment variables of every rank.
+        slurm: options for srun and sbatch.
     """
 
     name: FolderName

@@ -5,7 +5,7 @@ plan.yaml       what the planner expects of the exchange
 versions.json   versions, commits, when and how the run was made
 run.sh          starts it, under bash, srun or sbatch
 start.sh        one process per rank, for run.sh
-logs/           what the ranks said
+logs/           the output of the ranks
 """
 
 import datetime
@@ -29,7 +29,7 @@ def write(run: Run) -> None:
     """Make the run directory: all of it, or nothing.
 
     Raises:
-        ValueError: it cannot be written, or is there by now.
+        ValueError: it cannot be written, or exists by now.
     """
     try:
         run.directory.parent.mkdir(parents=True, exist_ok=True)

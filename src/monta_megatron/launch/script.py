@@ -13,7 +13,7 @@ def run_script(run: Run) -> str:
     layout = run.config.layout
     environment = {
         "RUN_DIRECTORY": str(run.directory),
-        # start.sh runs the ranks with it: the one whose Megatron has checked the arguments.
+        # start.sh runs the ranks with this interpreter, whose Megatron has checked the arguments.
         "PYTHON": sys.executable,
         **{name: str(value) for name, value in run.config.environment.items()},
     }
@@ -44,16 +44,16 @@ def run_script(run: Run) -> str:
 
 
 def _script_word(run: Run) -> str:
-    # Only a dry run leaves the variable in, which bash can still replace.
+    # Only a dry run leaves the variable unresolved, and bash can still replace it.
     return f'"{run.script}"' if run.script.startswith("${") else shlex.quote(run.script)
 
 
 def sbatch_options(run: Run) -> dict[str, str | None]:
-    """What sbatch reads in run.sh; start.sh says what the signal does."""
+    """The options that sbatch reads from run.sh; start.sh explains what the signal does."""
     options: dict[str, str | None] = {
         **slurm_options(run),
         "output": str(run.directory / "logs" / "%j.log"),
-        # A job that is requeued goes on in the log that it began.
+        # A requeued job continues the log that it began.
         "open-mode": "append",
     }
     if run.lacks_to_resume:
@@ -66,9 +66,9 @@ def sbatch_options(run: Run) -> dict[str, str | None]:
 
 
 def slurm_options(run: Run) -> dict[str, str | None]:
-    """What srun and sbatch are both told, None for an option without a value.
+    """The options for both srun and sbatch; None for an option without a value.
 
-    One task per node, which starts the ranks of its node.
+    There is one task per node, which starts the ranks of its node.
     """
     slurm, layout = run.config.slurm, run.config.layout
     given = {

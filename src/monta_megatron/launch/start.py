@@ -1,4 +1,4 @@
-"""Start a run that has been written: under torchrun, srun, or as a job of sbatch."""
+"""Start a run whose directory has been written: under torchrun, srun, or as a job of sbatch."""
 
 import contextlib
 import os
@@ -19,10 +19,10 @@ GRACE_SECONDS = 60.0
 
 
 def choose_start(asked: Start | None, run: Run, dry_run: bool) -> Start:
-    """How the run starts: torchrun on one node, sbatch on several, unless it was said.
+    """How the run starts: as asked, or else by torchrun on one node and by sbatch on several.
 
     Raises:
-        ValueError: it cannot start so from here.
+        ValueError: it cannot be started that way from here.
     """
     nodes = run.config.layout.nodes
     start: Start = asked or ("torchrun" if nodes == 1 else "sbatch")
@@ -41,7 +41,7 @@ def choose_start(asked: Start | None, run: Run, dry_run: bool) -> Start:
 
 
 def start_command(start: Start, run: Run) -> list[str]:
-    """What starts the run; nothing for none."""
+    """The command that starts the run; empty for "none"."""
     script = str(run.directory / "run.sh")
     if start == "torchrun":
         return ["bash", script]
@@ -55,10 +55,10 @@ def start_command(start: Start, run: Run) -> list[str]:
 
 
 def submit(command: list[str]) -> str:
-    """Hand a job to Slurm; its number.
+    """Submit a job to Slurm; returns its number.
 
     Raises:
-        ValueError: Slurm does not take it.
+        ValueError: Slurm does not accept it.
     """
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
@@ -68,18 +68,18 @@ def submit(command: list[str]) -> str:
 
 
 def run_and_log(command: list[str], log: Path, output: BinaryIO) -> int:
-    """Run to the end; what it says goes to `output` and into `log`.
+    """Run a command to its end; its output goes to `output` and into `log`.
 
     Returns:
-        Its exit status, 128 + n where signal n has ended it.
+        Its exit status, or 128 + n if signal n has ended it.
 
     Raises:
-        KeyboardInterrupt: with the signal's number, after every process of the run has ended.
+        KeyboardInterrupt: on a signal, with its number, after every process of the run has ended.
     """
-    # Set even for SIGINT: a shell starts what it puts in the background with SIGINT ignored.
+    # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    # A session of its own: Ctrl-C reaches this process alone, which ends the run in order.
+    # A session of its own: Ctrl-C reaches only this process, which ends the run in order.
     with (
         log.open("ab", buffering=0) as file,
         subprocess.Popen(
@@ -100,7 +100,7 @@ def run_and_log(command: list[str], log: Path, output: BinaryIO) -> int:
 
 
 def _copy(process: "subprocess.Popen[bytes]", *outputs: BinaryIO) -> None:
-    """Copy what a run says until the last of its processes has ended."""
+    """Copy a run's output until the last of its processes has ended."""
     assert process.stdout is not None
     while text := os.read(process.stdout.fileno(), 1 << 16):
         for output in outputs:
@@ -129,7 +129,7 @@ def _kill(number: int) -> None:
 
 
 def _descendants(number: int) -> list[int]:
-    """Processes below one; ranks have sessions of their own, so no group holds them all."""
+    """All descendants of a process; ranks have their own sessions, so no group holds them all."""
     try:
         text = "".join(path.read_text() for path in Path(f"/proc/{number}/task").glob("*/children"))
     except OSError:

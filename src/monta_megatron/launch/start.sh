@@ -10,14 +10,14 @@
 # in a shell    torchrun on this node. Several nodes: the same on each, with NODE_RANK, MASTER_ADDR
 #               and MASTER_PORT in the environment.
 # under srun    one task per node: torchrun; one task per rank: SCRIPT itself.
-# under sbatch  (salloc too) itself under srun, one task per node. With
+# under sbatch  (salloc too) runs itself under srun, one task per node. With
 #               `--signal=B:USR1@SECONDS --requeue` every rank gets SIGTERM that long before the
-#               time limit, on which Megatron's --exit-signal-handler writes a checkpoint and ends;
-#               if all ranks end well, the job is requeued, to go on from the checkpoint.
+#               time limit, upon which Megatron's --exit-signal-handler writes a checkpoint and ends;
+#               if all ranks end with status 0, the job is requeued and resumes from the checkpoint.
 #
-# A batch script of your own has to end with `exec bash start.sh ...`: Slurm signals it alone.
+# A batch script of your own has to end with `exec bash start.sh ...`: Slurm signals only the script.
 #
-# The exit status is that of what was started; 2 where nothing was. PYTHON names the interpreter.
+# The exit status is that of what was started; 2 if nothing was. PYTHON names the interpreter.
 set -euo pipefail
 
 say() {
@@ -34,7 +34,7 @@ check_count() {
     [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1: got '$2', must be an integer >= 1"
 }
 
-# signal NAME PROCESS...: which may have ended already.
+# signal NAME PROCESS...: send a signal to processes, which may have ended already.
 signal() {
     kill -"$1" "${@:2}" 2>/dev/null || true
 }
@@ -74,7 +74,7 @@ in_step() {
     local tasks=$SLURM_STEP_NUM_TASKS command ranks_are=children
     ((nodes == SLURM_STEP_NUM_NODES)) ||
         die "--nodes: got $nodes, must be the $SLURM_STEP_NUM_NODES nodes of this srun"
-    # The batch script has set it; in a container there may be no scontrol to ask.
+    # Set by the batch script; in a container there may be no scontrol to ask.
     MASTER_ADDR=${MASTER_ADDR:-$(first_host "$SLURM_STEP_NODELIST")}
     export MASTER_ADDR MASTER_PORT
     if ((tasks == nodes)); then
@@ -90,7 +90,7 @@ in_step() {
     else
         die "srun started $tasks tasks on $nodes nodes, must be 1 or $ranks_per_node on each"
     fi
-    # Some of Slurm's process trackers give USR1 to every process of the step, which would end them.
+    # Some of Slurm's process trackers send USR1 to every process of the step, which would end them.
     (
         trap '' USR1
         exec "${command[@]}"
@@ -100,8 +100,8 @@ in_step() {
     wait_for "$child"
 }
 
-# Ask the ranks of this task to end; torchrun itself while it has started none. It would not wait
-# longer than 30 s for them, and a checkpoint may take longer.
+# Ask the ranks of this task to end, or torchrun itself if it has not started any. Where there are
+# ranks torchrun is not asked: it would kill them after 30 s, and a checkpoint may take longer.
 end_ranks() {
     local ranks=()
     if [[ $ranks_are == children ]]; then
@@ -115,8 +115,8 @@ in_job() {
     local requeue=no status=0
     MASTER_ADDR=$(first_host "$SLURM_JOB_NODELIST")
     export MASTER_ADDR MASTER_PORT
-    # The text of this file, for the copy that Slurm makes of a batch script is on one node alone.
-    # Without a binding the one task of a node may use all the cores of the job there.
+    # Pass the text of this file, since Slurm's copy of a batch script is on one node only. Without
+    # a CPU binding the one task of a node may use all the cores of the job there.
     srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --cpu-bind none --kill-on-bad-exit \
         bash -c "$(<"$0")" start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" &
     child=$!
@@ -150,7 +150,7 @@ check_count --ranks-per-node "$ranks_per_node"
 (($# > 0)) || die "no script after --"
 torchrun=("$python" -m torch.distributed.run --nproc-per-node "$ranks_per_node")
 
-# The steps of salloc's own shell and of batch scripts have the highest numbers that there are.
+# The steps of salloc's own shell and of batch scripts have reserved numbers, the highest ones.
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
     in_shell "$@"
 fi
