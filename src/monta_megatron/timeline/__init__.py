@@ -1,4 +1,4 @@
-"""`monta timeline`: what overlapped with what, in a recorded run or by the cost model.
+"""`monta timeline`: what overlapped with what, in a recorded run or in the cost model.
 
 Without torch:
     spans       what ran when, on which resource
@@ -8,7 +8,7 @@ Without torch:
     trace       a Chrome trace
     picture     a PNG
 With torch:
-    recorder    takes the times of the executor's steps
+    recorder    records the times of the executor's steps
     clock       one clock for all ranks
     record      runs a chain under a launch and records it
 """

@@ -21,15 +21,15 @@ def now_us() -> float:
 
 
 class Clock:
-    """How this rank's clock lies to that of the first rank; made by all ranks together.
+    """The offset of this rank's clock from the first rank's; made by all ranks together.
 
-    Where ranks run on several hosts, all of them read their clocks behind barriers, which they
+    Where ranks run on several hosts, all of them read their clocks right after barriers, which they
     leave at nearly the same time: the median of the differences is the offset.
 
     Attributes:
-        name: how it was found.
-        offset_us: this rank's clock less the first rank's.
-        error_us: the spread of the differences, half of their middle half; the widest of any rank.
+        name: how the offset was found.
+        offset_us: this rank's clock minus the first rank's.
+        error_us: half the interquartile range of the differences; the largest of any rank.
     """
 
     def __init__(self) -> None:
@@ -54,5 +54,5 @@ class Clock:
 
 
 def _host() -> str:
-    """The same for processes that share a clock: network namespaces have names of their own."""
+    """The same for processes that share a clock; host names differ between emulated nodes."""
     return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()

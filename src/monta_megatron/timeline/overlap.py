@@ -1,4 +1,4 @@
-"""How busy each resource was, and how much of that lay beside the work of another one."""
+"""How busy each resource was, and for how much of that time another one was busy too."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from monta_megatron.planner.cluster import RESOURCES
 from monta_megatron.timeline.spans import LANE_NAMES, LANES, Lane, Span, Timeline
 
-# Above this the table counts ms.
+# Above this the table shows ms.
 LONGEST_IN_US = 100_000.0
 
 Interval = tuple[float, float]
@@ -20,11 +20,11 @@ class Overlap:
         source: recorded or predicted.
         walk: its name, or "all".
         total_us: from the first start to the last end on any rank, gaps between walks left out.
-        busy_us: lane -> time in which it worked, the mean of all ranks. A collective counts from
-            its start until it is through, also while it waits for its peers; the host's waits do
-            not count.
-        hidden_share: resource -> share of that in which another resource worked too; None where
-            it was never busy. The host is left out: it is there to launch.
+        busy_us: lane -> time in which it worked, the mean over ranks. A collective counts from its
+            start until it has finished, including its waits for peers; the host's waits do not
+            count.
+        hidden_share: resource -> share of its busy time in which another resource worked too; None
+            where it was never busy. The host is left out: its work is launching.
     """
 
     source: str
@@ -56,7 +56,7 @@ def overlaps(timeline: Timeline) -> list[Overlap]:
 
 
 def table(rows: Sequence[Overlap]) -> list[str]:
-    """In 80 columns; in ms where us would be too wide."""
+    """A table of 80 columns; in ms where us would be too wide."""
     names = [LANE_NAMES[lane] for lane in LANES]
     unit, us_per_unit, decimals = "us", 1.0, 0
     if max(row.total_us for row in rows) > LONGEST_IN_US:
@@ -112,7 +112,7 @@ def _busy(spans: Sequence[Span], lane: Lane) -> list[Interval]:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments in intervals that do not touch."""
+    """The same moments as disjoint intervals."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

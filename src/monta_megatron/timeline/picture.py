@@ -1,6 +1,6 @@
 """Timelines as a picture: a panel per walk, a lane per resource of every rank, coloured by chunk.
 
-Dispatch and combine side by side, their backward walks below.
+Dispatch and combine are side by side, their backward walks below.
 
 Needs matplotlib (the `plot` extra).
 """
@@ -19,7 +19,7 @@ COLUMNS = 2
 # The average width of a letter in a bar.
 LETTER_INCHES, LETTER_POINTS = 0.056, 6.5
 WHOLE_COLOUR, WAIT_COLOUR = "#b8b8b8", "#8c8c8c"
-# Above this many us the axis counts ms.
+# Above this many us the axis shows ms.
 LONGEST_IN_US = 20_000.0
 
 
@@ -28,7 +28,7 @@ class _Row:
     """A line of the picture.
 
     Attributes:
-        label: of a lane, at the left; of a track, above its lanes.
+        label: the name of a lane, at its left, or of a track, above its lanes.
         spans: by walk; None in the line that names a track.
     """
 
@@ -40,11 +40,11 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
     """Write the PNG.
 
     Args:
-        timelines: one above the other, on the same scale. In every panel 0 is where the first
-            chunk of the walk starts; what has to come before it lies left of that.
-        title: what is shown; it is told here how many ranks were left out.
-        path: of the PNG.
-        max_ranks: of each timeline that are drawn.
+        timelines: drawn one above the other, on the same scale. In every panel 0 is where the
+            first chunk of the walk starts; what has to come before it lies to the left.
+        title: what is shown; the number of ranks left out is added to it.
+        path: path of the PNG.
+        max_ranks: how many ranks of each timeline to draw.
     """
     import matplotlib
 
@@ -93,7 +93,7 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
     if left_out:
         title += f"; {left_out} more ranks are not drawn"
     figure.suptitle("\n".join(textwrap.wrap(title, 150)), fontsize=10)
-    # There whole or not at all.
+    # Written whole or not at all.
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, dpi=110, format="png")
     pyplot.close(figure)
@@ -101,7 +101,7 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
 
 
 def _aligned(timeline: Timeline) -> Timeline:
-    """Times of each walk since its first chunk was started on any rank."""
+    """The timeline with each walk's times relative to the start of its first chunk on any rank."""
     starts: dict[str, float] = {}
     for track in timeline.tracks:
         for span in track.spans:
@@ -127,7 +127,7 @@ def _aligned(timeline: Timeline) -> Timeline:
 
 
 def _rows(track: Track) -> list[_Row]:
-    """The track's name, then its lanes in order; a lane has a second row where it works twice."""
+    """The track's name, then its lanes in order; a lane has more rows where its spans overlap."""
     rows = [_Row(label=track.name, spans=None)]
     for lane in LANES:
         by_walk = {walk: rows_of(spans) for walk, spans in _by_walk(track, lane).items()}
@@ -162,7 +162,7 @@ def _colours(spans: Sequence[Span]) -> dict[int | None, Any]:
     import matplotlib
 
     chunks = sorted({span.chunk for span in spans if span.chunk is not None})
-    # Without the palest colours, on which no letter can be read.
+    # Without the palest colours, on which text cannot be read.
     scale = matplotlib.colormaps["viridis"]
     colours: dict[int | None, Any] = {
         chunk: scale(0.9 * number / max(len(chunks) - 1, 1)) for number, chunk in enumerate(chunks)
@@ -175,7 +175,7 @@ def _colours(spans: Sequence[Span]) -> dict[int | None, Any]:
 def _draw_span(
     axis: Any, place: int, span: Span, colours: Mapping[int | None, Any], us_per_inch: float
 ) -> None:
-    """A bar, with the stage's name where there is room for it; waiting is hatched."""
+    """Draw a bar, with the stage's name where there is room for it; waiting is hatched."""
     from matplotlib.patches import Rectangle
 
     length_us = span.end_us - span.start_us
@@ -186,7 +186,7 @@ def _draw_span(
         bar.set(facecolor=colours[span.chunk], edgecolor="white")
     axis.add_artist(bar)
     letters = int(length_us / us_per_inch / LETTER_INCHES)
-    # The lane and the legend tell the rest of "alltoall between nodes".
+    # For "alltoall between nodes", the lane and the legend show what the first word leaves out.
     names = [name for name in (span.stage, span.stage.split()[0]) if len(name) <= letters]
     if span.action != "wait" and names:
         is_dark = span.chunk is not None and _lightness(colours[span.chunk]) < 0.5

@@ -1,4 +1,4 @@
-"""The cost model's timeline: the schedules by which a chain was priced, one after the other."""
+"""The cost model's timeline: the schedules from which a chain is priced, laid end to end."""
 
 from collections.abc import Iterator, Sequence
 
@@ -35,7 +35,7 @@ def predict(
 
 
 def lanes_of(workload: Workload, chain: Chain, num_chunks: int) -> dict[tuple[str, str], Resource]:
-    """What each stage of each walk occupies, as the cost model sees it, on whatever cluster."""
+    """The resource that each stage of each walk occupies in the cost model, on any cluster."""
     cluster = uncalibrated(workload.layout)
     price = price_chain(workload, cluster, chain, num_chunks, "forward_backward")
     return {

@@ -1,7 +1,6 @@
 """Runs a chain under a launch, as `monta bench` does, and records it.
 
-Of several passes the one of median time is kept: a picture of a run that was disturbed says
-nothing.
+Of several passes the one with the median time is kept: a picture of a disturbed run says nothing.
 """
 
 from collections.abc import Sequence
@@ -38,13 +37,13 @@ def record(
             are recorded, of which one is kept.
         launch: this rank's place.
         cluster: costs by which `auto` chooses, or None.
-        progress: as this rank shows it.
+        progress: this rank's progress display.
 
     Returns:
-        on the first rank; None on the others.
+        The recording on the first rank; None on the others.
 
     Raises:
-        ValueError: a setting that cannot run here.
+        ValueError: a setting cannot run here.
     """
     device = join(launch.local_rank)
     task = Task(
@@ -79,7 +78,7 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
         progress.step()
     candidate.dispatcher.monitor.recorder = None
 
-    # Step 2: the pass of median time, that of its slowest rank.
+    # Step 2: the pass with the median time, where a pass takes as long as its slowest rank.
     passes = taken[settings.warmup :]
     times_us = torch.tensor([_time_us(each) for each in passes], dtype=torch.float64)
     dist.all_reduce(times_us, op=dist.ReduceOp.MAX)

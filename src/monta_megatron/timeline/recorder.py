@@ -1,10 +1,10 @@
-"""Takes the times at which a walk's copies and collectives start and end.
+"""Records the times at which a walk's copies and collectives start and end.
 
-On CPU ranks by the host's clock: copies block the host, and each collective is waited for by a
-thread of its own, as it ends long before anyone asks for it. Where ranks outnumber cores that
-costs: 4 ranks on 2 cores, medians of 21 passes, 216 ms with it and 195 ms without. On a GPU by
-events on the streams on which the executor launches, put on the host's clock; nothing there blocks
-the host.
+On CPU ranks they are read from the host's clock: copies block the host, and a thread of its own
+waits for each collective, as it ends long before the executor asks for it. Where ranks outnumber
+cores that costs time: 4 ranks on 2 cores, medians of 21 passes, 216 ms with it and 195 ms without.
+On a GPU they come from events on the streams on which the executor launches, converted to the
+host's clock; nothing there blocks the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from monta_megatron.exchange.monitor import Step
 from monta_megatron.timeline.clock import now_us
 from monta_megatron.timeline.spans import Key, TimedStep
 
-# More than the executor ever has collectives under way.
+# More than the number of collectives that the executor ever has in flight.
 NUM_THREADS = 32
 
 
@@ -30,8 +30,8 @@ class Taken:
     """The record of a pass.
 
     Attributes:
-        steps: in the order in which they were noted.
-        ends_us: by walk, stage and chunk, when each collective was through.
+        steps: the steps, in the order in which they were noted.
+        ends_us: by walk, stage and chunk, when each collective finished.
     """
 
     steps: list[TimedStep]
@@ -39,27 +39,27 @@ class Taken:
 
 
 class HostRecorder:
-    """Takes the times of a CPU rank; an `exchange.monitor.Recorder`."""
+    """Records the times of a CPU rank; an `exchange.monitor.Recorder`."""
 
     copies_block_host = True
 
     def __init__(self) -> None:
         self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
         for _ in range(NUM_THREADS):
-            # Daemons: a rank that is interrupted does not stay for collectives of its peers.
+            # Daemons, so that an interrupted rank does not wait for collectives with its peers.
             Thread(target=self._wait_beside, daemon=True).start()
         self._steps: list[TimedStep] = []
         self._ends_us: dict[Key, float] = {}
 
     def note(self, step: Step) -> None:
-        """Something happens now."""
+        """Record that a step happens now."""
         at_us = now_us()
         self._steps.append(TimedStep(*step, host_us=at_us, device_us=at_us))
 
     def watch(
         self, works: Sequence[dist.Work], walk: str, stage: str, chunk: int
     ) -> list[dist.Work]:
-        """Wait for a collective beside the host."""
+        """Let a thread wait for a collective; returns a handle that waits for that thread."""
 
         end: Future[None] = Future()
 
@@ -77,7 +77,7 @@ class HostRecorder:
         return [cast(dist.Work, _Watched(end))]
 
     def take(self) -> Taken:
-        """What was recorded since the last time."""
+        """What was recorded since the last call."""
         taken = Taken(steps=self._steps, ends_us=self._ends_us)
         self._steps, self._ends_us = [], {}
         return taken
@@ -88,7 +88,7 @@ class HostRecorder:
 
 
 class DeviceRecorder:
-    """Takes the times of a GPU; an `exchange.monitor.Recorder`."""
+    """Records the times of a GPU; an `exchange.monitor.Recorder`."""
 
     copies_block_host = False
 
@@ -102,22 +102,22 @@ class DeviceRecorder:
         self._origin_us = now_us()
 
     def note(self, step: Step) -> None:
-        """Something happens now on the host, and in its turn on the current stream."""
+        """Record that a step happens now on the host, and when the current stream reaches it."""
         key = step[1:]
         if step.action == "ready" and key in self._streams:
-            # The collective's own stream has waited for it too, and for nothing behind it.
+            # The stream that launched it has waited for it too, and for nothing after it.
             self._ends[key] = _event(self._streams[key])
         self._noted.append((step, now_us(), _event(torch.cuda.current_stream())))
 
     def watch(
         self, works: Sequence[dist.Work], walk: str, stage: str, chunk: int
     ) -> list[dist.Work]:
-        """Remember where a collective was launched."""
+        """Remember the stream on which a collective was launched."""
         self._streams[walk, stage, chunk] = torch.cuda.current_stream()
         return list(works)
 
     def take(self) -> Taken:
-        """What was recorded since the last time; waits for the device."""
+        """What was recorded since the last call; waits for the device."""
         torch.cuda.synchronize()
         taken = Taken(
             steps=[
@@ -134,7 +134,7 @@ class DeviceRecorder:
 
 
 class _Watched:
-    """Stands for a collective that a thread waits for."""
+    """Stands in for a collective that a thread waits for."""
 
     def __init__(self, end: Future[None]) -> None:
         self._end = end

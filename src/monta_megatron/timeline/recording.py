@@ -26,8 +26,8 @@ class RankRecord:
     """One rank.
 
     Attributes:
-        node: on which it runs.
-        spans: of the recorded pass.
+        node: the node that it runs on.
+        spans: its spans in the recorded pass.
     """
 
     node: int
@@ -39,14 +39,14 @@ class Recording:
     """One pass of a layer's exchange on every rank.
 
     Attributes:
-        format: of the file.
-        title: what ran, and on what, in a line.
-        chain: that ran.
-        num_chunks: in how many chunks.
+        format: format of the file.
+        title: what ran, and on what, in one line.
+        chain: the chain that ran.
+        num_chunks: its number of chunks.
         phase: forward, or forward and backward.
-        settings: of the layer and its data.
-        clock: how the ranks' clocks were brought together.
-        clock_error_us: by how much two ranks' times may be apart for want of a common clock.
+        settings: settings of the layer and its data.
+        clock: how the ranks' clocks were aligned.
+        clock_error_us: how far apart two ranks' times may be for lack of a common clock.
         meta: versions, machine, command, layout, as in a report of `monta bench`.
         ranks: all ranks of the launch.
     """

@@ -1,6 +1,6 @@
 """What ran when: spans of time on the lanes of a track, and how they are made from a record.
 
-A track is one rank, or the cost model's one rank for all; a lane is a resource of it.
+A track is one rank, or the one rank that the cost model prices for all; a lane is a resource of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from monta_megatron.strict_yaml import Text
 
 Lane: TypeAlias = Literal["inter", "intra", "memory", "host"]
 LANES: tuple[Lane, ...] = (*RESOURCES, "host")
-# What the clocks tell apart; less is rounding.
+# The resolution of the clocks; smaller differences are rounding.
 RESOLUTION_US = 1e-3
 LANE_NAMES: Mapping[str, str] = {**RESOURCE_NAMES, "host": "host"}
 
 
 def pipeline_name(chain: str, num_chunks: int) -> str:
-    """A chain in a number of chunks, as people read it."""
+    """The text for a chain with a number of chunks."""
     return f"{chain} in 1 chunk" if num_chunks == 1 else f"{chain} in {num_chunks} chunks"
 
 
@@ -29,11 +29,11 @@ class Span:
 
     Attributes:
         walk: dispatch, combine, or the backward pass of one of them.
-        stage: of the chain, or what comes before or behind it.
+        stage: a stage of the chain, or what comes before or after it.
         chunk: None where it is done for all chunks at once.
-        lane: what it occupies.
+        lane: the resource that it occupies.
         action: "run" on a resource; "launch" of an operation by the host, or its "wait" for one.
-        start_us: since the first span of the timeline.
+        start_us: time since the start of the timeline's first span.
         end_us: likewise.
     """
 
@@ -51,8 +51,8 @@ class Track:
     """The spans of one rank.
 
     Attributes:
-        name: as people read it.
-        spans: in no order.
+        name: the name to show.
+        spans: its spans, in no particular order.
     """
 
     name: Text
@@ -65,7 +65,7 @@ class Timeline:
 
     Attributes:
         source: where it comes from.
-        tracks: one per rank; of the cost model one for all.
+        tracks: one per rank, or one for all ranks if predicted.
     """
 
     source: Literal["recorded", "predicted"]
@@ -77,9 +77,9 @@ class TimedStep(NamedTuple):
 
     Attributes:
         action: begin, start, wait, ready or end.
-        walk, stage, chunk: of what.
-        host_us: when the host came by.
-        device_us: when the device did; on CPU ranks the same.
+        walk, stage, chunk: what it is a step of.
+        host_us: when the host reached it.
+        device_us: when the device reached it; on CPU ranks the same.
     """
 
     action: str
@@ -99,16 +99,16 @@ def spans_of(
     lanes: Mapping[tuple[str, str], Resource],
     copies_block_host: bool,
 ) -> list[Span]:
-    """The spans of one rank from what its executor noted.
+    """The spans of one rank from the steps that its executor noted.
 
-    A copy runs from where its input is there to its end, a collective from its start until it is
-    through, whenever it is waited for.
+    A copy runs from when its input is ready to its end, a collective from its start until it has
+    finished, whenever it is waited for.
 
     Args:
-        steps: in the order in which they were noted.
-        ends_us: by walk, stage and chunk, when each collective was through.
-        lanes: by walk and stage; a stage that moves nothing has none.
-        copies_block_host: as on CPU ranks.
+        steps: the steps, in the order in which they were noted.
+        ends_us: by walk, stage and chunk, when each collective finished.
+        lanes: by walk and stage, the resource; a stage that moves nothing has none.
+        copies_block_host: whether copies block the host, as on CPU ranks.
     """
     spans: list[Span] = []
 
@@ -142,7 +142,7 @@ def spans_of(
             if copies_block_host:
                 add(step, step.stage, "host", wait_us, step.host_us)
         elif step.action == "start":
-            # Between its input and its start, a collective's input is summed.
+            # Between the arrival of a collective's input and its start, the input is summed.
             summed = f"sum of {waited_for}"
             if (step.walk, summed) in lanes:
                 add(step, summed, "memory", input_us, step.device_us)
@@ -164,7 +164,7 @@ def spans_of(
 
 
 def rows_of(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans of one lane in as few rows as leave none over another, the first row filled first."""
+    """Spans of one lane in as few rows as possible without overlap, the first row filled first."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_us, span.end_us)):
         for row in rows:

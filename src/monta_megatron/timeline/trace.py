@@ -1,7 +1,7 @@
 """Timelines as a Chrome trace: a process per rank, a thread per resource; opens in Perfetto.
 
 The format: "Trace Event Format", events of phase "X" with start and duration in us. Slices of one
-thread have to be nested, so what runs at the same time on one resource gets further threads.
+thread have to be nested, so spans that overlap on one resource go to additional threads.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Any
 
 from monta_megatron.timeline.spans import LANE_NAMES, LANES, Span, Timeline, rows_of
 
-# More rows of one lane than there will ever be.
+# More than the number of rows that a lane will ever have.
 THREADS_PER_LANE = 100
-# Perfetto takes thread 0, and one with its process's number, for the same: the main thread.
+# Perfetto takes both thread 0 and a thread with its process's number for the main thread.
 FIRST_THREAD = 1
 PROCESS_STEP = 1000
-# Perfetto cuts starts and durations to whole nanoseconds, each by itself, and drops a slice that
-# then begins before its neighbour has ended.
+# Perfetto truncates starts and durations to whole nanoseconds separately, and drops a slice that
+# then begins before its predecessor has ended.
 GAP_US = 1e-3
 
 
@@ -23,8 +23,8 @@ def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dic
     """A document for chrome://tracing and https://ui.perfetto.dev.
 
     Args:
-        timelines: which; their processes are numbered in this order, 1000, 2000 and so on.
-        about: what is told beside the events.
+        timelines: what to show; tracks become processes 1000, 2000 and so on, in this order.
+        about: metadata to store with the events.
     """
     tracks = [track for timeline in timelines for track in timeline.tracks]
     events: list[dict[str, Any]] = []
