@@ -1,4 +1,4 @@
-"""The `monta` command: one file per sub-command, nothing heavy imported before it is needed.
+"""The `monta` command: one file per sub-command; nothing heavy is imported before it is needed.
 
 Exit status 0 on success; 2 on bad input, with one line on stderr that names the field, the value
 and the rule; 130 after Ctrl-C. With `--json`, standard output holds one JSON document and nothing
@@ -27,19 +27,19 @@ from monta_megatron.cli import (
 
 COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, plan, simulate, timeline)
 
-# As a shell reports a process that SIGINT or SIGPIPE has ended.
+# The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Fills a description, and leaves the lines of examples as they are."""
+    """Wraps a description, and leaves the lines of examples as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that leaves the usage to `--help` and says what is wrong in one line."""
+    """A parser that leaves the usage to `--help` and reports an error in one line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "formatter_class": _HelpFormatter})
@@ -70,7 +70,7 @@ def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one sub-command; the value is the exit status."""
+    """Run one sub-command; returns the exit status."""
     parsed = build_parser().parse_args(arguments)
     try:
         status = int(parsed.run(parsed))
@@ -84,6 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"monta {parsed.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads has seen enough, as in `monta plan ... | head`; nor can the rest be flushed.
+        # The reader has closed the pipe, as in `monta plan ... | head`: the rest goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD

@@ -25,8 +25,8 @@ many points, then their tables:
   monta bench --report sweep.jsonl --plot plots
 """
 
-# Flags with a value. Values are checked together (benchmark/settings.py), so that a bad one is one
-# line from one rank.
+# Flags with a value. Values are checked together (benchmark/settings.py), so that a bad one gives
+# one line from one rank.
 FLAGS = (
     ("experts", "N", "experts of the layer"),
     ("top-k", "N", "experts of each token"),
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run on this rank; the first rank prints. Exit status 1 where results are not stock's."""
+    """Run on this rank; the first rank prints. Exit status 1 if results differ from stock's."""
     from monta_megatron.benchmark.launch import run_as_rank
 
     if parsed.report is not None:
@@ -98,14 +98,14 @@ def _run(parsed: argparse.Namespace) -> int:
     ratio = points[0].settings.inter_rate_ratio
     if cluster is not None and ratio != 1:
         cluster = cluster.with_inter_rate(ratio)
-    # The first rank's files alone are read and written.
+    # Only the first rank reads and writes results.
     results = None
     if launch.rank == 0:
         check_can_plot(parsed.plot)
         results = None if parsed.out is None else Results.open(Path(parsed.out))
 
-    # Step 2: measure. Standard output is for the report alone; Megatron and the dispatchers print
-    # there too.
+    # Step 2: measure. Megatron and the dispatchers print too, but standard output is for the report
+    # only.
     reports = []
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -124,7 +124,7 @@ def _run(parsed: argparse.Namespace) -> int:
                 print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)
             return 1
 
-    # Step 3: tell.
+    # Step 3: report.
     if launch.rank == 0:
         if parsed.sweep is None and reports:
             _print_report(reports[0], parsed.json)

@@ -1,4 +1,4 @@
-"""`monta calibrate`: measure what a cluster file holds, one process per rank."""
+"""`monta calibrate`: measure the content of a cluster file, one process per rank."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ examples:
       -m monta_megatron.cli calibrate --out cluster.yaml
 """
 
-# Flags with a value. Values are checked in `run`, so that a bad one is one line from one rank.
+# Flags with a value. Values are checked in `run`, so that a bad one gives one line from one rank.
 FLAGS = (
     ("out", "FILE", "the cluster file to write"),
     ("budget-seconds", "X", "about (default: 120); every point is measured at least once"),
@@ -62,7 +62,7 @@ def _run(parsed: argparse.Namespace) -> int:
     if parsed.out is None:
         raise ValueError("--out: not given, must be the file to write")
     out = Path(parsed.out)
-    # The first rank alone writes; others may not see that folder.
+    # Only the first rank writes; others may not see that folder.
     if is_first_rank() and (not out.parent.is_dir() or out.is_dir()):
         raise ValueError(f"--out: got {out}, must be a file in a folder that exists")
     budget_s = positive_number("--budget-seconds", parsed.budget_seconds or "120")
@@ -73,7 +73,7 @@ def _run(parsed: argparse.Namespace) -> int:
         check_can_plot(parsed.plot)
     partial = out.with_name(f"{out.name}.partial")
 
-    # Step 2: measure. Standard output is for the report alone.
+    # Step 2: measure. Standard output is for the report only.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from monta_megatron.calibration.run import Settings, calibrate
@@ -89,7 +89,7 @@ def _run(parsed: argparse.Namespace) -> int:
         with show_progress("calibrate", launch.rank == 0) as progress:
             result = calibrate(settings, launch.local_rank, progress)
 
-    # Step 3: write and tell.
+    # Step 3: write and report.
     if launch.rank == 0:
         _write(result, out, partial)
         _print(result, out, parsed)

@@ -41,7 +41,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _complete_files(parser: argparse.ArgumentParser, shtab: Any) -> None:
-    """What a flag's metavar says it takes is what the shell offers."""
+    """Make the shell offer what each flag takes, according to its metavar."""
     kinds = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY}
     for action in parser._actions:
         if str(action.metavar) in kinds:

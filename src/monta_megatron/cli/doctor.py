@@ -75,7 +75,7 @@ def examine() -> list[Finding]:
     findings: list[Finding] = []
     for check in (_python, _torch, _megatron, _way_in, _accelerator, _launch_queue, _topology):
         try:
-            # Megatron warns of what it does without while it is imported; the report says it.
+            # When imported, Megatron warns about what is missing; the report says that itself.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 findings.extend(check())

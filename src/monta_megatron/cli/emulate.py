@@ -1,4 +1,4 @@
-"""`monta emulate`: a command under torchrun on a cluster whose nodes are network namespaces."""
+"""`monta emulate`: run a command under torchrun on nodes that are network namespaces."""
 
 import argparse
 import signal
@@ -65,7 +65,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns its exit status."""
     from monta_megatron.emulation import sandbox
     from monta_megatron.emulation.cluster import EmulatedCluster
 
@@ -81,7 +81,7 @@ def run(parsed: argparse.Namespace) -> int:
     )
     emulator = [sys.executable, "-m", "monta_megatron.emulation.emulator"]
     as_json = ["--json"] if parsed.json else []
-    # Set even for SIGINT: a shell starts what it puts in the background with SIGINT ignored.
+    # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:

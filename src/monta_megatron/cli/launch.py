@@ -1,4 +1,4 @@
-"""`monta launch`: from one YAML to a Megatron that runs."""
+"""`monta launch`: from one YAML to a running Megatron."""
 
 import argparse
 import json
@@ -67,7 +67,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prepare, write, start; the exit status of the run."""
+    """Prepare, write and start the run; returns its exit status."""
     from monta_megatron.launch import run_directory
     from monta_megatron.launch.check import checked
     from monta_megatron.launch.prepare import prepare
@@ -127,7 +127,7 @@ def _say(prepared: "Run", command: list[str]) -> None:
 
 
 def _tell(line: str) -> None:
-    # Standard output is the run's, or the document's.
+    # Standard output is for the run's output, the script or the JSON document.
     print(f"monta launch: {line}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What `plan`, `timeline` and `simulate` are asked: model, cluster, layout, tokens, routing."""
+"""The inputs of `plan`, `timeline` and `simulate`: model, cluster, layout, tokens, routing."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ ROUTINGS = ("uniform", "skewed", "node-limited")
 
 
 def add_arguments(parser: Any, needs_model: bool = True) -> None:
-    """The flags that say what is exchanged, and on what."""
+    """Add the flags that say what is exchanged, and on which cluster."""
     parser.add_argument(
         "--model", metavar="FILE", required=needs_model, help="configs/models/*.yaml"
     )
@@ -68,8 +68,8 @@ class Asked:
 
     Attributes:
         model: what is trained.
-        cluster: on what.
-        layout: as given, or the best of `ranking`.
+        cluster: what it is trained on.
+        layout: the one given, or the best of `ranking`.
         ranking: every layout that fits, where none was given.
     """
 
@@ -84,7 +84,7 @@ def read(parsed: argparse.Namespace, **settings: Any) -> Asked:
 
     Args:
         parsed: the command line.
-        settings: of `planner.search.plan`, for the ranking.
+        settings: arguments of `planner.search.plan`, for the ranking.
 
     Raises:
         ValueError: a file or flag is wrong, or the layout does not fit.
@@ -104,7 +104,7 @@ def read(parsed: argparse.Namespace, **settings: Any) -> Asked:
                 "--routing: got node-limited, must be beside a layout (--ep N): it depends on the "
                 "nodes of an exchange"
             )
-        # It takes seconds: a terminal shows them, a log needs no line for them.
+        # It takes seconds: a terminal shows progress, a log does not need it.
         with show_progress(parsed.command, sys.stderr.isatty()) as progress:
             ranking = rank_layouts(
                 model,
@@ -127,7 +127,7 @@ def read(parsed: argparse.Namespace, **settings: Any) -> Asked:
 
 
 def read_cluster(parsed: argparse.Namespace) -> "Cluster":
-    """The cluster of --cluster, with the network of --inter-rate-ratio.
+    """The cluster of --cluster, its network's rate scaled by --inter-rate-ratio.
 
     Raises:
         ValueError: the file is wrong.
@@ -158,7 +158,7 @@ def workloads(
 def _layout(
     parsed: argparse.Namespace, cluster: "Cluster", sizes: dict[str, int]
 ) -> "ParallelLayout":
-    """Defaults, then the file, then the flags."""
+    """The layout from defaults, then the file, then the flags."""
     from monta_megatron import strict_yaml
     from monta_megatron.planner.layout import ParallelLayout
 
@@ -217,7 +217,7 @@ def _routing(name: str, model: "Model", num_nodes: int) -> "Routing":
     )
 
 
-# A ranking asks for every layout.
+# Cached, because a ranking asks for every layout.
 @cache
 def _sampled(name: str, num_experts: int, topk: int) -> "Routing":
     from monta_megatron.planner.router_trace import traced_routing

@@ -1,4 +1,4 @@
-"""`monta simulate`: the cost model over values of one factor, on clusters that need not be here."""
+"""`monta simulate`: the cost model over values of one factor, on clusters nobody needs to have."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ examples:
       --sweep ranks=8,16,32,64,128 --plot plots
 """
 
-# What may be swept: its values, and as people read it.
+# What may be swept: how to read its values, and its description.
 FACTORS: dict[str, tuple[Callable[[str], float], str]] = {
     "tokens": (planning.whole(1), "tokens of a rank"),
     "ranks": (planning.whole(1), "ranks of an exchange (EP x ETP, at the ETP given)"),
@@ -99,7 +99,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _title(parsed: argparse.Namespace, asked: planning.Asked, factor: str) -> str:
-    """What stays the same."""
+    """What stays the same at all values."""
     layout = asked.layout
     tokens = layout.tokens_per_rank(asked.model) if parsed.tokens is None else parsed.tokens
     parts = [
@@ -112,7 +112,7 @@ def _title(parsed: argparse.Namespace, asked: planning.Asked, factor: str) -> st
 
 
 def _plan(parsed: argparse.Namespace, asked: planning.Asked, factor: str, value: float) -> "Plan":
-    """The plan where the factor has this value, all else as asked."""
+    """The plan with this value of the factor, everything else as asked."""
     from monta_megatron.planner.search import slowest_plan
 
     model, cluster, layout = asked.model, asked.cluster, asked.layout
@@ -145,7 +145,7 @@ def _plan(parsed: argparse.Namespace, asked: planning.Asked, factor: str, value:
 
 
 def _layout_of(asked: planning.Asked, num_ranks: int) -> Any:
-    """The layout with exchanges of so many ranks, and the fewest ranks that it can have."""
+    """The layout with exchanges of `num_ranks` ranks, and the smallest world that allows them."""
     layout = asked.layout
     ep, rest = divmod(num_ranks, layout.etp)
     if rest or asked.model.num_experts % max(ep, 1):
@@ -158,9 +158,9 @@ def _layout_of(asked: planning.Asked, num_ranks: int) -> Any:
 
 
 def _best_us(plan: "Plan") -> dict[str, float | None]:
-    """By chain, in its best number of chunks; None where it cannot run."""
+    """The time of each chain with its best number of chunks; None if it cannot run."""
     best: dict[str, float | None] = {}
-    # The fastest first.
+    # The fastest candidates come first.
     for candidate in plan.candidates:
         best.setdefault(candidate.chain, candidate.predicted_us)
     return best
@@ -206,7 +206,7 @@ def _plot(sweep: _Sweep, plans: Sequence["Plan"], title: str, folder: Path) -> N
         times_us = [_best_us(plan)[chain] for plan in plans]
         if any(time is not None for time in times_us):
             shown = [math.nan if time is None else time for time in times_us]
-            # Chains that take the same time are both seen.
+            # Thinner lines on top, so that chains with the same time are both visible.
             style = {"linewidth": 3 - 0.4 * number, "markersize": 7 - 0.8 * number}
             axis.plot(sweep.values, shown, "o-", label=chain, **style)
     axis.plot(

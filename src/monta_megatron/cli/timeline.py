@@ -33,8 +33,8 @@ examples:
   monta timeline timeline/hierarchical_alltoall_x4.json --cluster cluster.yaml
 """
 
-# Checked together with the others (benchmark/settings.py), so that a bad one is one line from one
-# rank.
+# Checked together with the other flags (benchmark/settings.py), so that a bad one gives one line
+# from one rank.
 RECORD_FLAGS = (
     ("experts", "N", "experts of the layer"),
     ("top-k", "N", "experts of each token"),
@@ -46,7 +46,7 @@ RECORD_FLAGS = (
     ("ranks-per-node", "N", "ranks joined by the fast tier (default: what the launcher says)"),
 )
 
-# What each way of asking takes, besides the output.
+# The flags that each way of asking takes, besides those for the output.
 OUTPUT = {"out", "max_ranks", "json", "run", "command"}
 COSTS = {"cluster", "inter_rate_ratio"}
 WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks"}
@@ -96,7 +96,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Draw; of a launch the first rank writes and prints."""
+    """Draw; in a launch, only the first rank writes and prints."""
     from monta_megatron.benchmark.launch import run_as_rank
 
     return _run(parsed) if parsed.record is None else run_as_rank(lambda: _run(parsed))
@@ -107,12 +107,12 @@ class _Drawing:
     """What is drawn.
 
     Attributes:
-        name: of the files.
-        folder: where they go unless --out says where.
-        title: of the picture.
-        timelines: one above the other.
-        recording: its file, if there is one.
-        about: what is told besides.
+        name: name of the files, without endings.
+        folder: where they go unless --out is given.
+        title: title of the picture.
+        timelines: the timelines, drawn one above the other.
+        recording: file of the recording, if there is one.
+        about: metadata for the trace and for --json.
     """
 
     name: str
@@ -132,7 +132,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _way(parsed: argparse.Namespace) -> str:
-    """Which of the three ways of asking this is; a flag of another one is an error."""
+    """Which of the three ways of asking this is; a flag of another way is an error."""
     given = [
         name
         for name, value in vars(parsed).items()
@@ -205,11 +205,11 @@ def _record(parsed: argparse.Namespace) -> _Drawing | None:
     settings = parse_settings(asked, launch.world_size)
     cluster = None if parsed.cluster is None else planning.read_cluster(parsed)
     folder = Path(parsed.record)
-    # Before the run, not after it.
+    # Fail before the run, not after it.
     if launch.rank == 0:
         make_folder(folder, "--record")
 
-    # Standard output is for the report alone; Megatron and the dispatchers print there too.
+    # Megatron and the dispatchers print too, but standard output is for the report only.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from monta_megatron.timeline.record import record
@@ -241,7 +241,7 @@ def _of_recording(recording: "Recording", path: Path, cluster: "Cluster | None")
 
 
 def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
-    """The chain of --chain, and in how many chunks."""
+    """The chain of --chain, and its number of chunks."""
     from difflib import get_close_matches
 
     from monta_megatron.chains import CHAINS
@@ -260,7 +260,7 @@ def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
 
 
 def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
-    """The picture and the trace; then what is in them, as text or JSON."""
+    """Write the trace and the picture, then print how much overlapped, as text or JSON."""
     from monta_megatron import strict_yaml
     from monta_megatron.files import write_whole
     from monta_megatron.timeline.overlap import overlaps, table
