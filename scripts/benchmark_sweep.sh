@@ -17,8 +17,8 @@ cluster=$1 calibrated_mbit=$2 out=$3
 shift 3
 docs=$(dirname "${BASH_SOURCE[0]}")/../docs/benchmarks
 
-# The calibrated rate has the longer list of points. The faster the network, the more the cores'
-# speed counts, and the sooner after the calibration its points are measured.
+# The calibrated rate has the longer list of points. The faster the network, the more the speed of
+# the cores counts, so the fastest rates are measured first, soonest after the calibration.
 for mbit in ${RATES:-10000 5000 2500 1000 "$calibrated_mbit" 200}; do
     sweep=$docs/sweep_2x4_by_rate.yaml
     [ "$mbit" != "$calibrated_mbit" ] || sweep=$docs/sweep_2x4.yaml

@@ -4,7 +4,7 @@
     python scripts/options_page.py          # print it
     python scripts/options_page.py --write  # into docs/options.md
 
-A test fails where the page is not what this prints.
+A test fails if the page differs from what this prints.
 """
 
 import argparse

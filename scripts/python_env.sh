@@ -7,7 +7,7 @@
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 MAIN_VENV=${MONTA_VENV:-$REPOSITORY/.venv}
 MEGATRON_REQUIREMENT="megatron-core[training]==0.19.2"
-# That Megatron needs 3.12; beyond 3.13 not every package that it needs has wheels yet.
+# This Megatron needs at least 3.12; beyond 3.13 not all packages that it needs have wheels yet.
 MAIN_PYTHON_VERSIONS="3.12 3.13"
 
 say() {
@@ -20,13 +20,13 @@ die() {
 }
 
 # works PYTHON VERSION: whether this interpreter really runs, is of that version, and can make
-# environments. A pyenv shim may be on PATH and fail; Debian packages ensurepip apart.
+# environments. A pyenv shim on PATH may fail; Debian packages ensurepip separately.
 works() {
     "$1" -c 'import sys, venv, ensurepip
 sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' "$2" >/dev/null 2>&1
 }
 
-# new_enough PYTHON: whether it runs, can make environments, and is what Megatron asks for.
+# new_enough PYTHON: whether it runs, can make environments, and has the version Megatron needs.
 new_enough() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
 }
@@ -103,7 +103,7 @@ install_once() {
     wanted=$(printf '%s\n' "$REPOSITORY" "$@" | cat - "$REPOSITORY/setup.py" | cksum)
     [[ -e $stamp && $(<"$stamp") == "$wanted" ]] && return
     say "installing $* (torch alone can be gigabytes the first time)"
-    # On a terminal pip's progress bars tell what takes so long; in a log they are noise.
+    # On a terminal pip's progress bars show what takes so long; in a log they are noise.
     [[ -t 1 ]] || quiet=(--quiet)
     "$folder/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check "$@"
     printf '%s\n' "$wanted" >"$stamp"

@@ -5,7 +5,7 @@
 #
 #   scripts/quickstart.sh [--iterations N] [--text FILE...]
 #
-# Results: runs/quickstart/summary.json, and the log of each training beside it.
+# Results: runs/quickstart/summary.json, and the log of each training in the same folder.
 set -euo pipefail
 
 # shellcheck source=scripts/python_env.sh
@@ -14,8 +14,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
 install_main ""
 
 export MONTA_CPU_RANKS=1
-# One thread per rank, or the ranks fight for the cores.
+# One thread per rank, or else the ranks compete for the cores.
 export OMP_NUM_THREADS=1
-# Megatron demands it for tensor parallelism.
+# Megatron requires it for tensor parallelism.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 exec "$MAIN_VENV/bin/python" "$REPOSITORY/scripts/quickstart/main.py" "$@"

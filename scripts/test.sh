@@ -15,11 +15,11 @@ OLD_PYTHON_VERSIONS="3.11 3.10"
 # The oldest Megatron-Core of the supported range, and the last torch that it was tried with.
 OLD_REQUIREMENTS=("megatron-core==0.16.1" "torch>=2.6,<2.14")
 
-# Whole programs on Slurm and in Megatron's training loop: they mostly wait for each other, so they
-# and the oldest Megatron-Core are tested beside the rest.
+# Whole programs on Slurm and in Megatron's training loop, which mostly wait for each other: these
+# tests, and those on the oldest Megatron-Core, run in parallel with the rest.
 BESIDE=(tests/launch tests/megatron tests/slurm)
 
-# pytest fails where it collects nothing (status 5), and so do these.
+# pytest fails if it collects nothing (status 5), and so do these functions.
 
 test_new_end() {
     install_main test
@@ -46,7 +46,7 @@ test_all() {
     local log status=0
     install_main test
     log=$(mktemp)
-    # With job control a group of its own: an interrupt reaches it through the trap alone.
+    # Job control gives it a process group of its own: an interrupt reaches it only by the trap.
     set -m
     (
         scripts/test.sh "${BESIDE[@]}" || status=$?

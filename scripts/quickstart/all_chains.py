@@ -4,9 +4,9 @@
         .venv/bin/python scripts/quickstart/all_chains.py --iterations 50
 
 Chains whose sums have stock's order must give the same losses. Where partial sums move, losses may
-differ by 1e-6 of themselves: at every iteration if the router is forced to balance its load, else
-until the first iteration in which some token chooses another expert than in the stock run; behind
-it the means of the last losses must agree within 1%.
+differ by a relative 1e-6: at every iteration if the router is forced to balance its load, otherwise
+until the first iteration in which some token chooses another expert than in the stock run. The
+means of the last losses must agree within 1%.
 """
 
 import argparse
@@ -53,12 +53,12 @@ ROUTERS = {"free": [], "balanced": ["--moe-router-force-load-balancing"]}
 
 
 def compare(case: Case, router: str, run: Run, stock: Run) -> tuple[str, bool]:
-    """A line about one training, and whether it holds what design and docstring say."""
+    """A line about one training, and whether it meets the rules at the top of this file."""
     differences = [
         abs(mine - theirs) / abs(theirs)
         for mine, theirs in zip(run.losses, stock.losses, strict=True)
     ]
-    # Choices differ from this iteration on; its own loss comes from them.
+    # The first iteration whose choices differ; its own loss already comes from them.
     chooses_alike = next(
         (
             iteration
@@ -91,7 +91,7 @@ def train_case(
     data_prefix: Path,
     iterations: int,
 ) -> Run:
-    """One training; the last of two equal arguments counts."""
+    """Run one training; of an argument that is given twice, the last one counts."""
     arguments = [
         *megatron_arguments(data_prefix, iterations),
         *("--expert-model-parallel-size", str(case.ep)),

@@ -4,9 +4,9 @@
 
 Megatron's own training loop on 2 emulated nodes x 4 CPU ranks, EP 8: the quickstart's model with
 more experts of a smaller size, top-8, so that an iteration is mostly exchange. The trainings
-alternate (monta, alltoall, alltoall, monta, ...), so that a machine that grows slower does so for
-both. The router is forced to balance its load, so the choices of experts are the same, and every
-loss has to agree within 1e-6 of itself.
+alternate (monta, alltoall, alltoall, monta, ...), so that a machine that slows down slows both. The
+router is forced to balance its load, so the choices of experts are the same, and every loss has to
+agree to a relative 1e-6.
 """
 
 import argparse
@@ -29,7 +29,7 @@ FOLDER = ROOT / "runs" / "iteration_time"
 NODES, RANKS_PER_NODE = 2, 4
 SEQUENCE_LENGTH, MICRO_BATCH_SIZE = 512, 2
 DISPATCHERS = ("monta", "alltoall")
-# Of each training: connections are made, plans too.
+# The first iterations of each training, in which connections and plans are made.
 NUM_WARMUP_ITERATIONS = 2
 LARGEST_LOSS_DIFFERENCE = 1e-6
 
@@ -42,7 +42,7 @@ class Run:
 
     Attributes:
         dispatcher: "monta" or "alltoall".
-        iteration_ms: as Megatron prints it, without those of the warm-up.
+        iteration_ms: times as Megatron prints them, without the warm-up iterations.
         losses: unrounded, one per iteration.
         dispatch: what ran, as train.py records it.
     """
@@ -55,7 +55,7 @@ class Run:
 
 def megatron_arguments(data_prefix: Path, options: argparse.Namespace) -> list[str]:
     """Everything but the dispatcher."""
-    # Imports torch, which takes seconds: not before the command line has been checked.
+    # This imports torch, which takes seconds, so not before the command line has been checked.
     from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
 
     arguments = f"""
@@ -81,7 +81,7 @@ def train(name: str, dispatcher: str, arguments: Sequence[str], options: argpars
     """One training on an emulated cluster of its own.
 
     Raises:
-        QuickstartError: it failed; the text holds what the ranks said.
+        QuickstartError: it failed; the text holds the ranks' errors.
     """
     log, record = FOLDER / f"{name}.log", FOLDER / f"{name}.jsonl"
     record.write_text("")

@@ -32,7 +32,7 @@ MICRO_BATCH_SIZE = 4
 # Two data-parallel ranks, one micro-batch each: every iteration has one loss.
 GLOBAL_BATCH_SIZE = MICRO_BATCH_SIZE * NODES * RANKS_PER_NODE // TP
 
-# The mean of the last losses has to be at most this part of the first loss.
+# The mean of the last losses has to be at most this fraction of the first loss.
 NUM_LAST_LOSSES = 10
 LARGEST_LAST_OVER_FIRST = 0.75
 
@@ -63,8 +63,8 @@ class Run:
 
 def megatron_arguments(data_prefix: Path, iterations: int) -> list[str]:
     """Everything but the dispatcher; both trainings get the same."""
-    # Imports torch, which takes seconds: not before the command line has been checked. By name,
-    # because the import of torch is what switches the CPU ranks on.
+    # These import torch, which takes seconds, so not before the command line has been checked.
+    # torch itself is named because its import is what switches the CPU ranks on.
     import torch  # noqa: F401
 
     from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
@@ -92,9 +92,9 @@ def dispatcher_arguments(name: str) -> list[str]:
     """The only difference between the two trainings."""
     chosen = ["--moe-token-dispatcher-type", name]
     if name == "monta":
-        # torchrun knows of one machine; this says where the nodes of the layout end.
+        # torchrun sees one machine; this says where the nodes of the layout end.
         chosen += ["--moe-monta-ranks-per-node", str(RANKS_PER_NODE)]
-        # Named, for the planner would send so small a model's tokens by plain alltoall.
+        # Chosen by name, because for so small a model the planner would pick plain alltoall.
         chosen += ["--moe-monta-chain", CHAIN]
     return chosen
 
@@ -103,13 +103,13 @@ def train(name: str, dispatcher: Sequence[str], arguments: Sequence[str], iterat
     """Train with one dispatcher under torchrun and read the record.
 
     Args:
-        name: of the log and the record.
+        name: name of the log and the record.
         dispatcher: the arguments that choose it.
-        arguments: all others; of two equal ones the last counts.
-        iterations: of the training, for the progress bar.
+        arguments: all others; of one that is given twice, the last one counts.
+        iterations: iterations of the training, for the progress bar.
 
     Raises:
-        QuickstartError: the training failed; the text holds what the ranks said.
+        QuickstartError: the training failed; the text holds the ranks' errors.
     """
     log, record = FOLDER / f"{name}.log", FOLDER / f"{name}.jsonl"
     record.write_text("")
@@ -126,7 +126,7 @@ def train(name: str, dispatcher: Sequence[str], arguments: Sequence[str], iterat
         try:
             _follow(process, record, show)
         finally:
-            # Ends the ranks too, when this is interrupted.
+            # Also ends the ranks if this process is interrupted.
             process.terminate()
             process.wait()
     entries = read_record(record)
@@ -144,7 +144,7 @@ def _follow(process: subprocess.Popen[bytes], record: Path, show: ShowProgress) 
     finished = 0
     running = True
     while running:
-        # Asked before the record is read, so that its last lines are not missed.
+        # Polled before the record is read, so that its last lines are not missed.
         running = process.poll() is None
         losses = [entry["loss"] for entry in read_record(record) if "loss" in entry]
         if len(losses) > finished:
@@ -164,7 +164,7 @@ def read_record(record: Path) -> list[dict[str, Any]]:
 def error_lines(log: Path) -> str:
     """Each rank's error with the line that raised it; the log's end where there is none."""
     lines = log.read_text(errors="replace").splitlines()
-    # What torchrun raises itself says only that a rank failed.
+    # torchrun's own error says only that a rank failed.
     pattern = re.compile(
         r"(?P<rank>(\[rank\d+\]: )?)(?!torch\.distributed\.elastic)"
         r"([\w.]+(Error|Exception)\b|monta: error)"
@@ -181,7 +181,7 @@ def error_lines(log: Path) -> str:
 
 
 def failures(monta: Run, alltoall: Run, iterations: int) -> list[str]:
-    """What did not come out as it has to, one line each."""
+    """The results that are not as they have to be, one line each."""
     found = []
     for name, run, expected in (
         ("monta", monta, MONTA_DISPATCHER),
@@ -252,7 +252,7 @@ def _last_over_first(losses: Sequence[float]) -> float:
 
 
 def closing_text(summary: dict[str, Any]) -> str:
-    """The table and what it was measured on."""
+    """The table of losses, and what it was measured on."""
     num_bytes = summary["bytes"]
     return f"""
 {loss_table(summary["losses"]["monta"], summary["losses"]["alltoall"])}

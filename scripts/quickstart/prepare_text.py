@@ -51,7 +51,7 @@ def prepare(texts: Sequence[bytes], folder: Path) -> Path:
     if index.exists():
         return prefix
 
-    # Megatron takes seconds to import, and a second start has no use for it. It warns of every
+    # Megatron takes seconds to import, and a later start does not need it. It warns about every
     # optional library that is missing, none of which a dataset needs.
     import numpy as np
 

@@ -12,10 +12,10 @@
 # under srun    one task per node: torchrun; one task per rank: SCRIPT itself.
 # under sbatch  (salloc too) runs itself under srun, one task per node. With
 #               `--signal=B:USR1@SECONDS --requeue` every rank gets SIGTERM that long before the
-#               time limit, upon which Megatron's --exit-signal-handler writes a checkpoint and ends;
-#               if all ranks end with status 0, the job is requeued and resumes from the checkpoint.
+#               time limit, and Megatron's --exit-signal-handler writes a checkpoint and ends; if
+#               all ranks end with status 0, the job is requeued and resumes from the checkpoint.
 #
-# A batch script of your own has to end with `exec bash start.sh ...`: Slurm signals only the script.
+# A batch script of your own has to end with `exec bash start.sh ...`: Slurm signals nothing else.
 #
 # The exit status is that of what was started; 2 if nothing was. PYTHON names the interpreter.
 set -euo pipefail
