@@ -36,7 +36,7 @@ class BoundResult:
         num_chunks: number of chunks of the pipeline.
         alltoall_ms, allgather_ms, place_ms: median of the slowest rank's times, each stage alone.
         pipelined_ms: the same for the whole chain.
-        speedup: of the chain, over running the stages one after the other.
+        speedup: how many times faster the chain is than its stages one after the other.
         bound: the largest speedup that any pipeline of these stages can have.
         pct_of_bound: `speedup` in percent of `bound`.
     """

@@ -135,7 +135,7 @@ def error_bound(dtype: torch.dtype, num_hops: int, once_rms: float, stock_rms: f
     """The largest rms error that a sum may have.
 
     Args:
-        dtype: of the rows.
+        dtype: dtype of the rows.
         num_hops: number of exchanges that carry partial sums.
         once_rms: rms error of the fp32 sum that is rounded once.
         stock_rms: rms error of stock alltoall's sum.

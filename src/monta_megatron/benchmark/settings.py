@@ -86,7 +86,7 @@ def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: in
     """Check the flags of the command line against each other and against the launch.
 
     Args:
-        flags: by name, as text; None where not given.
+        flags: their values by name, as text; None where not given.
         world_size: ranks of the launch.
 
     Raises:

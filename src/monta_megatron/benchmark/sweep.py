@@ -60,7 +60,7 @@ def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Swe
     """The points of a sweep file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         flags: flags of the command line, by name, as text; None where not given.
         world_size: ranks of the launch.
 

@@ -52,7 +52,7 @@ def stock_alltoall(
         layout: this rank's place.
         routing_map: [T, E].
         hidden: hidden size.
-        dtype_bytes: of an element of a row.
+        dtype_bytes: bytes of one element of a row.
         backward: count the backward pass too.
     """
     etp_rank = layout.rank % layout.etp
@@ -83,7 +83,7 @@ def stock_alltoall_of_whole_group(
         layout: this rank's place, where ETP = TP.
         group_map: [ETP * T, E] routing map of the whole group.
         hidden: hidden size.
-        dtype_bytes: of an element of a row.
+        dtype_bytes: bytes of one element of a row.
         backward: count the backward pass too.
     """
     ep_rank, etp_rank = divmod(layout.rank, layout.etp)

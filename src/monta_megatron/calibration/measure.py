@@ -35,7 +35,7 @@ def run(task: Task, starts: Mapping[str, Start], repeats: int = 1) -> Sample:
 
     Args:
         task: what is run.
-        starts: by a point's name, the function that starts it.
+        starts: by the name of a point or of host work, the function that starts it.
         repeats: how many times in a row; the times returned are for one.
     """
     beside: list[Start] = []
@@ -144,7 +144,7 @@ def measure_rounds(
 
     Args:
         tasks: all of them.
-        starts: by a point's name, the function that starts it.
+        starts: by the name of a point or of host work, the function that starts it.
         expected_us: about how long a run of each task takes.
         ranks_per_core: CPU ranks that share a core; 1 if each has its own.
         taken: by a task's name, how many samples an earlier calibration has taken.

@@ -38,7 +38,7 @@ class Record:
         path: the file.
         cluster: what was measured: the numbers and versions that all samples have to share.
         first_us: by a point's name, the time of its first runs.
-        samples: in the order in which they were taken.
+        samples: all samples, in the order in which they were taken.
     """
 
     path: Path

@@ -122,7 +122,7 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
 
     Args:
         config: the file's configuration, its variables replaced.
-        file: for messages.
+        file: the run file, for messages.
         command_line: the arguments after `--`; a parallel size changes the layout.
 
     Raises:

@@ -29,7 +29,7 @@ class _Row:
 
     Attributes:
         label: the name of a lane, at its left, or of a track, above its lanes.
-        spans: by walk; None in the line that names a track.
+        spans: its spans by walk; None in the line that names a track.
     """
 
     label: str
