@@ -322,7 +322,7 @@ _neighbours: WeakKeyDictionary[dist.ProcessGroup, Neighbours] = WeakKeyDictionar
 
 
 def neighbours_of(group: dist.ProcessGroup) -> Neighbours:
-    """The neighbours in a group; the first call for a group is a collective of it."""
+    """The neighbours in a group; the first call for a group is a collective over it."""
     if group not in _neighbours:
         _neighbours[group] = Neighbours(group)
     return _neighbours[group]
