@@ -5,10 +5,10 @@
 It wins where few ranks share the experts and top-k is close to their number, so that most tokens
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
 
-Memory of dispatch beyond its input, at most, in rows (G gathered, P pairs, c the
+Dispatch needs at most this much memory beyond its input, in rows (G gathered, P pairs, c the
 largest chunk's share, about 2 / (2C - 1)):
 
-    P + c (2G + P)                  the larger of G + P and 2P in one
+    P + c (2G + P)                  the larger of G + P and 2P in one chunk
 """
 
 import numpy as np

@@ -3,8 +3,8 @@
     A2A(EP) then AG(ETP) then Place (into expert order)
 
 The plainest chain: it wins where there is one tier, where messages are tiny, and at top-1. Its
-stages are those of `alltoall_allgather`, which pipelines them. Memory of dispatch beyond its input,
-in rows (G gathered, or received at ETP 1): 2G.
+stages are those of `alltoall_allgather`, which pipelines them. Beyond its input, dispatch needs
+memory for 2G rows (G gathered, or received at ETP 1).
 """
 
 from monta_megatron.chains import alltoall_allgather

@@ -2,12 +2,12 @@
 
     Place (pack chunk c) | A2A(EP) | AG(ETP) | Place (into expert order)
 
-The AllToAll crosses nodes while the AllGather of the chunk before it runs inside them, and the
-copies of the chunk before that run beside both (arXiv 2411.00662; forward and backward here). At
-ETP = 1 it is a chunked AllToAll. A row is one (token, expert) pair, so the same token may cross
+The AllToAll crosses nodes while the AllGather of the previous chunk runs inside them and the
+copies of the chunk before that run alongside both (arXiv 2411.00662; here in forward and backward).
+At ETP = 1 it is a chunked AllToAll. A row is one (token, expert) pair, so the same token may cross
 the network once for each of its experts.
 
-Order of rows (etp rank t, source EP rank s, local expert l; r are the tokens of one triple):
+Order of rows (etp rank t, source EP rank s, local expert l; r: the tokens of one (t, s, l)):
 
     source side       (s = this rank)   expert-major: Megatron's own permutation
     after A2A(EP)     (s, l, r)         of chunk c
@@ -15,11 +15,11 @@ Order of rows (etp rank t, source EP rank s, local expert l; r are the tokens of
     expert side       (l, t, s, r)      stock's order, all chunks
 
 Hand-worked: EP 2, ETP 1, L = 2, two chunks; this rank holds rows [a a b b b b | c d d] for the
-experts 0 1 | 2 3. Chunk 0 takes two thirds of each count, rounded down for the first expert of a
-rank and with a third of a row more for the second: 1 of a, 3 of b, 0 of c, 1 of d. Chunk 1 takes
-the rest. So A2A sends [4, 1], then [2, 2] rows.
+experts 0 1 | 2 3. Chunk 0 takes two thirds of each count, plus a third of a row for the second
+expert of a rank, rounded down: 1 of a, 3 of b, 0 of c, 1 of d. Chunk 1 takes the rest. So A2A
+sends [4, 1] rows, then [2, 2].
 
-Memory of dispatch beyond its input, at most, in rows (S sent, A received, G gathered,
+Dispatch needs at most this much memory beyond its input, in rows (S sent, A received, G gathered,
 c the largest chunk's share, 2 / (2C - 1)):
 
     G + c (2S + 3A + 2G)            2G in one chunk, where nothing is packed
@@ -49,13 +49,13 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
     num_local_experts = counts.sent.shape[-1]
     etp_rank = layout.rank % layout.etp
 
-    # Step 1: cut the rows of every (source, expert).
+    # Step 1: cut the rows of every (source, expert) pair.
     sent_cuts = cut(counts.sent, num_chunks)  # [C + 1, EP, L]
     received_cuts = cut(counts.received, num_chunks)  # [C + 1, ETP, EP, L]
     sent = np.diff(sent_cuts, axis=0)  # [C, EP, L]
     received = np.diff(received_cuts, axis=0)  # [C, ETP, EP, L]
 
-    # Step 2: a chunk's rows are a run of every expert's rows on the source side.
+    # Step 2: on the source side, a chunk's rows are one run of every expert's rows.
     packed = None
     if num_chunks > 1:
         packed = Segments(
@@ -67,7 +67,7 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
     own = received[:, etp_rank]  # [C, EP, L]
     gathered = received.sum(axis=(2, 3))  # [C, ETP]
 
-    # Step 4: expert order (l, t, s), each run behind the runs of the earlier chunks.
+    # Step 4: expert order (l, t, s), each chunk's run after those of the earlier chunks.
     ordered = None
     if num_chunks > 1 or num_local_experts > 1:
         expert_starts = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)

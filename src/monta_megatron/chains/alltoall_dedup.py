@@ -1,14 +1,14 @@
-"""`alltoall_dedup`: one copy of a token for each rank that it goes to, whatever its top-k there.
+"""`alltoall_dedup`: one copy of a token per destination rank, however many experts it has there.
 
     Place (cut) | Replicate (per rank) | A2A(EP) | Replicate (per expert) | Place (expert order)
 
 It wins where EP lies in one tier and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
 
-Memory of dispatch beyond its input, at most, in rows (D sent, A received, P pairs, c the
-largest chunk's share, about 2 / (2C - 1)):
+Dispatch needs at most this much memory beyond its input, in rows (D sent, A received, P pairs, c
+the largest chunk's share, about 2 / (2C - 1)):
 
-    P + c (2D + 2A + P)             the larger of D + A + P and 2P in one
+    P + c (2D + 2A + P)             the larger of D + A + P and 2P in one chunk
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ EXCHANGE = AllToAll(name="alltoall", group="ep")
 
 
 def refusal(layout: Layout) -> str | None:
-    """An expert's ranks would each need the copy: the AllGather chains do that."""
+    """Refuse ETP > 1: every rank of an expert would need the copy, as in the AllGather chains."""
     if layout.etp > 1:
         return (
             f"expert_tensor_parallel_size is {layout.etp}, this chain is for 1; "

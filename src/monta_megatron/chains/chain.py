@@ -1,7 +1,7 @@
 """A chain: a short list of stages, and the rule that turns counts into rows per stage and chunk.
 
-Dispatch applies the chain to the rows, combine applies its transpose; the backward pass of each
-is the other. So one description serves all four walks.
+Dispatch applies the chain to the rows, and combine applies its transpose; the backward pass of
+each applies what the other does. So one description serves all four walks.
 
 Notation: C = number of chunks, B = number of token blocks, S = source ranks, EP = expert parallel
 size, ETP = expert tensor parallel size, L = local experts per EP rank.
@@ -38,9 +38,9 @@ class Layout:
         num_local_experts: L.
         rank: this rank's position among the S = ep * etp ranks of the exchange, ETP fastest.
         nodes: [S] node of every rank of the exchange.
-        classes: kinds of pairs that an expert takes from a source one kind after the other: 2
-            where experts are padded to capacity (routed pairs, then padding), else 1. Each kind
-            counts as an expert of its own, so L is that many times the rank's experts in the layer.
+        classes: kinds of pairs, which an expert takes from each source one kind after the other:
+            2 where experts are padded to capacity (routed pairs, then padding), else 1. Each kind
+            counts as an expert of its own, so L is `classes` times the rank's experts in the layer.
     """
 
     ep: int
@@ -52,12 +52,12 @@ class Layout:
 
     @cached_property
     def num_nodes(self) -> int:
-        """Nodes that the ranks of the exchange lie on."""
+        """Number of nodes that the ranks of the exchange lie on."""
         return len(set(self.nodes))
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of the exchange on each node, where they are spread evenly."""
+        """Ranks of the exchange on each node, if they are spread evenly."""
         return len(self.nodes) // self.num_nodes
 
     @property
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def num_experts(self) -> int:
-        """Experts of the exchange: those of the layer, each once per class."""
+        """Experts of the exchange: each expert of the layer, once per class."""
         return self.ep * self.num_local_experts
 
     @property
@@ -81,7 +81,7 @@ class Layout:
         return self.rank // self.etp * self.num_local_experts
 
     def members(self, group: GroupName, rank: int) -> range:
-        """The ranks of the exchange in that group of this name in which `rank` is."""
+        """The ranks of the exchange in the group named `group` that contains `rank`."""
         size, etp, per_node = len(self.nodes), self.etp, self.ranks_per_node
         first_of_etp, first_of_node = rank - rank % etp, rank - rank % per_node
         by_name: dict[GroupName, range] = {
@@ -95,7 +95,7 @@ class Layout:
 
     @cached_property
     def crossing_groups(self) -> frozenset[GroupName]:
-        """Groups, by name, of which at least one has ranks on several nodes."""
+        """Names of the groups of which at least one has ranks on several nodes."""
         return frozenset(
             name
             for name in get_args(GroupName)
@@ -106,7 +106,7 @@ class Layout:
         )
 
     def uneven_nodes(self) -> str | None:
-        """Why the ranks cannot be cut into nodes of one size, in order; None if they can."""
+        """Why the ranks are not in order on even nodes of whole ETP groups; None if they are."""
         in_order = tuple(sorted(self.nodes)) == self.nodes
         sizes = {self.nodes.count(node) for node in set(self.nodes)}
         if not in_order or len(sizes) > 1:
@@ -121,14 +121,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counts of (token, expert) pairs: what the chains need whose rows are pairs.
+    """Counts of (token, expert) pairs, for the chains whose rows are pairs.
 
     Run-time counts are integers; the planner passes expected values as floats through the same
     code.
 
     Attributes:
         sent: [EP, L] rows of this rank for each expert, by the expert's EP rank.
-        received: [ETP, EP, L] rows of every source rank for each expert of this EP rank.
+        received: [ETP, EP, L] rows from every source rank for each expert of this EP rank.
     """
 
     sent: RowCounts
@@ -137,10 +137,10 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """Counts by token block: what the chains need whose rows are tokens.
+    """Counts by token block, for the chains whose rows are tokens.
 
     "For" a rank or a node means tokens with at least one expert there. Only what the chain needs
-    is there; the rest is None.
+    is set; the rest is None.
 
     Attributes:
         tokens: [S, B] tokens of every source.
@@ -162,13 +162,13 @@ class TokenCounts:
 
 
 def order_of_issue(depths: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
-    """(stage, chunk) in the order in which they are issued, the same on every rank.
+    """(stage, chunk) pairs in the order of issue, which is the same on every rank.
 
-    Stage s of chunk c runs in step c + depths[s], and in a step stage by stage.
+    Stage s of chunk c is issued in step c + depths[s]; within a step, stages go in order.
 
     Args:
-        depths: by how many steps each stage of a walk trails the first; see `BoundChain.depths`.
-        num_chunks: C; the first chunk of the walk counts as 0, see `BoundChain.chunk`.
+        depths: how many steps each stage of a walk trails the first; see `BoundChain.depths`.
+        num_chunks: C; chunks are numbered in the order of the walk, see `BoundChain.chunk`.
     """
     return [
         (position, step - depth)
@@ -212,10 +212,10 @@ class Chain:
         Args:
             layout: this rank's place.
             counts: `Counts` where rows are pairs, `TokenCounts` where they are tokens.
-            num_chunks: C; chunks of tokens are made of whole blocks, so at most B of them.
+            num_chunks: C; at most B where rows are tokens, whose chunks are made of whole blocks.
 
         Raises:
-            ValueError: `num_chunks` is under 1, or above the number of blocks.
+            ValueError: `num_chunks` is below 1, or above the number of blocks.
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks: got {num_chunks}, must be at least 1")
@@ -250,8 +250,8 @@ class BoundChain:
         layout: the rank's place.
         num_chunks: C.
         stages: one entry per stage of the chain, in its order.
-        num_source_rows: rows of the whole tensor on the source side; whole at run time.
-        rows_per_local_expert: [L] rows on the expert side, by local expert.
+        num_source_rows: rows of the whole tensor on the source side; an integer at run time.
+        rows_per_local_expert: [L / classes] rows on the expert side, by the layer's local expert.
     """
 
     chain: Chain
@@ -268,33 +268,33 @@ class BoundChain:
 
     @property
     def packs(self) -> bool:
-        """Whether the lanes share messages: wherever rows are copied on the way in."""
+        """Whether the lanes share messages: they do wherever rows are copied on the way in."""
         return self.num_chunks > 1 or self.chain.rows == "tokens"
 
     @cached_property
     def turns_back(self) -> bool:
         """Whether transposed walks take the chunks from the last to the first: the small one first.
 
-        Behind one collective alone there is only a copy to hide, and a small first chunk would
-        have the large ones in memory together with the output.
+        After a single collective there is only a copy to hide, and with a small first chunk the
+        large ones would be in memory together with the output.
         """
         return self.depths(transpose=False, copies_block_host=False)[-1] > 1
 
     def depths(self, transpose: bool, copies_block_host: bool) -> list[int]:
-        """[N] by how many steps each stage of a walk trails the first one.
+        """[N] how many steps each stage of a walk trails the first one.
 
-        By one for every collective before it, so that two chunks are under way in each. A copy
-        needs no step of its own: it runs with the stage in front of which it stands; nor does a
-        group of one rank, where nothing moves.
+        One step for every collective before it, so that each collective has two chunks under way.
+        A copy needs no step of its own, because it runs together with the stage after it; nor does
+        a group of one rank, where nothing moves.
 
-        Where the host itself moves what stays on a node, it cannot do so while it does something
-        else, so behind such a collective nothing trails: a chunk that waited there would reach the
-        network, or its place, so much later. Where no collective leaves its node all are trailed:
-        ranks that have not come equally far wait less for each other.
+        Where the host itself moves what stays on a node, it can do nothing else meanwhile, so
+        nothing trails such a collective: a chunk that waited there would only reach the network,
+        or its place, later. If no collective leaves its node, all of them are trailed: ranks that
+        are not equally far along then wait less for each other.
 
         Args:
             transpose: the walk goes through the stages from the last to the first.
-            copies_block_host: see above; CPU ranks.
+            copies_block_host: the host moves what stays on a node, as CPU ranks do; see above.
         """
         stages = self.stages[::-1] if transpose else self.stages
         groups = [
@@ -309,19 +309,19 @@ class BoundChain:
         return [0, *accumulate(int(group in trailed) for group in groups[:-1])]
 
     def copies_per_sum(self, num_copies: int) -> int:
-        """How many neighbours among the copies of a row are added before those sums are.
+        """How many adjacent copies of a row are summed first, before those sums are added up.
 
-        The ETP parts of each expert's output, as stock does; all copies where nothing is nested.
+        The ETP parts of each expert's output, as in stock; all copies if there is no such nesting.
         """
         etp = self.layout.etp
         return etp if 1 < etp < num_copies and num_copies % etp == 0 else num_copies
 
     def chunk(self, turn: int, transpose: bool) -> int:
-        """The chunk whose turn it is in a walk."""
+        """The chunk that a walk takes in this turn."""
         return self.num_chunks - 1 - turn if transpose and self.turns_back else turn
 
     def walked(self, transpose: bool) -> tuple[BoundStage, ...]:
-        """The stages of a walk in their order, the chunks of each in the order of their turns."""
+        """The stages of a walk in its order, each with its chunks in the order of the walk."""
         if not transpose:
             return self.stages
         order = slice(None, None, -1 if self.turns_back else 1)
@@ -332,14 +332,14 @@ class BoundChain:
 
 
 def cut(rows: RowCounts, num_chunks: int) -> RowCounts:
-    """Cut every count into `num_chunks` parts: even ones, and a last one of half their size.
+    """Cut every count into `num_chunks` parts: equal ones, then one of half their size.
 
-    Each source's rows for each expert are cut by themselves, so a chunk holds the same share of
+    Each source's rows for each expert are cut separately, so a chunk holds the same share of
     every (source, expert) pair, and every rank knows every cut from the counts alone. The
     remainders of neighbouring experts fall into different chunks; without that the last chunk
     would collect them all.
 
-    Nothing hides what comes behind the last chunk's collective, hence the smaller one; see also
+    The last chunk is smaller because nothing hides what comes after its collective; see also
     `BoundChain.turns_back`.
 
     Args:
@@ -356,12 +356,12 @@ def cut(rows: RowCounts, num_chunks: int) -> RowCounts:
     return np.minimum((steps * rows + np.arange(rows.shape[-1]) % halves) // halves, rows)
 
 
-# Token blocks that are counted; a chunk is made of whole blocks.
+# Least number of token blocks to count for several chunks; a chunk is made of whole blocks.
 NUM_BLOCKS = 8
 
 
 def blocks_for(num_chunks: int) -> int:
-    """B: how many token blocks are counted where a chain may run in so many chunks."""
+    """B: how many token blocks are counted for a chain that may run in `num_chunks` chunks."""
     return 1 if num_chunks == 1 else max(NUM_BLOCKS, num_chunks)
 
 
@@ -386,12 +386,12 @@ def expert_order(runs: RowCounts, source_order: list[int], classes: int) -> Segm
         classes: see `Layout`.
 
     Returns:
-        Runs behind the runs of the earlier chunks: (expert, source in stock's order, class,
-        chunk).
+        Runs in the order (expert, source in stock's order, class, chunk): each after those of the
+        earlier chunks.
     """
     num_chunks, num_experts, num_sources = runs.shape
     by_class = runs.reshape(num_chunks, num_experts // classes, classes, num_sources)
-    # [C, L/K, K, S] -> [L/K, S in stock's order, K, C], laid one after the other, and back
+    # K = classes. [C, L/K, K, S] -> [L/K, S in stock's order, K, C], laid end to end, and back
     starts = starts_of(by_class[..., source_order].transpose(1, 3, 2, 0)).transpose(3, 0, 2, 1)
     back = np.argsort(source_order)
     return Segments(

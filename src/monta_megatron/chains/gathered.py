@@ -1,9 +1,9 @@
-"""What the ranks of an exchange tell each other before it: one line of integers from every rank.
+"""What the ranks gather from each other before an exchange: one line of integers per rank.
 
     tokens, longest list, hash | experts, by block | node parts, by block | rank parts, by block
 
-The parts are there only where one of the chains copies tokens for them, and where no chain's rows
-are tokens nothing is counted by block.
+A section of parts exists only if one of the chains copies tokens for those parts. If no chain's
+rows are tokens, nothing is counted by block.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ HEAD_SIZE = 3
 
 
 def part_sizes(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
-    """ "node", "rank" -> how many there are, as far as one of the chains copies tokens for them."""
+    """ "node", "rank" -> how many there are; only those that a chain copies tokens for."""
     named = {part for chain in chains for part in chain.parts}
     sizes = {"node": layout.num_nodes, "rank": layout.ep}
     return {part: size for part, size in sizes.items() if part in named}
@@ -25,9 +25,9 @@ def gathered_widths(chains: Sequence[Chain], layout: Layout, num_blocks: int) ->
     """Integers in each section of a rank's line.
 
     Args:
-        chains: those of which one will run.
+        chains: the candidates, one of which will run.
         layout: any rank's place.
-        num_blocks: B, of tokens.
+        num_blocks: B, the number of token blocks.
     """
     if all(chain.rows == "pairs" for chain in chains):
         num_blocks = 1

@@ -6,10 +6,10 @@ It wins where EP spans nodes, top-k is high and nodes have few ranks: most token
 node are wanted by most of its ranks. Its transpose carries a partial sum per (token, rank) inside
 the node and one per (token, node) between them: two hops.
 
-Memory of dispatch beyond its input, at most, in rows (D sent along the rail, A received,
-G gathered in the node, P pairs, c the largest chunk's share, about 2 / (2C - 1)):
+Dispatch needs at most this much memory beyond its input, in rows (D sent along the rail, A
+received, G gathered in the node, P pairs, c the largest chunk's share, about 2 / (2C - 1)):
 
-    P + c (D + 3A + 2G + P)         the larger of A + G + P and 2P in one
+    P + c (D + 3A + 2G + P)         the larger of A + G + P and 2P in one chunk
 """
 
 from monta_megatron.chains.chain import Chain, Layout, TokenCounts
@@ -32,7 +32,7 @@ GATHER = AllGather(name="allgather in node", group="node")
 def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     assert counts.for_node is not None
-    # [S, C] -> [nodes, R, C] -> [C, R]: what each rank of the node got along its rail.
+    # [S, C] -> [nodes, R, C] -> [C, R]: what each rank of the node received along its rail.
     here = by_chunk(counts.for_node, num_chunks, axis=1)
     gathered = here.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
     gather = bind_gather(GATHER, gathered, layout.position)

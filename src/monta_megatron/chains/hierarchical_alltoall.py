@@ -6,10 +6,11 @@
 It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
 per (token, rank) inside the node and one per (token, node) between them: two hops.
 
-Memory of dispatch beyond its input, at most, in rows (D sent along the rail, A received, R sent
-in the node, Q received, P pairs, c the largest chunk's share, about 2 / (2C - 1)):
+Dispatch needs at most this much memory beyond its input, in rows (D sent along the rail, A
+received, R sent in the node, Q received, P pairs, c the largest chunk's share, about
+2 / (2C - 1)):
 
-    P + c (D + A + 2R + 2Q + P)     the larger of R + Q + P and 2P in one
+    P + c (D + A + 2R + 2Q + P)     the larger of R + Q + P and 2P in one chunk
 """
 
 from monta_megatron.chains import alltoall_dedup
@@ -33,7 +34,7 @@ EXCHANGE = AllToAll(name="alltoall in node", group="node")
 
 
 def refusal(layout: Layout) -> str | None:
-    """One copy per rank is for ETP 1, as in `alltoall_dedup`, and rails need even nodes."""
+    """Refuse ETP > 1, as `alltoall_dedup` does, and uneven nodes, which have no rails."""
     return alltoall_dedup.refusal(layout) or layout.uneven_nodes()
 
 
@@ -42,7 +43,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
     assert counts.for_node_ranks is not None
     num_ranks = layout.ranks_per_node
     cut, to_nodes, along_rail = bind_node_exchange(layout, counts, num_chunks)
-    # [S, C, R] -> [R, C, R]: tokens that come along each rail, for each rank of this node.
+    # [S, C, R] -> [R, C, R]: tokens that arrive along each rail, for each rank of this node.
     ranks = by_chunk(counts.for_node_ranks, num_chunks, axis=1)
     by_rail = ranks.reshape(layout.num_nodes, num_ranks, num_chunks, num_ranks).sum(axis=0)
     send = by_rail[layout.position]  # [C, R]

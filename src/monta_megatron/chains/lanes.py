@@ -1,8 +1,8 @@
-"""Bytes of a row on its way: the lanes of each walk, and where they lie in a packed row.
+"""Bytes of a row in transit: the lanes of each walk, and where they lie in a packed row.
 
-A walk over a chain carries the hidden rows and, by direction, the probabilities and the lists of
-experts. The executor lays messages out by `offsets_bytes`, and the cost model weighs them with
-`message_bytes_by_stage`: plain integers, free of torch.
+A walk over a chain carries the hidden rows and, depending on the walk, the probabilities and the
+lists of experts. The executor lays messages out with `offsets_bytes`, and the cost model takes
+their sizes from `message_bytes_by_stage`: plain integers, free of torch.
 
 Notation: H = hidden size, W = length of the lists of experts (0 where a row is a pair).
 """
@@ -48,8 +48,8 @@ class RowFormat:
 
     Attributes:
         hidden_size: H.
-        value_bytes: of each hidden value.
-        prob_bytes: of each probability.
+        value_bytes: bytes of each hidden value.
+        prob_bytes: bytes of each probability.
         list_width: W where rows are tokens.
     """
 
@@ -60,12 +60,12 @@ class RowFormat:
 
     @property
     def hidden_bytes(self) -> int:
-        """The hidden values of a row."""
+        """Bytes of a row's hidden values."""
         return self.hidden_size * self.value_bytes
 
 
 def offsets_bytes(lanes: Sequence[tuple[int, int]]) -> list[int]:
-    """Where each lane of a packed row begins, and at the end the size of the row.
+    """Where each lane of a packed row begins, followed by the size of the row.
 
     Args:
         lanes: (number of values, bytes of a value) of each lane.
@@ -81,14 +81,14 @@ def offsets_bytes(lanes: Sequence[tuple[int, int]]) -> list[int]:
 def message_bytes_by_stage(
     bound: BoundChain, row: RowFormat, walk: WalkLanes
 ) -> list[tuple[int, ...]]:
-    """Bytes of a row behind each stage of the walk, in its order, message by message.
+    """Bytes of a row after each stage of the walk, in the walk's order, message by message.
 
-    The lanes share a message where a stage copies rows that go on to a collective, and where that
-    copy is made anyway; elsewhere they are sent as they lie, lane by lane.
+    The lanes share a message where a stage copies rows anyway and a collective comes next;
+    elsewhere they are sent in place, lane by lane.
     """
     stages = bound.stages[::-1] if walk.transpose else bound.stages
     has_lists = bound.chain.rows == "tokens"
-    # A token has a list on the sources' side of "copy per expert"; behind it one probability.
+    # On the source side of "copy per expert" a row has a list, on the other one probability.
     lists = has_lists and not walk.transpose
     found: list[tuple[int, ...]] = []
     for position, stage in enumerate(stages):

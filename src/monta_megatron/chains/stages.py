@@ -1,10 +1,10 @@
 """The four stages that a chain is made of: linear maps on rows, each with a known transpose.
 
-    stage        forward                            transpose
-    Place        whole[start:start+length] <-> chunk rows, a permutation; its inverse
-    Replicate    a copy for each part that a row goes to   the sum of a row's copies, in fp32
-    AllToAll     exchange rows with the group       the same with swapped counts
-    AllGather    concatenate over the group         exchange of parts, then one fp32 sum
+    stage        forward                                    transpose
+    Place        whole[start:start+length] <-> chunk rows   the inverse permutation
+    Replicate    a copy for each part that a row goes to    the sum of a row's copies, in fp32
+    AllToAll     exchange rows with the group               the same with swapped counts
+    AllGather    concatenate over the group                 exchange of parts, then one fp32 sum
 
 A stage is plain data. What moves for a given matrix of counts is a `BoundStage`, which the
 executor runs, the cost model prices and the timeline draws. Nothing here needs torch.
@@ -34,10 +34,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicate:
-    """A copy of a row for every part of the experts that its list of experts meets.
+    """A copy of a row for every part of the experts to which its list of experts leads.
 
-    The parts are nodes, ranks or single experts. Copies lie part by part, in the order of the
-    rows; each keeps the share of the list that belongs to its part. The transpose sums the copies
+    The parts are nodes, ranks or single experts. Copies are ordered by part, then by row; each
+    keeps the share of the list that belongs to its part. The transpose sums the copies
     of a row in the order of the parts, hence of the experts, in fp32 and rounds once; a list's
     probabilities go back to where they came from, without a sum.
     """
@@ -83,7 +83,7 @@ class Segments:
 
     @property
     def is_slice(self) -> bool:
-        """Whether every chunk is one run, so that no row has to be looked up."""
+        """Whether every chunk is one run, so that no row indices are needed."""
         return self.starts.shape[1] == 1
 
     def slice_of(self, chunk: int) -> slice:
@@ -99,7 +99,7 @@ class ExpertRange:
     Attributes:
         first: the first expert of the first part.
         size: experts in each part.
-        num_parts: how many parts; experts outside of all of them are other ranks' business.
+        num_parts: how many parts; experts outside all of them belong to other ranks.
     """
 
     first: int
@@ -129,8 +129,8 @@ class BoundStage:
 
 
 def first_place_copies(stages: Sequence[BoundStage]) -> bool:
-    """Whether a walk's first `Place` copies each chunk's rows: not where they are one run of the
-    tensor, nor where they are about to be summed, which reads them where they lie."""
+    """Whether a walk's first `Place` copies each chunk's rows."""
+    # Not if they are one run of the tensor, nor if they are summed next, which reads them in place.
     segments = stages[0].segments
     return (
         segments is not None

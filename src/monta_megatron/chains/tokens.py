@@ -1,4 +1,4 @@
-"""What the chains share whose rows are tokens: cutting them, and placing them with the experts."""
+"""What chains whose rows are tokens share: cutting tokens, and placing them with the experts."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +65,8 @@ def bind_node_exchange(
 
 
 def arrival_on_node(layout: Layout) -> NDArray[np.int64]:
-    """[S] the order in which the sources' tokens lie once a node's ranks have shared what their
-    rails brought: by position on the node, then by node."""
+    """[S] sources in the order of their tokens on a node: by position on the node, then by node."""
+    # This is the order after the node's ranks have shared what their rails brought.
     return np.arange(len(layout.nodes)).reshape(-1, layout.ranks_per_node).T.ravel()
 
 
@@ -79,12 +79,12 @@ def bind_experts(
         layout: this rank's place.
         counts: by token block.
         arrived: the collective that brought the tokens.
-        arrival: [S'] the sources whose tokens lie in a chunk, in the order in which they lie.
+        arrival: [S'] the sources whose tokens lie in a chunk, in the order of their tokens.
     """
     rows = arrived.receive.sum(axis=1)  # [C]
     # [S, B, L] -> [C, L, S'] in the order in which a chunk's copies lie
     runs = by_chunk(counts.experts[arrival], len(rows), axis=1).transpose(1, 2, 0)
-    # Stock's order of sources: ETP rank, then EP rank; `arrival` holds them ETP fastest.
+    # Stock orders sources by ETP rank, then EP rank; ranks are numbered with ETP fastest.
     ep_ranks, etp_ranks = np.divmod(arrival, layout.etp)
     source_order = np.lexsort((ep_ranks, etp_ranks)).tolist()
     experts = ExpertRange(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
