@@ -27,7 +27,7 @@ class PeerGroup:
 
     @cached_property
     def peers(self) -> dict[str, list[int]]:
-        """The other ranks by tier: "inter" on another node than this one, "intra" on the same."""
+        """The other ranks by tier: "inter" for other nodes, "intra" for this node."""
         here = self.nodes[self.rank]
         return {
             "inter": [peer for peer in range(self.size) if self.nodes[peer] != here],
@@ -60,7 +60,7 @@ def start_all_to_all(
 def start_all_gather(
     output: torch.Tensor, input_: torch.Tensor, receive: list[int], group: PeerGroup
 ) -> dist.Work:
-    """Receive `receive[p]` rows from every peer p, which sends them all to everyone."""
+    """Receive `receive[p]` rows from every peer p, which sends the same rows to everyone."""
     if len(set(receive)) == 1:
         work = dist.all_gather_into_tensor(output, input_, group=group.process_group, async_op=True)
     else:

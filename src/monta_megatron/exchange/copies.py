@@ -1,6 +1,6 @@
 """What a `Replicate` copies: derived on the device from the lists of experts, without a sync.
 
-Every output has a size that the host knows from the counts, so nothing here asks the device.
+The host knows the size of every output from the counts, so nothing here waits for the device.
 
 Notation: N = rows, W = width of the lists, M = copies, P = parts.
 """
@@ -17,10 +17,10 @@ class Copies:
     """The copies of one chunk's rows, and the way back.
 
     Attributes:
-        row: [M] the row of which each copy is one, by part, then in the order of the rows.
-        pairs: [M, W] the place of each copy's pairs in the flattened lists [N * W]; N * W where
-            a copy has fewer. [M] where a copy is for one expert and keeps no list.
-        by_row: [M] the copies in the order of their rows, then of their parts.
+        row: [M] the row that each copy is made from; copies are ordered by part, then by row.
+        pairs: [M, W] the places of each copy's pairs in the flattened lists [N * W], padded with
+            N * W. [M] where a copy is for one expert and keeps no list.
+        by_row: [M] the copies, ordered by row, then by part.
         row_starts: [N + 1] where each row's copies begin in `by_row`.
         width: W.
     """
@@ -33,7 +33,7 @@ class Copies:
 
     @property
     def keeps_lists(self) -> bool:
-        """Whether a copy still has a list of experts, or one expert alone."""
+        """Whether a copy keeps a list of experts, rather than being for a single expert."""
         return self.pairs.dim() == 2
 
     def tensors(self) -> list[torch.Tensor]:
@@ -56,11 +56,11 @@ class Copies:
     ) -> torch.Tensor:
         """Add the copies of each row in the order of their parts: [M, H] -> [N, H] in `dtype`.
 
-        Without atomics, so with the same bits on every run.
+        It uses no atomics, so the result has the same bits on every run.
 
         Args:
-            copies: [M, H], or more rows, of which `places` names the copies.
-            dtype: of the sum.
+            copies: [M, H], or more rows, among which `places` finds the copies.
+            dtype: dtype of the sum.
             places: [M] the row of `copies` in which each copy lies; None if they lie in order.
         """
         if self.by_row.shape[0] == 0:
@@ -80,7 +80,7 @@ class Copies:
 
 
 def _with_what_lies_between(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a packed message together with its other lanes: contiguous without a copy."""
+    """Rows of a packed message with its other lanes: contiguous, if possible without a copy."""
     num_rows, stride = rows.shape[0], rows.stride(0)
     end_bytes = (rows.storage_offset() + num_rows * stride) * rows.element_size()
     if rows.stride(1) == 1 and end_bytes <= rows.untyped_storage().nbytes():
@@ -89,16 +89,16 @@ def _with_what_lies_between(rows: torch.Tensor) -> torch.Tensor:
 
 
 def put_rows(into: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
-    """Rows to their places: into[index[n]] = rows[n], for `rows` [N, H] or [N].
+    """Put rows in their places: into[index[n]] = rows[n], for `rows` [N, H] or [N].
 
-    The kernels go value by value, so the same bytes are handed to them as fewer and wider ones:
-    a quarter of the time on a CPU (1,350 rows of 4 KiB).
+    The kernels work value by value, so the same bytes are passed as fewer, wider values, which
+    takes a quarter of the time on a CPU (1,350 rows of 4 KiB).
     """
     _in_wide_values(into).index_copy_(0, index, _in_wide_values(rows))
 
 
 def _in_wide_values(rows: torch.Tensor) -> torch.Tensor:
-    """As values of 16 bytes, where rows are made of such."""
+    """The rows as 16-byte values, if row size and stride are multiples of 16 bytes."""
     if rows.dim() < 2:
         return rows
     sizes_bytes = [size * rows.element_size() for size in (rows.shape[1], rows.stride(0))]
@@ -116,7 +116,7 @@ def find_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int, keep_lis
         ids: [N, W] ascending experts of each row, padded with a number beyond the last expert.
         parts: the ranges of experts to copy for.
         num_copies: M, known from the counts.
-        keep_lists: copies go on to other ranks and take their share of the list along.
+        keep_lists: copies keep their share of the list, because they go on to other ranks.
     """
     num_rows, width = ids.shape
     # [N, W] the part of every pair; the pairs of a part follow each other in a list.
@@ -125,7 +125,7 @@ def find_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int, keep_lis
         part = part.div(parts.size, rounding_mode="floor")
     skipped = (part < 0) | (part >= parts.num_parts)
     part.masked_fill_(skipped, parts.num_parts)
-    # A copy is represented by the first pair of its part alone.
+    # Only the first pair of each part stands for a copy.
     skipped[:, 1:] |= part[:, 1:] == part[:, :-1]
 
     rows = torch.arange(num_rows, device=ids.device)[:, None]
@@ -135,7 +135,7 @@ def find_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int, keep_lis
 
     pairs = first_pair
     if keep_lists:
-        # [M, W] a copy's pairs: those that follow its first one in the same part.
+        # [M, W] a copy's pairs: the first one, and those after it that belong to the same part.
         steps = torch.arange(width, device=ids.device)
         flat = first_pair[:, None] + steps
         own = flat.clamp(max=max(num_rows * width - 1, 0))

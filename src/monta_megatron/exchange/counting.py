@@ -1,5 +1,6 @@
-"""The metadata of an exchange: what each rank counts, gathers once, and copies to the host once;
-and the lists of experts, whose width follows from it.
+"""The metadata of an exchange: counted by each rank, gathered once, copied to the host once.
+
+The lists of experts are made here too, since their width follows from the metadata.
 
 Notation: T = tokens of this rank, E = experts, B = token blocks, S = source ranks, L = local
 experts, EP = expert parallel size, R = ranks per node, W = width of the lists.
@@ -26,11 +27,11 @@ class GatheredCounts:
     """What the gather brought to one rank, on the host.
 
     Attributes:
-        pairs: for chains whose rows are pairs.
-        tokens: for chains whose rows are tokens, or None where no candidate's are.
-        max_tokens: the most tokens of any rank.
+        pairs: counts for chains whose rows are pairs.
+        tokens: counts for chains whose rows are tokens; None if no candidate's rows are.
+        max_tokens: the most tokens on any rank.
         list_width: the longest list of experts of any token; 0 where rows are pairs only.
-        hashes: [S] each rank's hash of the rule by which it chooses; equal on all of them.
+        hashes: [S] each rank's hash of the rule by which it chooses; has to be equal on all.
     """
 
     pairs: Counts
@@ -42,12 +43,12 @@ class GatheredCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """Counts what any of several chains on one layout needs, and no more.
+    """Counts what the candidate chains on one layout need, and no more.
 
     Attributes:
         chains: the candidates.
-        layout: this rank's place; its experts are those of the token chains, by class.
-        num_blocks: B, of token blocks; 1 where rows are pairs only.
+        layout: this rank's place; its experts count once per class, see `Layout`.
+        num_blocks: B, the number of token blocks; 1 if all chains' rows are pairs.
         agreement: hash of what all ranks have to agree on.
     """
 
@@ -63,12 +64,12 @@ class Counting:
 
     @cached_property
     def _parts(self) -> dict[str, int]:
-        """ "node", "rank": what tokens are counted for, and how many there are."""
+        """ "node", "rank" -> how many there are; only those that tokens are counted for."""
         return part_sizes(self.chains, self.layout)
 
     @cached_property
     def _widths(self) -> list[int]:
-        """Sections of the gathered table."""
+        """Widths of the sections of the gathered table."""
         return gathered_widths(self.chains, self.layout, self.num_blocks)
 
     def count(self, routing_map: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ class Counting:
         num_tokens, num_experts = routing_map.shape
         device = routing_map.device
         lists = routing_map.sum(dim=1)
-        # The maximum over zero tokens is undefined: one 0 more.
+        # The maximum over zero tokens is undefined, so a 0 is appended.
         widest = torch.nn.functional.pad(lists, (0, 1)).amax(dim=0, keepdim=True)
         counts = [
             torch.full((1,), num_tokens, device=device),
@@ -123,7 +124,7 @@ class Counting:
         return by_expert[first : first + self.layout.num_local_experts]
 
     def read(self, selected: NDArray[np.int64]) -> GatheredCounts:
-        """What `select` left, on the host."""
+        """Read on the host what `select` returned."""
         layout, num_sources = self.layout, len(self.layout.nodes)
         num_blocks = self.num_blocks
         shapes = [
@@ -165,18 +166,18 @@ class Counting:
                 fields |= {"sent_to_ranks": sent, "for_rank": received[:, :, own]}
                 if "node" in self._parts:
                     fields["for_node_ranks"] = received
-        # [S] -> [S, B]: full blocks, then what is left, then none.
+        # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
         num_tokens = head[:, :1]
         block = _block_size(num_tokens, self.num_blocks)
         tokens = np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
         return TokenCounts(tokens=tokens, experts=experts, **fields)
 
     def _here(self, name: str) -> slice:
-        """The parts whose counts this rank needs of every source."""
+        """The parts whose counts this rank needs from every source."""
         if name == "node":
             return slice(self.layout.node, self.layout.node + 1)
         if "node" in self._parts:
-            # Copies per rank are for ETP 1, so that a rank is an EP rank.
+            # Copies per rank are made at ETP 1 only, where a rank is an EP rank.
             first = self.layout.node * self.layout.ranks_per_node
             return slice(first, first + self.layout.ranks_per_node)
         return slice(self.layout.rank, self.layout.rank + 1)
@@ -188,14 +189,14 @@ def lists_of(
     """Each token's experts in ascending order, and their probabilities, with no sync.
 
     Args:
-        routing_map: [T, E] bool; [T, E * classes] where experts have several, see `Layout`.
+        routing_map: [T, E] bool; [T, E * classes] if there are several classes, see `Layout`.
         probs: [T, E].
-        width: W, the longest list of any rank.
-        classes: of each expert.
+        width: W, the longest list on any rank.
+        classes: number of classes per expert.
 
     Returns:
-        probabilities [T, W], 0 beyond the end of a list, and experts [T, W] int32, numbered by
-        class, padded with their number, E * classes.
+        Probabilities [T, W], 0 beyond the end of a list, and experts [T, W] int32, with one number
+        per expert and class, padded with E * classes.
     """
     num_experts = routing_map.shape[1]
     descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)

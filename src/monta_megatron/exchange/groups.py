@@ -14,19 +14,19 @@ from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.topology.nodes import node_here, number_nodes
 
-# What Megatron's file of communicator settings may set.
+# The settings that Megatron's communicator config file may hold.
 NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
-# Made once per set of ranks: layers share them, and a group is never freed while training.
+# Groups are made once per set of ranks and shared by layers; none is freed during training.
 _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:
-    """The node of every rank of `group`, numbered from 0 in their order.
+    """The node of every rank of `group`, numbered from 0 in the order of the ranks.
 
     Args:
-        group: the ranks of an exchange; unless `ranks_per_node` is given, all of them call this.
-        ranks_per_node: where the ranks of a node follow each other and there are so many.
+        group: the ranks of an exchange; all of them call this, unless `ranks_per_node` is given.
+        ranks_per_node: number of consecutive ranks on each node; None to ask every rank.
     """
     ranks = dist.get_process_group_ranks(group)
     if ranks_per_node is not None:
@@ -39,13 +39,13 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
 def peer_groups(
     chains: Sequence[Chain], layout: Layout, megatron_groups: dict[str, dist.ProcessGroup]
 ) -> dict[str, PeerGroup]:
-    """The group behind every group name that one of the chains uses.
+    """The process group for every group name that one of the chains uses.
 
-    Rails and nodes are made by their own members alone: pipeline stages without MoE layers never
-    come here, and a group that some ranks make for all would break the next one that all make.
+    Rail and node groups are made by their own members alone: pipeline stages without MoE layers
+    never get here, and a world-wide `new_group` by only some ranks would break the next one by all.
 
     Args:
-        chains: whose stages name groups.
+        chains: the chains whose stages name groups.
         layout: this rank's place; gives the node of every rank of the exchange.
         megatron_groups: "ep", "etp" and "tp_ep".
     """
@@ -58,12 +58,12 @@ def peer_groups(
         if isinstance(stage, AllToAll | AllGather)
     }
     groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
-    # In this order on every rank.
+    # The same order on every rank.
     for name in ("node", "rail"):
         if name in names:
             members = layout.members(name, layout.rank)
             key = tuple(ranks[each] for each in members)
-            # Those of a torch.distributed that was ended, and started anew, are no groups any more.
+            # Groups from before a restart of torch.distributed are no longer valid.
             if _made.get(key) not in distributed_c10d._world.pg_map:
                 _made[key] = new_local_group(key, f"monta {name}", megatron_groups["ep"])
             groups[name] = _made[key]
@@ -73,12 +73,12 @@ def peer_groups(
 def new_local_group(
     ranks: Sequence[int], name: str, like: dist.ProcessGroup | None = None
 ) -> dist.ProcessGroup:
-    """A group that its members alone make, whatever groups other ranks make meanwhile.
+    """A group made by its members alone, whatever groups other ranks make meanwhile.
 
     Args:
         ranks: in ascending order, this one among them.
-        name: for NCCL's logs; with the ranks it is the group's own.
-        like: a group with the time limit and the settings of NCCL that this one is to have.
+        name: for NCCL's logs; together with the ranks it is unique to the group.
+        like: a group whose time limit and NCCL settings the new one takes over.
     """
     with _named(f"{name} {'_'.join(map(str, ranks))}"):
         group = dist.new_group(
@@ -94,13 +94,14 @@ def new_local_group(
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Let `new_group` give a group this name, and leave no trace for the groups after it.
+    """Make `new_group` use this name for a group, without affecting the groups made after it.
 
-    torch names groups by counters that it takes to be the same on every rank: those that all ranks
-    make together by the number of groups made before, and one that its members alone make by that
-    number too, or (2.13) by the number of groups that this rank is in. A pipeline stage without MoE
-    layers makes none of ours, so the next group of all ranks would have two names and hang. Where
-    the launch has bound a device, it would be split off from all ranks together, which hangs too.
+    torch names groups by counters that it assumes to be the same on every rank: a group made by all
+    ranks together by the number of groups made before, and a group made by its members alone by
+    that number too, or (2.13) by the number of groups that this rank is in. A pipeline stage
+    without MoE layers makes none of ours, so the next group of all ranks would have two names and
+    hang. If the launch has bound a device, torch would split the group off the default group, which
+    needs all ranks and so hangs too.
     """
     world, default = distributed_c10d._world, distributed_c10d._get_default_group()
     name_of, count = distributed_c10d._hash_ranks_to_str, world.group_count
@@ -115,20 +116,20 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The time limit that Megatron gave its group (--distributed-timeout-minutes), for ours."""
+    """The time limit for our group: Megatron's for its own (--distributed-timeout-minutes)."""
     return getattr(_options_of(group), "_timeout", None)
 
 
 def _nccl_options_of(group: dist.ProcessGroup) -> Any:
-    """The settings of NCCL that Megatron gave its group (--nccl-communicator-config-path,
-    --high-priority-stream-groups), for ours; None where it is not NCCL's."""
+    """NCCL settings for our group: those of Megatron's own; None if that is not an NCCL group."""
+    # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
     if dist.get_backend(group) != "nccl":
         return None
     given, options = _options_of(group), dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = given.is_high_priority_stream
     for name in NCCL_SETTINGS:
         value = getattr(given.config, name)
-        # None is left out: torch would copy a text that is not there.
+        # None is skipped: torch would try to copy a string that does not exist.
         if value is not None:
             setattr(options.config, name, value)
     return options

@@ -16,8 +16,8 @@ _NO_RANGE = nullcontext()
 class Step(NamedTuple):
     """What happened to a chunk in a stage of a walk.
 
-    A stage begins and ends with a chunk; in between it waits until the stage before it is ready,
-    and starts a collective. `wait` and `ready` name the stage that is waited for.
+    A stage begins and ends a chunk; in between it may wait until the stage before it is ready and
+    start a collective. `wait` and `ready` name the stage that is waited for.
     """
 
     action: Action
@@ -27,15 +27,15 @@ class Step(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Takes the times of a walk; see `timeline.recorder`."""
+    """Records the times of a walk; see `timeline.recorder`."""
 
     def note(self, step: Step) -> None:
-        """Something happens now."""
+        """Record that this step happens now."""
 
     def watch(
         self, works: Sequence[torch.distributed.Work], walk: str, stage: str, chunk: int
     ) -> list[torch.distributed.Work]:
-        """A collective was started; what is to be waited for in its place."""
+        """Watch a collective that was just started; returns what to wait for in its place."""
 
 
 @dataclass(kw_only=True)
@@ -45,8 +45,8 @@ class Monitor:
     Attributes:
         bytes_sent: (stage, tier) -> bytes of payload that left this rank for another one, counted
             from the tensors that were sent. Tiers: "inter" between nodes, "intra" inside one.
-        record: every start and wait in the order of issue, or None while nobody asked for it.
-        recorder: takes their times, or None while nobody asked for them.
+        record: every step in the order of issue, or None if nobody asked for it.
+        recorder: records the times of the steps, or None if nobody asked for them.
     """
 
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -61,7 +61,7 @@ class Monitor:
         return totals
 
     def note(self, action: Action, walk: str, stage: str, chunk: int) -> None:
-        """Record a step, if a record is kept."""
+        """Pass a step to the record and to the recorder, if there are any."""
         if self.record is not None:
             self.record.append(Step(action, walk, stage, chunk))
         if self.recorder is not None:
@@ -70,7 +70,7 @@ class Monitor:
     def watch(
         self, works: list[torch.distributed.Work], walk: str, stage: str, chunk: int
     ) -> list[torch.distributed.Work]:
-        """Have the end of a collective recorded, if its time is taken; what to wait for then."""
+        """Let the recorder, if any, watch a collective; returns what to wait for in its place."""
         if self.recorder is None:
             return works
         return self.recorder.watch(works, walk, stage, chunk)
@@ -78,7 +78,7 @@ class Monitor:
     def range(
         self, walk: str, chain: str, stage: str, chunk: int
     ) -> AbstractContextManager[object]:
-        """Around a stage of a chunk: its name in a profile (NVTX with `emit_nvtx`), its times."""
+        """Context that names a chunk's stage in a profile (NVTX with `emit_nvtx`) and times it."""
         if self.recorder is None and not profiler._is_profiler_enabled:
             return _NO_RANGE
         return self._range(walk, chain, stage, chunk)

@@ -2,13 +2,13 @@
 
 Lanes: `rows` [N, H], the hidden states; `probs`, the routing probabilities, [N] where a row is a
 (token, expert) pair and [N, W] where it is a token with a list of W experts; `ids` [N, W], the
-experts of such a list. Where a stage copies the rows anyway, the lanes behind it share a message
-of bytes, and each collective is issued once; where nothing is copied they are sent as they lie,
-lane by lane, because packing them would cost the copy.
+experts of such a list. Where a stage copies the rows anyway, the lanes after it share a message
+of bytes, and each collective is issued once; where nothing is copied they are sent in place, lane
+by lane, because packing them would cost a copy.
 
 Overhead of a packed row: the probabilities, the ids, and alignment to 16 bytes. At H=4096 in bf16
-(8,192 bytes) with fp32 probabilities that is 16 bytes (0.2%) for a pair, and for a token with the
-list of top-8 8 * (4 + 4) = 64 bytes (0.8%) on the way out, 32 bytes on the way back.
+(8,192 bytes) with fp32 probabilities that is 16 bytes (0.2%) for a pair; for a token with a top-8
+list it is 8 * (4 + 4) = 64 bytes (0.8%) in dispatch and 32 bytes in its backward.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from monta_megatron.chains.lanes import offsets_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """The lanes of one walk over all rows, or over a chunk's.
+    """The lanes of one walk, for all rows or for the rows of a chunk.
 
     Attributes:
         rows: [N, H].
@@ -35,17 +35,17 @@ class Lanes:
     ids: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """The lanes that are there."""
+        """The lanes that are present."""
         return [lane for lane in (self.rows, self.probs, self.ids) if lane is not None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnPart:
-    """This rank's own part of a sum over ranks, as it was before it was rounded for the wire.
+    """This rank's own part of a sum over ranks, before it was rounded for the wire.
 
     Attributes:
         rows: [N, H] in the dtype of the sum.
-        copy: which of the copies it is.
+        copy: its position among the copies.
     """
 
     rows: torch.Tensor
@@ -57,8 +57,8 @@ class Payload:
     """The layout of a message: the shape and type of each lane of a row, and where it lies.
 
     Attributes:
-        shapes: shape of each lane behind the row axis: (H,), then () or (W,), then (W,).
-        dtypes: of each lane.
+        shapes: shape of each lane after the row axis: (H,), then () or (W,), then (W,).
+        dtypes: dtype of each lane.
         packed: the lanes share one message of bytes.
         device: where messages are allocated.
     """
@@ -70,7 +70,7 @@ class Payload:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], packed: bool) -> "Payload":
-        """The layout for lanes like these; one lane is never packed."""
+        """The layout for lanes like these; a single lane is never packed."""
         return cls(
             shapes=tuple(tuple(tensor.shape[1:]) for tensor in tensors),
             dtypes=tuple(tensor.dtype for tensor in tensors),
@@ -109,14 +109,14 @@ class Payload:
         own: "OwnPart | None",
         copies_per_sum: int,
     ) -> None:
-        """Add the copies that arrived one after the other, in `dtype`, and round once.
+        """Add up, in `dtype`, the copies that lie one after the other in `messages`; round once.
 
         Args:
-            total: messages for N rows, that the result goes into.
+            total: messages for N rows, into which the result is written.
             messages: each [num_copies * N, ...], copy-major.
             num_copies: how many copies of every row there are.
-            dtype: of the sum; the result has the lane's own dtype again.
-            own: the copy of the rows that never had to be rounded.
+            dtype: least dtype of the sum; the result is in the lane's own dtype.
+            own: this rank's copy of the rows, which was never rounded, or None.
             copies_per_sum: see `BoundChain.copies_per_sum`.
         """
         copies = self.lanes(messages)
@@ -129,13 +129,13 @@ class Payload:
             for each in sums:
                 whole += each
             if own is not None and lane is copies.rows:
-                # What is infinite on the wire stays so: inf - inf is nan.
+                # A value that is infinite on the wire stays infinite, although inf - inf is nan.
                 whole += (own.rows - parts[own.copy]).nan_to_num_(0.0, 0.0, 0.0)
             into.copy_(whole)
 
     @cached_property
     def _offsets_bytes(self) -> list[int]:
-        """Where each lane of a packed row begins, and at the end the size of the row."""
+        """Where each lane of a packed row begins, followed by the size of the row."""
         return offsets_bytes(
             [
                 (shape[0] if shape else 1, dtype.itemsize)

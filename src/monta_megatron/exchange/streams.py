@@ -1,9 +1,9 @@
-"""The seam between the executor and the device: streams, events and the life of buffers.
+"""The seam between the executor and the device: streams, events and the lifetime of buffers.
 
 Each stage has a side stream of its own, so that chunk i+1's AllToAll, chunk i's AllGather and
-chunk i-1's copies run at once. On CPU ranks there are no streams: a collective runs in the
+chunk i-1's copies can run at once. On CPU ranks there are no streams: a collective runs in the
 background of its process group, and the host waits for it where its result is first needed.
-Either way the executor makes the same calls; behind which collectives stages trail differs.
+Either way the executor makes the same calls; only `BoundChain.depths` differs.
 """
 
 from collections.abc import Callable
@@ -27,32 +27,34 @@ class Streams(Protocol):
     copies_block_host: bool
 
     def fork(self) -> None:
-        """Order every side stream behind what the caller's stream has done so far."""
+        """Make every side stream wait for what the caller's stream has been given so far."""
 
     def join(self) -> None:
-        """Order the caller's stream behind everything issued on the side streams."""
+        """Make the caller's stream wait for everything issued on the side streams."""
 
     def on(self, position: int) -> AbstractContextManager[Any]:
-        """Context in which stage `position` launches."""
+        """Context in which stage `position` launches its work."""
 
     def on_caller(self) -> AbstractContextManager[Any]:
         """Context in which the memory of messages and outputs is allocated.
 
-        Since the fork the caller's stream has been given nothing to do, so what it freed is free.
-        Memory of a side stream would be lost to everything but walks.
+        Since the fork the caller's stream has been given nothing to do, so memory freed on it can
+        be used at once. Memory allocated on a side stream could be reused by walks only.
         """
 
     def hold(self, tensors: list[torch.Tensor]) -> None:
-        """Let the caller's memory live until the join: from then on its stream is behind all that
-        uses it, and may have it again at once. The host comes there long before the device, so
-        nothing could be freed earlier anyway."""
+        """Keep memory of the caller's stream alive until the join.
+
+        From then on that stream comes after every use, so it may reuse the memory at once. The host
+        reaches the join long before the device does, so nothing could be freed earlier anyway."""
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        """Called once a stage has launched: what its consumer calls before it reads the result."""
+        """Called once a stage has launched; returns what its consumer calls before it reads."""
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
-        """The current stream reads what another stage has made for several walks; its memory is
-        not reused before that."""
+        """Keep the memory of `tensors` from being reused before the current stream has read them.
+
+        Another stage has made them, for several walks."""
 
 
 class HostStreams:
@@ -65,7 +67,7 @@ class HostStreams:
     def join(self) -> None: ...
 
     def on(self, position: int) -> AbstractContextManager[Any]:
-        # The stand-ins of CPU ranks look at every call for the word "cuda", which is not here.
+        # The stand-ins of CPU ranks search every call for "cuda", which does not occur here.
         return torch._C.DisableTorchFunction()
 
     def on_caller(self) -> AbstractContextManager[Any]:
@@ -90,7 +92,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device, num_stages: int) -> None:
         self._caller = torch.cuda.current_stream(device)
-        # Of the caller's priority: the 1F1B schedule may give its communication a higher one.
+        # With the caller's priority: the 1F1B schedule may give its communication a higher one.
         self._streams = [
             _side_stream(device, position, self._caller.priority) for position in range(num_stages)
         ]
@@ -122,7 +124,7 @@ class CudaStreams:
 
         def wait() -> None:
             # Here and not at the launch: with one launch queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a
-            # wait holds up all that is issued behind it, so the next stage's collective too.
+            # wait holds up all that is issued after it, including the next stage's collective.
             for work in works:
                 work.wait()
 
@@ -136,10 +138,10 @@ class CudaStreams:
 
 @cache
 def _side_stream(device: torch.device, position: int, priority: int) -> torch.cuda.Stream:
-    """The side stream of every walk's stage `position`, made once and shared by every layer."""
+    """The side stream for stage `position` of every walk, made once and shared by all layers."""
     return torch.cuda.Stream(device, priority=priority)
 
 
 def streams_for(device: torch.device, num_stages: int) -> Streams:
-    """The streams of the device on which the rows lie, for a walk over so many stages."""
+    """The streams for a walk over `num_stages` stages, on the device that holds the rows."""
     return CudaStreams(device, num_stages) if device.type == "cuda" else HostStreams()

@@ -41,18 +41,18 @@ class ExchangeError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exchange:
-    """One micro-batch's exchange, made before dispatch and kept for combine and both backwards.
+    """One micro-batch's exchange, made before dispatch, kept for combine and both backward passes.
 
     Attributes:
         bound: the chain with this micro-batch's rows.
-        groups: the process group behind every group name of the chain.
-        sum_dtype: of the sums over copies of a row, at least fp32. Megatron reduces over the
+        groups: the process group for every group name of the chain.
+        sum_dtype: dtype of the sums over copies of a row, at least fp32. Megatron reduces over the
             expert tensor parallel group in the dtype of the probabilities.
         monitor: counts bytes and records the order of issue.
         list_width: W, the longest list of experts of any token; 0 where rows are pairs.
-        row_indices: per `Place` of the chain that copies, the rows of each chunk in the whole
+        row_indices: for each `Place` of the chain that copies, the rows of each chunk in the whole
             tensor; made at first use, shared by all walks.
-        copies: per `Replicate` and chunk, what is copied; found by dispatch, shared by all walks.
+        copies: by `Replicate` and chunk, what is copied; found by dispatch, shared by all walks.
     """
 
     bound: BoundChain
@@ -104,11 +104,11 @@ def run(exchange: Exchange, walk: WalkLanes, lanes: Lanes) -> Lanes:
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """What a chunk looks like between two stages.
+    """The state of a chunk between two stages.
 
     `sources` are held until the collective that reads them has been waited for. `rows` says which
-    rows of the messages are the chunk's, where they were not copied out; None if all are. `own`
-    does not cross the wire that its rounded copies are made for.
+    rows of the messages are the chunk's, if they were not copied out; None if all are. `own` stays
+    on this rank unrounded, while its rounded copies cross the wire.
     """
 
     payload: Payload
@@ -123,12 +123,12 @@ class _Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class _Splits:
-    """Rows of a collective in a walk.
+    """Row counts of a collective in a walk.
 
     Attributes:
-        send: [C][P] to every peer.
-        receive: [C][P] from every peer.
-        sent_by_tier: tier -> [C] to other ranks.
+        send: [C][P] rows to every peer.
+        receive: [C][P] rows from every peer.
+        sent_by_tier: tier -> [C] rows to other ranks.
     """
 
     send: list[list[int]]
@@ -162,7 +162,7 @@ class _Pipeline:
         self.streams = streams
         self.stages = bound.stages[::-1] if walk.transpose else bound.stages
         self.chunks: dict[int, _Chunk] = {}
-        # The same for every chunk, by the stage that leaves it.
+        # By stage; made once for all chunks.
         self._payloads: dict[str, Payload] = {}
         self._splits: dict[str, _Splits] = {}
         self._outputs: Lanes | None = None
@@ -189,7 +189,7 @@ class _Pipeline:
         if position == len(self.stages) - 1:
             self._put(stage, chunk)
             return
-        # What a copy leaves behind is one message where it goes on to a collective.
+        # A copy packs its lanes into one message if a collective comes next.
         packed = self.exchange.bound.packs and isinstance(
             self.stages[position + 1].stage, AllToAll | AllGather
         )
@@ -204,7 +204,7 @@ class _Pipeline:
                 self.chunks[chunk] = self._collective(stage, group, chunk)
 
     def _take(self, stage: BoundStage, chunk: int, packed: bool) -> _Chunk:
-        """First `Place`: the chunk's rows out of the whole tensor."""
+        """First `Place`: take the chunk's rows out of the whole tensor."""
         whole = self.inputs.tensors()
         if stage.segments is None:
             payload = Payload.of(whole, packed=False)
@@ -215,7 +215,7 @@ class _Pipeline:
             return _Chunk(payload=payload, messages=slices, ready=lambda: None)
         index = self._rows_of(stage, chunk)
         if isinstance(self.stages[1].stage, Replicate):
-            # The sum reads each row once, so it can read it where it lies.
+            # The sum reads each row once, so it can read it in place.
             payload = self._payload(stage, whole, packed=False)
             return _Chunk(payload=payload, messages=whole, ready=lambda: None, rows=index)
         payload = self._payload(stage, whole, packed)
@@ -225,14 +225,14 @@ class _Pipeline:
         return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]))
 
     def _put(self, stage: BoundStage, chunk: int) -> None:
-        """Last `Place`: the chunk's rows into the whole tensor."""
+        """Last `Place`: put the chunk's rows into the whole tensor."""
         lanes = self._wait(chunk)
         del self.chunks[chunk]
         if stage.segments is None:
             self._outputs = lanes
             return
         if self._outputs is None:
-            # Not before: on CPU ranks the first chunk's earlier messages are free again by now.
+            # Not earlier: on CPU ranks the first chunk's earlier messages have been freed by now.
             with self.streams.on_caller():
                 self._outputs = self._allocate_outputs()
         for into, lane in zip(self._outputs.tensors(), lanes.tensors(), strict=True):
@@ -247,7 +247,7 @@ class _Pipeline:
         return index
 
     def _replicate(self, stage: BoundStage, chunk: int, packed: bool, behind: BoundStage) -> _Chunk:
-        """Copies for each part, or the sum of a row's copies, for the stage behind."""
+        """Copies for each part, or the sum of a row's copies, for the next stage (`behind`)."""
         assert isinstance(stage.stage, Replicate)
         lanes = self._wait(chunk)
         rows_here = self.chunks[chunk].rows
@@ -291,14 +291,14 @@ class _Pipeline:
         return _Chunk(payload=payload, messages=messages, ready=self.streams.ready([]), own=own)
 
     def _payload(self, stage: BoundStage, lanes: Sequence[torch.Tensor], packed: bool) -> Payload:
-        """The layout of what a stage leaves."""
+        """The layout of a stage's output."""
         name = stage.stage.name
         if name not in self._payloads:
             self._payloads[name] = Payload.of(lanes, packed)
         return self._payloads[name]
 
     def _own_part(self, behind: BoundStage, chunk: int, rows: torch.Tensor) -> OwnPart | None:
-        """The rows [parts of all ranks, H] that this rank adds to what others send it."""
+        """This rank's part of `rows` [parts of all ranks, H], added to what others send it."""
         if not isinstance(behind.stage, AllGather):
             return None
         group = self.exchange.groups[behind.stage.group]
@@ -311,14 +311,14 @@ class _Pipeline:
         return OwnPart(rows=own.copy_(part), copy=group.rank)
 
     def _allocate(self, payload: Payload, num_rows: int) -> list[torch.Tensor]:
-        """Messages for so many rows."""
+        """Messages for `num_rows` rows."""
         with self.streams.on_caller():
             messages = payload.allocate(num_rows)
         self.streams.hold(messages)
         return messages
 
     def _collective(self, stage: BoundStage, group: PeerGroup, chunk: int) -> _Chunk:
-        """Start a collective on what the stage before it left."""
+        """Start a collective on the output of the stage before it."""
         payload, messages = self._messages(chunk)
         before = self.chunks[chunk]
         transpose = self.walk.transpose
@@ -350,7 +350,7 @@ class _Pipeline:
             waits_for=stage.stage.name,
             num_copies=group.size if gather and transpose else 1,
             sources=messages,
-            # Where the messages were summed just now, that sum has used it.
+            # If the messages were summed just now, that sum has already used it.
             own=before.own if before.num_copies == 1 else None,
         )
 
@@ -360,7 +360,7 @@ class _Pipeline:
         return payload.lanes(messages)
 
     def _messages(self, chunk: int) -> tuple[Payload, list[torch.Tensor]]:
-        """The chunk's messages, once the stage before has filled them, copies summed."""
+        """The chunk's messages, once the stage before has filled them, with copies summed."""
         state = self.chunks[chunk]
         if state.waits_for is not None:
             self.exchange.monitor.note("wait", self.walk.name, state.waits_for, chunk)
@@ -408,7 +408,7 @@ def _row_indices(segments: Segments, device: torch.device) -> tuple[torch.Tensor
     """
     lengths = segments.lengths.ravel()
     total = int(lengths.sum())
-    # A run's rows are its start plus their distance from the run's first row in the result.
+    # A row is its run's start plus its distance from the run's first row in the result.
     shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
     runs = torch.from_numpy(np.stack([shifts, lengths]))
     if device.type == "cuda":
