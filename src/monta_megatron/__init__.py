@@ -9,10 +9,10 @@ __all__ = ["__version__", "register"]
 
 
 def register() -> None:
-    """Make Megatron-Core know `moe_token_dispatcher_type="monta"`.
+    """Make Megatron-Core accept `moe_token_dispatcher_type="monta"`.
 
-    Needed only where the package's autoload is switched off (MONTA_AUTOLOAD=0), or Megatron runs
-    from a source that PyTorch's autoload does not reach. Calling it twice is harmless.
+    Needed only if autoload is switched off (MONTA_AUTOLOAD=0 or TORCH_DEVICE_BACKEND_AUTOLOAD=0) or
+    this package is on the path but not installed. Calling it twice is harmless.
 
     Raises:
         ImportError: Megatron-Core is not installed.

@@ -1,8 +1,8 @@
 """What PyTorch calls at the end of `import torch` (entry point group `torch.backends`).
 
-Installed is enough: nothing has to be imported or edited for a launch script to know
-`--moe-token-dispatcher-type monta`. Two rules keep that safe: this module imports nothing heavy,
-and no exception leaves `activate`, so that `import torch` works whatever state Megatron is in.
+Installing the package is enough: nothing has to be imported or edited for a launch script to
+accept `--moe-token-dispatcher-type monta`. Two rules keep that safe: this module imports nothing
+heavy, and no exception leaves `activate`, so `import torch` works whatever state Megatron is in.
 
     MONTA_AUTOLOAD=0    nothing is hooked
     MONTA_CPU_RANKS=1   Megatron runs on CPU ranks (see emulation/cpu_ranks.py)

@@ -1,7 +1,7 @@
-"""Files that are whole or not there, and files that grow while something long is measured.
+"""Files that are written whole or not at all, and files that grow during a long measurement.
 
-The latter hold one JSON document per line. A process that is killed leaves at most one line cut
-short, at the end, which is not read.
+The latter hold one JSON document per line. A process that is killed leaves at most one truncated
+line, at the end, which is not read.
 """
 
 import json
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The documents of a file; none where there is no file.
+    """The documents in a file; none if there is no file.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        ValueError: the file cannot be read, or has a line that is no JSON document.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -29,7 +29,7 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def write_json_lines(path: Path, entries: Iterable[Any]) -> None:
-    """Write a file anew.
+    """Write a file of JSON lines, replacing what it held.
 
     Raises:
         ValueError: it cannot be written.
@@ -38,13 +38,13 @@ def write_json_lines(path: Path, entries: Iterable[Any]) -> None:
 
 
 def add_json_line(path: Path, entry: Any) -> None:
-    """Add one document; the file ends with a whole line, or is not there."""
+    """Append one document; the file has to end with a whole line, or not to exist."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all.
+    """Write a file so that it exists whole or not at all.
 
     Raises:
         ValueError: it cannot be written.
@@ -56,13 +56,13 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         raise ValueError(f"{path}: cannot be written: {error.strerror}") from error
     finally:
-        # There only where something came in between.
+        # It still exists only if something went wrong.
         with suppress(OSError):
             temporary.unlink()
 
 
 def make_folder(folder: Path, flag: str) -> None:
-    """Make a folder that a flag names, where it is not there.
+    """Make the folder that a flag names, if it does not exist.
 
     Raises:
         ValueError: it cannot be made.

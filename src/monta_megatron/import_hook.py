@@ -19,7 +19,7 @@ def after_import(module_name: str, function: Callable[[ModuleType], None]) -> No
     """Call `function(module)` once `module_name` is imported; at once if it already is.
 
     Functions left for one module run in the order in which they were left. An exception in one
-    of them leaves through the import statement that triggered it.
+    of them propagates through the import statement that triggered it.
 
     Args:
         module_name: dotted name, such as "megatron.core.transformer.transformer_config".
@@ -36,7 +36,7 @@ def after_import(module_name: str, function: Callable[[ModuleType], None]) -> No
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a watched module with the finders behind it and wraps the loader they chose."""
+    """Finds a watched module with the other finders and wraps the loader that they chose."""
 
     def find_spec(
         self,
@@ -72,7 +72,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module must not keep this wrapper: what reads __loader__ later wants the real one.
+        # The module must not keep this wrapper: later readers of __loader__ want the real one.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -19,12 +19,12 @@ from monta_megatron.strict_yaml import load
 
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
-# Where a chain is named without a number of chunks.
+# Used if a chain is named without a number of chunks.
 DEFAULT_NUM_CHUNKS = 4
 
 
 def _integer_or_text(text: str) -> int | str:
-    """A number if it is one; what is none stays text, for `Options.of` to refuse in one line."""
+    """An integer if the text is one; other text is kept, for `Options.of` to refuse in one line."""
     try:
         return int(text)
     except ValueError:
@@ -32,7 +32,7 @@ def _integer_or_text(text: str) -> int | str:
 
 
 def _option(help_text: str, convert: Callable[[str], Any] = str) -> Any:
-    # Megatron reads help texts from a class's source; these fields are not in its source.
+    # Megatron reads help texts from its class's source, which does not contain these fields.
     meta = {"help": help_text, "type": convert}
     return field(default=None, metadata={"argparse_meta": meta})
 
@@ -77,8 +77,8 @@ class Options:
     Attributes:
         chain: key of `chains.CHAINS`, or "auto".
         num_chunks: at least 1; None where the planner chooses.
-        ranks_per_node: ranks joined by the fast tier, or None where only the launcher knows.
-        cluster: costs by which the planner chooses, or None where nobody measured them.
+        ranks_per_node: ranks joined by the fast tier; None leaves it to the launcher or host names.
+        cluster: costs by which the planner chooses, or None if no file gives them.
         plan: a choice that was made before, or None.
     """
 
@@ -138,7 +138,7 @@ class Options:
                     f"chain {chain}; alltoall_allgather is its pipelined form"
                 )
         if "cluster" in given:
-            # In code, costs that are in no file will do.
+            # Code may pass a `Cluster` itself instead of a file.
             if not isinstance(given["cluster"], Cluster):
                 given["cluster"] = _load_cluster(given["cluster"])
             given.setdefault("ranks_per_node", given["cluster"].ranks_per_node)
@@ -146,7 +146,7 @@ class Options:
 
 
 def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Defaults of the option fields, from MOE_MONTA_CHAIN and its like; None where unset."""
+    """Defaults of the option fields, from MOE_MONTA_CHAIN and the like; None where unset."""
     defaults: dict[str, Any] = {}
     for entry in fields(OptionFields):
         text = environ.get(entry.name.upper())
@@ -156,11 +156,11 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
 
 
 def _load_cluster(path: str) -> Cluster:
-    """The cluster of a file, read once per process: every layer asks for it."""
+    """The cluster in a file, read once per process unless it changes: every layer asks for it."""
     try:
         changed = os.stat(path).st_mtime_ns
     except OSError:
-        # Which says what is wrong.
+        # `load` says what is wrong with the file.
         return load(Cluster, path)
     return _load_cluster_as_of(path, changed)
 

@@ -11,13 +11,13 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress(Protocol):
-    """What a long measurement tells."""
+    """What a long measurement reports."""
 
     def phase(self, text: str, total: int) -> None:
-        """Something new begins, in so many steps."""
+        """A new phase of `total` steps begins."""
 
     def step(self) -> None:
-        """One more is done."""
+        """One more step is done."""
 
 
 class NoProgress:
@@ -29,10 +29,10 @@ class NoProgress:
 
 
 class LineProgress:
-    """A line now and then.
+    """Prints a line every few seconds.
 
     Args:
-        command: of `monta`, in front of each line.
+        command: the sub-command of `monta`, named in front of each line.
     """
 
     def __init__(self, command: str) -> None:
@@ -55,10 +55,10 @@ class LineProgress:
 
 @contextmanager
 def show_progress(command: str, is_first_rank: bool) -> Iterator[Progress]:
-    """Progress as this rank shows it: a bar on a terminal, lines into a file.
+    """Progress as this rank shows it: a bar on a terminal if rich is installed, else lines.
 
     Args:
-        command: of `monta`.
+        command: the sub-command of `monta`.
         is_first_rank: whether this rank shows it; the others are silent.
     """
     if not is_first_rank:
@@ -81,16 +81,16 @@ def _bar() -> Iterator[Progress]:
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
     )
-    # Drawn between measurements: a thread that draws beside them would be measured too.
+    # Drawn only between measurements: a thread that draws during them would be measured too.
     with progress.Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
         yield _BarProgress(bar)
 
 
 class _BarProgress:
-    """A bar for the phase at hand; the one before goes, so that no terminal is too low.
+    """A bar for the current phase; the previous one is hidden, so that any terminal is tall enough.
 
     Args:
-        bar: of rich, which is optional.
+        bar: rich's `Progress`; rich is optional.
     """
 
     def __init__(self, bar: Any) -> None:

@@ -60,7 +60,7 @@ class ExpertInputs:
 def arrivals(routing_maps: Sequence[torch.Tensor], ep: int, etp: int) -> list[Arrivals]:
     """Which pairs each rank's experts receive: by local expert, ETP rank, EP rank, token.
 
-    Every ETP rank of an EP rank holds a part of the same experts, so all of them receive the same.
+    The ETP ranks of an EP rank hold parts of the same experts, so all receive the same rows.
 
     Args:
         routing_maps: per rank [T_r, E] bool.
@@ -117,7 +117,7 @@ def dispatch(
         etp: expert tensor parallel size.
 
     Returns:
-        per rank its rows [N_r, H] and probabilities [N_r], in the dtypes that they came in: they
+        per rank its rows [N_r, H] and probabilities [N_r], in the dtypes of the inputs, since they
         only move.
     """
     starts = _starts(routing_maps)
@@ -138,10 +138,10 @@ def dispatch(
 def combine(
     expert_rows: Sequence[torch.Tensor], routing_maps: Sequence[torch.Tensor], ep: int, etp: int
 ) -> list[torch.Tensor]:
-    """Sum the experts' outputs of each token: also the gradient of dispatch in the tokens.
+    """Sum the experts' outputs of each token: also the gradient of dispatch for the tokens.
 
     Args:
-        expert_rows: per rank [N_r, H] in the order of `arrivals`; each ETP rank's is its part.
+        expert_rows: per rank [N_r, H] in the order of `arrivals`; on each ETP rank its part.
         routing_maps: per rank [T_r, E] bool.
         ep: expert parallel size.
         etp: expert tensor parallel size.
@@ -160,7 +160,7 @@ def combine(
 def combine_probs(
     expert_probs: Sequence[torch.Tensor], routing_maps: Sequence[torch.Tensor], ep: int, etp: int
 ) -> list[torch.Tensor]:
-    """The gradient of dispatch in the probabilities: a permutation, summed over ETP alone.
+    """The gradient of dispatch for the probabilities: a permutation, summed over ETP only.
 
     Args:
         expert_probs: per rank [N_r], the gradients of what `dispatch` returned.
@@ -169,7 +169,7 @@ def combine_probs(
         etp: expert tensor parallel size.
 
     Returns:
-        per rank [T_r, E] fp64; zero where a token did not go.
+        per rank [T_r, E] fp64; zero where a token was not routed.
     """
     gradients = [
         torch.zeros(routing_map.shape, dtype=torch.float64) for routing_map in routing_maps

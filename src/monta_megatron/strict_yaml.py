@@ -1,8 +1,8 @@
 """YAML into frozen dataclasses and back, strictly.
 
 What a file may hold is written once, as the annotations of a dataclass: an unknown key, a missing
-one, a wrong type or a value against its rule is a `ValueError` of one line that names the file,
-the path of the key, the value and the rule. No tag is read, so no file can make an object.
+one, a wrong type or a value that breaks its rule is a one-line `ValueError` that names the file,
+the path of the key, the value and the rule. Tags that would make Python objects are refused.
 
     @dataclass(frozen=True, kw_only=True)
     class Link:
@@ -34,8 +34,8 @@ class Rule:
     """What a value has to be, beyond its type.
 
     Attributes:
-        text: as the user reads it, behind "must be".
-        holds: whether a value keeps it.
+        text: what the user reads after "must be".
+        holds: whether a value satisfies it.
     """
 
     text: str
@@ -49,7 +49,7 @@ Text = Annotated[str, Rule("a text that is not empty", lambda value: value.strip
 
 
 def load(cls: type[T], path: str | Path) -> T:
-    """The dataclass in a YAML file.
+    """Read a YAML file into a dataclass.
 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
@@ -58,10 +58,10 @@ def load(cls: type[T], path: str | Path) -> T:
 
 
 def read(path: str | Path) -> Any:
-    """The plain data in a YAML file, unchecked.
+    """Read the plain data in a YAML file, unchecked.
 
     Raises:
-        ValueError: the file cannot be read, or is no YAML.
+        ValueError: the file cannot be read, or is not plain YAML.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8")
@@ -83,7 +83,7 @@ def build(cls: type[T], data: Any, file: str, key: str = "") -> T:
 
     Args:
         cls: a dataclass.
-        data: what YAML gave.
+        data: plain data, as read from YAML.
         file: for messages.
         key: where in the file, for messages.
 
@@ -134,7 +134,7 @@ def _value(kind: Any, data: Any, place: _Place) -> Any:
     if origin is Annotated:
         return _ruled(kind, data, place)
     if origin in (Union, types.UnionType):
-        # `X | None` alone: a value that could be read in two ways would have no rule to name.
+        # Only `X | None`: a value that could be read in two ways would have no single rule to name.
         (inner,) = (argument for argument in arguments if argument is not type(None))
         return None if data is None else _value(inner, data, place)
     if origin is Literal:
@@ -155,7 +155,7 @@ def _ruled(kind: Any, data: Any, place: _Place) -> Any:
     try:
         value = _value(inner, data, place)
     except ValueError as error:
-        # The rule says more than the type it stands on.
+        # The rule says more than the type it is based on.
         if inner in (int, float, str):
             raise place.refuse(data, rules[-1].text) from error
         raise
@@ -206,7 +206,7 @@ def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
     try:
         return kind(**values)
     except ValueError as error:
-        # A rule between several fields: the class names the field, this the way to it.
+        # A rule across several fields: the class names the field, this adds the path to it.
         way = f"{place.key}." if place.key else ""
         raise ValueError(f"{place.file}: {way}{error}") from error
 
@@ -238,7 +238,7 @@ def _one_line(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is written twice, of which YAML would silently take the last."""
+    """Refuses a key that is written twice; YAML would silently take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -253,7 +253,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes lists of scalars in one line, and keeps floats readable."""
+    """Writes a list that holds no list or mapping in one line."""
 
 
 def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNode:
