@@ -1,4 +1,4 @@
-"""The command line: one clear line and exit status 2 before anything starts."""
+"""The command line: an error is one clear line and exit status 2, before anything starts."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ def patch_arguments(arguments: Any) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Everything that is wrong with parsed arguments, as one ValueError."""
+    """Check parsed arguments; the first thing that is wrong is raised as a ValueError."""
     defaults = defaults_from_environment()
     given = [
         name
@@ -50,7 +50,7 @@ def _checking_options(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             check_arguments(args)
         except ValueError as error:
-            # Every rank finds the same error; one says it.
+            # Every rank finds the same error; only rank 0 prints it.
             if os.environ.get("RANK", "0") == "0":
                 print(f"monta: error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None

@@ -27,7 +27,7 @@ STOCK_DISPATCHERS = {
     "allgather": stock.MoEAllGatherTokenDispatcher,
 }
 
-# Rows, rows of each local expert, their probabilities -> the experts' outputs.
+# (rows, number of rows of each local expert, the rows' probabilities) -> the experts' outputs.
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -36,8 +36,8 @@ class LayerShape:
     """The MoE layer whose exchange is measured.
 
     Attributes:
-        num_experts, topk, hidden, ffn_hidden: of the layer.
-        dtype: of parameters and rows.
+        num_experts, topk, hidden, ffn_hidden: dimensions of the layer.
+        dtype: dtype of parameters and rows.
         tp, ep, etp: parallel sizes.
     """
 
@@ -51,7 +51,7 @@ class LayerShape:
     etp: int
 
     def config(self) -> Any:
-        """A TransformerConfig of one such layer, for the alltoall dispatcher."""
+        """A TransformerConfig for one such layer, with the alltoall dispatcher."""
         return TransformerConfig(
             num_layers=1,
             hidden_size=self.hidden,
@@ -80,7 +80,7 @@ class LayerShape:
 
 
 def initialize_groups(shape: LayerShape) -> None:
-    """Make Megatron's process groups, in place of those of another layout."""
+    """Make Megatron's process groups, replacing those of any other layout."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=shape.tp,
@@ -93,8 +93,8 @@ def exchange_layout(shape: LayerShape, nodes: Sequence[int]) -> Layout:
     """This rank's place in the exchange.
 
     Args:
-        shape: of the layer.
-        nodes: of every rank of the launch; the layout keeps their numbers.
+        shape: the layer's shape.
+        nodes: node of every rank of the launch; the layout keeps these numbers.
     """
     group = exchange_groups()["tp_ep"]
     return Layout(
@@ -107,20 +107,20 @@ def exchange_layout(shape: LayerShape, nodes: Sequence[int]) -> Layout:
 
 
 def exchange_groups() -> dict[str, dist.ProcessGroup]:
-    """Megatron's process groups, by the names that chains have for them."""
+    """Megatron's process groups, by the names that chains use for them."""
     groups = get_default_pg_collection()
     return {"ep": groups.ep, "etp": groups.expt_tp, "tp_ep": groups.tp_ep}
 
 
 def stock_dispatcher(shape: LayerShape, name: str) -> Any:
-    """Megatron's own dispatcher of that name."""
+    """Megatron's own dispatcher of this name."""
     config = shape.config()
     config.moe_token_dispatcher_type = name
     return _build(STOCK_DISPATCHERS[name], shape, config, get_default_pg_collection())
 
 
 def monta_dispatcher(shape: LayerShape, **options: Any) -> Any:
-    """Ours, with options by their names without "moe_monta_"; None is not given.
+    """Our dispatcher; options are named without "moe_monta_", and None means not given.
 
     Raises:
         ValueError: an option is wrong, or the chain cannot run on this layout.
@@ -134,9 +134,9 @@ def monta_dispatcher(shape: LayerShape, **options: Any) -> Any:
 class WholeGroupTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     """Stock's alltoall in a layer without sequence parallelism.
 
-    Every tensor parallel rank holds the tokens of its whole group, and sends all of them to the
-    parts of the experts at its own place in their groups. Megatron's conjugate operators around the
-    layer add up the parts: outputs on the way forward, gradients on the way back.
+    Every tensor parallel rank holds the tokens of its whole group, and sends all of them to those
+    parts of the experts that have its own position in the expert tensor parallel groups. Megatron's
+    conjugate operators around the layer sum the parts: outputs in forward, gradients in backward.
     """
 
     def __init__(self, *args: Any, parts_group: dist.ProcessGroup, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ class WholeGroupTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
 
 def whole_group_dispatcher(shape: LayerShape) -> Any:
-    """Step 0 of the ablation: for the tokens of the whole tensor parallel group, on every rank."""
+    """Step 0 of the ablation: every rank sends the tokens of its whole tensor parallel group."""
     groups = get_default_pg_collection()
     parts_group = groups.expt_tp
     # No gather inside the group: every rank has all that its part of an expert needs.
@@ -168,7 +168,7 @@ def whole_group_dispatcher(shape: LayerShape) -> Any:
 
 
 def build_experts(shape: LayerShape) -> Experts:
-    """Megatron's experts of this rank; grouped where Transformer Engine is there."""
+    """Megatron's experts on this rank; grouped GEMM if Transformer Engine is installed."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -184,7 +184,7 @@ def build_experts(shape: LayerShape) -> Experts:
             num_experts=shape.num_experts, moe_grouped_gemm=False
         )
     mlp, groups = spec.submodules.mlp, get_default_pg_collection()
-    # megatron-core >= 0.18 builds the MoE layer from a partial, before that from a spec.
+    # megatron-core >= 0.18 builds the MoE layer from a partial, earlier releases from a spec.
     if isinstance(mlp, ModuleSpec):
         layer = build_module(mlp, config=config, pg_collection=groups)
     else:

@@ -27,10 +27,10 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
     """How a dispatcher with this configuration chooses its chain.
 
     Args:
-        options: checked.
+        options: the options, already checked.
         config: the TransformerConfig.
         layout: this rank's place.
-        pairs_only: "auto" may choose between chains of pairs alone.
+        pairs_only: "auto" may choose only chains whose rows are pairs.
 
     Raises:
         ValueError: the chain cannot run here, or a plan is for another layout.
@@ -74,12 +74,12 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
 def _planned_choice(
     cluster: Cluster, workload: Workload, chains: tuple[Chain, ...], num_chunks: tuple[int, ...]
 ) -> PlannedChoice:
-    """One for all layers that are alike, so that a plan is made once and not once per layer."""
+    """One choice for all layers that are alike, so that a plan is not made for each of them."""
     return PlannedChoice(cluster=cluster, workload=workload, chains=chains, num_chunks=num_chunks)
 
 
 def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
-    """Make sure that all ranks of an exchange choose by the same rule: its hash.
+    """Make sure that all ranks of an exchange choose by the same rule; returns its hash.
 
     Raises:
         ValueError: names the first rank that differs, and the field.
@@ -99,7 +99,7 @@ def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
 
 
 def _workload(config: Any, layout: Layout) -> Workload:
-    """What a layer exchanges, as far as its configuration tells: all but the tokens."""
+    """What a layer exchanges, as far as its configuration says: all but the number of tokens."""
     value_bytes = torch.empty(0, dtype=config.params_dtype).element_size()
     router_dtype = getattr(config, "moe_router_dtype", None)
     return Workload(

@@ -1,6 +1,6 @@
-"""Our options as fields of Megatron's TransformerConfig, and its checks for "monta".
+"""Our options as fields of Megatron's TransformerConfig, and the checks of a "monta" one.
 
-A field of the dataclass is all it takes: Megatron generates its command line from the fields,
+Adding dataclass fields is enough: Megatron generates its command line from the fields,
 copies arguments into the configuration by field, and prints and checkpoints what it parsed.
 """
 
@@ -23,7 +23,7 @@ from monta_megatron.options import (
 
 
 def extend_transformer_config(transformer_config: ModuleType) -> None:
-    """Add the dispatcher type and the option fields, in the class and its subclasses.
+    """Add the dispatcher type and the option fields to the class and its subclasses.
 
     Args:
         transformer_config: the module megatron.core.transformer.transformer_config.
@@ -45,7 +45,7 @@ def extend_transformer_config(transformer_config: ModuleType) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Everything that is wrong with a configuration that asks for "monta", as one ValueError.
+    """Check a configuration that asks for "monta"; the first error is raised as a ValueError.
 
     Args:
         config: a TransformerConfig, or parsed arguments.

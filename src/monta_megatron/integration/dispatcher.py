@@ -39,8 +39,8 @@ from monta_megatron.topology.nodes import ranks_per_node_from_launcher
 
 logger = logging.getLogger(__name__)
 
-# Since 0.18 overlapped shared experts wait for the caller in both communication phases, and their
-# second layer runs in token_combine; before that, combine_postprocess runs it.
+# Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
+# and run their second layer in token_combine; earlier releases run it in combine_postprocess.
 SHARED_EXPERTS_WAIT = hasattr(SharedExpertMLP, "wait_current_stream")
 
 _logged: set[str] = set()
@@ -55,8 +55,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         chain: the chain of the micro-batch under way.
         num_chunks: its number of chunks.
         layout: this rank's place in the exchange.
-        groups: the process groups behind the chain's group names.
-        monitor: bytes by tier, and the record of starts and waits where one is kept.
+        groups: the process group for each group name of the chains.
+        monitor: bytes by tier, and the record of starts and waits if one is kept.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.options = Options.of(config)
         self.layout = self._find_layout()
-        # Where capacity decides the counts nothing is gathered, and where CUDA graphs capture the
-        # permutation there has to be one: then tokens are no choice.
+        # If capacity fixes the counts, nothing is gathered; if CUDA graphs capture the permutation,
+        # there has to be one. In both cases "auto" may choose only chains of pairs.
         self.choice = choose(
             self.options,
             config,
@@ -99,12 +99,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             num_blocks=self.choice.num_blocks if "tokens" in rows else 1,
             agreement=agreement,
         )
-        # Whether tokens or pairs are sent is known only once the counts are on the host.
+        # Whether only the counts, once on the host, decide if tokens or pairs are sent.
         self._is_open = len(rows) > 1
-        # The counts behind every split, as one tensor: the only thing that goes to the host. CUDA
-        # graphs replay it by name.
+        # The counts from which every split follows, as one tensor: all that is copied to the host.
+        # CUDA graphs replay it by name.
         self.exchange_counts: torch.Tensor | None = None
-        # Megatron reads every listed attribute, so what we never make may not be listed.
+        # Megatron reads every listed attribute, so one that we never set must not be listed.
         self.cudagraph_attrs.remove("num_global_tokens_per_local_expert")
         self.cudagraph_attrs.append("exchange_counts")
         self._counts_on_host: torch.Tensor | None = None
@@ -112,7 +112,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._counts: GatheredCounts | None = None
         self._exchange: Exchange | None = None
         self._decision: Decision | None = None
-        # One token stands for the first micro-batch until its counts are there.
+        # Until the first micro-batch's counts are known, the choice is that for one token.
         self._decide(max_tokens=1, log=len(self.choice.chains) == 1)
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.config.moe_expert_capacity_factor is not None
             or self.config.moe_router_padding_for_quantization
         ):
-            # How many rows there are is known on the device only, and permute needs the number.
+            # The number of rows is known on the device only, and permute needs it.
             self.num_out_tokens = None
             if not self._counting.by_block:
                 self._maybe_update_cuda_sync_point("before_permutation_1")
@@ -149,7 +149,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Count, and permute where rows are pairs.
 
-        Where the chain depends on the counts they are waited for here, else in token_dispatch.
+        If the counts decide what a row is, they are waited for here, else in token_dispatch.
 
         Args:
             hidden_states: [S/TP, B, H].
@@ -181,7 +181,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             if self.chain.rows == "pairs":
                 return self._permute(tokens, probs)
         if self.config.overlap_moe_expert_parallel_comm:
-            # The 1F1B schedule frees what goes into token_dispatch; the router has saved these.
+            # The 1F1B schedule frees what goes into token_dispatch, but the router has saved these.
             return tokens.clone(), probs.clone()
         return tokens, probs
 
@@ -227,7 +227,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return global_input_tokens, tokens_per_expert, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Nothing: the transpose begins with the order in which the experts leave their rows."""
+        """Do nothing: the transpose takes the rows in the order in which the experts leave them."""
         return hidden_states
 
     def token_combine(
@@ -272,7 +272,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                     f"monta: nodes of {cluster.ranks_per_node} ranks, as {cluster.name} has them; "
                     f"the launcher starts {launched} per host; --moe-monta-ranks-per-node decides"
                 )
-        # Else some would ask for the others' nodes, and some not.
+        # Otherwise some ranks might gather the node names while others do not.
         agree({"ranks_per_node": self.options.ranks_per_node}, self.tp_ep_group)
         return Layout(
             ep=self.ep_size,
@@ -292,20 +292,20 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     @property
     def _needs_no_gather(self) -> bool:
-        """Whether every expert takes `capacity` pairs from every rank, so that none has to ask."""
+        """Whether every expert takes `capacity` pairs from every rank: no counts to gather."""
         return bool(self.drop_and_pad) and not self._counting.by_block
 
     def _decide_by_counts(self) -> None:
-        """Choose for this micro-batch, by what all ranks know."""
+        """Choose the chain for this micro-batch, by what all ranks know."""
         if self._needs_no_gather:
-            # All ranks share the capacity; of its tokens each rank knows its own number alone.
+            # All ranks know the capacity; each rank's number of tokens is known only to itself.
             pairs = self.capacity * self.config.num_moe_experts
             per_token = self.config.moe_router_topk * self.config.moe_expert_capacity_factor
             self._decide(max_tokens=int(pairs / per_token))
             return
         assert self._counts is not None, "the counts are not on the host yet"
         if (self._counts.hashes != self._counting.agreement).any():
-            # They agreed once; it takes a copy with another configuration to come here.
+            # They agreed at construction; only a copy with another configuration gets here.
             agree(self.choice.rule(), self.tp_ep_group)
         self._decide(self._counts.max_tokens)
 
@@ -338,8 +338,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _padded_to_capacity(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Which tokens fill each expert to its capacity: [T, E] -> [T, 2E].
 
-        As stock's permute chooses them: an expert's routed tokens first, then tokens that were
-        not routed to it, each kind in order. The two kinds are two classes of pairs.
+        Chosen as stock's permute does: an expert's routed tokens first, then tokens that were not
+        routed to it, each kind in order. The two kinds are two classes of pairs.
         """
         num_tokens, num_experts = routing_map.shape
         self.capacity = get_capacity(
@@ -372,9 +372,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Copy the counts to the host at the copy's point and wait for them at the sync's point.
+        """Copy the counts to the host at `cuda_dtoh_point` and wait for them at `cuda_sync_point`.
 
-        Stock's phases call this with the points they pass; ours needs one tensor on the host.
+        Stock's phases call this at every such point; ours need only one tensor on the host.
         """
         if self._needs_no_gather:
             return tokens_per_expert
@@ -415,9 +415,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
 
 def _log_once(message: str) -> None:
-    """Say what was chosen: once per process and message, on rank 0."""
+    """Print and log a message once per process, on rank 0."""
     if dist.get_rank() == 0 and message not in _logged:
         _logged.add(message)
-        # Megatron logs at WARNING unless asked otherwise; what it tells its users it prints.
+        # Megatron logs at WARNING unless asked otherwise, and prints what users should see.
         print(message, flush=True)
         logger.info(message)

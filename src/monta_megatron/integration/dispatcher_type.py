@@ -1,10 +1,10 @@
 """What every place in Megatron that looks at `moe_token_dispatcher_type` gets to see.
 
 Megatron has no registry of dispatchers: it compares a string, in many places. A configuration
-keeps the string "monta". This table says, for each place, what happens when it meets it; a test
-finds every comparison in the installed Megatron and fails on one that is not listed here.
+keeps the string "monta". This table says how each place that reads it is handled; a test finds
+every comparison in the installed Megatron and fails on one that is not listed here.
 
-    sees "alltoall"   the string is exchanged for the time of the call: what holds for the stock
+    sees "alltoall"   the string is replaced for the time of the call: what holds for the stock
                       alltoall dispatcher holds for ours, which is a subclass of it
     sees "monta"      the comparison may see the real string; the reason says why that is right
     answered          the function is wrapped, and our answer replaces Megatron's
@@ -95,7 +95,7 @@ def is_monta(config: object) -> bool:
 
 @contextmanager
 def seen_as_alltoall(config: Any) -> Iterator[None]:
-    """While this lasts, whoever reads `config` meets the stock dispatcher's name."""
+    """Inside this context, whoever reads `config` sees the stock dispatcher's name."""
     config.moe_token_dispatcher_type = "alltoall"
     try:
         yield
@@ -107,7 +107,7 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
     """Megatron's rule for the 1F1B schedule, with our answer for the experts' input.
 
     The inputs of dispatch and combine may be freed as stock's are: our autograd functions save none
-    of them, and what is handed to dispatch is nobody else's.
+    of them, and nothing else uses what is handed to dispatch.
     """
 
     @functools.wraps(original)
@@ -118,7 +118,7 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
             stock_answer = original(name, is_moe, config, *args, **kwargs)
         if name != "mlp":
             return stock_answer
-        # Low precision saves the cast copies; otherwise the grouped GEMM saves this very tensor.
+        # Low precision saves the cast copies instead; else the grouped GEMM saves this very tensor.
         low_precision = any(getattr(config, field, None) for field in ("fp8", "fp4"))
         return stock_answer and low_precision
 

@@ -1,7 +1,7 @@
 """Which of Megatron's settings change a dispatcher's duty, and whether ours fulfils it.
 
-Every such setting is listed: with the test that shows that it runs, or with the reason why it is
-refused when the configuration is made, so that none is dropped unnoticed.
+Every such setting is listed, either with the test that shows that it works or with the reason why
+it is refused when the configuration is made, so that none is dropped unnoticed.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 _TESTS = "tests/dist/test_duties.py::"
 
-# Setting -> the test that shows it.
+# Setting -> the test that shows that it works.
 RUNS = {
     "moe_shared_expert_overlap": _TESTS + "test_shared_experts_overlap",
     "moe_shared_expert_intermediate_size": _TESTS + "test_shared_experts",
@@ -31,7 +31,7 @@ class Refusal(NamedTuple):
     """A setting that is refused.
 
     Attributes:
-        setting: field of TransformerConfig, or what several of them ask for.
+        setting: a field of TransformerConfig, or what several fields ask for together.
         asked: whether a configuration asks for it.
         reason: why it is refused, and what to do.
     """
@@ -45,12 +45,12 @@ def _graphs_whole_exchange(config: Any) -> bool:
     implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation == "none":
         return False
-    # 0.16 calls the field cuda_graph_scope; members are enums or strings by release.
+    # 0.16 calls the field cuda_graph_scope; members are enums or strings, depending on release.
     modules = getattr(config, "cuda_graph_modules", None) or getattr(
         config, "cuda_graph_scope", None
     )
     names = {getattr(module, "name", str(module)) for module in modules or []}
-    # 0.16 names the whole iteration among the modules.
+    # 0.16 lists the whole iteration as one of the modules.
     whole = implementation == "full_iteration" or bool(names & {"full_iteration", "moe"})
     return whole or not names
 

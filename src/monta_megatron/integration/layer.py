@@ -1,4 +1,4 @@
-"""How an MoE layer gets our dispatcher: by a patch of MoELayer, or by a spec, without one."""
+"""How an MoE layer gets our dispatcher: by patching MoELayer or, without a patch, by a spec."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ def patch_moe_layer(moe_layer: ModuleType) -> None:
 def build_with_monta(
     construct: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Construct an MoE layer as for stock alltoall, then exchange its dispatcher for ours.
+    """Construct an MoE layer as for stock alltoall, then replace its dispatcher with ours.
 
     Args:
         construct: MoELayer's constructor.
@@ -94,7 +94,7 @@ def with_monta(spec: Any) -> Any:
     for layer in getattr(spec, "layer_specs", None) or [spec]:
         mlp = layer.submodules.mlp
         if isinstance(mlp, functools.partial) and mlp.func is MoELayer:
-            # megatron-core >= 0.18 builds the MoE layer from a partial, before that from a spec.
+            # megatron-core >= 0.18 builds the MoE layer from a partial, earlier ones from a spec.
             layer.submodules.mlp = functools.partial(monta_moe_layer(), *mlp.args, **mlp.keywords)
         elif getattr(mlp, "module", None) is MoELayer:
             mlp.module = monta_moe_layer()

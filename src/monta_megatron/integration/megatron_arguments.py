@@ -1,11 +1,11 @@
-"""Megatron's own parser on a run's arguments, before anything starts.
+"""Check a run's arguments with Megatron's own parser, before anything starts.
 
     WORLD_SIZE=N python -m monta_megatron.integration.megatron_arguments FOLDER
 
-FOLDER holds the run's script: a Megatron beside it goes before an installed one, as when Python
-runs the script. Standard input is a JSON list with the words of each argument, standard output a
-JSON `Answer`. A process of its own, because Megatron is then the run's, with its environment, and
-nothing that Megatron says meanwhile gets in the way.
+FOLDER holds the run's script: a Megatron next to it takes precedence over an installed one, as
+when Python runs the script. Standard input is a JSON list with the words of each argument, standard
+output a JSON `Answer`. This is a process of its own so that it uses the run's Megatron in the run's
+environment, and nothing that Megatron prints meanwhile gets in the way.
 """
 
 import argparse
@@ -28,8 +28,8 @@ class Answer:
         megatron: version of Megatron-Core, or None where there is none.
         unchecked: why nothing was checked, or None.
         problem: the first thing that is wrong, or None.
-        position: of the argument that it is about, or None.
-        doubt: what Megatron's own validation refuses, or None. It asks for devices and optional
+        position: position of the argument that the problem is about, or None.
+        doubt: what Megatron's own validation refuses, or None. It looks for devices and optional
             libraries, which the run may find where this process does not.
     """
 
@@ -44,7 +44,7 @@ def check(arguments: Sequence[Words]) -> Answer:
     """Parse as the training script will.
 
     Args:
-        arguments: each the words of one argument, such as ["--lr", "1e-4"].
+        arguments: the words of each argument, such as ["--lr", "1e-4"].
     """
     try:
         from megatron.core.package_info import __version__ as version
@@ -69,7 +69,7 @@ def check(arguments: Sequence[Words]) -> Answer:
 
 
 def _own_check(parsed: argparse.Namespace, arguments: Sequence[Words], version: str) -> Answer:
-    """What this package refuses, which is no matter of a single argument."""
+    """What this package refuses in the arguments taken together."""
     from monta_megatron.integration.arguments import check_arguments
 
     try:
@@ -85,7 +85,7 @@ def _own_check(parsed: argparse.Namespace, arguments: Sequence[Words], version: 
 
 
 def _doubt(command_line: list[str]) -> str | None:
-    """The first thing that Megatron's validation refuses, at the world size of the environment."""
+    """The first thing that Megatron's validation refuses at the environment's world size."""
     from megatron.training.arguments import parse_args, validate_args
 
     sys.argv[1:] = command_line
@@ -125,8 +125,8 @@ def _problem(parser: argparse.ArgumentParser, words: Words, version: str) -> str
 
 
 def main(folder: str) -> None:
-    """Answer on standard output."""
-    # In the place of the folder that `python -m` puts there, which no script has on its path.
+    """Check the arguments on standard input, and answer on standard output."""
+    # This replaces the folder that `python -m` puts there, which is on no script's path.
     sys.path[0] = folder
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,7 +1,7 @@
 """The way in: what is hooked into Megatron, and when.
 
-Installing only leaves functions behind, to run when Megatron's modules are imported
-(`import_hook`); nothing of Megatron is imported here.
+`install` only leaves functions that run when Megatron's modules are imported (`import_hook`);
+nothing of Megatron is imported here.
 
     (a) autoload     PyTorch's entry point calls `install` at `import torch`
     (b) register()   the user's code calls it
@@ -24,7 +24,7 @@ def ways_in() -> tuple[str, ...]:
 
 
 def install(way_in: str) -> None:
-    """Hook into Megatron's modules, now or when they are imported; a second call only notes it."""
+    """Hook into Megatron's modules, now or once imported; a second call only notes its way in."""
     if way_in not in _ways_in:
         _ways_in.append(way_in)
     if len(_ways_in) > 1:
@@ -40,7 +40,7 @@ def install(way_in: str) -> None:
 
 
 def register() -> None:
-    """Install and check at once that the Megatron-Core that is there is a supported one."""
+    """Check at once that the installed Megatron-Core is a supported one, then install."""
     from monta_megatron.integration.versions import check_megatron_version
 
     check_megatron_version()
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def _apply(patch: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Run one patch; a Megatron that it does not fit must stay usable without us."""
+    """Run one patch; a Megatron that the patch does not fit must stay usable without us."""
     try:
         patch(module)
     except Exception as error:  # noqa: BLE001 - a Megatron of another shape fails in its own way
@@ -78,8 +78,8 @@ def _patch_moe_layer(module: ModuleType) -> None:
 def _patch_should_free_input(module: ModuleType) -> None:
     from monta_megatron.integration.dispatcher_type import answer_should_free_input
 
-    # 0.16 defines it in the second module; later releases import it there from the first, where
-    # it is wrapped already.
+    # 0.16 defines it in fine_grained_callables; later releases import it there from common.utils,
+    # where it is wrapped already.
     function = module.__dict__.get("should_free_input")
     if function is not None and function.__module__ == module.__name__:
         module.should_free_input = answer_should_free_input(function)  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 import os
 import re
 
-# First release that is supported, and the first that is not.
+# The first release that is supported, and the first one after it that is not.
 SUPPORTED = ((0, 16), (0, 20))
 OVERRIDE_VARIABLE = "MONTA_ALLOW_ANY_MEGATRON"
 
