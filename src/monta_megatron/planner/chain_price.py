@@ -1,4 +1,4 @@
-"""What a chain costs in a number of chunks: all walks of a phase, their bytes and their memory."""
+"""What a chain costs in a given number of chunks: a phase's walks, their bytes and their memory."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ WALKS: dict[Phase, tuple[WalkLanes, ...]] = {
     "forward": FORWARD,
     "forward_backward": FORWARD_BACKWARD,
 }
-# Those that hold most, one in each direction: the other two move the same rows with fewer lanes.
+# The walks that hold most, one per direction: the other two move the same rows with fewer lanes.
 HEAVIEST: dict[Phase, tuple[WalkLanes, ...]] = {
     "forward": FORWARD,
     "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
@@ -34,15 +34,15 @@ RESOURCE_NAMES = {"inter": "network", "intra": "fast tier", "memory": "memory"}
 
 @dataclass(frozen=True, kw_only=True)
 class ChainPrice:
-    """A chain in a number of chunks, priced.
+    """The price of a chain in a given number of chunks.
 
     Attributes:
         chain: what runs.
         num_chunks: in how many chunks.
         walks: the walks of the phase.
         traffic: [walks][ranks] what they move.
-        num_alike: ranks for which each of those stands.
-        peak_bytes: the most that the executor holds at once.
+        num_alike: number of ranks that each of those ranks stands for.
+        peak_bytes: the most that the executor holds at once on one rank.
     """
 
     chain: Chain
@@ -59,7 +59,7 @@ class ChainPrice:
 
     @cached_property
     def lower_bound_us(self) -> float:
-        """What no schedule of these stages beats."""
+        """A time that no schedule of these stages beats."""
         return sum(walk.lower_bound_us for walk in self.walks)
 
     def bytes_by_tier(self) -> dict[str, float]:
@@ -73,11 +73,11 @@ class ChainPrice:
 
     @property
     def plainness(self) -> tuple[bool, int, int]:
-        """Less is plainer."""
+        """Sort key: smaller is plainer."""
         return self.chain.name != "alltoall", len(self.chain.stages), self.num_chunks
 
     def busiest(self) -> tuple[str, float]:
-        """The resource with most to do, and for how long."""
+        """The busiest resource, and for how long it is busy."""
         busy = {
             resource: sum(
                 sum(work.times_us)
@@ -99,15 +99,15 @@ def price_chain(
     phase: Phase,
     gathered_counts: int | None = None,
 ) -> ChainPrice:
-    """What one chain costs in one number of chunks.
+    """What one chain costs in a given number of chunks.
 
     Args:
         workload: what is exchanged.
-        cluster: on what.
+        cluster: on which cluster.
         chain: what runs.
         num_chunks: in how many chunks.
         phase: whether the backward walks are priced too.
-        gathered_counts: integers that every rank tells before; None for what the chain needs.
+        gathered_counts: integers per rank in the gather of counts; None for what the chain needs.
     """
     bound = workload.bind(chain, num_chunks)
     if gathered_counts is None:

@@ -1,6 +1,6 @@
 """Which chain runs, in how many chunks: fixed by the user, or planned for the tokens at hand.
 
-Every rank has to choose alike, so a choice depends on what all of them know: its rule, on which
+Every rank has to choose alike, so a choice depends only on what all know: its rule, on which
 they agree once, and the largest number of tokens on any rank, which is in the gathered counts.
 """
 
@@ -41,18 +41,18 @@ class Choice(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Token blocks for which counts are taken: at least as many as chunks."""
+        """Number of token blocks that are counted: at least as many as chunks."""
 
     def rule(self) -> dict[str, Any]:
         """What every rank has to agree on, as plain values."""
 
     def decide(self, max_tokens: int) -> Decision:
-        """What runs where no rank has more than `max_tokens` tokens."""
+        """What runs if no rank has more than `max_tokens` tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedChoice:
-    """A chain in a number of chunks, whatever the tokens."""
+    """A fixed chain and number of chunks, whatever the number of tokens."""
 
     decision: Decision
 
@@ -80,10 +80,10 @@ class PlannedChoice:
     """A plan for every range of tokens, made when it is first needed.
 
     Attributes:
-        cluster: whose costs are used.
+        cluster: the cluster whose costs are used.
         workload: what is exchanged; its number of tokens is replaced.
-        chains: which chains may be chosen.
-        num_chunks: which numbers of chunks.
+        chains: the chains that may be chosen.
+        num_chunks: the numbers of chunks that may be chosen.
     """
 
     cluster: Cluster
@@ -104,7 +104,7 @@ class PlannedChoice:
             "chains": [chain.name for chain in self.chains],
             "num_chunks": list(self.num_chunks),
             "cluster": self.cluster.name,
-            # Kilobytes, of which a message could show nothing.
+            # A hash, because the costs are kilobytes, too much to show in a message.
             "hash of the costs": hash_of({"costs": repr(self.cluster)}),
             "hidden_size": self.workload.hidden_size,
             "value_bytes": self.workload.value_bytes,
@@ -129,13 +129,13 @@ class PlannedChoice:
 
 
 def plan_for(choice: PlannedChoice, tokens: int) -> Plan:
-    """The plan behind a choice for so many tokens per rank."""
+    """The plan behind a choice for `tokens` tokens per rank."""
     return plan(
         choice.workload.with_tokens(tokens),
         choice.cluster,
         chains=[chain.name for chain in choice.chains],
         num_chunks=choice.num_chunks,
-        # Which chain runs is decided by what is gathered, so that is what any of them needs.
+        # The chain is chosen after the gather, which therefore holds what any of the chains needs.
         gathered_counts=sum(
             gathered_widths(choice.chains, choice.workload.layout, choice.num_blocks)
         ),
@@ -143,7 +143,7 @@ def plan_for(choice: PlannedChoice, tokens: int) -> Plan:
 
 
 def bucket_of(num_tokens: int) -> int:
-    """The next size at half an octave: 1, 2, 3, 4, 6, 8, 12, ... so that plans are few."""
+    """Round up to a half-octave step (1, 2, 3, 4, 6, 8, 12, ...), so that few plans are made."""
     if num_tokens <= 2:
         return max(num_tokens, 1)
     octave = 1 << (num_tokens - 1).bit_length() - 1
@@ -156,9 +156,9 @@ def chains_for(layout: Layout) -> tuple[Chain, ...]:
 
 
 def uncalibrated(layout: Layout) -> Cluster:
-    """Published figures of a common cluster, for want of measured ones: H100 with 8 x NDR.
+    """Published figures of a common cluster, H100 with 8 x NDR, in the absence of measured ones.
 
-    Those of configs/clusters/h100_8x_ndr.yaml, where each has its source.
+    They are those of configs/clusters/h100_8x_ndr.yaml, which gives the source of each.
     """
     source = "configs/clusters/h100_8x_ndr.yaml"
     ranks_per_node = math.ceil(len(layout.nodes) / layout.num_nodes)

@@ -21,10 +21,10 @@ RESOURCES: tuple[Resource, ...] = ("inter", "intra", "memory")
 
 TIER_OF_MEMORY: Tier = "memory"
 COLLECTIVES: tuple[Operation, ...] = ("alltoall", "allgather")
-# On the routing map and on lists of experts: many short steps.
+# Operations on the routing map and on lists of experts, made of many short steps.
 FINDS: tuple[Operation, ...] = ("find", "find_lists", "count", "lists")
 
-# Where a cluster has no curve for an operation, the next one like it stands in.
+# If a cluster has no curve for an operation, this similar operation stands in for it.
 STANDS_IN: dict[Operation, Operation] = {
     "sum": "copy",
     "find": "copy",
@@ -38,7 +38,7 @@ STANDS_IN: dict[Operation, Operation] = {
 
 
 class Time(NamedTuple):
-    """What an operation takes, and what has to be said about how it was found."""
+    """How long an operation takes, and a note on how that was found, if one is needed."""
 
     us: float
     note: str | None = None
@@ -51,7 +51,7 @@ class Link:
     Attributes:
         tier: "inter" per NIC, "intra" and "memory" per rank.
         alpha_us: time of the smallest operation.
-        gbps: 1e9 bytes per second, one direction; "memory" reads and writes together.
+        gbps: 1e9 bytes per second, one direction; "memory" counts reads and writes together.
         kind: whether it was measured on this cluster.
         source: where it was published.
     """
@@ -65,23 +65,23 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
-    """What the host spends on starting an operation, per stage and chunk, and around them.
+    """Host time to start an operation, for each stage and chunk, and for what surrounds the stages.
 
     Attributes:
-        collective_us: an AllToAll or AllGather.
-        copy_us: a copy of rows.
-        sum_us: a sum over copies.
-        find_us: counting, making the lists of experts, and finding out from them what is copied.
-        counts_to_host_us: the copy of the counts to the host, with the wait for it.
-        counts_us: counting what goes where and binding a chain to it, once per dispatch.
-        walk_us: what a walk takes beside its stages: autograd and the executor.
+        collective_us: to start an AllToAll or AllGather.
+        copy_us: to start a copy of rows.
+        sum_us: to start a sum over copies.
+        find_us: to start counting, making lists of experts, or finding from them what is copied.
+        counts_to_host_us: to copy the counts to the host and wait for them.
+        counts_us: to count what goes where and bind a chain to it, once per dispatch.
+        walk_us: what a walk takes besides its stages: autograd and the executor.
         stage_us: what the executor takes for each stage of each chunk.
-        first_collective_us: by how much longer the first chunk of a stage takes than those after
-            it, whose code the host's caches hold by then; of a collective.
-        first_copy_us: the same of an operation in memory.
-        first_find_us: the same of finding out what is copied.
-        kind: whether it was measured on this cluster.
-        source: with what, or where it was published.
+        first_collective_us: how much longer the first chunk of a collective's stage takes than
+            later ones, whose code is in the host's caches by then.
+        first_copy_us: the same for an operation in memory.
+        first_find_us: the same for the operations of `find_us`.
+        kind: whether these were measured on this cluster.
+        source: what they were measured with, or where they were published.
     """
 
     collective_us: NonNegativeFloat
@@ -89,7 +89,7 @@ class HostCosts:
     sum_us: NonNegativeFloat
     find_us: NonNegativeFloat
     counts_to_host_us: NonNegativeFloat
-    # Published figures of operations have these among them, or their authors have hidden them.
+    # 0 by default: published figures of operations include these, or their authors hid them.
     counts_us: NonNegativeFloat = 0.0
     walk_us: NonNegativeFloat = 0.0
     stage_us: NonNegativeFloat = 0.0
@@ -108,7 +108,7 @@ class HostCosts:
         return self.sum_us if operation == "sum" else self.copy_us
 
     def first_us(self, operation: Operation) -> float:
-        """By how much longer the first chunk of a stage takes than those after it."""
+        """How much longer the first chunk of a stage takes than later ones."""
         if operation in COLLECTIVES:
             return self.first_collective_us
         return self.first_find_us if operation in FINDS else self.first_copy_us
@@ -119,15 +119,15 @@ Slowdown = Annotated[float, Rule("a number >= 1", lambda value: value >= 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Contention:
-    """By how much two operations slow each other while both run.
+    """How much two operations slow each other while both run.
 
     Attributes:
-        pair: of resources; twice the same for two operations on one.
-        factor: of the first one of the pair: 1 if it does not feel the other, 2 if it runs at
+        pair: two resources; the same one twice for two operations on one resource.
+        factor: slowdown of the first one: 1 if the other does not affect it, 2 if it runs at
             half its rate.
-        factor_of_second: of the other one; None if it is the same.
+        factor_of_second: slowdown of the second one; None if it is the same.
         kind: whether it was measured on this cluster.
-        source: with what, or where it was published.
+        source: what it was measured with, or where it was published.
     """
 
     pair: tuple[Resource, Resource]
@@ -139,21 +139,21 @@ class Contention:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes and costs. At least a link or curves for every tier.
+    """Nodes and costs: at least a link or curves for every tier that the cluster has.
 
     Attributes:
-        name: as users call it.
-        num_nodes: sets of ranks joined by the fast tier.
+        name: what users call it.
+        num_nodes: number of sets of ranks joined by the fast tier.
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share evenly.
-        kind: whether these numbers and the memory were found on this cluster or published.
-        source: where.
+        kind: whether these numbers and the memory size come from this cluster or were published.
+        source: where they come from.
         launch: host time per operation.
         memory_gb_per_rank: 1e9 bytes that a rank may use, or None where that is not known.
         copies_block_host: copies run on the host thread in program order, as on CPU ranks.
         links: each tier as a line, used where there is no curve.
-        curves: each operation by tier and group size.
-        contention: pairs that are not named slow each other by 1, or by 2 if they are the same.
+        curves: one for each operation, tier and group size.
+        contention: pairs that are not listed have factor 1, or 2 if both are the same resource.
     """
 
     name: Text
@@ -203,7 +203,7 @@ class Cluster:
         return None if self.memory_gb_per_rank is None else self.memory_gb_per_rank * 1e9
 
     def factor(self, first: Resource, second: Resource) -> float:
-        """By how much an operation on `first` is slowed while one on `second` runs beside it."""
+        """How much an operation on `first` is slowed while one on `second` runs."""
         return self._factors[first, second]
 
     def time_us(
@@ -214,18 +214,18 @@ class Cluster:
         group_size: int = 1,
         ranks_on_node: int = 1,
     ) -> Time:
-        """What one operation takes.
+        """How long one operation takes.
 
         Args:
             operation: what is done.
-            tier: through which the bytes go.
-            num_bytes: bytes per rank that leave it in this tier; read and written, in memory.
-            group_size: ranks that take part: of the whole group in "inter", of its part on one
+            tier: the tier through which the bytes go.
+            num_bytes: bytes that leave each rank in this tier; in memory, bytes read and written.
+            group_size: number of ranks that take part: the whole group in "inter", its part on one
                 node in "intra".
             ranks_on_node: ranks of the group on each node.
 
         Raises:
-            ValueError: the cluster has no nodes to cross.
+            ValueError: there is neither curve nor link, as for "inter" on a single node.
         """
         named: Operation | None = operation
         while named is not None:
@@ -290,7 +290,7 @@ class Cluster:
 
 
 def _from_curves(curves: dict[int, Curve], num_bytes: float, group_size: int) -> Time:
-    """From the curve of the group size, or of the nearest one by ratio."""
+    """The time from the curve for this group size, or for the nearest one by ratio."""
     notes = []
     curve = curves.get(group_size)
     if curve is None:

@@ -1,8 +1,8 @@
-"""Cost curves: how long an operation takes for so many bytes, from points or from a line.
+"""Cost curves: how long an operation takes for a number of bytes, by points or a line.
 
 Between its points a curve is interpolated in the logarithms of both, as costs bend over decades.
-Beyond its ends it goes on as a line, alpha + bytes * beta, through the end point with the slope
-that fits the last points best; that is an extrapolation and is reported as one.
+Beyond its ends it continues as a line, alpha + bytes * beta, through the end point with the slope
+that best fits the last points at that end; this is an extrapolation and is reported as one.
 """
 
 import math
@@ -28,10 +28,10 @@ Operation: TypeAlias = Literal[
     "unpermute",
 ]
 Tier: TypeAlias = Literal["inter", "intra", "memory"]
-# Datasheet: published, by a vendor or by others who measured. Measured: on that very cluster.
+# Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
 Kind: TypeAlias = Literal["measured", "datasheet"]
 
-# Points at an end of a curve to which its line beyond that end is fitted.
+# Number of points at each end of a curve that the line beyond that end is fitted to.
 NUM_END_POINTS = 3
 
 Sizes = Annotated[
@@ -60,18 +60,18 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What one operation costs on a group of one size, with every rank of a node busy at it.
+    """What one operation costs for one group size, with every rank of a node busy with it.
 
     Attributes:
         operation: what was timed; docs/calibration.md explains each.
-        tier: through which the bytes go.
+        tier: the tier through which the bytes go.
         group_size: ranks that take part; 1 for operations in memory.
-        sizes_bytes: ascending; bytes per rank that leave it in this tier, or that an operation in
+        sizes_bytes: ascending; bytes that leave each rank in this tier, or that an operation in
             memory reads and writes.
-        times_us: for each size.
+        times_us: the time for each size.
         kind: whether it was measured on this cluster.
-        source: with what, or where it was published.
-        fit: a line through the points, for the reader; the points alone are used.
+        source: what it was measured with, or where it was published.
+        fit: a line through the points, for the reader; only the points are used.
     """
 
     operation: Operation
@@ -91,7 +91,7 @@ class Curve:
             )
 
     def covers(self, num_bytes: float) -> bool:
-        """Whether a size lies between the points."""
+        """Whether a size lies within the range of the points."""
         return self.sizes_bytes[0] <= num_bytes <= self.sizes_bytes[-1]
 
     def time_us(self, num_bytes: float) -> float:
@@ -110,9 +110,9 @@ class Curve:
     def scaled(self, rate_ratio: float) -> "Curve":
         """The same curve where a byte takes `1 / rate_ratio` of its time on the link.
 
-        What a size takes beyond its bytes at the curve's last slope stays as it is. Starting is not
-        added to the transfer, most of which goes on meanwhile; so no size becomes faster than
-        starting alone, or than it was.
+        The part of a size's time that exceeds its bytes at the curve's last slope stays as it is.
+        Starting overlaps most of the transfer, so it is not added; instead, no size becomes faster
+        than starting alone, or than it was if that is faster still.
         """
         start_us, us_per_byte = self.time_us(0.0), self._slopes[1]
         times = []
@@ -154,7 +154,7 @@ def fit_line(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> tuple
 
 
 def fit(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> Fit | None:
-    """What a calibration writes beside its points; None where times do not grow with the size.
+    """The line that a calibration writes next to its points; None if times do not grow with size.
 
     Every point has the same weight relative to its time: a plain fit would follow the largest
     size alone.

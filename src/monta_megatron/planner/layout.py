@@ -1,4 +1,4 @@
-"""The layout: how the ranks are cut into parallel groups, and where an exchange then lies."""
+"""The layout: how ranks are divided into parallel groups, and on which nodes an exchange lies."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class ParallelLayout:
     """Sizes of Megatron's parallel groups.
 
     Attributes:
-        world_size: all ranks.
+        world_size: number of all ranks.
         tp: tensor parallel size of the attention, with sequence parallelism.
         ep: expert parallel size.
         etp: expert tensor parallel size.
@@ -57,7 +57,7 @@ class ParallelLayout:
                 f"pp: got {self.pp}, must be at most num_layers of {model.name} "
                 f"({model.num_layers})"
             )
-        # Sequence parallelism cuts the sequence; context parallelism takes it in two halves.
+        # Sequence parallelism cuts the sequence; context parallelism gives each rank two pieces.
         parts = self.tp * self.cp * (2 if self.cp > 1 else 1)
         if model.seq_length % parts != 0:
             return (
@@ -72,13 +72,13 @@ class ParallelLayout:
 
 
 def exchanges(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> tuple[Layout, ...]:
-    """The exchanges of a layout that lie differently on the nodes, each as its first rank sees it.
+    """A layout's exchanges, one for each way they lie on the nodes, each as its first rank sees it.
 
     Megatron numbers the expert ranks of a pipeline stage with ETP fastest, then EP, so an
-    exchange is a run of consecutive ranks. Where its size fits the nodes all lie alike.
+    exchange is a run of consecutive ranks. If its size fits the nodes, all of them lie alike.
     """
     size = layout.exchange_size
-    # After this many exchanges the pattern begins again.
+    # After this many exchanges the pattern repeats.
     period = math.lcm(size, ranks_per_node) // size
     patterns: dict[tuple[int, ...], None] = {}
     for index in range(min(period, layout.world_size // size)):

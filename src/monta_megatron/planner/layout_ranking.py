@@ -1,4 +1,4 @@
-"""Every layout that fits model and cluster, by what its exchange costs: a user's first question."""
+"""Every layout that fits the model and the cluster, ranked by what its exchange costs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from monta_megatron.planner.workload import Workload
 from monta_megatron.progress import NoProgress, Progress
 
 # Mixed precision with the distributed optimizer: weights in 16 bits and gradients in 32 on every
-# rank; master weights and two moments in 32 bits, cut over the data parallel ranks.
+# rank; master weights and two moments in 32 bits, sharded over the data parallel ranks.
 BYTES_PER_PARAMETER = 2 + 4
 BYTES_PER_PARAMETER_OVER_DATA_PARALLEL = 3 * 4
 
@@ -24,13 +24,13 @@ class RankedLayout:
 
     Attributes:
         tp, ep, etp, cp, pp: sizes of the parallel groups.
-        tokens_per_rank: that a rank brings to an exchange.
-        chain: the plan's.
-        num_chunks: likewise.
-        predicted_us: of the exchanges of one layer and micro-batch.
-        us_per_1k_tokens: that, for 1,000 tokens of a rank; layouts differ in tokens per rank.
+        tokens_per_rank: tokens that a rank brings to an exchange.
+        chain: the chain of the plan.
+        num_chunks: the number of chunks of the plan.
+        predicted_us: time of the exchanges of one layer and micro-batch.
+        us_per_1k_tokens: the same per 1,000 tokens of a rank; layouts differ in tokens per rank.
         peak_bytes: the most that the executor holds at once on one rank.
-        state_bytes: weights, gradients and optimizer on one rank; activations come on top.
+        state_bytes: weights, gradients and optimizer state on one rank; activations come on top.
     """
 
     tp: int
@@ -62,20 +62,20 @@ def rank_layouts(
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
 
-    TP and ETP stay inside a node. Where the cluster says what memory a rank has, layouts whose
+    TP and ETP stay inside a node. If the cluster says how much memory a rank has, layouts whose
     weights, gradients, optimizer state and exchange do not fit into it are left out.
 
     Args:
         model: what is trained.
-        cluster: on what.
-        world_size, cp, pp: of the layouts.
-        phase: what has to be fast.
-        workloads: a layout's exchanges; see `workload.workloads_of`.
-        memory_limit_bytes, margin: of the plan for each; see `search.plan`.
-        progress: told of every layout.
+        cluster: on which cluster.
+        world_size, cp, pp: the same for all layouts.
+        phase: the phase whose time counts.
+        workloads: layout -> its exchanges; see `workload.workloads_of`.
+        memory_limit_bytes, margin: for the plan of each layout; see `search.plan`.
+        progress: gets a step for every layout.
 
     Raises:
-        ValueError: none fits.
+        ValueError: no layout fits.
     """
     found = []
     memory_bytes = cluster.memory_bytes_per_rank
@@ -102,7 +102,7 @@ def rank_layouts(
                 margin=margin,
             )
         except ValueError:
-            # No chain fits into what is left.
+            # No chain fits into the memory that is left.
             continue
         found.append(_ranked(layout, plan, state))
     if not found:
@@ -115,7 +115,7 @@ def rank_layouts(
 
 
 def state_bytes(model: Model, layout: ParallelLayout) -> float:
-    """Weights, gradients and optimizer of one rank, pipeline stages being alike."""
+    """Bytes of weights, gradients and optimizer state on one rank, if pipeline stages are alike."""
     experts = min(model.num_expert_parameters, model.num_parameters_billions * 1e9)
     dense = model.num_parameters_billions * 1e9 - experts
     total = 0.0

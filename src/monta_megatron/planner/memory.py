@@ -17,14 +17,14 @@ SUM_BYTES = 4
 
 
 def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
-    """Output, messages and sums of a walk, in the order in which they are issued.
+    """The peak of a walk's output, messages and sums, following the order of issue.
 
     On a GPU everything lives until the walk has been issued; see `exchange.streams.Streams.hold`.
-    Sums are made in fp32 before they are rounded into a message. Indices are left out: of a chain
-    of tokens they are 8 bytes for each expert in the list of a row, kept until backward.
+    Sums are made in fp32 before they are rounded into a message. Indices are left out: in a chain
+    of tokens they take 8 bytes for each expert in the list of a row, kept until backward.
 
     Returns:
-        bytes on this rank beyond the walk's input.
+        Bytes on this rank beyond the walk's input.
     """
     stages = bound.walked(walk.transpose)
     row_bytes = [sum(messages) for messages in message_bytes_by_stage(bound, row, walk)]
@@ -37,7 +37,7 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
     rows_behind = [_rows_behind(stage, walk) for stage in stages]
 
     peak = live = 0.0
-    # By chunk: the transposed AllGather whose copies nobody has summed yet.
+    # chunk -> position of the transposed AllGather whose copies have not been summed yet.
     gathered: dict[int, int] = {}
     for position, chunk in order_of_issue(bound.depths(walk.transpose, False), bound.num_chunks):
         stage = stages[position]
@@ -50,7 +50,7 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
             live += row_bytes[gather] * rows
             peak = max(peak, live + num_sums * rows * sum_bytes)
         if position == last:
-            # The output is allocated when its first rows come.
+            # The output is allocated when its first rows arrive.
             live += output if chunk == 0 else 0.0
         elif writes[position]:
             rows = rows_behind[position][chunk]
@@ -61,7 +61,7 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
                 behind = stages[position + 1]
                 sums_over_ranks = isinstance(behind.stage, AllGather) and behind.send.shape[1] > 1
                 if sums_over_ranks and row.value_bytes < SUM_BYTES:
-                    # A rank keeps its own part of the sum as it is.
+                    # A rank keeps its own part of the sum unrounded.
                     live += behind.send[chunk, 0].item() * sum_bytes
                 peak = max(peak, live + rows * sum_bytes)
         peak = max(peak, live)
@@ -69,7 +69,7 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
 
 
 def _writes(stages: Sequence[BoundStage], position: int) -> bool:
-    """Whether a stage allocates: not one that hands on views, nor a group of one rank."""
+    """Whether a stage allocates: not if it passes on views, nor in a group of one rank."""
     stage = stages[position]
     if isinstance(stage.stage, AllToAll | AllGather):
         return stage.send.shape[1] > 1

@@ -18,22 +18,22 @@ class Model:
     """One model, and the batch that it is trained with.
 
     Attributes:
-        name: as users call it.
+        name: what users call it.
         source: where the dimensions were published.
         hidden_size: H.
         num_layers: transformer layers.
-        num_moe_layers: those with experts.
-        num_attention_heads: query heads; a tensor parallel size divides them.
+        num_moe_layers: transformer layers with experts.
+        num_attention_heads: query heads; a tensor parallel size must divide them.
         num_query_groups: key and value heads.
         num_experts: routed experts per layer.
         moe_router_topk: experts per token.
-        moe_ffn_hidden_size: of one expert; an expert tensor parallel size divides it.
-        num_parameters_billions: of the whole model.
-        seq_length: tokens of a sequence. A choice of the training, not of the model.
-        micro_batch_size: sequences of a micro-batch. Likewise.
-        dtype: of the hidden rows on their way.
-        probs_dtype: of the routing probabilities (Megatron: moe_router_dtype).
-        moe_router_num_groups: groups of experts of a group-limited router.
+        moe_ffn_hidden_size: of one expert; an expert tensor parallel size must divide it.
+        num_parameters_billions: parameters of the whole model.
+        seq_length: tokens per sequence; chosen for the training, not given by the model.
+        micro_batch_size: sequences per micro-batch; likewise.
+        dtype: dtype of the hidden rows in transit.
+        probs_dtype: dtype of the routing probabilities (Megatron: moe_router_dtype).
+        moe_router_num_groups: number of expert groups of a group-limited router.
         moe_router_group_topk: groups that a token may use.
     """
 

@@ -24,14 +24,14 @@ class Situation:
         ep: expert parallel size.
         etp: expert tensor parallel size.
         nodes: [ep * etp] node of every rank of the exchange, the first one being 0.
-        num_experts: of the layer.
-        topk: experts per token; for a routing that is no top-k, the longest list.
-        hidden_size: of a row.
-        value_bytes: of one hidden value.
-        tokens_per_rank: that a rank brings, at most.
+        num_experts: experts of the layer.
+        topk: experts per token; for a routing that is not top-k, the longest list of experts.
+        hidden_size: hidden size of a row.
+        value_bytes: bytes of one hidden value.
+        tokens_per_rank: the most tokens that a rank brings.
         routing: where tokens go.
-        phase: what was made fast.
-        cluster: whose costs were used.
+        phase: the phase whose time counted.
+        cluster: name of the cluster whose costs were used.
     """
 
     ep: PositiveInt
@@ -54,10 +54,10 @@ class StageCost:
     Attributes:
         walk: dispatch, combine, or the backward pass of one of them.
         stage: its name.
-        resource: what it occupies, or the host, around the stages of a walk.
-        alone_us: its chunks one after the other, with nothing beside them.
-        inter_bytes: that leave ranks for other nodes, over all ranks of the exchange.
-        intra_bytes: that leave ranks for others on their node, likewise.
+        resource: what it occupies; "host" for what surrounds the stages of a walk.
+        alone_us: time of its chunks one after the other, with nothing else running.
+        inter_bytes: bytes that leave ranks for other nodes, over all ranks of the exchange.
+        intra_bytes: bytes that leave ranks for others on their node, likewise.
     """
 
     walk: Text
@@ -70,14 +70,14 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A chain in a number of chunks.
+    """A chain and a number of chunks.
 
     Attributes:
         chain: its name.
-        num_chunks: None where the chain cannot run, in whatever number of chunks.
+        num_chunks: None where the chain cannot run in any number of chunks.
         predicted_us: time of the phase; None where it cannot run.
-        lower_bound_us: of that time: the busiest resource alone.
-        inter_bytes: over all ranks of the exchange.
+        lower_bound_us: a time that no schedule beats; see `schedule.lower_bound_us`.
+        inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
         rejected: why it was not chosen; None for the choice.
@@ -99,12 +99,12 @@ class Plan:
 
     Attributes:
         chain: key of `chains.CHAINS`.
-        num_chunks: of the chosen chain.
-        predicted_us: time of the phase; None where the choice was made by hand.
+        num_chunks: number of chunks of the chosen chain.
+        predicted_us: time of the phase; None for a choice by hand that is no candidate.
         reason: why this one.
         situation: what it was made for.
         stages: the choice, stage by stage.
-        candidates: all of them, the fastest first, those that cannot run last.
+        candidates: everything considered, the fastest first, what cannot run last.
         notes: what had to be assumed.
     """
 
@@ -126,11 +126,11 @@ class Plan:
             )
 
     def misfit(self, layout: Layout, num_experts: int) -> str | None:
-        """The first field in which this plan is for another exchange, or None if it fits.
+        """Why this plan does not fit an exchange: the first misfit found, or None if it fits.
 
         Args:
-            layout: of the exchange that wants to use it.
-            num_experts: of the layer.
+            layout: layout of the exchange that is to use the plan.
+            num_experts: experts of the layer.
         """
         first_node = min(layout.nodes)
         found = {
@@ -152,7 +152,7 @@ class Plan:
         return CHAINS[self.chain].refusal(layout)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, to be read, edited and given to --moe-monta-plan.
+        """Write the plan to a file that can be read, edited and given to --moe-monta-plan.
 
         Raises:
             ValueError: the file cannot be written.
@@ -161,7 +161,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan; one whose choice was edited says so.
+        """Read a plan; if its choice was edited, its reason says so.
 
         Raises:
             ValueError: one line that names the file, the key, the value and the rule.

@@ -31,7 +31,7 @@ from monta_megatron.planner.traffic import (
     WalkTraffic,
 )
 
-# What the host does in a walk beside its stages.
+# What the host does in a walk besides its stages.
 AROUND_STAGES = "around the stages"
 
 
@@ -41,12 +41,12 @@ class WalkPrice:
 
     Attributes:
         walk: its name.
-        host_us: what it takes the host beside its stages, before them.
-        before: what comes before the pipeline, one after the other, each in one chunk.
+        host_us: host time besides the stages, spent before them.
+        before: what runs before the pipeline, one after the other, each in one chunk.
         pipeline: the stages that work on chunks.
-        after: what comes after it.
-        schedule: of the pipeline.
-        lower_bound_us: of the whole walk; see `schedule.lower_bound_us`.
+        after: what runs after it, likewise.
+        schedule: schedule of the pipeline.
+        lower_bound_us: lower bound for the whole walk; see `schedule.lower_bound_us`.
         notes: what had to be assumed.
     """
 
@@ -79,9 +79,9 @@ def price_walk(
 
     Args:
         walk: which of the four.
-        ranks: what each rank of the exchange moves, in order; one alone stands for all.
-        cluster: whose curves.
-        nic_starts: the first rank of each network interface; the ranks up to the next share it.
+        ranks: what each rank of the exchange moves, in order; a single one stands for all.
+        cluster: the cluster whose costs are used.
+        nic_starts: the first rank of each network interface; the ranks up to the next one share it.
     """
     notes: dict[str, None] = {}
 
@@ -159,18 +159,18 @@ def _collective_times(
     nic_starts: Sequence[int],
     notes: dict[str, None],
 ) -> tuple[list[float], Resource]:
-    """[C] us, and what the collective occupies."""
+    """[C] us, and the resource that the collective occupies."""
     first = ranks[0]
     size = first.peers.size
-    # The groups of the exchange may lie on the nodes in several ways.
+    # The groups of the exchange may lie on the nodes in different ways.
     on_node = [rank.peers.ranks_on_node for rank in ranks]
 
     def times_in(tier: Tier, moved: Sequence[float], group_size: int, most: int) -> list[float]:
-        """[C] us of all messages: one after the other, as a GPU's stream or a host takes them."""
+        """[C] us for all messages, one after the other, as a GPU stream or a host handles them."""
         row_bytes = sum(first.message_bytes)
         messages = first.message_bytes
         if cluster.copies_block_host and tier == "inter":
-            # Between nodes messages of CPU ranks are under way together.
+            # Between nodes, the messages of CPU ranks are under way at the same time.
             messages = (row_bytes,)
         by_message = [
             _times_us(
@@ -200,7 +200,7 @@ def _collective_times(
 
 
 def _directions(ranks: Sequence[CollectiveTraffic], tier: str) -> list[list[RowCounts]]:
-    """[2][ranks] of [C] bytes: what leaves each rank, and what comes to it."""
+    """[2][ranks] of [C] bytes: what leaves each rank, and what arrives at it."""
     return [
         [rank.sent_bytes[tier] for rank in ranks],
         [rank.received_bytes[tier] for rank in ranks],
@@ -208,7 +208,7 @@ def _directions(ranks: Sequence[CollectiveTraffic], tier: str) -> list[list[RowC
 
 
 def _busiest(directions: Sequence[Sequence[RowCounts]], starts: Sequence[int]) -> list[float]:
-    """[C] bytes of the busiest run of ranks, per rank of it, in the busier direction.
+    """[C] bytes per rank in the busiest run of ranks, in the busier direction.
 
     Args:
         directions: [directions][ranks] of [C] bytes.

@@ -42,7 +42,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def layout_lines(layouts: Sequence[RankedLayout]) -> list[str]:
-    """One line each, the best first."""
+    """One line per layout, the best first."""
     head = (
         f"{'TP':>3} {'EP':>4} {'ETP':>4} {'tokens':>8}  {'chain':<22}{'chunks':>6} "
         f"{'us/1k':>9} {'peak':>8} {'state':>8}"
@@ -114,7 +114,7 @@ def _wrapped(text: str, first: str | None = None, indent: str = "") -> list[str]
 
 
 def _gigabytes(num_bytes: float | None) -> str:
-    """1e9 bytes, with a unit that keeps three digits."""
+    """Bytes in three digits and a unit (1 GB is 1e9 bytes); "-" for none."""
     if not num_bytes:
         return "-"
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

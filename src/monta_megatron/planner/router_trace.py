@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 
 from monta_megatron.planner.sampled_routing import SampledRouting
 
-# Enough for shares within half a percent; the rest of a long trace is not read.
+# Enough tokens for shares within half a percent; the rest of a long trace is not read.
 MAX_TOKENS_PER_FILE = 32768
 
 
 def traced_routing(folder: str | Path, num_experts: int) -> SampledRouting:
-    """The shares in a trace, over all its ranks, steps and layers.
+    """The routing in a trace, taken over all its ranks, steps and layers.
 
     Args:
-        folder: with the tracer's files.
+        folder: the folder with the tracer's files.
         num_experts: E of the model.
 
     Raises:
-        ValueError: one line that names file and line, the value and the rule.
+        ValueError: one line that names the folder, or the file and its line, and the rule.
     """
     files = sorted(Path(folder).glob("router_trace_rank*.jsonl"))
     if not files:
@@ -42,7 +42,7 @@ def traced_routing(folder: str | Path, num_experts: int) -> SampledRouting:
 
 
 def _maps(path: Path, num_experts: int) -> Iterator[NDArray[np.bool_]]:
-    """[N, E] of each line."""
+    """The routing map [N, E] of each line."""
     num_tokens = 0
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):

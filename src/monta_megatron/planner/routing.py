@@ -1,7 +1,7 @@
-"""What a routing puts on the wire, before there is one: expected counts, or counts of a trace.
+"""What a routing will put on the wire: expected counts, from a formula or from a sample of tokens.
 
-The chains are bound to what is found here by the same code that binds them to a micro-batch's
-counts, with floats in the place of integers.
+The chains are bound to these counts by the same code that binds them to a micro-batch's counts,
+with floats instead of integers.
 
 Notation: T = tokens of a rank, E = experts, k = experts per token, S = source ranks, B = token
 blocks, L = local experts, EP = expert parallel size.
@@ -35,7 +35,7 @@ class Routing(Protocol):
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank sends and receives alike, so that one stands for all."""
+        """Whether all ranks send and receive alike, so that one stands for all."""
 
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
@@ -59,7 +59,7 @@ class ExpectedRouting:
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
     ) -> Counts | TokenCounts:
         """See `Routing`."""
-        # [E] -> [E * K]: routed pairs are the first class; of padding nothing is expected.
+        # [E] -> [E * K]: routed pairs are the first of K classes; no padding is expected.
         pairs = np.outer(self.pairs, np.eye(1, layout.classes)).ravel()
         own = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
         if chain.rows == "pairs":
@@ -97,7 +97,7 @@ class ExpectedRouting:
 
 @dataclass(frozen=True, kw_only=True)
 class UniformRouting(ExpectedRouting):
-    """k of E experts at random, inside `group_topk` of `num_groups` groups of experts at random.
+    """k of E experts at random, within `group_topk` of `num_groups` groups, also at random.
 
     Attributes:
         num_experts: E.
@@ -157,13 +157,13 @@ def _misses(routing: UniformRouting, overlaps: tuple[int, ...]) -> float:
     """Share of the tokens whose k experts all lie outside a range of experts.
 
     Without groups this is C(E - n, k) / C(E, k) for a range of n experts. With groups it is the
-    mean of that over the choices of groups.
+    mean of this over all choices of groups.
 
     Args:
         routing: how experts are chosen.
-        overlaps: experts of the range in each group.
+        overlaps: number of experts of the range in each group.
     """
-    # ways[chosen, shared]: choices of `chosen` groups that hold `shared` experts of the range.
+    # ways[chosen, shared]: number of choices of `chosen` groups with `shared` experts of the range.
     ways = {(0, 0): 1}
     for overlap in overlaps:
         for (chosen, shared), count in list(ways.items()):

@@ -17,7 +17,7 @@ NUM_SAMPLES = 4096
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampledRouting(ExpectedRouting):
-    """Shares of a sample of tokens: of a trace, or drawn where there is no formula.
+    """Shares in a sample of tokens: from a trace, or drawn if there is no formula.
 
     Attributes:
         name: for messages and plans.
@@ -35,7 +35,7 @@ class SampledRouting(ExpectedRouting):
 
     @property
     def list_width(self) -> int:
-        """The longest list of any token of the sample."""
+        """The longest list of any token in the sample."""
         return max(int(self.routing_map.sum(axis=1).max(initial=0)), 1)
 
     @property
@@ -57,10 +57,10 @@ class SampledRouting(ExpectedRouting):
 
 
 def skewed_routing(num_experts: int, topk: int, seed: int = 0) -> SampledRouting:
-    """The i-th most wanted expert is drawn with weight 1/i, the order being random."""
+    """A routing that draws the i-th most wanted expert with weight 1/i, in random order."""
     generator = np.random.default_rng(seed)
     order = generator.permutation(num_experts)
-    # The largest of log-weight + Gumbel noise are a draw without replacement by weight.
+    # The top k of log-weight + Gumbel noise are a weighted draw without replacement.
     scores = generator.gumbel(size=(NUM_SAMPLES, num_experts)) - np.log1p(order)
     chosen = np.argpartition(scores, num_experts - topk, axis=1)[:, num_experts - topk :]
     routing_map = np.zeros((NUM_SAMPLES, num_experts), dtype=np.bool_)

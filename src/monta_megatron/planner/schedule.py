@@ -1,21 +1,21 @@
 """When the stages of a pipelined walk run: an event simulation with rates, and its bounds.
 
 Stage s of chunk c starts after stage s - 1 of chunk c and after stage s of chunk c - 1, and after
-the host has launched it. The host launches in program order, each launch taking its time. While
-operations run at once they slow each other: one that runs beside others is slowed by
+the host has launched it. The host launches in program order, and each launch takes time.
+Operations that run at once slow each other: each is slowed by
 
-    1 + the sum of (its factor - 1) over the others, at most by their number, itself included.
+    1 + the sum over the others of (its factor - 1), at most the number of operations running.
 
-A sum and not a product, as k operations that share one resource (each pair's factor is 2) then
-run at 1/k each, which is what sharing means; a product would give 1/2**(k - 1), slower than one
-after the other. The cap keeps that for factors above 2 too: so no schedule is slower than the
-serial one, and none is faster than its busiest resource.
+It is a sum and not a product because k operations that share one resource (each pair's factor is 2)
+then run at 1/k each, which is what sharing means; a product would give 1/2**(k - 1), slower than
+one after the other. The cap ensures this for factors above 2 too, so no schedule is slower than
+the serial one, and none is faster than its busiest resource.
 
 Where copies block the host (CPU ranks), the host waits for what an operation reads before it
-launches it, and runs the copies itself; a launch is work of the same kind, slowed like them by the
-collectives behind its back. There is no stream that would keep a stage's collectives in order: each
-runs from its launch on, and those under way share their resource, so that chunks arrive later, and
-closer to each other.
+launches it, and runs the copies itself; the launch of a collective is work of the same kind, slowed
+like a copy by the collectives in the background. No stream keeps a stage's collectives in order:
+each runs from its launch on, and those under way share their resource, so chunks arrive later and
+closer together.
 
 With all factors 1 and no launch times this is the recurrence of a pipeline,
 
@@ -37,10 +37,10 @@ class Work:
     """A stage of a pipeline, with its time in each chunk.
 
     Attributes:
-        stage: name.
+        stage: name of the stage.
         resource: what it occupies.
         times_us: [C] how long it runs alone.
-        depth: by how many steps it trails the first stage in program order.
+        depth: how many steps it trails the first stage in program order.
         launch_us: host time to launch it, per chunk.
     """
 
@@ -56,9 +56,9 @@ class Schedule:
     """When everything runs.
 
     Attributes:
-        launched_us: [N][C] when the host has launched them.
-        starts_us: [N][C].
-        ends_us: [N][C].
+        launched_us: [N][C] when the host has launched it.
+        starts_us: [N][C] when it starts.
+        ends_us: [N][C] when it ends.
         total_us: when the last one ends.
     """
 
@@ -73,15 +73,15 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
 
     Args:
         works: in the walk's order, all with the same number of chunks.
-        factor: by how much an operation on one resource is slowed by one on another.
-        copies_block_host: see above.
+        factor: how much an operation on one resource is slowed by one on another.
+        copies_block_host: see the top of this file.
     """
     num_chunks = len(works[0].times_us) if works else 0
     asked_for = list(range(len(works)))
     if copies_block_host:
         works, asked_for = _with_launches_as_copies(works)
     host = _Host(works, num_chunks, copies_block_host)
-    # What each task that runs adds to another one's slowdown, by their stages.
+    # [one][other]: what a running task of stage `other` adds to the slowdown of one of stage `one`.
     excess = [
         [1.0 if one is other else factor(one.resource, other.resource) - 1 for other in works]
         for one in works
@@ -89,13 +89,13 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
     starts_us: list[list[float]] = [[] for _ in works]
     ends_us: list[dict[int, float]] = [{} for _ in works]
     now_us = 0.0
-    # By stage: when the next chunk may start.
+    # stage -> when its next chunk, which waits for its launch, may start.
     waits_until_us: dict[int, float] = {}
-    # (stage, chunk) that runs -> what is left of it, in us alone.
+    # Running (stage, chunk) -> the time left if it ran alone, in us.
     left_us: dict[tuple[int, int], float] = {}
 
     def feed(stage: int) -> None:
-        """Start a stage's next chunks if they are there, or let one wait for its launch."""
+        """Start a stage's next chunks if their inputs are ready, or let one wait for its launch."""
         shares = copies_block_host and works[stage].resource != "memory"
         while (chunk := len(starts_us[stage])) < len(host.launched_us[stage]):
             is_fed = stage == 0 or chunk in ends_us[stage - 1]
@@ -116,7 +116,7 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
         step_us, ends, starts = float("inf"), (-1, -1), -1
         slowdowns = {}
         for task, left in left_us.items():
-            # Itself, as one of its stage's tasks, is the first 1.
+            # The 1 in the formula is the task itself, counted with the tasks of its stage.
             slowdown = 0.0
             for stage, _ in left_us:
                 slowdown += excess[task[0]][stage]
@@ -127,7 +127,7 @@ def simulate(works: Sequence[Work], factor: Factor, copies_block_host: bool = Fa
             if until_us - now_us < step_us:
                 step_us, starts = until_us - now_us, stage
 
-        # Step 2: everything that runs goes on until then.
+        # Step 2: advance everything that runs to then.
         now_us += step_us
         for task, slowdown in slowdowns.items():
             # Tasks that end together differ by rounding; none goes below 0.
@@ -163,19 +163,19 @@ def serial_us(works: Sequence[Work]) -> float:
 
 
 def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
-    """What no schedule beats: the busiest resource, the host, the longest stage."""
+    """A time that no schedule beats: the busiest resource, the host, the longest stage."""
     bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
     for resource in RESOURCES:
         times = [sum(work.times_us) for work in works if work.resource == resource]
         if times:
-            # n operations on one resource run at n / slowdown together.
+            # n operations on one resource run together at n / slowdown of its rate.
             slowdown = 1 + (len(times) - 1) * (min(factor(resource, resource), 2.0) - 1)
             bounds += [sum(times) * slowdown / len(times), max(times)]
     return max(bounds)
 
 
 def _with_launches_as_copies(works: Sequence[Work]) -> tuple[list[Work], list[int]]:
-    """The launch of each collective as a stage of its own before it, and where the others are."""
+    """Make each collective's launch a stage before it; also where the given stages are now."""
     expanded: list[Work] = []
     positions = []
     for work in works:
@@ -189,10 +189,10 @@ def _with_launches_as_copies(works: Sequence[Work]) -> tuple[list[Work], list[in
 
 
 class _Host:
-    """Launches the tasks in program order: step by step, and in a step stage by stage.
+    """Launches the tasks in program order: step by step, and within a step stage by stage.
 
     Attributes:
-        launched_us: by stage, when each chunk that has its launch is launched.
+        launched_us: by stage, when each chunk launched so far was launched.
     """
 
     def __init__(self, works: Sequence[Work], num_chunks: int, copies_block_host: bool) -> None:
@@ -210,7 +210,7 @@ class _Host:
         self._copy: tuple[int, int] | None = None
 
     def launch(self, now_us: float, ends_us: Sequence[Mapping[int, float]]) -> list[int]:
-        """Launch until the host has to wait for something; the stages that got a launch."""
+        """Launch until the host has to wait for something; returns the stages it launched."""
         stages = []
         while self._task is not None and not self._has_to_wait(ends_us):
             stage, chunk = self._task
@@ -224,7 +224,7 @@ class _Host:
         return stages
 
     def _has_to_wait(self, ends_us: Sequence[Mapping[int, float]]) -> bool:
-        """For what the next task reads, or for a copy that the host itself is at."""
+        """Whether the next task's input is missing, or the host is still busy with a copy."""
         if not self._copies_block_host or self._task is None:
             return False
         stage, chunk = self._task

@@ -1,7 +1,7 @@
-"""The search: every chain in every number of chunks, priced; the fastest, or a plainer one near it.
+"""The search: price every chain in every number of chunks, take the fastest or a plainer near tie.
 
-Steps: bind the chain to the expected rows, weigh them, price the stages, run the schedule of each
-walk, add up the walks. The space is small, so all of it is searched.
+Steps: bind the chain to the expected rows, convert them to bytes, price the stages, run each walk's
+schedule, add up the walks. The space is small, so all of it is searched.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ def plan(
 
     Args:
         workload: what is exchanged.
-        cluster: on what.
-        phase: what has to be fast.
-        chains: which to consider.
-        num_chunks: which numbers of chunks; a serial chain has one.
-        memory_limit_bytes: of what the executor holds at once on a rank, or None.
-        margin: a plainer chain is chosen if it takes at most this part longer than the fastest.
-        gathered_counts: integers that every rank tells before it is known which chain runs; None
-            where it is known.
+        cluster: on which cluster.
+        phase: the phase whose time counts.
+        chains: the chains to consider.
+        num_chunks: the numbers of chunks to consider; a serial chain has one.
+        memory_limit_bytes: limit on what the executor holds at once on a rank, or None.
+        margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
+        gathered_counts: integers per rank in the gather of counts, if the chain is chosen after it;
+            None for what each chain needs.
 
     Raises:
         ValueError: no chain can run.
@@ -99,12 +99,12 @@ def plan(
 def slowest_plan(
     workloads: Sequence[Workload], cluster: Cluster, **settings: Any
 ) -> tuple[Plan, Workload]:
-    """The plan that takes longest, and for which workload: that exchange holds up the others.
+    """The slowest of the workloads' plans, and its workload: that exchange holds up the others.
 
     Args:
         workloads: one for every way in which the exchanges of a layout lie on the nodes.
-        cluster: on what.
-        settings: of `plan`.
+        cluster: on which cluster.
+        settings: passed to `plan`.
 
     Raises:
         ValueError: no chain can run.

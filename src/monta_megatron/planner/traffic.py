@@ -1,4 +1,4 @@
-"""What each stage of a walk moves, by chunk and tier: from the bound chain, in bytes.
+"""The bytes that each stage of a walk moves, by chunk and tier, from the bound chain.
 
 The rows come from `chain.bind`, which the executor runs too, and the bytes of a row from
 `chains.lanes`; nothing about a chain is written down a second time here. For integer counts the
@@ -32,12 +32,12 @@ from monta_megatron.planner.curves import Operation
 GATHER_OF_COUNTS = "gather of counts"
 COUNT_BYTES = 8
 
-# Finding copies sorts and scans the lists about as often, as int64 (exchange/copies.py); twice as
-# often where the copies take their share of the lists along.
+# About how many times finding copies sorts and scans the lists, as int64 (exchange/copies.py);
+# twice as many if the copies keep their share of the lists.
 FIND_VALUE_BYTES = 8
 FIND_PASSES: dict[Operation, int] = {"find": 6, "find_lists": 12}
-# What is done with the routing map [T, E] of Megatron before a dispatch, in bytes per token and
-# expert: counting goes over its bools about as often, the lists of experts over 4-byte scores.
+# Work on Megatron's routing map [T, E] before a dispatch, in bytes per token and expert: counting
+# passes over its bools about 6 times, making lists of experts over 4-byte scores as often.
 COUNT_MAP_BYTES = 6
 LIST_MAP_BYTES = 6 * 4
 
@@ -48,7 +48,7 @@ class Peers:
 
     Attributes:
         size: P.
-        position: this rank's.
+        position: this rank's position.
         inter: [P] 1 for every rank on another node.
         intra: [P] 1 for every other rank on this node.
     """
@@ -69,8 +69,8 @@ class CopyTraffic:
     """One stage of a walk on one rank, in its memory.
 
     Attributes:
-        stage: name of the chain's stage, or of what comes before or behind the chain.
-        depth: by how many steps it trails the first stage; see `BoundChain.depths`.
+        stage: name of the chain's stage, or of what runs before or after the chain.
+        depth: how many steps it trails the first stage; see `BoundChain.depths`.
         moved_bytes: operation -> [C] bytes read and written, one operation after the other.
     """
 
@@ -84,13 +84,13 @@ class CollectiveTraffic:
     """One collective of a walk on one rank.
 
     Attributes:
-        stage: name of the chain's stage, or of what comes before or behind the chain.
-        depth: by how many steps it trails the first stage.
+        stage: name of the chain's stage, or of what runs before or after the chain.
+        depth: how many steps it trails the first stage.
         operation: which collective.
         peers: its group.
-        message_bytes: of a row in each of the messages that are sent one after the other.
+        message_bytes: bytes of a row in each of the messages that are sent one after the other.
         sent_bytes: tier -> [C] bytes that leave this rank for others.
-        received_bytes: tier -> [C] bytes that come to it from others.
+        received_bytes: tier -> [C] bytes that arrive at it from others.
     """
 
     stage: str
@@ -110,9 +110,9 @@ class WalkTraffic:
     """One walk of one rank.
 
     Attributes:
-        before: what comes before the pipeline starts, one after the other.
+        before: what runs before the pipeline, one after the other.
         pipeline: the stages that work on chunks, in the walk's order.
-        after: what comes after it.
+        after: what runs after it, likewise.
     """
 
     before: tuple[StageTraffic, ...]
@@ -121,7 +121,7 @@ class WalkTraffic:
 
     @property
     def stages(self) -> tuple[StageTraffic, ...]:
-        """All of them."""
+        """All stages, in order."""
         return (*self.before, *self.pipeline, *self.after)
 
     def bytes_by_stage(self) -> dict[tuple[str, str], float]:
@@ -145,9 +145,9 @@ def walk_traffic(
 
     Args:
         bound: the chain with this rank's rows.
-        row: what a row weighs.
+        row: the sizes of a row's values.
         walk: which of the four.
-        gathered_counts: integers that are gathered of every rank; see `chains.gathered`.
+        gathered_counts: integers that are gathered from every rank; see `chains.gathered`.
         copies_block_host: see `BoundChain.depths`.
     """
     stages = bound.walked(walk.transpose)
@@ -183,7 +183,7 @@ def walk_traffic(
             messages = message_bytes[position]
             pipeline.append(_collective(stage, peers, messages, depth, walk.transpose))
             if walk.transpose and isinstance(kind, AllGather):
-                # The copies of a row that came from everyone are summed by the next stage.
+                # The next stage sums the copies of a row that came from all ranks.
                 summed = behind * (peers.size + 1) * stage.send[:, peers.position]
                 pipeline.append(_copy(f"sum of {kind.name}", depths[position + 1], sum=summed))
     before, after = _around(bound, row, walk, gathered_counts)
@@ -192,7 +192,7 @@ def walk_traffic(
 
 @lru_cache(maxsize=4096)
 def peers_of(layout: Layout, group: GroupName) -> Peers:
-    """The ranks of the exchange in a group of this rank."""
+    """The ranks of the exchange in this rank's group of that name."""
     rank = layout.rank
     members = layout.members(group, rank)
     ranks = np.array(members)
@@ -234,11 +234,11 @@ def _by_tier(peers: Peers, num_bytes: RowCounts) -> dict[str, RowCounts]:
 def _around(
     bound: BoundChain, row: RowFormat, walk: WalkLanes, gathered_counts: int
 ) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
-    """What dispatcher and Megatron do before and behind the pipeline of a walk.
+    """What the dispatcher and Megatron do before and after the pipeline of a walk.
 
-    Dispatch counts, gathers the counts, and where rows are tokens makes their lists of experts.
-    Where rows are pairs, Megatron permutes tokens into pairs before it and sums pairs into tokens
-    behind combine; the backward walks do the transposes.
+    Dispatch counts, gathers the counts, and makes lists of experts if rows are tokens. If rows are
+    pairs, Megatron permutes tokens into pairs before dispatch and sums pairs into tokens after
+    combine; the backward walks do the transposes.
     """
     before: list[StageTraffic] = []
     after: list[StageTraffic] = []

@@ -1,4 +1,4 @@
-"""What is exchanged, by whom: the layout of an exchange, its rows, and where they go."""
+"""What is exchanged and by whom: the layout of an exchange, its rows, and where they go."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,15 +15,15 @@ from monta_megatron.planner.routing import Routing, UniformRouting
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is exchanged, by whom.
+    """What is exchanged and by whom.
 
     Attributes:
-        layout: of the exchange, as any of its ranks sees it.
-        hidden_size: of a row.
-        value_bytes: of one hidden value.
-        prob_bytes: of one routing probability.
+        layout: layout of the exchange, as any of its ranks sees it.
+        hidden_size: hidden size of a row.
+        value_bytes: bytes of one hidden value.
+        prob_bytes: bytes of one routing probability.
         routing: where tokens go.
-        tokens_per_rank: that each rank brings.
+        tokens_per_rank: tokens that each rank brings.
     """
 
     layout: Layout
@@ -37,7 +37,7 @@ class Workload:
     def of(
         cls, model: Model, layout: Layout, tokens_per_rank: int, routing: Routing | None = None
     ) -> "Workload":
-        """A model's exchange; with the model's own router where no routing is given."""
+        """A model's exchange, with the model's own router unless a routing is given."""
         return cls(
             layout=layout,
             hidden_size=model.hidden_size,
@@ -48,12 +48,12 @@ class Workload:
         )
 
     def with_tokens(self, tokens_per_rank: int) -> "Workload":
-        """The same exchange with so many tokens on each rank."""
+        """The same exchange with another number of tokens on each rank."""
         return replace(self, tokens_per_rank=tokens_per_rank)
 
     @property
     def row(self) -> RowFormat:
-        """What a row weighs."""
+        """The sizes of a row's values."""
         return RowFormat(
             hidden_size=self.hidden_size,
             value_bytes=self.value_bytes,
@@ -63,13 +63,13 @@ class Workload:
 
     @cached_property
     def ranks(self) -> tuple[Layout, ...]:
-        """The places that are priced: one where all are alike, else every rank's."""
+        """The places that are priced: one if all are alike, else every rank's."""
         if self.routing.is_even and self.layout.uneven_nodes() is None:
             return (replace(self.layout, rank=0),)
         return tuple(replace(self.layout, rank=rank) for rank in range(len(self.layout.nodes)))
 
     def bind(self, chain: Chain, num_chunks: int) -> tuple[BoundChain, ...]:
-        """The chain with the rows of each of `ranks`."""
+        """The chain bound to the rows of each of `ranks`."""
         num_blocks = blocks_for(num_chunks)
         return tuple(
             chain.bind(
@@ -102,14 +102,14 @@ def workloads_of(
     tokens_per_rank: int | None = None,
     routing: Callable[[Layout], Routing] | None = None,
 ) -> list[Workload]:
-    """One for every way in which the layout's exchanges lie on the nodes.
+    """One workload for every way in which the layout's exchanges lie on the nodes.
 
     Args:
         model: what is trained.
         layout: how the ranks are grouped.
         ranks_per_node: ranks joined by the fast tier.
-        tokens_per_rank: None for those of the model's batch.
-        routing: of an exchange; None for the model's own router.
+        tokens_per_rank: None for the number that follows from the model's batch.
+        routing: layout of an exchange -> its routing; None for the model's own router.
     """
     tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
     return [
