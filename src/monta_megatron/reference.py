@@ -27,7 +27,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """Which pairs the experts of one rank receive, in stock's order.
+    """The pairs that the experts of one rank receive, in stock's order.
 
     Attributes:
         source: [N_r] the rank that each token comes from.
@@ -58,7 +58,7 @@ class ExpertInputs:
 
 
 def arrivals(routing_maps: Sequence[torch.Tensor], ep: int, etp: int) -> list[Arrivals]:
-    """Which pairs each rank's experts receive: by local expert, ETP rank, EP rank, token.
+    """The pairs that each rank's experts receive, by local expert, ETP rank, EP rank, token.
 
     The ETP ranks of an EP rank hold parts of the same experts, so all receive the same rows.
 

@@ -288,9 +288,9 @@ class BoundChain:
         a group of one rank, where nothing moves.
 
         Where the host itself moves what stays on a node, it can do nothing else meanwhile, so
-        nothing trails such a collective: a chunk that waited there would only reach the network,
-        or its place, later. If no collective leaves its node, all of them are trailed: ranks that
-        are not equally far along then wait less for each other.
+        nothing trails a collective inside a node: a chunk that waited there would only reach the
+        network, or its place, later. If no collective leaves its node, all of them are trailed:
+        ranks that are not equally far along then wait less for each other.
 
         Args:
             transpose: the walk goes through the stages from the last to the first.

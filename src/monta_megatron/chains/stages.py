@@ -34,12 +34,12 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicate:
-    """A copy of a row for every part of the experts to which its list of experts leads.
+    """A copy of a row for every part of the experts in which its list has an expert.
 
     The parts are nodes, ranks or single experts. Copies are ordered by part, then by row; each
-    keeps the share of the list that belongs to its part. The transpose sums the copies
-    of a row in the order of the parts, hence of the experts, in fp32 and rounds once; a list's
-    probabilities go back to where they came from, without a sum.
+    keeps the share of the list that belongs to its part. The transpose sums the copies of a row in
+    the order of the parts, and so of the experts, in fp32 and rounds once; a list's probabilities
+    go back to where they came from, without a sum.
     """
 
     name: str

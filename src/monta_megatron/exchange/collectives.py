@@ -13,7 +13,7 @@ class PeerGroup:
 
     Attributes:
         name: for messages, such as "ep".
-        process_group: of torch.distributed.
+        process_group: the group in torch.distributed.
         size: number of ranks.
         rank: this rank's position.
         nodes: [size] node of each rank.

@@ -77,7 +77,7 @@ def run(exchange: Exchange, walk: WalkLanes, lanes: Lanes) -> Lanes:
 
     Args:
         exchange: what moves.
-        walk: which way, and the name under which it is recorded.
+        walk: the direction, and the name under which it is recorded.
         lanes: contiguous, on the source side, or on the experts' side for a transpose.
 
     Returns:
@@ -162,7 +162,7 @@ class _Pipeline:
         self.streams = streams
         self.stages = bound.stages[::-1] if walk.transpose else bound.stages
         self.chunks: dict[int, _Chunk] = {}
-        # By stage; made once for all chunks.
+        # Keyed by stage; made once for all chunks.
         self._payloads: dict[str, Payload] = {}
         self._splits: dict[str, _Splits] = {}
         self._outputs: Lanes | None = None

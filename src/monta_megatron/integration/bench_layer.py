@@ -146,13 +146,13 @@ class WholeGroupTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As stock's; backward adds up the gradients of the parts."""
+        """Do as stock does; backward adds up the gradients of the parts."""
         hidden_states = copy_to_tensor_model_parallel_region(hidden_states, self._parts_group)
         probs = copy_to_tensor_model_parallel_region(probs, self._parts_group)
         return super().dispatch_preprocess(hidden_states, routing_map, probs)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """As stock's, then the sum of the parts."""
+        """Do as stock does, then add up the parts."""
         output = super().combine_postprocess(permutated_local_input_tokens)
         return reduce_from_tensor_model_parallel_region(output, self._parts_group)
 

@@ -336,7 +336,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return rows, row_probs
 
     def _padded_to_capacity(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Which tokens fill each expert to its capacity: [T, E] -> [T, 2E].
+        """The tokens that fill each expert to its capacity: [T, E] -> [T, 2E].
 
         Chosen as stock's permute does: an expert's routed tokens first, then tokens that were not
         routed to it, each kind in order. The two kinds are two classes of pairs.

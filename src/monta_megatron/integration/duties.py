@@ -1,4 +1,4 @@
-"""Which of Megatron's settings change a dispatcher's duty, and whether ours fulfils it.
+"""The Megatron settings that change a dispatcher's duty, and whether ours fulfils it.
 
 Every such setting is listed, either with the test that shows that it works or with the reason why
 it is refused when the configuration is made, so that none is dropped unnoticed.

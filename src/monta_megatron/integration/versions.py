@@ -1,4 +1,4 @@
-"""Which Megatron-Core this package was tested with."""
+"""The Megatron-Core versions that this package was tested with."""
 
 import os
 import re

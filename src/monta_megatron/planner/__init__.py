@@ -1,1 +1,1 @@
-"""Which chain, in how many chunks: predicted from measured curves. No torch, no process group."""
+"""Predicts the best chain and number of chunks from measured curves. No torch, no groups."""

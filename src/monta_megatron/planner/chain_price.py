@@ -103,7 +103,7 @@ def price_chain(
 
     Args:
         workload: what is exchanged.
-        cluster: on which cluster.
+        cluster: the cluster it runs on.
         chain: what runs.
         num_chunks: in how many chunks.
         phase: whether the backward walks are priced too.

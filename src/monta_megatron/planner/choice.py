@@ -1,4 +1,4 @@
-"""Which chain runs, in how many chunks: fixed by the user, or planned for the tokens at hand.
+"""The choice of chain and number of chunks: fixed by the user, or planned for the tokens at hand.
 
 Every rank has to choose alike, so a choice depends only on what all know: its rule, on which
 they agree once, and the largest number of tokens on any rank, which is in the gathered counts.

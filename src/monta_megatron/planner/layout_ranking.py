@@ -67,9 +67,9 @@ def rank_layouts(
 
     Args:
         model: what is trained.
-        cluster: on which cluster.
+        cluster: the cluster it is trained on.
         world_size, cp, pp: the same for all layouts.
-        phase: the phase whose time counts.
+        phase: the phase to choose for.
         workloads: layout -> its exchanges; see `workload.workloads_of`.
         memory_limit_bytes, margin: for the plan of each layout; see `search.plan`.
         progress: gets a step for every layout.

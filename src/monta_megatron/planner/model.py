@@ -27,7 +27,7 @@ class Model:
         num_query_groups: key and value heads.
         num_experts: routed experts per layer.
         moe_router_topk: experts per token.
-        moe_ffn_hidden_size: of one expert; an expert tensor parallel size must divide it.
+        moe_ffn_hidden_size: FFN size of one expert; an expert tensor parallel size must divide it.
         num_parameters_billions: parameters of the whole model.
         seq_length: tokens per sequence; chosen for the training, not given by the model.
         micro_batch_size: sequences per micro-batch; likewise.

@@ -30,7 +30,7 @@ class Situation:
         value_bytes: bytes of one hidden value.
         tokens_per_rank: the most tokens that a rank brings.
         routing: where tokens go.
-        phase: the phase whose time counted.
+        phase: the phase that the choice was made for.
         cluster: name of the cluster whose costs were used.
     """
 

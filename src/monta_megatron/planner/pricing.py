@@ -78,7 +78,7 @@ def price_walk(
     """Price one walk.
 
     Args:
-        walk: which of the four.
+        walk: one of the four walks.
         ranks: what each rank of the exchange moves, in order; a single one stands for all.
         cluster: the cluster whose costs are used.
         nic_starts: the first rank of each network interface; the ranks up to the next one share it.

@@ -33,8 +33,8 @@ def plan(
 
     Args:
         workload: what is exchanged.
-        cluster: on which cluster.
-        phase: the phase whose time counts.
+        cluster: the cluster it runs on.
+        phase: the phase to choose for.
         chains: the chains to consider.
         num_chunks: the numbers of chunks to consider; a serial chain has one.
         memory_limit_bytes: limit on what the executor holds at once on a rank, or None.
@@ -103,7 +103,7 @@ def slowest_plan(
 
     Args:
         workloads: one for every way in which the exchanges of a layout lie on the nodes.
-        cluster: on which cluster.
+        cluster: the cluster it runs on.
         settings: passed to `plan`.
 
     Raises:

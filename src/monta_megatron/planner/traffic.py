@@ -86,7 +86,7 @@ class CollectiveTraffic:
     Attributes:
         stage: name of the chain's stage, or of what runs before or after the chain.
         depth: how many steps it trails the first stage.
-        operation: which collective.
+        operation: the collective.
         peers: its group.
         message_bytes: bytes of a row in each of the messages that are sent one after the other.
         sent_bytes: tier -> [C] bytes that leave this rank for others.
@@ -146,7 +146,7 @@ def walk_traffic(
     Args:
         bound: the chain with this rank's rows.
         row: the sizes of a row's values.
-        walk: which of the four.
+        walk: one of the four walks.
         gathered_counts: integers that are gathered from every rank; see `chains.gathered`.
         copies_block_host: see `BoundChain.depths`.
     """

@@ -1,4 +1,4 @@
-"""Which ranks share a node: the set of ranks joined by the fast tier.
+"""Finds which ranks share a node: the set of ranks joined by the fast tier.
 
 A rank learns from its launcher, or else from its host name, on which node it runs; the ranks of an
 exchange share this once. Where that is wrong, `--moe-monta-ranks-per-node` overrides it.
