@@ -56,7 +56,8 @@ class Copies:
     ) -> torch.Tensor:
         """Add the copies of each row in the order of their parts: [M, H] -> [N, H] in `dtype`.
 
-        It uses no atomics, so the result has the same bits on every run.
+        It uses no atomics, so the result has the same bits on every run. On a GPU, low-precision
+        copies are added in fp32 and the sum is rounded to their own dtype.
 
         Args:
             copies: [M, H], or more rows, among which `places` finds the copies.
@@ -67,7 +68,7 @@ class Copies:
             num_rows = self.row_starts.shape[0] - 1
             return copies.new_zeros(num_rows, copies.shape[1], dtype=dtype)
         by_row = self.by_row
-        # On a GPU embedding_bag adds low-precision rows in fp32 itself; on a CPU it does not.
+        # On a GPU embedding_bag adds low-precision rows in fp32 by itself; on a CPU it does not.
         if copies.dtype == dtype or (copies.is_cuda and dtype == torch.float32):
             by_row = by_row if places is None else places[by_row]
             rows = _with_what_lies_between(copies)

@@ -20,8 +20,9 @@ def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
     """The peak of a walk's output, messages and sums, following the order of issue.
 
     On a GPU everything lives until the walk has been issued; see `exchange.streams.Streams.hold`.
-    Sums are made in fp32 before they are rounded into a message. Indices are left out: in a chain
-    of tokens they take 8 bytes for each expert in the list of a row, kept until backward.
+    Sums are counted in fp32, as they are before they are rounded into a message; on a GPU the peak
+    is lower in low precision, see `Copies.sum_by_row`. Indices are left out: in a chain of tokens
+    they take 8 bytes for each expert in the list of a row, kept until backward.
 
     Returns:
         Bytes on this rank beyond the walk's input.
