@@ -3,11 +3,14 @@
 import dataclasses
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Pools
 from layers import Case
+
+from monta_megatron.integration.duties import RUNS, check_duties
 
 pytestmark = pytest.mark.old_end
 
@@ -135,9 +138,28 @@ def test_layer_spec_patches_nothing(pools: Pools) -> None:
         assert built == ("MontaTokenDispatcher", "MoEAlltoAllTokenDispatcher")
 
 
-def test_every_test_that_is_named_is_there() -> None:
-    from monta_megatron.integration.duties import RUNS
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe"]},
+        # No list means everything.
+        {"cuda_graph_impl": "local", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+    ],
+)
+def test_cuda_graphs_that_would_capture_the_exchange_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="CUDA graphs over a whole MoE layer"):
+        check_duties(SimpleNamespace(**settings))
 
+
+def test_other_cuda_graphs_are_not_refused() -> None:
+    check_duties(SimpleNamespace(cuda_graph_impl="none"))
+    modules = ["attn", "moe_preprocess"]
+    check_duties(SimpleNamespace(cuda_graph_impl="local", cuda_graph_modules=modules))
+
+
+def test_every_test_that_is_named_is_there() -> None:
     for name in RUNS.values():
         path, function = name.split("::")
         assert f"def {function}(" in (ROOT / path).read_text(), name

@@ -15,7 +15,7 @@ from monta_megatron.launch.check import checked
 from monta_megatron.launch.prepare import Run, prepare
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.launch.script import run_script
-from monta_megatron.launch.start import choose_start, start_command
+from monta_megatron.launch.start import choose_start, start_command, submit
 from monta_megatron.planner.plan import Plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -63,9 +63,19 @@ def test_a_parallel_size_on_the_command_line_changes_the_layout() -> None:
     assert run.plan.situation.nodes[-1] == 1
 
 
-def test_a_longer_sequence_is_planned_for() -> None:
-    run = ready(MIXTRAL, "--seq-length", "8192", "--num-layers", "4")
-    assert run.plan is not None and run.plan.situation.tokens_per_rank == 8192
+def test_longer_sequences_and_larger_batches_are_planned_for() -> None:
+    for size, tokens in (("1", 8192), ("2", 16384)):
+        batch = ["--seq-length", "8192", "--micro-batch-size", size]
+        run = ready(MIXTRAL, *batch, "--num-layers", "4")
+        assert run.plan is not None and run.plan.situation.tokens_per_rank == tokens
+
+
+def test_planned_for_the_slowest_exchange(tmp_path: Path) -> None:
+    """EP 2 on nodes of 3: of ranks 0-1, 2-3 and 4-5 only those in the middle lie on two nodes."""
+    layout = {"nodes": 2, "ranks_per_node": 3, "ep": 2}
+    changes = (("layout", layout), ("megatron", "moe-monta-ranks-per-node", 3))
+    run = ready(edited(tmp_path, *changes))
+    assert run.plan is not None and run.plan.situation.nodes == (0, 1)
 
 
 def test_planned_for_the_cluster_that_the_dispatcher_is_given() -> None:
@@ -189,6 +199,13 @@ def test_start_by_nodes() -> None:
         choose_start("torchrun", two, dry_run=True)
 
 
+def test_a_job_that_slurm_does_not_take_is_an_error_in_slurm_s_words() -> None:
+    assert submit(["bash", "-c", "echo 17"]) == "17"
+    refusal = "echo 'sbatch: error: invalid partition' >&2; echo second line >&2; exit 1"
+    with pytest.raises(ValueError, match=r"^sbatch: sbatch: error: invalid partition second line$"):
+        submit(["bash", "-c", refusal])
+
+
 def test_without_a_parser_a_note_says_so(tmp_path: Path) -> None:
     """A Megatron beside the script is the run's; before 0.19 it may have no training."""
     core = tmp_path / "megatron" / "core"
@@ -255,6 +272,14 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
         [],
         ["megatron.hidden-size: got 128", "must be 64", "quickstart.yaml: hidden_size"],
     ),
+    **{
+        f"another model's {name}": (
+            [("megatron", name, 4096)],
+            [],
+            [f"megatron.{name}: got 4096", "must be", f"quickstart.yaml: {name.replace('-', '_')}"],
+        )
+        for name in ("num-attention-heads", "num-experts", "moe-router-topk", "moe-ffn-hidden-size")
+    },
     "more than the cluster": (
         [("layout", {"nodes": 4, "ranks_per_node": 4})],
         [],

@@ -114,11 +114,35 @@ def test_a_host_that_moves_rows_itself_does_not_put_them_off() -> None:
     ]
 
 
+def test_every_rank_takes_the_same_steps_where_only_some_groups_cross_nodes() -> None:
+    """ETP 4 on nodes of 6: of ranks 0-3, 4-7 and 8-11 only those in the middle lie on two nodes."""
+    counts = Counts(sent=np.ones((3, 1), int), received=np.ones((4, 3, 1), int))
+    for transpose in (False, True):
+        depths = [
+            CHAIN.bind(layout_of(3, 4, 1, rank, ranks_per_node=6), counts, num_chunks=2).depths(
+                transpose, copies_block_host=True
+            )
+            for rank in range(12)
+        ]
+        assert all(each == depths[0] for each in depths)
+
+
 def test_a_group_of_one_rank_takes_no_step() -> None:
     counts = Counts(sent=np.ones((2, 1), int), received=np.ones((1, 2, 1), int))
     bound = CHAIN.bind(layout_of(2, 1, 1), counts, num_chunks=2)
     assert bound.depths(transpose=False, copies_block_host=False) == [0, 0, 1, 1]
     assert bound.depths(transpose=True, copies_block_host=False) == [0, 0, 0, 1]
+
+
+def test_the_parts_of_an_expert_are_added_first_as_in_stock() -> None:
+    def copies_per_sum(etp: int, num_copies: int) -> int:
+        counts = Counts(sent=np.ones((2, 1), int), received=np.ones((etp, 2, 1), int))
+        return CHAIN.bind(layout_of(2, etp, 1), counts, 1).copies_per_sum(num_copies)
+
+    assert copies_per_sum(etp=2, num_copies=4) == 2
+    # Nothing to nest: one expert's parts alone, or experts that are not cut.
+    assert copies_per_sum(etp=2, num_copies=2) == 2
+    assert copies_per_sum(etp=1, num_copies=4) == 4
 
 
 def test_num_chunks_below_one_is_refused() -> None:

@@ -118,8 +118,10 @@ def make_exchange(
     )
 
 
-def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> None:
-    """All four walks, with work on the caller's stream before, between and after them."""
+def make_inputs(
+    exchange: Exchange, routing_map: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Rows, probabilities and, in an exchange of tokens, lists of experts."""
     width = exchange.list_width
     num_rows = int(exchange.bound.num_source_rows)
     probs = torch.ones(num_rows, width) if width else torch.ones(num_rows)
@@ -129,8 +131,12 @@ def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> None:
         numbers = torch.arange(num_experts).expand_as(routing_map)
         numbers = torch.where(routing_map, numbers, num_experts)
         ids = numbers.sort(dim=1).values[:, :width].int()
-    rows = torch.ones(num_rows, HIDDEN).requires_grad_()
-    probs.requires_grad_()
+    return torch.ones(num_rows, HIDDEN).requires_grad_(), probs.requires_grad_(), ids
+
+
+def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> None:
+    """All four walks, with work on the caller's stream before, between and after them."""
+    rows, probs, ids = make_inputs(exchange, routing_map)
     expert_rows, expert_probs = dispatch(exchange, rows * 1, probs * 1, ids)
     output = combine(exchange, expert_rows * expert_probs[:, None])
     (output * 2).sum().backward()
@@ -309,6 +315,31 @@ def test_as_many_messages_are_sent_as_are_priced(
             if isinstance(entry.stage, AllToAll | AllGather) and entry.send.shape[1] > 1:
                 priced[way.name, entry.stage.name] = len(of_row) * bound.num_chunks
     assert dict(sent) == priced
+
+
+@pytest.mark.parametrize("num_local_experts", [1, 2])
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_messages_are_contiguous_whatever_the_gradients(
+    chain_name: str, layout_name: str, num_local_experts: int
+) -> None:
+    """NCCL takes no others, and the gradient of a sum is a single number, expanded."""
+
+    def start(output: torch.Tensor, message: torch.Tensor, *_: Any) -> mock.Mock:
+        assert message.is_contiguous() and output.is_contiguous()
+        output.zero_()
+        return mock.Mock()
+
+    layout = dataclasses.replace(LAYOUTS[layout_name], num_local_experts=num_local_experts)
+    routing_map = Routing(num_tokens=23, topk=2).map(layout.num_experts)
+    exchange = make_exchange(CHAINS[chain_name], layout, routing_map, 2, Recorder())
+    expert_outputs = torch.ones(int(exchange.bound.num_expert_rows), HIDDEN, requires_grad=True)
+    with (
+        mock.patch.object(walk, "start_all_to_all", start),
+        mock.patch.object(walk, "start_all_gather", start),
+    ):
+        expert_inputs = dispatch(exchange, *make_inputs(exchange, routing_map))
+        torch.autograd.backward([each.sum() for each in expert_inputs])
+        combine(exchange, expert_outputs).sum().backward()
 
 
 @pytest.mark.parametrize(("chain_name", "layout_name"), CASES)

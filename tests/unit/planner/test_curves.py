@@ -74,6 +74,14 @@ def test_fit() -> None:
     assert fit(sizes, (3.0, 2.0, 1.0)) is None
 
 
+def test_a_fit_gives_every_point_the_same_weight() -> None:
+    # 10 us + 0.001 us per byte, but the two largest sizes take 20% more and 10% less.
+    found = fit((1_000, 2_000, 1_000_000, 2_000_000), (11.0, 12.0, 1_212.0, 1_809.0))
+    assert found is not None
+    assert found.alpha_us == pytest.approx(10, rel=0.05)
+    assert found.largest_residual < 0.25
+
+
 def test_extrapolation_and_the_nearest_group_are_said() -> None:
     both = cluster(curve(), curve(group_size=16, times_us=(30.0, 60.0, 330.0)))
     assert both.time_us("alltoall", "inter", 5_000, 2).note is None
@@ -82,6 +90,13 @@ def test_extrapolation_and_the_nearest_group_are_said() -> None:
     nearest = both.time_us("alltoall", "inter", 10_000, 8)
     assert nearest.us == pytest.approx(60.0)
     assert nearest.note is not None and "no curve for 8 ranks, that for 16 taken" in nearest.note
+
+
+def test_the_larger_of_two_equally_near_groups_is_taken() -> None:
+    both = cluster(curve(), curve(group_size=8, times_us=(30.0, 60.0, 330.0)))
+    found = both.time_us("alltoall", "inter", 1_000, 4)
+    assert found.us == pytest.approx(30)
+    assert found.note is not None and "no curve for 4 ranks, that for 8 taken" in found.note
 
 
 def test_what_stands_in_for_an_operation_without_a_curve() -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from clusters import CONFIGS, LAUNCH, layout_of, preset, with_link, workload_of
+from clusters import CONFIGS, LAUNCH, layout_of, link, preset, with_link, workload_of
+from measured_routing import MeasuredRouting
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
@@ -16,10 +18,13 @@ from monta_megatron.chains.gathered import gathered_widths
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.choice import uncalibrated
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Phase, Plan, hash_of
+from monta_megatron.planner.report import plan_lines
 from monta_megatron.planner.sampled_routing import skewed_routing
+from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
 
@@ -37,8 +42,8 @@ def paper_workload(tokens: int = 1024) -> Workload:
 
 def with_overhead(cluster: Cluster, ratio: float) -> Cluster:
     """Starting anything takes `ratio` times as long."""
-    for link in cluster.links:
-        cluster = with_link(cluster, link.tier, alpha_us=link.alpha_us * ratio)
+    for each in cluster.links:
+        cluster = with_link(cluster, each.tier, alpha_us=each.alpha_us * ratio)
     launch = cluster.launch
     times = {name: ratio * getattr(launch, name) for name in vars(launch) if name.endswith("_us")}
     return replace(cluster, launch=replace(launch, **times))
@@ -139,6 +144,12 @@ def test_more_bytes_take_more_chunks() -> None:
     assert chunks == sorted(chunks) and chunks[0] == 1 and chunks[-1] == 8
 
 
+def test_more_chunks_can_be_asked_for_than_are_searched() -> None:
+    """A chunk of tokens is made of whole blocks, so there have to be enough of them."""
+    found = plan(workload_of(16), A800, chains=("hierarchical_alltoall",), num_chunks=(16,))
+    assert found.num_chunks == 16
+
+
 def test_the_margin_goes_to_the_plainer_chain() -> None:
     strict = plan(workload_of(16), A800, margin=0)
     generous = plan(workload_of(16), A800, margin=10.0)
@@ -164,6 +175,48 @@ def test_every_candidate_is_there_with_its_reason() -> None:
     for entry in found.candidates:
         if entry.predicted_us is not None and entry.lower_bound_us is not None:
             assert entry.lower_bound_us <= entry.predicted_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_lower_bound_includes_what_surrounds_the_pipeline(chain: str) -> None:
+    cluster = replace(A800, launch=replace(A800.launch, walk_us=10.0))
+    num_chunks = 1 if CHAINS[chain].serial else 4
+    price = price_chain(workload_of(16), cluster, CHAINS[chain], num_chunks, "forward_backward")
+    for walk in price.walks:
+        around_us = walk.host_us + serial_us(walk.before) + serial_us(walk.after)
+        busiest_us = max(sum(work.times_us) for work in walk.pipeline)
+        assert around_us + busiest_us <= walk.lower_bound_us * (1 + 1e-9)
+        assert walk.lower_bound_us <= walk.total_us * (1 + 1e-9)
+
+
+def test_reasons_say_how_much_faster_and_slower() -> None:
+    found = plan(workload_of(16), A800, margin=0)
+    assert found.predicted_us is not None
+    slower = [
+        (entry, entry.predicted_us / found.predicted_us)
+        for entry in found.candidates
+        if entry.predicted_us is not None and entry.predicted_us > 1.01 * found.predicted_us
+    ]
+    assert len(slower) > 5
+    for entry, ratio in slower:
+        assert str(entry.rejected).startswith(f"{ratio - 1:.0%} slower; "), entry
+    others = [entry for entry in found.candidates if entry.chain != found.chain]
+    assert others[0].predicted_us is not None
+    ratio = others[0].predicted_us / found.predicted_us
+    assert ratio > 1
+    assert found.reason.startswith(f"{ratio:.2f}x as fast as {others[0].chain} in ")
+
+
+def test_bytes_are_those_of_all_ranks_by_tier() -> None:
+    # A pair goes out with 4 bytes of probability and comes back without; 512 pairs for each rank,
+    # of which 8 are on the other node and 7 on this one.
+    found = plan(workload_of(16, tokens=1024), A800, chains=("alltoall",), phase="forward")
+    (entry,) = found.candidates
+    pair_bytes = 8196 + 8192
+    assert entry.inter_bytes == 16 * 8 * 512 * pair_bytes
+    assert entry.intra_bytes == 16 * 7 * 512 * pair_bytes
+    (line,) = (line for line in plan_lines(found) if line.startswith("alltoall "))
+    assert "1.07 GB      940 MB" in line
 
 
 def test_stages_add_up_to_the_candidate() -> None:
@@ -213,6 +266,18 @@ def test_the_first_chunk_of_every_stage_takes_longer() -> None:
     }
 
 
+def test_the_host_s_time_for_stages_and_for_the_counts() -> None:
+    """2 us for every chunk of a stage, and 15 for the counts of a dispatch, once."""
+    launch = replace(LAUNCH, stage_us=2.0, counts_to_host_us=15.0)
+    price = price_chain(
+        workload_of(16), replace(A800, launch=launch), CHAINS["allgather"], 4, "forward"
+    )
+    for walk in price.walks:
+        assert {work.launch_us for work in walk.pipeline} == {2.0}
+        for work in (*walk.before, *walk.after):
+            assert work.launch_us == (15.0 if work.stage == "gather of counts" else 0.0)
+
+
 def test_what_is_over_the_memory_limit_is_no_candidate() -> None:
     free = plan(workload_of(16), A800)
     peaks = {
@@ -229,6 +294,22 @@ def test_what_is_over_the_memory_limit_is_no_candidate() -> None:
         plan(workload_of(16), A800, memory_limit_bytes=1.0)
 
 
+def test_one_byte_over_the_memory_limit_is_too_much() -> None:
+    free = plan(workload_of(16), A800)
+    (choice,) = (entry for entry in free.candidates if entry.rejected is None)
+    assert choice.peak_bytes is not None
+    exact = plan(workload_of(16), A800, memory_limit_bytes=choice.peak_bytes)
+    assert (exact.chain, exact.num_chunks) == (free.chain, free.num_chunks)
+    less = plan(workload_of(16), A800, memory_limit_bytes=choice.peak_bytes - 1)
+    assert (less.chain, less.num_chunks) != (free.chain, free.num_chunks)
+    (entry,) = (
+        entry
+        for entry in less.candidates
+        if (entry.chain, entry.num_chunks) == (free.chain, free.num_chunks)
+    )
+    assert "over the limit" in str(entry.rejected)
+
+
 def test_uneven_nodes_and_routings_are_priced_by_their_busiest_rank() -> None:
     # EP 3 on nodes of 2: no rails, the flat chains remain.
     uneven = plan(workload_of(3, ranks_per_node=2, num_experts=12, topk=2), A800)
@@ -239,8 +320,71 @@ def test_uneven_nodes_and_routings_are_priced_by_their_busiest_rank() -> None:
     assert skewed.predicted_us > 1.1 * even.predicted_us
 
 
+def test_ranks_that_share_a_network_interface_are_priced_together() -> None:
+    """40 rows leave node 0 through its only interface: 30 of rank 0 and 10 of rank 1."""
+    # Each rank's tokens: how many, and the expert, hence the rank, to which all of them go.
+    maps = tuple(
+        np.eye(4, dtype=bool)[[expert] * count]
+        for expert, count in ((2, 30), (2, 10), (2, 5), (3, 5))
+    )
+    workload = workload_of(
+        4, ranks_per_node=2, num_experts=4, topk=1, routing=MeasuredRouting(routing_maps=maps)
+    )
+    cluster = replace(
+        H100,
+        ranks_per_node=2,
+        nics_per_node=1,
+        launch=LAUNCH,
+        links=(link("inter", 0.0, 1.0), link("intra", 0.0, 1e6), link("memory", 0.0, 1e6)),
+    )
+    dispatch, combine = price_chain(workload, cluster, CHAINS["alltoall"], 1, "forward").walks
+    for walk, row_bytes in ((dispatch, 8192 + 4), (combine, 8192)):
+        (exchange,) = (work for work in walk.pipeline if work.stage == "alltoall")
+        # At 1 GB/s.
+        assert exchange.times_us == pytest.approx([40 * row_bytes / 1e3], rel=1e-3)
+
+
+@pytest.mark.parametrize(("inter_gbps", "intra_gbps", "ranks"), [(1.0, 1e6, 8), (1e6, 1.0, 7)])
+def test_a_collective_in_both_tiers_takes_as_long_as_the_slower_one(
+    inter_gbps: float, intra_gbps: float, ranks: int
+) -> None:
+    """A rank sends 512 rows to each of 8 ranks on the other node, and to each of 7 on its own."""
+    cluster = replace(
+        H100,
+        launch=LAUNCH,
+        links=(
+            link("inter", 0.0, inter_gbps),
+            link("intra", 0.0, intra_gbps),
+            link("memory", 0.0, 1e6),
+        ),
+    )
+    price = price_chain(workload_of(16, tokens=1024), cluster, CHAINS["alltoall"], 1, "forward")
+    (exchange,) = (work for work in price.walks[1].pipeline if work.stage == "alltoall")
+    assert exchange.times_us == pytest.approx([ranks * 512 * 8192 / 1e3])
+    assert exchange.resource == "inter"
+
+
 def test_no_tokens_at_all_can_be_planned() -> None:
     assert plan(workload_of(16, tokens=0), A800).num_chunks == 1
+
+
+def test_a_plan_says_what_had_to_be_assumed() -> None:
+    curve = Curve(
+        operation="alltoall",
+        tier="inter",
+        group_size=8,
+        sizes_bytes=(1_000, 2_000),
+        times_us=(40.0, 50.0),
+        kind="measured",
+        source="by hand",
+    )
+    found = plan(workload_of(16), replace(A800, curves=(curve,)), chains=("alltoall",))
+    assert found.notes == (
+        "alltoall (inter): no curve for 16 ranks, that for 8 taken; "
+        "extrapolated beyond 1,000 to 2,000 bytes",
+    )
+    # In lines of 80 columns.
+    assert "extrapolated beyond 1,000 to" in " ".join(plan_lines(found))
 
 
 def test_a_plan_survives_yaml(tmp_path: Path) -> None:
@@ -362,6 +506,25 @@ def test_every_message_of_a_collective_starts_by_itself() -> None:
         if work.stage == "alltoall"
     )
     assert packed.launch_us == 10
+
+
+@pytest.mark.parametrize(("ranks_per_node", "starts"), [(4, 2), (1, 1)])
+def test_messages_of_cpu_ranks_start_together_only_between_nodes(
+    ranks_per_node: int, starts: int
+) -> None:
+    """Rows and probabilities of `alltoall` in one chunk, on one node and on four."""
+    cluster = replace(
+        H100,
+        ranks_per_node=ranks_per_node,
+        nics_per_node=ranks_per_node,
+        launch=LAUNCH,
+        copies_block_host=True,
+        links=tuple(link(tier, 5.0, 1e9) for tier in ("inter", "intra", "memory")),
+    )
+    workload = workload_of(4, ranks_per_node=ranks_per_node)
+    price = price_chain(workload, cluster, CHAINS["alltoall"], 1, "forward")
+    (exchange,) = (work for work in price.walks[0].pipeline if work.stage == "alltoall")
+    assert exchange.times_us == pytest.approx([starts * 5.0], abs=0.1)
 
 
 def test_auto_prices_the_counts_of_every_chain() -> None:

@@ -1,11 +1,12 @@
 """`monta plan`: what scripts read, what people read, and the preset files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import CONFIGS
+from clusters import CONFIGS, layout_of, preset
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
@@ -15,7 +16,7 @@ from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.layout_ranking import rank_layouts, state_bytes
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.workload import workloads_of
+from monta_megatron.planner.workload import Workload, workloads_of
 
 MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
 A800 = ["--cluster", str(CONFIGS / "clusters" / "a800_2x8_ib200.yaml")]
@@ -127,6 +128,33 @@ def test_all_presets_are_there() -> None:
     assert len(list((CONFIGS / "models").glob("*.yaml"))) == 11
     names = {path.stem for path in (CONFIGS / "clusters").glob("*.yaml")}
     assert {"a800_2x8_ib200", "a100_hdr", "h100_8x_ndr", "h800_8x_ndr", "gb200_nvl72"} <= names
+
+
+def test_a_layout_costs_what_its_slowest_exchange_costs() -> None:
+    model = strict_yaml.load(Model, CONFIGS / "models" / "mixtral_8x7b.yaml")
+
+    def workloads(layout: ParallelLayout) -> list[Workload]:
+        place = layout_of(layout.ep, layout.etp, 8, model.num_experts)
+        return [Workload.of(model, place, tokens) for tokens in (64, 4096, 128)]
+
+    ranking = rank_layouts(model, preset("a800_2x8_ib200"), world_size=16, workloads=workloads)
+    assert {each.tokens_per_rank for each in ranking} == {4096}
+
+
+def test_tensor_and_context_parallel_ranks_share_a_sequence() -> None:
+    model = replace(
+        strict_yaml.load(Model, CONFIGS / "models" / "mixtral_8x7b.yaml"),
+        seq_length=4096,
+        micro_batch_size=3,
+    )
+    layout = ParallelLayout(world_size=16, tp=2, cp=4)
+    assert layout.tokens_per_rank(model) == 3 * 4096 // 8
+    assert layout.misfit(model) is None
+    # Context parallelism cuts a sequence into 2 x 4 parts, and 2 tensor parallel ranks share each.
+    assert layout.misfit(replace(model, seq_length=16)) is None
+    assert str(layout.misfit(replace(model, seq_length=8))).startswith(
+        "tp: got 2, must divide seq_length of Mixtral-8x7B (8) together with cp (4)"
+    )
 
 
 def test_what_does_not_fit_into_memory_is_no_layout() -> None:

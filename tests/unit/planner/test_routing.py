@@ -12,6 +12,7 @@ from clusters import layout_of
 from measured_routing import MeasuredRouting
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
+from monta_megatron.planner import router_trace
 from monta_megatron.planner.router_trace import traced_routing
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.sampled_routing import SampledRouting, skewed_routing
@@ -146,3 +147,12 @@ def test_router_trace(tmp_path: Path) -> None:
     routing = traced_routing(tmp_path, num_experts=4)
     assert routing.pairs.tolist() == pytest.approx([2 / 3, 1 / 3, 1 / 3, 2 / 3])
     assert routing.hits(2).tolist() == pytest.approx([2 / 3, 2 / 3])
+
+
+def test_the_rest_of_a_long_trace_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_trace, "MAX_TOKENS_PER_FILE", 2)
+    first = {"layer": 1, "top_indices": [[0], [1]]}
+    write_trace(tmp_path, 0, [first, {"layer": 1, "top_indices": [[2]]}])
+    assert traced_routing(tmp_path, num_experts=4).pairs.tolist() == [0.5, 0.5, 0, 0]

@@ -4,11 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from clusters import workload_of
+from clusters import preset, workload_of
 from measured_routing import MeasuredRouting
 
+from monta_megatron.calibration.points import BYTES_PER_ROW, HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.lanes import COMBINE, DISPATCH, FORWARD_BACKWARD, offsets_bytes
+from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.traffic import CollectiveTraffic, CopyTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
@@ -19,6 +21,26 @@ def bytes_of(workload: Workload, chain: str, num_chunks: int, walk: object = DIS
     (bound,) = workload.bind(CHAINS[chain], num_chunks)
     traffic = walk_traffic(bound, workload.row, walk, num_chunks)  # type: ignore
     return {key: count for key, count in traffic.bytes_by_stage().items() if count}
+
+
+def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, walk: object) -> dict:
+    """(stage, operation) -> bytes that the copies of rank 0 read and write."""
+    (bound,) = workload.bind(CHAINS[chain], num_chunks)
+    traffic = walk_traffic(bound, workload.row, walk, num_chunks)  # type: ignore[arg-type]
+    return {
+        (stage.stage, operation): count.sum()
+        for stage in traffic.stages
+        if isinstance(stage, CopyTraffic)
+        for operation, count in stage.moved_bytes.items()
+    }
+
+
+def uneven_workload() -> Workload:
+    """4 ranks on 2 nodes, with a routing in which no two of them are alike."""
+    generator = np.random.default_rng(1)
+    maps = tuple(generator.random((count, 16)) < 0.2 for count in (30, 0, 7, 41))
+    routing = MeasuredRouting(routing_maps=maps)
+    return workload_of(4, ranks_per_node=2, num_experts=16, routing=routing)
 
 
 def test_offsets() -> None:
@@ -72,15 +94,8 @@ def test_expected_rows_do_not_depend_on_the_number_of_chunks(chain: str) -> None
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_what_is_sent_is_received(chain: str) -> None:
-    """Over all ranks, in every walk and chunk, for routings in which no two ranks are alike."""
-    generator = np.random.default_rng(1)
-    maps = tuple(generator.random((count, 16)) < 0.2 for count in (30, 0, 7, 41))
-    workload = workload_of(
-        4,
-        ranks_per_node=2,
-        num_experts=16,
-        routing=MeasuredRouting(routing_maps=maps),
-    )
+    """Over all ranks, in every walk and chunk."""
+    workload = uneven_workload()
     num_chunks = 1 if CHAINS[chain].serial else 3
     assert len(workload.ranks) == 4
     bound = workload.bind(CHAINS[chain], num_chunks)
@@ -92,6 +107,50 @@ def test_what_is_sent_is_received(chain: str) -> None:
                     sent = sum(stage.sent_bytes[tier] for stage in stages)
                     received = sum(stage.received_bytes[tier] for stage in stages)
                     assert np.array_equal(sent, received), (walk.name, stages[0].stage, tier)
+
+
+def test_copies_by_hand() -> None:
+    # 1,024 tokens of 8,192 bytes; 8,192 pairs leave a rank and as many arrive. Every copy reads and
+    # writes; packed, a pair has 8,208 bytes.
+    workload = workload_of(16, tokens=1024)
+    assert bytes_of_copies(workload, "alltoall_allgather", 2, DISPATCH) == {
+        ("count", "count"): 6 * 1024 * 64,
+        ("permute", "permute"): 2 * 8192 * 8192,
+        ("pack", "copy"): pytest.approx(2 * 8192 * 8208),
+        ("order", "put"): pytest.approx(2 * 8192 * 8196),
+    }
+    # At the end pairs are read and tokens are written.
+    assert bytes_of_copies(workload, "alltoall_allgather", 2, COMBINE) == {
+        ("order", "copy"): pytest.approx(2 * 8192 * 8192),
+        ("pack", "put"): pytest.approx(2 * 8192 * 8192),
+        ("unpermute", "unpermute"): 8192 * (8192 + 1024),
+    }
+
+
+def test_a_sum_over_ranks_by_hand() -> None:
+    # 1,024 tokens, top-2 of 8 experts on 2 EP ranks: each takes half of the 2,048 pairs of a rank,
+    # so each of its 8 ETP ranks has 2 x 1,024 pairs to sum. It reads 8 copies and writes one sum.
+    workload = workload_of(2, 8, num_experts=8, topk=2, tokens=1024)
+    found = bytes_of_copies(workload, "alltoall_allgather", 2, COMBINE)
+    assert found["sum of allgather", "sum"] == pytest.approx((8 + 1) * 2048 * 8192)
+
+
+def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan() -> None:
+    """Operations on Megatron's own routing map and pairs, per token of a rank."""
+    workload = workload_of(
+        16, num_experts=NUM_EXPERTS, topk=TOPK, tokens=1024, hidden=HIDDEN_ROW_BYTES // 2
+    )
+    found = {}
+    for chain in ("alltoall", "allgather"):
+        for walk in (DISPATCH, COMBINE):
+            (bound,) = workload.bind(CHAINS[chain], 1)
+            traffic = walk_traffic(bound, workload.row, walk, 1)
+            for stage in (*traffic.before, *traffic.after):
+                if isinstance(stage, CopyTraffic):
+                    found |= {name: count.sum() for name, count in stage.moved_bytes.items()}
+    assert found == {
+        name: 1024 * BYTES_PER_ROW[name] for name in ("count", "lists", "permute", "unpermute")
+    }
 
 
 def test_copies_that_the_executor_does_not_make_are_free() -> None:
@@ -133,3 +192,17 @@ def test_dispatch_and_its_backward_hold_most(chain: str) -> None:
         (bound,) = workload.bind(CHAINS[chain], num_chunks)
         peaks = {walk.name: peak_bytes(bound, workload.row, walk) for walk in FORWARD_BACKWARD}
         assert max(peaks, key=lambda name: peaks[name]).startswith("dispatch"), peaks
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_peak_is_that_of_the_fullest_rank_in_its_fullest_walk(chain: str) -> None:
+    workload = uneven_workload()
+    num_chunks = 1 if CHAINS[chain].serial else 3
+    peaks = [
+        peak_bytes(bound, workload.row, walk)
+        for bound in workload.bind(CHAINS[chain], num_chunks)
+        for walk in FORWARD_BACKWARD
+    ]
+    cluster = preset("h100_8x_ndr")
+    price = price_chain(workload, cluster, CHAINS[chain], num_chunks, "forward_backward")
+    assert price.peak_bytes == max(peaks) > min(peaks)

@@ -1,0 +1,65 @@
+"""From a configuration to a choice of chain."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from monta_megatron import strict_yaml
+from monta_megatron.chains import Layout
+from monta_megatron.integration.choice import choose
+from monta_megatron.options import Options
+from monta_megatron.planner.choice import PlannedChoice
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.workload import Workload
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """The fields of a TransformerConfig that a choice looks at."""
+    values = {
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "hidden_size": 64,
+        "params_dtype": torch.bfloat16,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_auto_plans_for_what_the_configuration_exchanges() -> None:
+    def workload(**changes: Any) -> Workload:
+        choice = choose(Options(), config(**changes), LAYOUT, pairs_only=False)
+        assert isinstance(choice, PlannedChoice)
+        return choice.workload
+
+    plain = workload()
+    assert (plain.hidden_size, plain.value_bytes, plain.prob_bytes) == (64, 2, 2)
+    assert workload(moe_latent_size=12).hidden_size == 12
+    assert workload(moe_router_dtype="fp32").prob_bytes == 4
+    assert workload(moe_router_dtype="fp64").prob_bytes == 8
+    assert workload(params_dtype=torch.float32).value_bytes == 4
+    limited = workload(moe_router_num_groups=4, moe_router_group_topk=2)
+    assert (limited.routing.num_groups, limited.routing.group_topk) == (4, 2)
+    # With 2 groups on each of 2 nodes, a token crosses less often if it may take only 2 of them.
+    assert limited.routing.hits(2).sum() < plain.routing.hits(2).sum()
+
+
+def test_auto_chooses_between_chains_of_pairs_where_tokens_cannot_be_sent() -> None:
+    pairs = choose(Options(), config(), LAYOUT, pairs_only=True)
+    assert {chain.rows for chain in pairs.chains} == {"pairs"}
+    both = choose(Options(), config(), LAYOUT, pairs_only=False)
+    assert {chain.rows for chain in both.chains} == {"pairs", "tokens"}
+
+
+def test_an_exchange_on_more_nodes_than_the_cluster_has_is_refused() -> None:
+    cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a800_2x8_ib200.yaml")
+    assert choose(Options(cluster=cluster), config(), LAYOUT, pairs_only=False)
+    spread = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 1, 2, 3))
+    with pytest.raises(ValueError, match=r"has 2 node\(s\), must have at least the 4 of the exch"):
+        choose(Options(cluster=cluster), config(), spread, pairs_only=False)
