@@ -169,7 +169,7 @@ MOE = [["--num-experts", "4"], ["--moe-token-dispatcher-type", "monta"]]
         ([["--moe-layer-freq", "[x]"]], 0, "[x]"),
         # Ours.
         ([*MOE, ["--moe-monta-num-chunks", "0"]], 2, "got 0, must be an integer >= 1"),
-        ([*MOE, ["--overlap-moe-expert-parallel-comm"]], 2, "not supported"),
+        ([*MOE, ["--cuda-graph-impl", "local"]], 2, "not supported"),
         ([["--moe-token-dispatcher-type", "monta"]], 0, "--num-experts"),
     ],
 )

@@ -83,7 +83,7 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
             "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-monta-num-chunks 2",
             ["moe_monta_num_chunks", "alltoall"],
         ),
-        (f"{MOE} --cuda-graph-impl local", ["CUDA graphs over a whole MoE layer", "leave 'moe'"]),
+        (f"{MOE} --cuda-graph-impl local", ["cuda_graph_impl: not supported", "leave 'moe'"]),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(parse: Parse, arguments: str, words: list[str]) -> None:

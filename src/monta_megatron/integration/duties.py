@@ -31,7 +31,7 @@ class Refusal(NamedTuple):
     """A setting that is refused.
 
     Attributes:
-        setting: a field of TransformerConfig, or what several fields ask for together.
+        setting: a field of TransformerConfig.
         asked: whether a configuration asks for it.
         reason: why it is refused, and what to do.
     """
@@ -57,10 +57,10 @@ def _graphs_whole_exchange(config: Any) -> bool:
 
 REFUSED = (
     Refusal(
-        "CUDA graphs over a whole MoE layer",
+        "cuda_graph_impl",
         _graphs_whole_exchange,
-        "capturing the exchange itself has not been tested on a GPU; name the modules to capture "
-        "in cuda_graph_modules and leave 'moe' out",
+        "it would capture the exchange of a whole MoE layer, which has not been tested on a GPU; "
+        "name the modules to capture in cuda_graph_modules and leave 'moe' out",
     ),
     Refusal(
         "overlap_dispatch_backward_with_experts_wgrad",
