@@ -3,19 +3,26 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from monta_megatron import strict_yaml
 from monta_megatron.benchmark import traffic
+from monta_megatron.benchmark.ablation_steps import ablation_steps
 from monta_megatron.benchmark.launch import find_launch, is_first_rank
+from monta_megatron.benchmark.prediction import predict, workload_of
 from monta_megatron.benchmark.report import Row, table
 from monta_megatron.benchmark.routing import ROUTINGS, make_routing
 from monta_megatron.benchmark.settings import parse_settings
 from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians, spread
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.chains import Layout
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.search import plan
 
+CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 # Two nodes of two ranks, eight experts; rows of 4 values of 4 bytes, so a pair costs 16 + 4 bytes
 # there and 16 back.
 FLAT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
@@ -187,6 +194,26 @@ def test_bad_settings_are_named(flags: dict[str, object], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_predictions_are_the_plans_in_milliseconds() -> None:
+    settings = parse_settings({**BASE, "experts": "16", "tokens": "512", "hidden": "1024"}, 4)
+    layout = dataclasses.replace(FLAT, num_local_experts=4)
+    cluster = strict_yaml.load(Cluster, CLUSTER)
+    keys = [("alltoall", 1), ("hierarchical_alltoall", 4)]
+    found = predict(settings, layout, cluster, "forward", keys)
+    planned = plan(
+        workload_of(settings, layout),
+        cluster,
+        phase="forward",
+        chains=["alltoall", "hierarchical_alltoall"],
+        num_chunks=(1, 4),
+    )
+    assert set(keys) <= set(found.predicted_ms)
+    assert found.chosen == (planned.chain, planned.num_chunks)
+    assert planned.predicted_us is not None
+    assert found.predicted_ms[found.chosen] == pytest.approx(planned.predicted_us / 1000)
+    assert predict(settings, layout, None, "forward", keys).chosen is None
+
+
 def test_launchers() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
     launch = find_launch("bench", torchrun)
@@ -249,6 +276,36 @@ def test_table_fits_80_columns() -> None:
     text = table([row(), row(chosen=True), row(phase="forward", pct_of_limit=None)])
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("chain x chunks") == 2
+
+
+def test_table_is_in_milliseconds_and_megabytes() -> None:
+    text = table(
+        [row(median_ms=12.34, p10_ms=11.0, p90_ms=13.0, inter_bytes=2_500_000, intra_bytes=70_000)]
+    )
+    numbers = text.splitlines()[-1].split()[-8:]
+    assert numbers == ["12.3", "11.0", "to", "13.0", "2.5", "0.1", "100%", "10.25"]
+
+
+def test_ablation_steps_by_hand() -> None:
+    chain = "alltoall_allgather"
+    stock = {"dispatcher": "megatron", "chain": "alltoall", "num_chunks": 1}
+    rows = [
+        row(**stock, requested="alltoall", median_ms=70.0),
+        row(**stock, step=0, median_ms=80.0),
+        row(chain=chain, num_chunks=1, step=1, requested=chain, median_ms=40.0),
+        row(chain=chain, num_chunks=2, requested=chain, median_ms=16.0),
+        row(chain=chain, num_chunks=4, step=3, requested=chain, median_ms=20.0),
+        row(chain=chain, num_chunks=4, step=2, requested=chain, median_ms=10.0),
+    ]
+    found = ablation_steps(rows)
+    assert [each.median_ms for each in found] == [80, 40, 10, 20, 16]
+    assert [each.gain for each in found] == [1, 2, 4, 0.5, 1.25]
+    assert [each.gain_over_step_0 for each in found] == [1, 2, 8, 4, 5]
+    # Step 2 exists in the ablation alone, so step 4 does not take it although it is the fastest.
+    assert (found[-1].num_chunks, found[-1].chosen_by) == (2, "measurement")
+    planned = [dataclasses.replace(each, chosen=each.step == 3) for each in rows]
+    last = ablation_steps(planned)[-1]
+    assert (last.num_chunks, last.chosen_by) == (4, "planner")
 
 
 def test_what_says_so_needs_no_torch() -> None:

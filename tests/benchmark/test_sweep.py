@@ -5,16 +5,21 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_bench_numbers import BASE
 
+from monta_megatron import strict_yaml
 from monta_megatron.benchmark.report import Row
+from monta_megatron.benchmark.settings import parse_settings
 from monta_megatron.benchmark.summary import measured_points, summarise
 from monta_megatron.benchmark.summary_tables import summary_lines
 from monta_megatron.benchmark.sweep import Results, read_sweep
 from monta_megatron.benchmark.sweep_plots import points_by_size
+from monta_megatron.emulation.cluster import EmulatedCluster
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HEADLINE = "headline: {experts: 8, top-k: 2, hidden: 16, tokens: 4, num-chunks: [1, 3]}\n"
@@ -167,6 +172,26 @@ def test_summary_of_hand_made_points() -> None:
     assert points_by_size([first, second]) == [second, first]
 
 
+def test_an_interval_that_reaches_over_the_bound_is_no_loss() -> None:
+    noisy = report(
+        row("megatron", "alltoall", 95.0),
+        row(
+            "monta",
+            "alltoall",
+            100.0,
+            requested="auto",
+            chosen=True,
+            ratio_to_alltoall=0.95,
+            ratio_low=0.90,
+            ratio_high=1.01,
+        ),
+    )
+    found = summarise([noisy])
+    assert (found["auto_points"], found["auto_lost"]) == (1, 0)
+    (line,) = (each for each in summary_lines([noisy, REGRETTED]) if "0.90 to 1.01" in each)
+    assert "slower" not in line
+
+
 def test_without_predictions_there_is_nothing_to_regret() -> None:
     plain = report(row("megatron", "alltoall", 4.0), row("monta", "alltoall", 4.0))
     assert summarise([plain])["regret_points"] == 0
@@ -183,6 +208,27 @@ def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
     path.write_text("nothing\n")
     with pytest.raises(ValueError, match=r"out.jsonl: must hold one JSON document per line"):
         Results.open(path)
+
+
+def test_results_hold_a_point_of_the_same_settings_and_cluster(tmp_path: Path) -> None:
+    settings = parse_settings(BASE, 4)
+    emulated = EmulatedCluster(
+        nodes=2, ranks_per_node=2, nic_per="node", inter_mbit=500, measured_inter_gbit_s=0.48
+    )
+    Results.open(tmp_path / "out.jsonl").add(
+        {
+            "settings": strict_yaml.plain(settings),
+            "meta": {"emulated_cluster": vars(emulated)},
+            "rows": [],
+        }
+    )
+    results = Results.open(tmp_path / "out.jsonl")
+    # The measured rate differs a little each time.
+    assert results.holds(settings, replace(emulated, measured_inter_gbit_s=0.47))
+    assert not results.holds(settings, replace(emulated, inter_mbit=1000))
+    assert not results.holds(settings, replace(emulated, nic_per="rank"))
+    assert not results.holds(settings, None)
+    assert not results.holds(replace(settings, tokens=5), emulated)
 
 
 def command_of(*arguments: str) -> list[str]:

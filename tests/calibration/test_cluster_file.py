@@ -9,9 +9,11 @@ from monta_megatron import strict_yaml
 from monta_megatron.calibration.cluster_file import Machine, excess_of, make_cluster, slowdowns
 from monta_megatron.calibration.points import (
     COUNTS,
+    MESSAGE_ROW_BYTES,
     NUM_SIZES,
     WALKS,
     WALKS_IN_CHUNKS,
+    Pair,
     Point,
     Shape,
     all_points,
@@ -60,6 +62,27 @@ def test_groups_are_those_that_layouts_give() -> None:
         8,
     }
     assert {size for name, tier, size in groups if (name, tier) == ("allgather", "intra")} == {2, 4}
+
+
+def test_a_point_counts_the_bytes_that_leave_a_rank_in_its_tier() -> None:
+    # 2 nodes of 4 ranks: by tier and group size, the number of peers reached in that tier.
+    peers = {("inter", 2): 1, ("inter", 4): 2, ("inter", 8): 4, ("intra", 2): 1, ("intra", 4): 3}
+    collectives = [each for each in all_points(SHAPE, NUM_SIZES["cpu"]) if each.is_collective]
+    assert {(each.tier, each.group_size) for each in collectives} == set(peers)
+    for point in collectives:
+        to_each_bytes = MESSAGE_ROW_BYTES * point.num_rows
+        assert point.num_bytes == to_each_bytes * peers[point.tier, point.group_size]
+
+
+def test_the_second_of_a_pair_ends_long_before_the_first_or_long_after() -> None:
+    def second_over_first(pair: Pair) -> float:
+        second, first_us = pair.second, time_us(pair.first.point)
+        return second.repeats * time_us(second.point) / first_us
+
+    points = all_points(SHAPE, NUM_SIZES["cpu"])
+    for contenders in choose_pairs(points, [time_us(point) for point in points]):
+        assert second_over_first(contenders.short) < 0.7
+        assert second_over_first(contenders.long) > 1.5
 
 
 def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
@@ -129,6 +152,19 @@ def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
     cluster = make_cluster(gpu, points, pairs, samples)
     assert cluster.launch.copy_us == 8
     assert all(time > 0 for curve in cluster.curves for time in curve.times_us)
+
+
+def test_the_copy_of_the_counts_is_not_counted_twice() -> None:
+    points = all_points(SHAPE, NUM_SIZES["cuda"])
+    pairs = choose_pairs(points, [time_us(point) for point in points])
+    alone = [each for contenders in pairs for each in contenders.tasks]
+    samples = samples_of(points) + [
+        Sample(task=task.name, us=100.0, launch_us=LAUNCH_US)
+        for task in (*alone, COUNTS, WALKS, WALKS_IN_CHUNKS)
+    ]
+    gpu = replace(MACHINE, copies_block_host=False, counts_to_host_us=30.0)
+    launch = make_cluster(gpu, points, pairs, samples).launch
+    assert (launch.counts_to_host_us, launch.counts_us) == (30, 70)
 
 
 @pytest.mark.parametrize(

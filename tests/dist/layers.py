@@ -619,6 +619,38 @@ def disagree(case: Case, options_of_rank: dict[int, dict[str, Any]]) -> None:
     build_layer(case, "monta", **options_of_rank.get(dist.get_rank(), {}))
 
 
+def disagree_later(case: Case, rank: int) -> None:
+    """All ranks agree on two dispatchers; then `rank` runs the first, the others the second."""
+    first, second = (
+        build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
+        for num_chunks in (3, 2)
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    hidden = torch.randn(case.num_tokens, 1, HIDDEN, generator=generator).to("cuda")
+    routing_map = forced_routing(case, case.num_tokens, generator)
+    assert routing_map is not None
+    phases(first if dist.get_rank() == rank else second, hidden, routing_map)
+
+
+def rows_to_choose_from(case: Case, captures_permutation: bool) -> set[str]:
+    """The kinds of rows sent by the chains that "auto" chooses from."""
+    from unittest import mock
+
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    original = MoEAlltoAllTokenDispatcher.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if captures_permutation:
+            # As Megatron sets it where moe_preprocess is captured.
+            self.cuda_dtoh_point = "before_ep_alltoall"
+
+    with mock.patch.object(MoEAlltoAllTokenDispatcher, "__init__", init):
+        choice = build_layer(case, "monta").token_dispatcher.choice
+    return {chain.rows for chain in choice.chains}
+
+
 def tokens_decided_by(case: Case, tokens: list[int]) -> list[int]:
     """For how many tokens a rank chooses that has tokens[rank] of them."""
     layer = build_layer(case, "monta")

@@ -53,6 +53,22 @@ def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
         PoolError, match="ranks 0 and 1 differ in chain: alltoall_allgather and auto"
     ):
         pools[4].run("layers:disagree", Case(), {1: {"moe_monta_chain": "auto"}})
+    # Other costs under the same name.
+    cluster = AUTO["moe_monta_cluster"]
+    dearer = replace(cluster, launch=replace(cluster.launch, copy_us=cluster.launch.copy_us + 1))
+    clusters = [{"moe_monta_cluster": each} for each in (cluster, dearer, cluster, cluster)]
+    with pytest.raises(PoolError, match="ranks 0 and 1 differ in hash of the costs: "):
+        pools[4].run(
+            "layers:disagree",
+            Case(options={"moe_monta_chain": "auto"}),
+            dict(enumerate(clusters)),
+        )
+
+
+def test_ranks_that_come_to_differ_are_told_before_they_exchange(pools: Pools) -> None:
+    case = Case(options={"moe_monta_chain": "alltoall_dedup"})
+    with pytest.raises(PoolError, match="ranks 0 and 2 differ in num_chunks: 2 and 3"):
+        pools[4].run("layers:disagree_later", case, 2)
 
 
 def test_ranks_that_see_other_nodes_are_told(pools: Pools) -> None:
@@ -71,6 +87,12 @@ def test_padded_to_capacity_all_ranks_choose_for_as_many_tokens(pools: Pools) ->
     case = Case(routing="router", options=AUTO, config=config)
     found = pools[4].run("layers:tokens_decided_by", case, [30, 31, 32, 29])
     assert found == [[32]] * 4
+
+
+def test_auto_takes_pairs_where_cuda_graphs_capture_the_permutation(pools: Pools) -> None:
+    for captures, rows in ((False, {"pairs", "tokens"}), (True, {"pairs"})):
+        found = pools[4].run("layers:rows_to_choose_from", Case(options=AUTO), captures)
+        assert found == [rows] * 4
 
 
 def test_a_plan_file_is_followed_and_checked(pools: Pools, tmp_path: Path) -> None:

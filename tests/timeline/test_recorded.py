@@ -1,6 +1,7 @@
 """`monta timeline --record`: one run of 4 CPU ranks, its recording, and what is drawn from it."""
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,18 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks() -> Iterator[ForkedRanks]:
+    ranks = ForkedRanks("import monta_megatron.timeline.record")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def folder(ranks: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the run has left."""
     folder = tmp_path_factory.mktemp("recorded")
     script = str(Path(__file__).with_name("record_in_profile.py"))
-    ranks = ForkedRanks("import monta_megatron.timeline.record")
     result = ranks.run(script, "--record", str(folder), *LAYER.split(), "--json")
-    ranks.close()
     assert result.returncode == 0, result.stderr
     # Nothing else on standard output.
     (folder / "stdout.json").write_text(json.dumps(json.loads(result.stdout)))
@@ -96,6 +102,23 @@ def test_all_ranks_are_in_the_pass_at_the_same_time(recording: Recording) -> Non
         starts = [min(ran[first, chunk].start_us for chunk in range(NUM_CHUNKS)) for ran in spans]
         ends = [max(ran[second, chunk].end_us for chunk in range(NUM_CHUNKS)) for ran in spans]
         assert max(starts) < min(ends)
+
+
+def test_ranks_of_several_hosts_are_put_on_the_clock_of_the_first(
+    ranks: ForkedRanks, tmp_path: Path
+) -> None:
+    script = str(Path(__file__).with_name("record_with_other_clocks.py"))
+    layer = LAYER.replace("--tp 2", "--tp 2 --phase forward")
+    result = ranks.run(script, "--record", str(tmp_path), *layer.split())
+    assert result.returncode == 0, result.stderr
+    recording = Recording.load(tmp_path / "alltoall_allgather_x3.json")
+    assert recording.clock == "monotonic clocks compared behind 31 barriers"
+    # The clocks are 1,000 s apart, and a run is ended long before it takes half of that.
+    assert LIMIT_S < 500
+    assert 0 < recording.clock_error_us < 500e6
+    spans = [span for record in recording.ranks for span in record.spans]
+    assert min(span.start_us for span in spans) == 0
+    assert max(span.end_us for span in spans) < 500e6
 
 
 def test_a_profile_has_a_range_for_every_stage_and_chunk(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,26 @@ def test_predicted_spans_are_those_of_the_schedule(
         walk_start_us += walk.total_us
     assert walk_start_us == pytest.approx(price.total_us)
     assert max(span.end_us for span in track.spans) == pytest.approx(price.total_us)
+
+
+def test_what_the_host_does_around_the_stages_comes_first(
+    workload: Workload, cluster: Cluster
+) -> None:
+    """As on a calibrated cluster: 50 us in every walk, and 70 more in dispatch."""
+    cluster = replace(cluster, launch=replace(cluster.launch, walk_us=50.0, counts_us=70.0))
+    chain = CHAINS["hierarchical_alltoall"]
+    price = price_chain(workload, cluster, chain, 4, "forward_backward")
+    (track,) = predict(workload, cluster, chain, 4, "forward_backward").tracks
+    walk_start_us = 0.0
+    for walk, around_us in zip(price.walks, (120.0, 50.0, 50.0, 50.0), strict=True):
+        spans = [span for span in track.spans if span.walk == walk.walk]
+        (around,) = (span for span in spans if span.stage == "around the stages")
+        assert (around.lane, around.action) == ("host", "run")
+        assert around.start_us == pytest.approx(walk_start_us)
+        assert around.end_us == pytest.approx(walk_start_us + around_us)
+        assert all(span.start_us >= around.end_us - 1e-6 for span in spans if span is not around)
+        walk_start_us += walk.total_us
+        assert max(span.end_us for span in spans) == pytest.approx(walk_start_us)
 
 
 def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:

@@ -1,0 +1,57 @@
+"""What the checks of a benchmark accept and refuse, on tensors made by hand."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_bench_numbers import SPLIT
+
+from monta_megatron.benchmark import checks
+from monta_megatron.benchmark.candidates import Passed
+
+
+def ours(rows: str = "pairs") -> Any:
+    """A candidate of ours with only the attributes that the checks read."""
+    return SimpleNamespace(kind="monta", rows=rows)
+
+
+def test_a_sum_that_is_not_a_number_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.dist, "all_reduce", lambda values: None)
+    rows = torch.ones(2, 4)
+    reference = checks.Reference(exact=rows.double(), once=rows)
+
+    def found(mine: torch.Tensor) -> list[str]:
+        return checks._rounded("output", mine, rows + 1e-3, reference, ours(), SPLIT)
+
+    assert found(rows) == []
+    for wrong in (rows + 1, rows * math.nan):
+        (line,) = found(wrong)
+        assert line.startswith("rms error of the output is ")
+
+
+def test_a_gradient_of_probabilities_that_is_not_a_number_is_wrong() -> None:
+    def passed(gradient: float) -> Passed:
+        return Passed(
+            expert_rows=torch.ones(2, 4),
+            tokens_per_expert=torch.tensor([2]),
+            row_probs=torch.ones(2),
+            output=torch.ones(2, 1, 4),
+            input_gradient=torch.ones(2, 1, 4),
+            probs_gradient=torch.full((2, 8), gradient),
+        )
+
+    assert checks._moved(ours(), passed(1.0), passed(1.0)) == []
+    for wrong in (math.nan, 1.001):
+        (line,) = checks._moved(ours(), passed(wrong), passed(1.0))
+        assert line.startswith("gradient of the probabilities is off by up to ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "ep", "etp", "exact"),
+    [("pairs", 4, 1, True), ("pairs", 2, 2, True), ("pairs", 1, 4, False), ("tokens", 4, 1, False)],
+)
+def test_which_sums_have_to_be_stocks_to_the_bit(rows: str, ep: int, etp: int, exact: bool) -> None:
+    assert checks.has_stocks_order(ours(rows), replace(SPLIT, ep=ep, etp=etp)) == exact

@@ -1,0 +1,83 @@
+"""The data, the times and the limit of one point, on one rank without a launch."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_bench_numbers import BASE, FLAT, routing_map
+
+from monta_megatron.benchmark import point, timing
+from monta_megatron.benchmark.point import Bench
+from monta_megatron.benchmark.settings import parse_settings
+from monta_megatron.benchmark.timing import time_interleaved
+from monta_megatron.benchmark.workload import make_batch
+from monta_megatron.emulation.cluster import EmulatedCluster
+
+
+def test_every_rank_has_its_own_data_wherever_it_is_made() -> None:
+    settings = parse_settings(BASE, 4)
+    device = torch.device("cpu")
+    first, second, again = (make_batch(settings, FLAT, rank, device) for rank in (0, 1, 0))
+    for name in ("hidden", "routing_map", "probs", "output_gradient"):
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+    for name in ("hidden", "probs", "output_gradient"):
+        assert not torch.equal(getattr(first, name), getattr(second, name)), name
+    assert not torch.equal(first.hidden, first.output_gradient)
+    assert first.probs.sum(dim=1).tolist() == pytest.approx([1.0] * settings.tokens)
+    assert not first.probs[~first.routing_map].any()
+
+
+def test_times_are_the_slowest_ranks_and_the_warmup_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one other rank takes 1,000 s for each run, in which its NICs send 7 bytes."""
+    repeats = 2
+
+    def all_reduce(values: torch.Tensor, op: Any = None) -> None:
+        if op == timing.dist.ReduceOp.MAX:
+            values.clamp_(min=1e6)
+        elif values.dtype == torch.float64:
+            assert op is None, "times must be reduced with MAX"
+            values += 7 * repeats
+
+    monkeypatch.setattr(timing.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    sent_bytes = 0
+
+    def send(num_bytes: int) -> None:
+        nonlocal sent_bytes
+        sent_bytes += num_bytes
+
+    found = time_interleaved(
+        [lambda: send(100), lambda: send(10)], repeats, warmup=3, read_sent_bytes=lambda: sent_bytes
+    )
+    assert found.times_ms.tolist() == [[1e6, 1e6], [1e6, 1e6]]
+    assert found.nic_bytes.tolist() == [107, 17]
+    assert sent_bytes == (3 + repeats) * (100 + 10)
+
+
+@pytest.mark.parametrize(
+    ("nic_per", "backward", "limit_ms"),
+    [("node", False, 0.002048), ("node", True, 0.004096), ("rank", True, 0.002048)],
+)
+def test_limit_of_a_point(
+    nic_per: Any, backward: bool, limit_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokens of 64 bytes cross at 1 Gbit/s per NIC: 1.024 us there, and as much back."""
+    monkeypatch.setattr(point.dist, "all_reduce", lambda crossing: None)
+    settings = parse_settings({**BASE, "tp": "1"}, 4)
+    assert settings.row_bytes == 64
+    emulated = EmulatedCluster(
+        nodes=2, ranks_per_node=2, nic_per=nic_per, inter_mbit=500, measured_inter_gbit_s=1.0
+    )
+    bench: Any = SimpleNamespace(
+        task=SimpleNamespace(settings=settings, emulated=emulated),
+        layout=FLAT,
+        nodes=FLAT.nodes,
+        batch=SimpleNamespace(routing_map=torch.from_numpy(routing_map((0, 2, 4), (4, 5)))),
+    )
+    assert Bench._limit_ms(bench, backward) == pytest.approx(limit_ms)
+    bench.task.emulated = replace(emulated, measured_inter_gbit_s=None)
+    assert Bench._limit_ms(bench, backward) is None

@@ -1,0 +1,12 @@
+"""One rank of `monta timeline --record`, as if on its own host; clocks are 1,000 s apart."""
+
+import os
+import sys
+
+from monta_megatron.cli import main
+from monta_megatron.timeline import clock, recorder
+
+rank, now_us = int(os.environ["RANK"]), clock.now_us
+clock.now_us = recorder.now_us = lambda: now_us() + 1000e6 * rank
+clock._host = lambda: f"host {rank}"
+sys.exit(main(["timeline", *sys.argv[1:]]))
