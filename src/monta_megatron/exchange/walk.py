@@ -305,9 +305,7 @@ class _Pipeline:
         if group.size == 1:
             return None
         part = rows.split(behind.receive[chunk].tolist())[group.rank]
-        with self.streams.on_caller():
-            own = torch.empty_like(part)
-        self.streams.hold([own])
+        (own,) = self._allocate(Payload.of([part], packed=False), part.shape[0])
         return OwnPart(rows=own.copy_(part), copy=group.rank)
 
     def _allocate(self, payload: Payload, num_rows: int) -> list[torch.Tensor]:

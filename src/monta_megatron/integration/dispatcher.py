@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_ten
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from monta_megatron.chains import Counts, Layout
+from monta_megatron.chains.gathered import counted_blocks
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.counting import Counting, GatheredCounts, lists_of
 from monta_megatron.exchange.groups import find_nodes, peer_groups
@@ -96,7 +97,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._counting = Counting(
             chains=self.choice.chains,
             layout=self.layout,
-            num_blocks=self.choice.num_blocks if "tokens" in rows else 1,
+            num_blocks=counted_blocks(self.choice.chains, self.choice.num_blocks),
             agreement=agreement,
         )
         # Whether only the counts, once on the host, decide if tokens or pairs are sent.

@@ -107,9 +107,11 @@ def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]
     num_chunks: tuple[int, ...] = NUM_CHUNKS
     chosen = arguments.get("moe-monta-chain")
     if chosen is not None and chosen.value != AUTO:
-        if not isinstance(chosen.value, str) or chosen.value not in CHAINS:
-            names = ", ".join((AUTO, *CHAINS))
-            raise ValueError(f"{chosen.source}: got {chosen.value}, must be one of {names}")
+        names = (AUTO, *CHAINS)
+        if chosen.value not in names:
+            raise ValueError(
+                f"{chosen.source}: got {chosen.value}, must be one of {', '.join(names)}"
+            )
         chains, num_chunks = (chosen.value,), (DEFAULT_NUM_CHUNKS,)
     if "moe-monta-num-chunks" in arguments:
         num_chunks = (whole(arguments["moe-monta-num-chunks"]),)
