@@ -17,11 +17,12 @@ if reason := missing():
 
 JOB_LIMIT_S = 120
 
-# One line in one piece, as ranks share the pipe.
-RANK = """
+# One line in one piece, as ranks share the pipe, and with a mark: torch logs lines in brackets too.
+MARK = "rank says: "
+RANK = f"""
 import json, os, sys
 place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LEVEL")]
-os.write(1, f"{json.dumps([*place, sys.argv[1:]])}\\n".encode())
+os.write(1, f"{MARK}{{json.dumps([*place, sys.argv[1:]])}}\\n".encode())
 """
 
 
@@ -58,7 +59,9 @@ def run(tmp_path: Path) -> Run:
 
 def check_ranks(said: str, run: Run) -> None:
     """Every rank has its place, the environment, and the arguments word by word."""
-    lines = sorted(json.loads(line) for line in said.splitlines() if line.startswith("["))
+    lines = sorted(
+        json.loads(line.removeprefix(MARK)) for line in said.splitlines() if line.startswith(MARK)
+    )
     words = [word for each in run.arguments.values() for word in each.words]
     assert "([1]*2)" in words
     assert lines == [[str(rank), "4", "a b", words] for rank in range(4)]
