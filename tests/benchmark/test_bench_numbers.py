@@ -18,9 +18,9 @@ from monta_megatron.benchmark.routing import ROUTINGS, make_routing
 from monta_megatron.benchmark.settings import parse_settings
 from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians, spread
 from monta_megatron.benchmark.traffic import Traffic
-from monta_megatron.chains import Layout
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.search import plan
+from monta_megatron.topology.layout import Layout
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 # Two nodes of two ranks, eight experts; rows of 4 values of 4 bytes, so a pair costs 16 + 4 bytes

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron import reference
-from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.chains import CHAINS
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.walk import Exchange
+from monta_megatron.topology.layout import Layout
 
 ROUTINGS = (
     "uniform",

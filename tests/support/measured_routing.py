@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import Chain, Counts, Layout, TokenCounts
+from monta_megatron.chains import Chain, Counts, TokenCounts
+from monta_megatron.topology.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

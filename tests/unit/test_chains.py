@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monta_megatron.chains import CHAINS, BoundChain, Counts, Layout
-from monta_megatron.chains.chain import cut, first_blocks, order_of_issue
+from monta_megatron.chains import CHAINS, BoundChain, Counts
+from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.chains.cut import cut, first_blocks
 from monta_megatron.chains.stages import AllGather, AllToAll, Segments
+from monta_megatron.topology.layout import Layout
 
 pytestmark = pytest.mark.old_end
 

@@ -2,8 +2,9 @@
 
 import torch.distributed as dist
 
-from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.chains import CHAINS
 from monta_megatron.exchange.groups import peer_groups
+from monta_megatron.topology.layout import Layout
 
 
 def test_groups_do_not_outlive_their_torch_distributed() -> None:

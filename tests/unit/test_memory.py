@@ -8,7 +8,7 @@ from stream_recorder import Recorder
 from test_stream_safety import CASES, LAYOUTS, Routing, make_exchange, run_layer
 
 from monta_megatron.chains import CHAINS, BoundChain
-from monta_megatron.chains.lanes import FORWARD_BACKWARD, RowFormat, WalkLanes
+from monta_megatron.chains.lanes import FORWARD_BACKWARD, RowFormat, Walk
 from monta_megatron.exchange import autograd, walk
 from monta_megatron.planner.memory import peak_bytes
 
@@ -25,7 +25,7 @@ def measure(
     recorder = Recorder()
     peaks: dict[str, int] = {}
 
-    def run(exchange: walk.Exchange, way: WalkLanes, lanes: walk.Lanes) -> walk.Lanes:
+    def run(exchange: walk.Exchange, way: Walk, lanes: walk.Lanes) -> walk.Lanes:
         before = recorder.forget_peak(lanes.tensors())
         outputs = walk.run(exchange, way, lanes)
         peaks[way.name] = recorder.peak_bytes - before

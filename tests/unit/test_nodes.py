@@ -2,7 +2,7 @@
 
 import pytest
 
-from monta_megatron.chains import Layout
+from monta_megatron.topology.layout import Layout
 from monta_megatron.topology.nodes import node_here, number_nodes, ranks_per_node_from_launcher
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from stream_recorder import Entry, Finding, Recorder, times_in_one_queue
 
-from monta_megatron.chains import CHAINS, Chain, Counts, Layout, TokenCounts
+from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
 from monta_megatron.chains.lanes import FORWARD_BACKWARD, RowFormat, message_bytes_by_stage
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange import walk
@@ -24,6 +24,7 @@ from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting
 from monta_megatron.exchange.streams import CudaStreams, Ready
 from monta_megatron.exchange.walk import Exchange
+from monta_megatron.topology.layout import Layout
 
 NUM_LOCAL_EXPERTS = 2
 HIDDEN = 4

@@ -11,10 +11,10 @@ from monta_megatron.benchmark.ablation_steps import CHAIN, FIXED_NUM_CHUNKS
 from monta_megatron.benchmark.candidates import Candidate, build_dispatcher, stock_candidate
 from monta_megatron.benchmark.settings import DTYPE_BYTES, Settings
 from monta_megatron.benchmark.workload import Batch, concatenate, make_batch
-from monta_megatron.chains import Layout
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.integration.bench_layer import LayerShape, whole_group_dispatcher
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.topology.layout import Layout
 
 
 def order_with_places_apart(depths: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.timing import time_interleaved
 from monta_megatron.benchmark.workload import Batch
-from monta_megatron.chains import CHAINS, BoundChain, Counts, Layout
+from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.stages import AllGather, BoundStage, Place
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.walk import Exchange
 from monta_megatron.integration.bench_layer import exchange_groups
+from monta_megatron.topology.layout import Layout
 
 CHAIN = CHAINS["alltoall_allgather"]
 

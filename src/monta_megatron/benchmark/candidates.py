@@ -14,7 +14,7 @@ from monta_megatron.benchmark import traffic
 from monta_megatron.benchmark.settings import DTYPE_BYTES, Settings
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.benchmark.workload import Batch
-from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.chains import CHAINS
 from monta_megatron.integration.bench_layer import (
     Experts,
     LayerShape,
@@ -23,6 +23,7 @@ from monta_megatron.integration.bench_layer import (
 )
 from monta_megatron.options import AUTO
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.topology.layout import Layout
 
 STOCK_TRAFFIC = {"alltoall": traffic.stock_alltoall, "allgather": traffic.stock_allgather}
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from monta_megatron.benchmark.candidates import Candidate, Passed, run_candidate
 from monta_megatron.benchmark.workload import Batch
-from monta_megatron.chains import Layout
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.integration.bench_layer import Experts
+from monta_megatron.topology.layout import Layout
 
 # bf16: every hop that carries partial sums adds one rounding to the single one of an fp32 sum;
 # errors of k independent roundings add up as sqrt(k). The margin covers the fp32 sums' own errors.

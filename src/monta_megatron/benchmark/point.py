@@ -24,7 +24,6 @@ from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians
 from monta_megatron.benchmark.timing import time_interleaved, wait_for_all
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.benchmark.workload import Batch, make_batch
-from monta_megatron.chains import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.integration.bench_layer import (
@@ -37,6 +36,7 @@ from monta_megatron.options import AUTO
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
 from monta_megatron.progress import Progress
+from monta_megatron.topology.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

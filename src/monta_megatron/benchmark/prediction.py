@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 
 from monta_megatron.benchmark.settings import DTYPE_BYTES, Settings
 from monta_megatron.benchmark.traffic import PROBS_BYTES
-from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.chains import CHAINS
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.sampled_routing import skewed_routing
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
+from monta_megatron.topology.layout import Layout
 from monta_megatron.topology.nodes import number_nodes
 
 

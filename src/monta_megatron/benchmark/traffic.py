@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import Layout
+from monta_megatron.topology.layout import Layout
 
 PROBS_BYTES = 4
 MAP_BYTES = 1

@@ -11,7 +11,7 @@ import torch
 from monta_megatron.benchmark.routing import make_routing
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.traffic import expert_nodes
-from monta_megatron.chains import Layout
+from monta_megatron.topology.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ from monta_megatron.calibration.points import (
     Point,
     Shape,
 )
-from monta_megatron.chains import CHAINS, Counts, Layout
-from monta_megatron.chains.chain import NUM_BLOCKS
+from monta_megatron.chains import CHAINS, Counts
+from monta_megatron.chains.cut import NUM_BLOCKS
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
@@ -34,6 +34,7 @@ from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.payload import Payload
 from monta_megatron.exchange.walk import Exchange
 from monta_megatron.integration.permutation import permute, unpermute
+from monta_megatron.topology.layout import Layout
 
 NUM_TOKENS = 128
 

@@ -4,7 +4,7 @@ from monta_megatron.chains.allgather import ALLGATHER
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.alltoall_allgather import ALLTOALL_ALLGATHER
 from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
-from monta_megatron.chains.chain import BoundChain, Chain, Counts, Layout, TokenCounts
+from monta_megatron.chains.chain import BoundChain, Chain, Counts, TokenCounts
 from monta_megatron.chains.hierarchical_allgather import HIERARCHICAL_ALLGATHER
 from monta_megatron.chains.hierarchical_alltoall import HIERARCHICAL_ALLTOALL
 
@@ -20,4 +20,4 @@ CHAINS: dict[str, Chain] = {
     )
 }
 
-__all__ = ["CHAINS", "BoundChain", "Chain", "Counts", "Layout", "TokenCounts"]
+__all__ = ["CHAINS", "BoundChain", "Chain", "Counts", "TokenCounts"]

@@ -13,9 +13,10 @@ largest chunk's share, about 2 / (2C - 1)):
 
 import numpy as np
 
-from monta_megatron.chains.chain import Chain, Layout, TokenCounts
+from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.chains.tokens import CUT, ORDER, TO_EXPERTS, bind_cut, bind_experts, by_chunk
+from monta_megatron.topology.layout import Layout
 
 GATHER = AllGather(name="allgather", group="tp_ep")
 

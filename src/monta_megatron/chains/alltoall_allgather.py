@@ -28,7 +28,8 @@ c the largest chunk's share, 2 / (2C - 1)):
 
 import numpy as np
 
-from monta_megatron.chains.chain import Chain, Counts, Layout, cut, starts_of
+from monta_megatron.chains.chain import Chain, Counts
+from monta_megatron.chains.cut import cut, starts_of
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -37,6 +38,7 @@ from monta_megatron.chains.stages import (
     Segments,
     bind_gather,
 )
+from monta_megatron.topology.layout import Layout
 
 PACK = Place(name="pack")
 EXCHANGE = AllToAll(name="alltoall", group="ep")

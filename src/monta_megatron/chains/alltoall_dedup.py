@@ -13,7 +13,7 @@ the largest chunk's share, about 2 / (2C - 1)):
 
 import numpy as np
 
-from monta_megatron.chains.chain import Chain, Layout, TokenCounts
+from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
 from monta_megatron.chains.tokens import (
     CUT,
@@ -25,6 +25,7 @@ from monta_megatron.chains.tokens import (
     bind_experts,
     by_chunk,
 )
+from monta_megatron.topology.layout import Layout
 
 EXCHANGE = AllToAll(name="alltoall", group="ep")
 

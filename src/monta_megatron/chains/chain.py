@@ -11,112 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, get_args
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal
 
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
     BoundStage,
-    GroupName,
     Replicate,
     RowCounts,
-    Segments,
     Stage,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """One rank's place in the exchange: what a chain has to know besides the counts.
-
-    Attributes:
-        ep: expert parallel size.
-        etp: expert tensor parallel size.
-        num_local_experts: L.
-        rank: this rank's position among the S = ep * etp ranks of the exchange, ETP fastest.
-        nodes: [S] node of every rank of the exchange.
-        classes: kinds of pairs, which an expert takes from each source one kind after the other:
-            2 where experts are padded to capacity (routed pairs, then padding), else 1. Each kind
-            counts as an expert of its own, so L is `classes` times the rank's experts in the layer.
-    """
-
-    ep: int
-    etp: int
-    num_local_experts: int
-    rank: int
-    nodes: tuple[int, ...]
-    classes: int = 1
-
-    @cached_property
-    def num_nodes(self) -> int:
-        """Number of nodes that the ranks of the exchange lie on."""
-        return len(set(self.nodes))
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks of the exchange on each node, if they are spread evenly."""
-        return len(self.nodes) // self.num_nodes
-
-    @property
-    def node(self) -> int:
-        """Position of this rank's node among the nodes of the exchange."""
-        return self.rank // self.ranks_per_node
-
-    @property
-    def position(self) -> int:
-        """Position of this rank on its node."""
-        return self.rank % self.ranks_per_node
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of the exchange: each expert of the layer, once per class."""
-        return self.ep * self.num_local_experts
-
-    @property
-    def first_expert(self) -> int:
-        """The first expert of this rank."""
-        return self.rank // self.etp * self.num_local_experts
-
-    def members(self, group: GroupName, rank: int) -> range:
-        """The ranks of the exchange in the group named `group` that contains `rank`."""
-        size, etp, per_node = len(self.nodes), self.etp, self.ranks_per_node
-        first_of_etp, first_of_node = rank - rank % etp, rank - rank % per_node
-        by_name: dict[GroupName, range] = {
-            "ep": range(rank % etp, size, etp),
-            "etp": range(first_of_etp, first_of_etp + etp),
-            "tp_ep": range(size),
-            "rail": range(rank % per_node, size, per_node),
-            "node": range(first_of_node, first_of_node + per_node),
-        }
-        return by_name[group]
-
-    @cached_property
-    def crossing_groups(self) -> frozenset[GroupName]:
-        """Names of the groups of which at least one has ranks on several nodes."""
-        return frozenset(
-            name
-            for name in get_args(GroupName)
-            if any(
-                len({self.nodes[each] for each in members}) > 1
-                for members in {self.members(name, rank) for rank in range(len(self.nodes))}
-            )
-        )
-
-    def uneven_nodes(self) -> str | None:
-        """Why the ranks are not in order on even nodes of whole ETP groups; None if they are."""
-        in_order = tuple(sorted(self.nodes)) == self.nodes
-        sizes = {self.nodes.count(node) for node in set(self.nodes)}
-        if not in_order or len(sizes) > 1:
-            return f"the ranks of the exchange lie on nodes {list(self.nodes)}, not evenly in order"
-        if self.ranks_per_node % self.etp != 0:
-            return (
-                f"an expert tensor parallel group of {self.etp} ranks spans nodes of "
-                f"{self.ranks_per_node} ranks"
-            )
-        return None
+from monta_megatron.topology.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,71 +234,3 @@ class BoundChain:
             replace(stage, send=stage.send[order], receive=stage.receive[order])
             for stage in self.stages[::-1]
         )
-
-
-def cut(rows: RowCounts, num_chunks: int) -> RowCounts:
-    """Cut every count into `num_chunks` parts: equal ones, then one of half their size.
-
-    Each source's rows for each expert are cut separately, so a chunk holds the same share of
-    every (source, expert) pair, and every rank knows every cut from the counts alone. The
-    remainders of neighbouring experts fall into different chunks; without that the last chunk
-    would collect them all.
-
-    The last chunk is smaller because nothing hides what comes after its collective; see also
-    `BoundChain.turns_back`.
-
-    Args:
-        rows: [..., L] counts.
-        num_chunks: C.
-
-    Returns:
-        [C + 1, ..., L] where the chunks begin and end: from 0 to `rows`.
-    """
-    halves = 2 * num_chunks - 1
-    steps = 2 * np.arange(num_chunks + 1).reshape(-1, *[1] * rows.ndim)
-    if np.issubdtype(rows.dtype, np.floating):
-        return np.minimum(steps * rows / halves, rows)
-    return np.minimum((steps * rows + np.arange(rows.shape[-1]) % halves) // halves, rows)
-
-
-# Least number of token blocks to count for several chunks; a chunk is made of whole blocks.
-NUM_BLOCKS = 8
-
-
-def blocks_for(num_chunks: int) -> int:
-    """B: how many token blocks are counted for a chain that may run in `num_chunks` chunks."""
-    return 1 if num_chunks == 1 else max(NUM_BLOCKS, num_chunks)
-
-
-def first_blocks(num_blocks: int, num_chunks: int) -> NDArray[np.int64]:
-    """[C] the first block of each chunk, where chunks are made of whole blocks; see `cut`."""
-    first = np.rint(2 * num_blocks * np.arange(num_chunks) / (2 * num_chunks - 1))
-    return first.astype(np.int64)
-
-
-def starts_of(lengths: RowCounts) -> RowCounts:
-    """First row of each run when runs of `lengths` lie one after the other, in flat order."""
-    flat = lengths.ravel()
-    return (np.cumsum(flat) - flat).reshape(lengths.shape)
-
-
-def expert_order(runs: RowCounts, source_order: list[int], classes: int) -> Segments:
-    """Where the rows of each chunk belong in stock's order on the experts' side.
-
-    Args:
-        runs: [C, L, S] rows of each chunk, as they lie in it: by expert, then by source.
-        source_order: the sources in stock's order, (ETP rank, EP rank), as positions in S.
-        classes: see `Layout`.
-
-    Returns:
-        Runs in the order (expert, source in stock's order, class, chunk): each after those of the
-        earlier chunks.
-    """
-    num_chunks, num_experts, num_sources = runs.shape
-    by_class = runs.reshape(num_chunks, num_experts // classes, classes, num_sources)
-    # K = classes. [C, L/K, K, S] -> [L/K, S in stock's order, K, C], laid end to end, and back
-    starts = starts_of(by_class[..., source_order].transpose(1, 3, 2, 0)).transpose(3, 0, 2, 1)
-    back = np.argsort(source_order)
-    return Segments(
-        starts=starts[..., back].reshape(num_chunks, -1), lengths=runs.reshape(num_chunks, -1)
-    )

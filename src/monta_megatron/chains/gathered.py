@@ -8,7 +8,8 @@ rows are tokens, nothing is counted by block.
 
 from collections.abc import Sequence
 
-from monta_megatron.chains.chain import Chain, Layout
+from monta_megatron.chains.chain import Chain
+from monta_megatron.topology.layout import Layout
 
 # A rank's tokens, its longest list of experts, and the hash of what the ranks agree on.
 HEAD_SIZE = 3

@@ -12,7 +12,7 @@ received, G gathered in the node, P pairs, c the largest chunk's share, about 2 
     P + c (D + 3A + 2G + P)         the larger of A + G + P and 2P in one chunk
 """
 
-from monta_megatron.chains.chain import Chain, Layout, TokenCounts
+from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.chains.tokens import (
     CUT,
@@ -25,6 +25,7 @@ from monta_megatron.chains.tokens import (
     bind_node_exchange,
     by_chunk,
 )
+from monta_megatron.topology.layout import Layout
 
 GATHER = AllGather(name="allgather in node", group="node")
 

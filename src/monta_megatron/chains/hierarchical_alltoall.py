@@ -14,7 +14,7 @@ received, R sent in the node, Q received, P pairs, c the largest chunk's share, 
 """
 
 from monta_megatron.chains import alltoall_dedup
-from monta_megatron.chains.chain import Chain, Layout, TokenCounts
+from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
 from monta_megatron.chains.tokens import (
     CUT,
@@ -29,6 +29,7 @@ from monta_megatron.chains.tokens import (
     bind_node_exchange,
     by_chunk,
 )
+from monta_megatron.topology.layout import Layout
 
 EXCHANGE = AllToAll(name="alltoall in node", group="node")
 

@@ -24,7 +24,7 @@ ID_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class WalkLanes:
+class Walk:
     """One of the four walks over a chain, and which lanes it carries besides the rows."""
 
     name: str
@@ -33,10 +33,10 @@ class WalkLanes:
     ids: bool = False
 
 
-DISPATCH = WalkLanes(name="dispatch", transpose=False, probs=True, ids=True)
-COMBINE = WalkLanes(name="combine", transpose=True)
-DISPATCH_BACKWARD = WalkLanes(name="dispatch_backward", transpose=True, probs=True)
-COMBINE_BACKWARD = WalkLanes(name="combine_backward", transpose=False)
+DISPATCH = Walk(name="dispatch", transpose=False, probs=True, ids=True)
+COMBINE = Walk(name="combine", transpose=True)
+DISPATCH_BACKWARD = Walk(name="dispatch_backward", transpose=True, probs=True)
+COMBINE_BACKWARD = Walk(name="combine_backward", transpose=False)
 
 FORWARD = (DISPATCH, COMBINE)
 FORWARD_BACKWARD = (DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD)
@@ -78,9 +78,7 @@ def offsets_bytes(lanes: Sequence[tuple[int, int]]) -> list[int]:
     return [*offsets, _round_up(end, ALIGNMENT_BYTES)]
 
 
-def message_bytes_by_stage(
-    bound: BoundChain, row: RowFormat, walk: WalkLanes
-) -> list[tuple[int, ...]]:
+def message_bytes_by_stage(bound: BoundChain, row: RowFormat, walk: Walk) -> list[tuple[int, ...]]:
     """Bytes of a row after each stage of the walk, in the walk's order, message by message.
 
     The lanes share a message where a stage copies rows anyway and a collective comes next;
@@ -107,7 +105,7 @@ def message_bytes_by_stage(
     return found
 
 
-def _lanes(row: RowFormat, walk: WalkLanes, lists: bool) -> list[tuple[int, int]]:
+def _lanes(row: RowFormat, walk: Walk, lists: bool) -> list[tuple[int, int]]:
     lanes = [(row.hidden_size, row.value_bytes)]
     if walk.probs:
         lanes.append((row.list_width if lists else 1, row.prob_bytes))

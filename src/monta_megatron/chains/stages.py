@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-GroupName: TypeAlias = Literal["ep", "etp", "tp_ep", "rail", "node"]
+from monta_megatron.topology.layout import GroupName
 
 # Rows per chunk and peer: integers at run time, expected values (floats) in the planner.
 RowCounts: TypeAlias = NDArray[Any]

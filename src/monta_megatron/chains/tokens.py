@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains.chain import Layout, TokenCounts, expert_order, first_blocks, starts_of
+from monta_megatron.chains.chain import TokenCounts
+from monta_megatron.chains.cut import expert_order, first_blocks, starts_of
 from monta_megatron.chains.stages import (
     AllToAll,
     BoundStage,
@@ -13,6 +14,7 @@ from monta_megatron.chains.stages import (
     RowCounts,
     Segments,
 )
+from monta_megatron.topology.layout import Layout
 
 CUT = Place(name="cut")
 TO_NODES = Replicate(name="copy per node", part="node")

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from monta_megatron.chains import Chain, Counts, Layout, TokenCounts
+from monta_megatron.chains import Chain, Counts, TokenCounts
 from monta_megatron.chains.gathered import HEAD_SIZE, gathered_widths, part_sizes
+from monta_megatron.topology.layout import Layout
 
 T = TypeVar("T", int, NDArray[np.int64])
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from monta_megatron.chains import Chain, Layout
+from monta_megatron.chains import Chain
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.topology.layout import Layout
 from monta_megatron.topology.nodes import node_here, number_nodes
 
 # The settings that Megatron's communicator config file may hold.

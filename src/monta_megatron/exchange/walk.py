@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from monta_megatron.chains.chain import BoundChain
-from monta_megatron.chains.lanes import WalkLanes
+from monta_megatron.chains.lanes import Walk
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -72,7 +72,7 @@ class Exchange:
         return self.row_indices[name]
 
 
-def run(exchange: Exchange, walk: WalkLanes, lanes: Lanes) -> Lanes:
+def run(exchange: Exchange, walk: Walk, lanes: Lanes) -> Lanes:
     """Apply the chain, or its transpose, to all rows.
 
     Args:
@@ -154,7 +154,7 @@ class _Splits:
 class _Pipeline:
     """The state of one walk: its input, its output, and the chunks under way."""
 
-    def __init__(self, exchange: Exchange, walk: WalkLanes, lanes: Lanes, streams: Streams) -> None:
+    def __init__(self, exchange: Exchange, walk: Walk, lanes: Lanes, streams: Streams) -> None:
         bound = exchange.bound
         self.exchange = exchange
         self.walk = walk

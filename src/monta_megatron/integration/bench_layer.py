@@ -19,8 +19,8 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from monta_megatron.chains import Layout
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+from monta_megatron.topology.layout import Layout
 
 STOCK_DISPATCHERS = {
     "alltoall": stock.MoEAlltoAllTokenDispatcher,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains import CHAINS, Chain, Layout
+from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.options import AUTO, Options
 from monta_megatron.planner.choice import (
     NUM_CHUNKS,
@@ -21,6 +21,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import hash_of
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
+from monta_megatron.topology.layout import Layout
 
 
 def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> Choice:

@@ -25,7 +25,7 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from monta_megatron.chains import Counts, Layout
+from monta_megatron.chains import Counts
 from monta_megatron.chains.gathered import counted_blocks
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.counting import Counting, GatheredCounts, lists_of
@@ -36,6 +36,7 @@ from monta_megatron.integration.choice import agree, choose
 from monta_megatron.integration.duties import check_duties
 from monta_megatron.options import Options
 from monta_megatron.planner.choice import Decision
+from monta_megatron.topology.layout import Layout
 from monta_megatron.topology.nodes import ranks_per_node_from_launcher
 
 logger = logging.getLogger(__name__)

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.cut import blocks_for
 from monta_megatron.chains.gathered import gathered_widths
 from monta_megatron.chains.lanes import (
     DISPATCH,
     DISPATCH_BACKWARD,
     FORWARD,
     FORWARD_BACKWARD,
-    WalkLanes,
+    Walk,
 )
 from monta_megatron.planner.cluster import RESOURCES, Cluster
 from monta_megatron.planner.memory import peak_bytes
@@ -20,12 +20,12 @@ from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, price_walk
 from monta_megatron.planner.traffic import CollectiveTraffic, WalkTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
 
-WALKS: dict[Phase, tuple[WalkLanes, ...]] = {
+WALKS: dict[Phase, tuple[Walk, ...]] = {
     "forward": FORWARD,
     "forward_backward": FORWARD_BACKWARD,
 }
 # The walks that hold most, one per direction: the other two move the same rows with fewer lanes.
-HEAVIEST: dict[Phase, tuple[WalkLanes, ...]] = {
+HEAVIEST: dict[Phase, tuple[Walk, ...]] = {
     "forward": FORWARD,
     "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
 }

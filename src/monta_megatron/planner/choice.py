@@ -8,13 +8,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from monta_megatron.chains import CHAINS, Chain, Layout
-from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains import CHAINS, Chain
+from monta_megatron.chains.cut import blocks_for
 from monta_megatron.chains.gathered import gathered_widths
 from monta_megatron.planner.cluster import Cluster, Contention, HostCosts, Link
 from monta_megatron.planner.plan import Plan, hash_of
 from monta_megatron.planner.search import NUM_CHUNKS, plan
 from monta_megatron.planner.workload import Workload
+from monta_megatron.topology.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from monta_megatron.chains import BoundChain
 from monta_megatron.chains.chain import order_of_issue
-from monta_megatron.chains.lanes import RowFormat, WalkLanes, message_bytes_by_stage
+from monta_megatron.chains.lanes import RowFormat, Walk, message_bytes_by_stage
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -16,7 +16,7 @@ from monta_megatron.chains.stages import (
 SUM_BYTES = 4
 
 
-def peak_bytes(bound: BoundChain, row: RowFormat, walk: WalkLanes) -> float:
+def peak_bytes(bound: BoundChain, row: RowFormat, walk: Walk) -> float:
     """The peak of a walk's output, messages and sums, following the order of issue.
 
     On a GPU everything lives until the walk has been issued; see `exchange.streams.Streams.hold`.
@@ -79,7 +79,7 @@ def _writes(stages: Sequence[BoundStage], position: int) -> bool:
     return position == 0 and first_place_copies(stages)
 
 
-def _rows_behind(stage: BoundStage, walk: WalkLanes) -> list[float]:
+def _rows_behind(stage: BoundStage, walk: Walk) -> list[float]:
     """[C] rows that a stage of the walk writes."""
     if not walk.transpose:
         rows = stage.receive.sum(axis=1)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monta_megatron import strict_yaml
-from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.chains import CHAINS
 from monta_megatron.files import write_whole
 from monta_megatron.planner.cluster import Resource
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveInt, Text
+from monta_megatron.topology.layout import Layout
 
 Phase = Literal["forward", "forward_backward"]
 

@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from monta_megatron.chains.lanes import WalkLanes
+from monta_megatron.chains.lanes import Walk
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.cluster import Cluster, Resource
 from monta_megatron.planner.curves import Operation, Tier
@@ -73,7 +73,7 @@ class WalkPrice:
 
 
 def price_walk(
-    walk: WalkLanes, ranks: Sequence[WalkTraffic], cluster: Cluster, nic_starts: Sequence[int]
+    walk: Walk, ranks: Sequence[WalkTraffic], cluster: Cluster, nic_starts: Sequence[int]
 ) -> WalkPrice:
     """Price one walk.
 

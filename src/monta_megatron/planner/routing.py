@@ -15,7 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import Chain, Counts, Layout, TokenCounts
+from monta_megatron.chains import Chain, Counts, TokenCounts
+from monta_megatron.topology.layout import Layout
 
 
 class Routing(Protocol):

@@ -15,19 +15,19 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import BoundChain, Layout
-from monta_megatron.chains.lanes import RowFormat, WalkLanes, message_bytes_by_stage
+from monta_megatron.chains import BoundChain
+from monta_megatron.chains.lanes import RowFormat, Walk, message_bytes_by_stage
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
     BoundStage,
-    GroupName,
     Place,
     Replicate,
     RowCounts,
     first_place_copies,
 )
 from monta_megatron.planner.curves import Operation
+from monta_megatron.topology.layout import GroupName, Layout
 
 GATHER_OF_COUNTS = "gather of counts"
 COUNT_BYTES = 8
@@ -137,7 +137,7 @@ class WalkTraffic:
 def walk_traffic(
     bound: BoundChain,
     row: RowFormat,
-    walk: WalkLanes,
+    walk: Walk,
     gathered_counts: int,
     copies_block_host: bool = False,
 ) -> WalkTraffic:
@@ -232,7 +232,7 @@ def _by_tier(peers: Peers, num_bytes: RowCounts) -> dict[str, RowCounts]:
 
 
 def _around(
-    bound: BoundChain, row: RowFormat, walk: WalkLanes, gathered_counts: int
+    bound: BoundChain, row: RowFormat, walk: Walk, gathered_counts: int
 ) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
     """What the dispatcher and Megatron do before and after the pipeline of a walk.
 

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from monta_megatron.chains import BoundChain, Chain, Layout
-from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains import BoundChain, Chain
+from monta_megatron.chains.cut import blocks_for
 from monta_megatron.chains.lanes import RowFormat
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing import Routing, UniformRouting
+from monta_megatron.topology.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from monta_megatron import strict_yaml
 from monta_megatron.benchmark.prediction import workload_of
 from monta_megatron.benchmark.settings import Settings
-from monta_megatron.chains import CHAINS, Layout
+from monta_megatron.chains import CHAINS
 from monta_megatron.files import write_whole
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
@@ -17,6 +17,7 @@ from monta_megatron.planner.workload import Workload
 from monta_megatron.strict_yaml import PositiveInt, Text
 from monta_megatron.timeline.predicted import predict
 from monta_megatron.timeline.spans import Span, Timeline, Track
+from monta_megatron.topology.layout import Layout
 
 FORMAT = "monta timeline 1"
 

@@ -1,0 +1,101 @@
+"""One rank's place in an exchange, and the groups of ranks that stages of a chain name. No torch.
+
+Notation: S = source ranks = EP * ETP, L = local experts per EP rank.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias, get_args
+
+GroupName: TypeAlias = Literal["ep", "etp", "tp_ep", "rail", "node"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One rank's place in the exchange: what a chain has to know besides the counts.
+
+    Attributes:
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
+        num_local_experts: L.
+        rank: this rank's position among the S = ep * etp ranks of the exchange, ETP fastest.
+        nodes: [S] node of every rank of the exchange.
+        classes: kinds of pairs, which an expert takes from each source one kind after the other:
+            2 where experts are padded to capacity (routed pairs, then padding), else 1. Each kind
+            counts as an expert of its own, so L is `classes` times the rank's experts in the layer.
+    """
+
+    ep: int
+    etp: int
+    num_local_experts: int
+    rank: int
+    nodes: tuple[int, ...]
+    classes: int = 1
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Number of nodes that the ranks of the exchange lie on."""
+        return len(set(self.nodes))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of the exchange on each node, if they are spread evenly."""
+        return len(self.nodes) // self.num_nodes
+
+    @property
+    def node(self) -> int:
+        """Position of this rank's node among the nodes of the exchange."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def position(self) -> int:
+        """Position of this rank on its node."""
+        return self.rank % self.ranks_per_node
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the exchange: each expert of the layer, once per class."""
+        return self.ep * self.num_local_experts
+
+    @property
+    def first_expert(self) -> int:
+        """The first expert of this rank."""
+        return self.rank // self.etp * self.num_local_experts
+
+    def members(self, group: GroupName, rank: int) -> range:
+        """The ranks of the exchange in the group named `group` that contains `rank`."""
+        size, etp, per_node = len(self.nodes), self.etp, self.ranks_per_node
+        first_of_etp, first_of_node = rank - rank % etp, rank - rank % per_node
+        by_name: dict[GroupName, range] = {
+            "ep": range(rank % etp, size, etp),
+            "etp": range(first_of_etp, first_of_etp + etp),
+            "tp_ep": range(size),
+            "rail": range(rank % per_node, size, per_node),
+            "node": range(first_of_node, first_of_node + per_node),
+        }
+        return by_name[group]
+
+    @cached_property
+    def crossing_groups(self) -> frozenset[GroupName]:
+        """Names of the groups of which at least one has ranks on several nodes."""
+        return frozenset(
+            name
+            for name in get_args(GroupName)
+            if any(
+                len({self.nodes[each] for each in members}) > 1
+                for members in {self.members(name, rank) for rank in range(len(self.nodes))}
+            )
+        )
+
+    def uneven_nodes(self) -> str | None:
+        """Why the ranks are not in order on even nodes of whole ETP groups; None if they are."""
+        in_order = tuple(sorted(self.nodes)) == self.nodes
+        sizes = {self.nodes.count(node) for node in set(self.nodes)}
+        if not in_order or len(sizes) > 1:
+            return f"the ranks of the exchange lie on nodes {list(self.nodes)}, not evenly in order"
+        if self.ranks_per_node % self.etp != 0:
+            return (
+                f"an expert tensor parallel group of {self.etp} ranks spans nodes of "
+                f"{self.ranks_per_node} ranks"
+            )
+        return None
