@@ -11,7 +11,6 @@ import pytest
 from monta_megatron import strict_yaml
 from monta_megatron.benchmark import traffic
 from monta_megatron.benchmark.ablation_steps import ablation_steps
-from monta_megatron.benchmark.launch import find_launch, is_first_rank
 from monta_megatron.benchmark.prediction import predict, workload_of
 from monta_megatron.benchmark.report import Row, table
 from monta_megatron.benchmark.routing import ROUTINGS, make_routing
@@ -20,6 +19,7 @@ from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.search import plan
+from monta_megatron.ranks.this_rank import find_this_rank, is_first_rank
 from monta_megatron.topology.layout import Layout
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
@@ -216,7 +216,7 @@ def test_predictions_are_the_plans_in_milliseconds() -> None:
 
 def test_launchers() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    launch = find_launch("bench", torchrun)
+    launch = find_this_rank("bench", torchrun)
     assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
     assert not is_first_rank(torchrun)
 
@@ -227,17 +227,17 @@ def test_launchers() -> None:
         "MASTER_ADDR": "node0",
     }
     assert is_first_rank(slurm)
-    assert find_launch("bench", slurm).world_size == 16
+    assert find_this_rank("bench", slurm).world_size == 16
     assert slurm["RANK"] == "0" and slurm["MASTER_PORT"] == "29500"
 
     with pytest.raises(ValueError, match="RANK, WORLD_SIZE: not set"):
-        find_launch("bench", {})
+        find_this_rank("bench", {})
     # A batch step of Slurm that no srun started has a rank and no number of tasks.
     with pytest.raises(ValueError, match="RANK, WORLD_SIZE: not set"):
-        find_launch("bench", {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+        find_this_rank("bench", {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     del slurm["MASTER_ADDR"], slurm["RANK"]
     with pytest.raises(ValueError, match="MASTER_ADDR: not set"):
-        find_launch("bench", slurm)
+        find_this_rank("bench", slurm)
 
 
 def row(**changes: object) -> Row:
@@ -310,20 +310,21 @@ def test_ablation_steps_by_hand() -> None:
 
 def test_what_says_so_needs_no_torch() -> None:
     names = [
-        "ablation_steps",
-        "launch",
-        "plots",
-        "prediction",
-        "report",
-        "routing",
-        "settings",
-        "statistics",
-        "summary",
-        "summary_tables",
-        "sweep",
-        "sweep_plots",
-        "traffic",
+        "provenance",
+        "ranks.this_rank",
+        "benchmark.ablation_steps",
+        "benchmark.plots",
+        "benchmark.prediction",
+        "benchmark.report",
+        "benchmark.routing",
+        "benchmark.settings",
+        "benchmark.statistics",
+        "benchmark.summary",
+        "benchmark.summary_tables",
+        "benchmark.sweep",
+        "benchmark.sweep_plots",
+        "benchmark.traffic",
     ]
-    imports = "; ".join(f"import monta_megatron.benchmark.{name}" for name in names)
+    imports = "; ".join(f"import monta_megatron.{name}" for name in names)
     check = f"import sys; {imports}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

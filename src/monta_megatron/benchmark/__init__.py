@@ -1,14 +1,13 @@
 """`monta bench`: stock dispatchers and ours, on the same data, checked first, timed side by side.
 
 Without torch:
-    launch          this process's rank, as the launcher sets it
     settings        what was asked for
     sweep           many points in a file, and their results in another
     routing         which experts each token goes to
     traffic         bytes that stock moves, and bytes that have to move
     statistics      median, spread, interval of a ratio
     prediction      what the planner predicts
-    report          rows, table, versions and machine
+    report          rows and tables
     ablation_steps  the steps of the paper, and what each gains
     summary         figures over many points: regret, errors, auto against stock
     summary_tables  the same as Markdown

@@ -16,7 +16,6 @@ from monta_megatron.benchmark.candidates import (
     sent_so_far,
     traffic_of_run,
 )
-from monta_megatron.benchmark.launch import Launch
 from monta_megatron.benchmark.prediction import predict
 from monta_megatron.benchmark.report import Row, describe
 from monta_megatron.benchmark.settings import Settings
@@ -36,6 +35,7 @@ from monta_megatron.options import AUTO
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
 from monta_megatron.progress import Progress
+from monta_megatron.ranks.this_rank import ThisRank
 from monta_megatron.topology.layout import Layout
 
 
@@ -46,7 +46,7 @@ class Task:
     Attributes:
         name: prefix of its progress messages.
         settings: what was asked for.
-        launch: this rank's place.
+        this_rank: this process among the ranks.
         cluster: costs for predictions, or None.
         emulated: the emulated cluster that it runs on, or None.
         progress: this rank's progress display.
@@ -54,7 +54,7 @@ class Task:
 
     name: str
     settings: Settings
-    launch: Launch
+    this_rank: ThisRank
     cluster: Cluster | None
     emulated: EmulatedCluster | None
     progress: Progress
@@ -98,7 +98,7 @@ class Bench:
             num_runs,
         )
         sent_before = [sent_so_far(each) for each in candidates]
-        reads_nics = task.launch.local_rank == 0
+        reads_nics = task.this_rank.local_rank == 0
         timings = time_interleaved(
             [functools.partial(run_candidate, each, experts, backward) for each in candidates],
             settings.repeats,
@@ -222,7 +222,7 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
             f"{nodes.count(nodes[0])} as this launch, or --ranks-per-node says how many"
         )
     layout = exchange_layout(shape, nodes)
-    batch = make_batch(settings, layout, task.launch.rank, device)
+    batch = make_batch(settings, layout, task.this_rank.rank, device)
     skipped: dict[str, str] = {}
     if settings.ablation:
         candidates = build_ablation(settings, task.cluster, shape, layout, batch)

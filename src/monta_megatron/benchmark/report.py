@@ -1,20 +1,16 @@
 """What a benchmark reports: rows, a table of 80 columns, and where it was measured. No torch."""
 
-import os
-import platform
 import shlex
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.options import AUTO
+from monta_megatron.provenance import commit, machine, versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,42 +165,3 @@ def describe(
         "warmup": settings.warmup,
         "skipped": skipped,
     }
-
-
-def versions() -> dict[str, str | None]:
-    """The versions of Python and of the packages involved; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("monta-megatron", "megatron-core", "torch", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def machine() -> dict[str, Any]:
-    """This rank's machine; the others are assumed to be the same."""
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-    }
-
-
-def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The commit of a source folder, "-dirty" where it was changed; None outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -11,8 +11,6 @@ from monta_megatron.benchmark.ablation_steps import ablation_steps
 from monta_megatron.benchmark.bound import measure_bound
 from monta_megatron.benchmark.candidates import identity_experts
 from monta_megatron.benchmark.checks import check_candidates
-from monta_megatron.benchmark.joined import join, on_first_rank
-from monta_megatron.benchmark.launch import Launch
 from monta_megatron.benchmark.point import Task, prepare
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.sweep import SweepPoint
@@ -20,6 +18,8 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.bench_layer import Experts, build_experts
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
+from monta_megatron.ranks.joined import join, on_first_rank
+from monta_megatron.ranks.this_rank import ThisRank
 
 
 class MismatchError(Exception):
@@ -32,7 +32,7 @@ IsKept = Callable[[Settings, EmulatedCluster | None], bool]
 
 def run_benchmarks(
     points: Sequence[SweepPoint],
-    launch: Launch,
+    this_rank: ThisRank,
     cluster: Cluster | None,
     progress: Progress,
     is_kept: IsKept,
@@ -41,7 +41,7 @@ def run_benchmarks(
 
     Args:
         points: what to measure.
-        launch: this rank's place.
+        this_rank: this process among the ranks.
         cluster: costs from which to predict the times, or None.
         progress: this rank's progress display.
         is_kept: whether a point was measured before and is left out; called on the first rank.
@@ -54,7 +54,7 @@ def run_benchmarks(
         ValueError: a setting cannot run here.
         MismatchError: a candidate gives other results than stock alltoall; it was not timed.
     """
-    device = join(launch.local_rank)
+    device = join(this_rank.local_rank)
     emulated = EmulatedCluster.from_environment()
     left = on_first_rank(
         lambda: [point for point in points if not is_kept(point.settings, emulated)]
@@ -72,7 +72,7 @@ def run_benchmarks(
             Task(
                 name=name,
                 settings=settings,
-                launch=launch,
+                this_rank=this_rank,
                 cluster=cluster,
                 emulated=emulated,
                 progress=progress,

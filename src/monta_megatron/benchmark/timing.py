@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from monta_megatron.ranks.joined import wait_for_all
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
@@ -27,11 +29,6 @@ class Timings:
 
     times_ms: NDArray[np.float64]
     nic_bytes: NDArray[np.float64]
-
-
-def wait_for_all() -> None:
-    """A barrier by tensors on the host, so that it needs no GPU."""
-    dist.all_reduce(torch.zeros(1))
 
 
 def time_interleaved(

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from monta_megatron.benchmark.timing import wait_for_all
 from monta_megatron.calibration.operations import Start
 from monta_megatron.calibration.points import HostWork, Pair, Point, Repeated, Task
 from monta_megatron.calibration.record import Sample
+from monta_megatron.ranks.joined import wait_for_all
 
 MAX_ROUNDS = 60
 # The time that a run should take; shorter tasks are repeated within it.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monta_megatron.benchmark.joined import join, on_first_rank
 from monta_megatron.calibration.cluster_file import Machine, make_cluster
 from monta_megatron.calibration.measure import MAX_ROUNDS, RUN_US, first_runs, measure_rounds
 from monta_megatron.calibration.operations import (
@@ -39,6 +38,7 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
+from monta_megatron.ranks.joined import join, on_first_rank
 
 
 @dataclass(frozen=True, kw_only=True)

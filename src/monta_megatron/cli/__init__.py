@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from monta_megatron import __version__
-from monta_megatron.benchmark.launch import is_first_rank, linger
 from monta_megatron.cli import (
     bench,
     calibrate,
@@ -24,6 +23,7 @@ from monta_megatron.cli import (
     simulate,
     timeline,
 )
+from monta_megatron.ranks.this_rank import is_first_rank, linger
 
 COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, plan, simulate, timeline)
 

@@ -1,12 +1,12 @@
 """`monta bench`: stock dispatchers and our chains in one run, checked first, timed side by side."""
 
 import argparse
-import contextlib
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from monta_megatron.cli.output import only_the_report
 
 if TYPE_CHECKING:
     from monta_megatron.benchmark.sweep import SweepPoint
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run on this rank; the first rank prints. Exit status 1 if results differ from stock's."""
-    from monta_megatron.benchmark.launch import run_as_rank
+    from monta_megatron.ranks.this_rank import run_as_rank
 
     if parsed.report is not None:
         return _report(parsed)
@@ -86,46 +86,44 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron import strict_yaml
-    from monta_megatron.benchmark.launch import find_launch
     from monta_megatron.benchmark.plots import check_can_plot
     from monta_megatron.benchmark.sweep import Results
     from monta_megatron.planner.cluster import Cluster
+    from monta_megatron.ranks.this_rank import find_this_rank
 
     # Step 1: what was asked for.
     cluster = None if parsed.cluster is None else strict_yaml.load(Cluster, parsed.cluster)
-    launch = find_launch("bench")
-    points = _points(parsed, launch.world_size)
+    this_rank = find_this_rank("bench")
+    points = _points(parsed, this_rank.world_size)
     ratio = points[0].settings.inter_rate_ratio
     if cluster is not None and ratio != 1:
         cluster = cluster.with_inter_rate(ratio)
     # Only the first rank reads and writes results.
     results = None
-    if launch.rank == 0:
+    if this_rank.rank == 0:
         check_can_plot(parsed.plot)
         results = None if parsed.out is None else Results.open(Path(parsed.out))
 
-    # Step 2: measure. Megatron and the dispatchers print too, but standard output is for the report
-    # only.
+    # Step 2: measure.
     reports = []
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with only_the_report():
         from monta_megatron.benchmark.run import MismatchError, run_benchmarks
         from monta_megatron.progress import show_progress
 
         is_kept = results.holds if results else lambda settings, emulated: False
         try:
-            with show_progress("bench", launch.rank == 0) as progress:
-                for report in run_benchmarks(points, launch, cluster, progress, is_kept):
+            with show_progress("bench", this_rank.rank == 0) as progress:
+                for report in run_benchmarks(points, this_rank, cluster, progress, is_kept):
                     reports.append(report)
                     if results is not None:
                         results.add(report)
         except MismatchError as error:
-            if launch.rank == 0:
+            if this_rank.rank == 0:
                 print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)
             return 1
 
     # Step 3: report.
-    if launch.rank == 0:
+    if this_rank.rank == 0:
         if parsed.sweep is None and reports:
             _print_report(reports[0], parsed.json)
         else:

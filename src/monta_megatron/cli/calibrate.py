@@ -1,12 +1,12 @@
 """`monta calibrate`: measure the content of a cluster file, one process per rank."""
 
 import argparse
-import contextlib
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from monta_megatron.cli.output import only_the_report
 
 if TYPE_CHECKING:
     from monta_megatron.calibration.run import Calibration
@@ -48,15 +48,15 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure on this rank; the first one writes and prints."""
-    from monta_megatron.benchmark.launch import run_as_rank
+    from monta_megatron.ranks.this_rank import run_as_rank
 
     return run_as_rank(lambda: _run(parsed))
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from monta_megatron.benchmark.launch import find_launch, is_first_rank
     from monta_megatron.benchmark.plots import check_can_plot
     from monta_megatron.benchmark.settings import positive_number
+    from monta_megatron.ranks.this_rank import find_this_rank, is_first_rank
 
     # Step 1: what was asked for.
     if parsed.out is None:
@@ -68,14 +68,13 @@ def _run(parsed: argparse.Namespace) -> int:
     budget_s = positive_number("--budget-seconds", parsed.budget_seconds or "120")
     ranks_per_node = _whole("--ranks-per-node", parsed.ranks_per_node)
     nics_per_node = _whole("--nics-per-node", parsed.nics_per_node)
-    launch = find_launch("calibrate --out FILE")
-    if launch.rank == 0:
+    this_rank = find_this_rank("calibrate --out FILE")
+    if this_rank.rank == 0:
         check_can_plot(parsed.plot)
     partial = out.with_name(f"{out.name}.partial")
 
-    # Step 2: measure. Standard output is for the report only.
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    # Step 2: measure.
+    with only_the_report():
         from monta_megatron.calibration.run import Settings, calibrate
         from monta_megatron.progress import show_progress
 
@@ -86,11 +85,11 @@ def _run(parsed: argparse.Namespace) -> int:
             ranks_per_node=ranks_per_node,
             nics_per_node=nics_per_node,
         )
-        with show_progress("calibrate", launch.rank == 0) as progress:
-            result = calibrate(settings, launch.local_rank, progress)
+        with show_progress("calibrate", this_rank.rank == 0) as progress:
+            result = calibrate(settings, this_rank.local_rank, progress)
 
     # Step 3: write and report.
-    if launch.rank == 0:
+    if this_rank.rank == 0:
         _write(result, out, partial)
         _print(result, out, parsed)
     return 0

@@ -1,17 +1,16 @@
 """`monta timeline`: what overlapped with what, recorded or predicted, as a picture and a trace."""
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import sys
 import textwrap
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
+from monta_megatron.cli.output import only_the_report
 from monta_megatron.files import make_folder
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Draw; in a launch, only the first rank writes and prints."""
-    from monta_megatron.benchmark.launch import run_as_rank
+    from monta_megatron.ranks.this_rank import run_as_rank
 
     return _run(parsed) if parsed.record is None else run_as_rank(lambda: _run(parsed))
 
@@ -192,30 +191,28 @@ def _predict(parsed: argparse.Namespace) -> _Drawing:
 
 def _record(parsed: argparse.Namespace) -> _Drawing | None:
     """Record on this rank; None on all but the first."""
-    from monta_megatron.benchmark.launch import find_launch
     from monta_megatron.benchmark.settings import parse_settings
     from monta_megatron.progress import show_progress
+    from monta_megatron.ranks.this_rank import find_this_rank
 
-    launch = find_launch("timeline --record")
+    this_rank = find_this_rank("timeline --record")
     asked = {**vars(parsed), "stock": "alltoall", "repeats": parsed.repeats or str(NUM_PASSES)}
     asked["chains"], asked["num_chunks"] = "auto", None
     if parsed.chain is not None:
         chain, num_chunks = _chain(parsed)
         asked["chains"], asked["num_chunks"] = chain.name, str(num_chunks)
-    settings = parse_settings(asked, launch.world_size)
+    settings = parse_settings(asked, this_rank.world_size)
     cluster = None if parsed.cluster is None else planning.read_cluster(parsed)
     folder = Path(parsed.record)
     # Fail before the run, not after it.
-    if launch.rank == 0:
+    if this_rank.rank == 0:
         make_folder(folder, "--record")
 
-    # Megatron and the dispatchers print too, but standard output is for the report only.
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with only_the_report():
         from monta_megatron.timeline.record import record
 
-        with show_progress("timeline", launch.rank == 0) as progress:
-            recording = record(settings, launch, cluster, progress)
+        with show_progress("timeline", this_rank.rank == 0) as progress:
+            recording = record(settings, this_rank, cluster, progress)
     if recording is None:
         return None
     path = folder / f"{recording.chain}_x{recording.num_chunks}.json"

@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.benchmark.report import commit, versions
 from monta_megatron.launch.prepare import Run, to_run_file
 from monta_megatron.launch.script import run_script
+from monta_megatron.provenance import commit, versions
 
 START = Path(__file__).with_name("start.sh")
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from monta_megatron.benchmark.timing import wait_for_all
+from monta_megatron.ranks.joined import wait_for_all
 
 NUM_BARRIERS = 31
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

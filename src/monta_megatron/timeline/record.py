@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.benchmark.candidates import Candidate, identity_experts, run_candidate
-from monta_megatron.benchmark.joined import join
-from monta_megatron.benchmark.launch import Launch
 from monta_megatron.benchmark.point import Bench, Task, prepare
 from monta_megatron.benchmark.settings import Settings
-from monta_megatron.benchmark.timing import wait_for_all
 from monta_megatron.chains import CHAINS
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
+from monta_megatron.ranks.joined import join, wait_for_all
+from monta_megatron.ranks.this_rank import ThisRank
 from monta_megatron.timeline.clock import Clock
 from monta_megatron.timeline.predicted import lanes_of
 from monta_megatron.timeline.recorder import DeviceRecorder, HostRecorder, Taken
@@ -28,14 +27,14 @@ from monta_megatron.timeline.spans import Span, pipeline_name, spans_of
 
 
 def record(
-    settings: Settings, launch: Launch, cluster: Cluster | None, progress: Progress
+    settings: Settings, this_rank: ThisRank, cluster: Cluster | None, progress: Progress
 ) -> Recording | None:
     """Record one chain.
 
     Args:
         settings: what to run, one chain in one number of chunks and one phase; `repeats` passes
             are recorded, of which one is kept.
-        launch: this rank's place.
+        this_rank: this process among the ranks.
         cluster: costs by which `auto` chooses, or None.
         progress: this rank's progress display.
 
@@ -45,11 +44,11 @@ def record(
     Raises:
         ValueError: a setting cannot run here.
     """
-    device = join(launch.local_rank)
+    device = join(this_rank.local_rank)
     task = Task(
         name="",
         settings=settings,
-        launch=launch,
+        this_rank=this_rank,
         cluster=cluster,
         emulated=EmulatedCluster.from_environment(),
         progress=progress,

@@ -1,4 +1,4 @@
-"""This process's place in a launch, from the variables of torchrun or srun. No torch."""
+"""Which rank this process is, from the variables of torchrun or srun. No torch."""
 
 import os
 import signal
@@ -19,8 +19,8 @@ AS_SRUN_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One rank's place.
+class ThisRank:
+    """This process among the ranks of its launch.
 
     Attributes:
         rank: its number among all ranks.
@@ -33,8 +33,8 @@ class Launch:
     local_rank: int
 
 
-def find_launch(command: str, environ: MutableMapping[str, str] = os.environ) -> Launch:
-    """The launch that this process is part of; under srun, sets the variables that torch reads.
+def find_this_rank(command: str, environ: MutableMapping[str, str] = os.environ) -> ThisRank:
+    """Which rank this process is; under srun, sets the variables that torch reads.
 
     Args:
         command: the sub-command of `monta`, for the message.
@@ -50,7 +50,7 @@ def find_launch(command: str, environ: MutableMapping[str, str] = os.environ) ->
             "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
             f"--nproc-per-node N -m monta_megatron.cli {command} ..., srun, or monta emulate"
         )
-    return Launch(
+    return ThisRank(
         rank=int(environ["RANK"]),
         world_size=int(environ["WORLD_SIZE"]),
         local_rank=int(environ.get("LOCAL_RANK", "0")),

@@ -1,4 +1,4 @@
-"""How the ranks of a benchmark or calibration join their launch and share what rank 0 finds."""
+"""How the ranks of a command join their launch, wait for each other and share what rank 0 finds."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,6 +21,11 @@ def join(local_rank: int) -> torch.device:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     # The CPU where CPU ranks stand in for GPUs.
     return torch.empty(0, device="cuda").device
+
+
+def wait_for_all() -> None:
+    """A barrier by tensors on the host, so that it needs no GPU."""
+    dist.all_reduce(torch.zeros(1))
 
 
 def on_first_rank(function: Callable[[], T]) -> T:
