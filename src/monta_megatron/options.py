@@ -77,7 +77,8 @@ class Options:
     Attributes:
         chain: key of `chains.CHAINS`, or "auto".
         num_chunks: at least 1; None where the planner chooses.
-        ranks_per_node: ranks joined by the fast tier; None leaves it to the launcher or host names.
+        ranks_per_node: ranks joined by the fast tier; None leaves it to the cluster, the launcher
+            or host names.
         cluster: costs by which the planner chooses, or None if no file gives them.
         plan: a choice that was made before, or None.
     """
@@ -137,11 +138,9 @@ class Options:
                     f"moe_monta_num_chunks: got {given['num_chunks']}, must be 1 for the serial "
                     f"chain {chain}; alltoall_allgather is its pipelined form"
                 )
-        if "cluster" in given:
-            # Code may pass a `Cluster` itself instead of a file.
-            if not isinstance(given["cluster"], Cluster):
-                given["cluster"] = _load_cluster(given["cluster"])
-            given.setdefault("ranks_per_node", given["cluster"].ranks_per_node)
+        # Code may pass a `Cluster` itself instead of a file.
+        if "cluster" in given and not isinstance(given["cluster"], Cluster):
+            given["cluster"] = _load_cluster(given["cluster"])
         return cls(**given)
 
 

@@ -604,14 +604,39 @@ def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, floa
     return "", time.monotonic() - begin
 
 
-def nodes_found(node_of_rank: list[str]) -> tuple[int, ...]:
-    """The nodes of a dispatcher's layout, where each rank's launcher tells it its own node."""
+def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any]) -> tuple[int, ...]:
+    """The nodes of a dispatcher's layout, where a variable tells each rank its own node."""
     import os
     from unittest import mock
 
-    with mock.patch.dict(os.environ, GROUP_RANK=node_of_rank[dist.get_rank()]):
-        layer = build_layer(Case(), "monta", moe_monta_chain="hierarchical_allgather")
+    with mock.patch.dict(os.environ, {variable: node_of_rank[dist.get_rank()]}):
+        layer = build_layer(Case(), "monta", **options)
     return layer.token_dispatcher.layout.nodes
+
+
+def reported(case: Case) -> list[str]:
+    """What a rank prints as it builds two layers."""
+    import contextlib
+    import io
+
+    from monta_megatron.integration import dispatcher
+
+    initialize(case)
+    dispatcher._reported.clear()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        build_layer(case, "monta")
+        build_layer(case, "monta")
+    return said.getvalue().splitlines()
+
+
+def groups_with_megatrons_time_limit(case: Case) -> list[str]:
+    """The groups of a dispatcher whose time limit Megatron changes together with its own's."""
+    from megatron.core import parallel_state
+
+    groups = build_layer(case, "monta").token_dispatcher.groups
+    changed = parallel_state._global_process_group_list
+    # Twice would do no harm, but would grow with the layers.
+    return [name for name, group in groups.items() if changed.count(group.process_group) == 1]
 
 
 def disagree(case: Case, options_of_rank: dict[int, dict[str, Any]]) -> None:

@@ -1,9 +1,29 @@
 """Exchanges that lie across nodes in other ways than one EP group over all ranks."""
 
+from typing import Any
+
 import pytest
 from conftest import Pools
 from layers import Case
 from pool import PoolError
+
+from monta_megatron.planner.choice import uncalibrated
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.topology.layout import Layout
+
+
+def uncalibrated_cluster(ranks_per_node: int) -> Cluster:
+    nodes = tuple(rank // ranks_per_node for rank in range(4))
+    return uncalibrated(Layout(ep=4, etp=1, num_local_experts=1, rank=0, nodes=nodes))
+
+
+def found_nodes(
+    pools: Pools, node_of_rank: str, variable: str = "GROUP_RANK", **options: Any
+) -> tuple[int, ...]:
+    """The nodes on which all of 4 ranks agree."""
+    (found,) = set(pools[4].run("layers:nodes_found", list(node_of_rank), variable, options))
+    return found
+
 
 HIERARCHICAL = {"moe_monta_chain": "hierarchical_alltoall", "moe_monta_ranks_per_node": 2}
 CHUNKS = [1, 3]
@@ -36,7 +56,35 @@ def test_uneven_nodes_are_refused_where_the_chain_needs_rails(pools: Pools) -> N
 
 def test_ranks_tell_each_other_their_nodes(pools: Pools) -> None:
     # Each rank knows its own node alone, as torchrun and srun tell it.
-    assert pools[4].run("layers:nodes_found", ["a", "a", "b", "b"]) == [(0, 0, 1, 1)] * 4
+    chain = {"moe_monta_chain": "hierarchical_allgather"}
+    assert found_nodes(pools, "aabb", **chain) == (0, 0, 1, 1)
+
+
+def test_a_cluster_file_and_the_hosts(pools: Pools) -> None:
+    cluster = {"moe_monta_cluster": uncalibrated_cluster(ranks_per_node=2)}
+    # Two nodes on a host, and a node of two hosts, are for the file to say.
+    assert found_nodes(pools, "aaaa", **cluster) == (0, 0, 1, 1)
+    assert found_nodes(pools, "abcd", **cluster) == (0, 0, 1, 1)
+    # Names given by the user come before the file, but not before the option.
+    assert found_nodes(pools, "abbb", "MONTA_NODE", **cluster) == (0, 1, 1, 1)
+    option = {"moe_monta_ranks_per_node": 2}
+    assert found_nodes(pools, "abbb", "MONTA_NODE", **cluster, **option) == (0, 0, 1, 1)
+    # Ranks dealt out to hosts in turn fit no number of consecutive ranks.
+    with pytest.raises(PoolError, match=r"of one node rank 0 is on .*a.*, and rank 1 on .*b"):
+        found_nodes(pools, "abab", **cluster)
+    assert found_nodes(pools, "abab", **cluster, **option) == (0, 0, 1, 1)
+
+
+def test_every_pipeline_stage_reports_its_choice(pools: Pools) -> None:
+    """Rank 0 may be of a stage without MoE layers."""
+    found = pools[4].run("layers:reported", Case(ep=2, pp=2, options=HIERARCHICAL))
+    chain = "chain hierarchical_alltoall, 4 chunks, EP 2 x ETP 1 over 1 node(s): as asked for"
+    assert found == [[f"monta: {chain}"], [], [f"monta, rank 2: {chain}"], []]
+
+
+def test_megatron_changes_the_time_limit_of_our_groups_too(pools: Pools) -> None:
+    found = pools[4].run("layers:groups_with_megatrons_time_limit", Case(options=HIERARCHICAL))
+    assert found == [["node", "rail"]] * 4
 
 
 @pytest.mark.old_end

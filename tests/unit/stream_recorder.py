@@ -212,7 +212,8 @@ class Recorder(TorchDispatchMode):
         new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in new:
             self._buffer_of(tensor)
-        if "empty" not in name:
+        # In deterministic mode torch fills memory that nothing has been written to.
+        if "empty" not in name or torch.are_deterministic_algorithms_enabled():
             self._run(self.current, Entry("kernel", self.current.name, name), read, written + new)
         return result
 

@@ -1,16 +1,46 @@
 """Ranks to nodes, from what launchers say."""
 
+import socket
+
 import pytest
 
 from monta_megatron.topology.layout import Layout
-from monta_megatron.topology.nodes import node_here, number_nodes, ranks_per_node_from_launcher
+from monta_megatron.topology.nodes import (
+    consecutive_nodes,
+    mixed_node,
+    node_here,
+    number_nodes,
+    ranks_per_node_from_launcher,
+)
 
 
-def test_launchers_before_host_names() -> None:
+def test_names_of_nodes() -> None:
+    host = socket.gethostname()
     torchrun_in_slurm = {"GROUP_RANK": "3", "LOCAL_WORLD_SIZE": "8", "SLURM_NODEID": "1"}
-    assert node_here(torchrun_in_slurm) == "GROUP_RANK=3"
-    assert node_here({"SLURM_NODEID": "1"}) == "SLURM_NODEID=1"
-    assert node_here({}).startswith("host ")
+    assert node_here(torchrun_in_slurm) == f"{host} (GROUP_RANK 3)"
+    assert node_here({"SLURM_NODEID": "1"}) == f"{host} (SLURM_NODEID 1)"
+    assert node_here({}) == host
+    # A domain of several hosts, named by the user.
+    assert node_here({**torchrun_in_slurm, "MONTA_NODE": "rack 7"}) == "rack 7"
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "hosts", "mixed"),
+    [
+        (4, "aaaabbbb", None),
+        (8, "aaaabbbb", None),  # a node of two hosts
+        (2, "aaaabbbb", None),  # two nodes on a host
+        (4, "abababab", (0, 1)),  # dealt out in turn
+        (4, "aaaaaabb", (4, 6)),  # the second node begins on the first one's host
+        (4, "aaabbbcc", (3, 0)),
+        (3, "aaabbbcc", None),
+    ],
+)
+def test_nodes_and_hosts_fit(
+    ranks_per_node: int, hosts: str, mixed: tuple[int, int] | None
+) -> None:
+    nodes = consecutive_nodes(range(len(hosts)), ranks_per_node)
+    assert mixed_node(nodes, list(hosts)) == mixed
 
 
 def test_nodes_are_numbered_as_they_are_met() -> None:

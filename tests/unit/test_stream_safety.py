@@ -5,6 +5,7 @@ A layer runs as one rank of a world in which all ranks have the same tokens; see
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -182,6 +183,31 @@ def test_every_access_is_ordered_and_memory_lives_long_enough(
     assert walks == set(WALKS)
     assert sum(entry.kind == "kernel" for entry in recorder.queue) > 20
     assert {stream.priority for stream in recorder.side_streams} == {-1}, "not the caller's"
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class NoWaitForFills(CudaStreams):
+    """Stages do not wait for what an allocation has issued on the caller's stream."""
+
+    def on_caller(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._caller)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_allocations_that_fill(
+    chain_name: str, layout_name: str, num_chunks: int, deterministic: None
+) -> None:
+    layout = LAYOUTS[layout_name]
+    assert record(chain_name, layout, num_chunks).findings == []
+    findings = record(chain_name, layout, num_chunks, streams=NoWaitForFills).findings
+    assert {finding.kind for finding in findings} == {"race"}
 
 
 class NoWait(CudaStreams):

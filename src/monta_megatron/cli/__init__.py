@@ -23,7 +23,7 @@ from monta_megatron.cli import (
     simulate,
     timeline,
 )
-from monta_megatron.ranks.this_rank import is_first_rank, linger
+from monta_megatron.ranks.this_rank import is_first_rank, report
 
 COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, plan, simulate, timeline)
 
@@ -45,10 +45,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{**settings, "formatter_class": _HelpFormatter})
 
     def error(self, message: str) -> NoReturn:
-        if not is_first_rank():
-            linger()
-            self.exit(2)
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+        report(f"{self.prog}: {' '.join(message.split())}")
+        self.exit(2)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except ValueError as error:
-        print(f"monta {parsed.command}: {error}", file=sys.stderr)
+        report(f"monta {parsed.command}: {error}")
         return 2
     except KeyboardInterrupt:
         if is_first_rank():

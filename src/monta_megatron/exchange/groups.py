@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,22 @@ from monta_megatron.chains import Chain
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.topology.layout import Layout
-from monta_megatron.topology.nodes import node_here, number_nodes
+from monta_megatron.topology.nodes import consecutive_nodes, node_here, number_nodes
+
+T = TypeVar("T")
 
 # The settings that Megatron's communicator config file may hold.
 NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 # Groups are made once per set of ranks and shared by layers; none is freed during training.
 _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def gather_objects(own: T, group: dist.ProcessGroup) -> list[T]:
+    """What every rank of `group` passes, in the order of its ranks."""
+    found: list[T] = [own] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:
@@ -29,12 +38,9 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
         group: the ranks of an exchange; all of them call this, unless `ranks_per_node` is given.
         ranks_per_node: number of consecutive ranks on each node; None to ask every rank.
     """
-    ranks = dist.get_process_group_ranks(group)
     if ranks_per_node is not None:
-        return number_nodes([str(rank // ranks_per_node) for rank in ranks])
-    names: list[str] = [""] * len(ranks)
-    dist.all_gather_object(names, node_here(), group=group)
-    return number_nodes(names)
+        return consecutive_nodes(dist.get_process_group_ranks(group), ranks_per_node)
+    return number_nodes(gather_objects(node_here(), group))
 
 
 def peer_groups(
@@ -124,9 +130,10 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def _nccl_options_of(group: dist.ProcessGroup) -> Any:
     """NCCL settings for our group: those of Megatron's own; None if that is not an NCCL group."""
     # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
-    if dist.get_backend(group) != "nccl":
+    given = _options_of(group)
+    if not dist.is_nccl_available() or not isinstance(given, dist.ProcessGroupNCCL.Options):
         return None
-    given, options = _options_of(group), dist.ProcessGroupNCCL.Options()
+    options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = given.is_high_priority_stream
     for name in NCCL_SETTINGS:
         value = getattr(given.config, name)
@@ -137,7 +144,9 @@ def _nccl_options_of(group: dist.ProcessGroup) -> Any:
 
 
 def _options_of(group: dist.ProcessGroup) -> Any:
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    # "nccl", "cpu:gloo,cuda:nccl" and others: what serves GPUs, if anything does.
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    device = cuda if cuda in group._device_types else cpu
     return getattr(group._get_backend(device), "options", None)
 
 

@@ -6,8 +6,8 @@ background of its process group, and the host waits for it where its result is f
 Either way the executor makes the same calls; only `BoundChain.depths` differs.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -38,8 +38,9 @@ class Streams(Protocol):
     def on_caller(self) -> AbstractContextManager[Any]:
         """Context in which the memory of messages and outputs is allocated.
 
-        Since the fork the caller's stream has been given nothing to do, so memory freed on it can
-        be used at once. Memory allocated on a side stream could be reused by walks only.
+        Since the fork the caller's stream has been given nothing to do but what an allocation does
+        itself, so memory freed on it can be used at once. Memory allocated on a side stream could
+        be reused by walks only.
         """
 
     def hold(self, tensors: list[torch.Tensor]) -> None:
@@ -111,8 +112,14 @@ class CudaStreams:
     def on(self, position: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[position])
 
-    def on_caller(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._caller)
+    @contextmanager
+    def on_caller(self) -> Iterator[None]:
+        with torch.cuda.stream(self._caller):
+            yield
+        # The first write must come after the NaN with which deterministic mode fills the memory,
+        # and after the allocation itself if that is one of the stream's operations.
+        if torch.are_deterministic_algorithms_enabled() or _allocates_in_order():
+            torch.cuda.current_stream().wait_stream(self._caller)
 
     def hold(self, tensors: list[torch.Tensor]) -> None:
         self._held += tensors
@@ -134,6 +141,12 @@ class CudaStreams:
         stream = torch.cuda.current_stream()
         for tensor in tensors:
             tensor.record_stream(stream)
+
+
+@cache
+def _allocates_in_order() -> bool:
+    """Whether memory is there only once its stream has reached the allocation."""
+    return torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
 
 
 @cache

@@ -217,7 +217,8 @@ class _Pipeline:
         if isinstance(self.stages[1].stage, Replicate):
             # The sum reads each row once, so it can read it in place.
             payload = self._payload(stage, whole, packed=False)
-            return _Chunk(payload=payload, messages=whole, ready=lambda: None, rows=index)
+            ready = self.streams.ready([])
+            return _Chunk(payload=payload, messages=whole, ready=ready, rows=index)
         payload = self._payload(stage, whole, packed)
         messages = self._allocate(payload, index.shape[0])
         for into, lane in zip(payload.lanes(messages).tensors(), whole, strict=True):
@@ -251,6 +252,8 @@ class _Pipeline:
         assert isinstance(stage.stage, Replicate)
         lanes = self._wait(chunk)
         rows_here = self.chunks[chunk].rows
+        if rows_here is not None:
+            self.streams.keep([rows_here])
         key = (stage.stage.name, chunk)
         if key not in self.exchange.copies:
             assert lanes.ids is not None and stage.parts is not None

@@ -1,14 +1,13 @@
 """The command line: an error is one clear line and exit status 2, before anything starts."""
 
 import functools
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from monta_megatron.integration.config import check_config
 from monta_megatron.integration.dispatcher_type import is_monta
 from monta_megatron.options import OPTION_NAMES, defaults_from_environment
+from monta_megatron.ranks.this_rank import report
 
 
 def patch_arguments(arguments: Any) -> None:
@@ -50,9 +49,7 @@ def _checking_options(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             check_arguments(args)
         except ValueError as error:
-            # Every rank finds the same error; only rank 0 prints it.
-            if os.environ.get("RANK", "0") == "0":
-                print(f"monta: error: {error}", file=sys.stderr, flush=True)
+            report(f"monta: error: {error}")
             raise SystemExit(2) from None
         return original(args, *more, **kwargs)
 

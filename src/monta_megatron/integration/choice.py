@@ -1,5 +1,6 @@
 """From a configuration to a choice of chain, and the agreement of all ranks on it."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS, Chain
+from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.options import AUTO, Options
 from monta_megatron.planner.choice import (
     NUM_CHUNKS,
@@ -85,9 +87,16 @@ def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
     Raises:
         ValueError: names the first rank that differs, and the field.
     """
-    rules: list[dict[str, Any]] = [{}] * group.size()
-    dist.all_gather_object(rules, rule, group=group)
-    ranks = dist.get_process_group_ranks(group)
+    check_alike(gather_objects(rule, group), dist.get_process_group_ranks(group))
+    return hash_of(rule)
+
+
+def check_alike(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
+    """Make sure that the rules of all ranks are the same.
+
+    Raises:
+        ValueError: names the first rank that differs, and the field.
+    """
     for rank, other in zip(ranks[1:], rules[1:], strict=True):
         for name in dict.fromkeys((*rules[0], *other)):
             values = rules[0].get(name), other.get(name)
@@ -96,7 +105,6 @@ def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
                     f"moe_monta: ranks {ranks[0]} and {rank} differ in {name}: {values[0]} and "
                     f"{values[1]}; give every rank the same options and files"
                 )
-    return hash_of(rule)
 
 
 def _workload(config: Any, layout: Layout) -> Workload:

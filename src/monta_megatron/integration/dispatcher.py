@@ -15,29 +15,39 @@ EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N =
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from monta_megatron import __version__
 from monta_megatron.chains import Counts
 from monta_megatron.chains.gathered import counted_blocks
 from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting, GatheredCounts, lists_of
-from monta_megatron.exchange.groups import find_nodes, peer_groups
+from monta_megatron.exchange.groups import gather_objects, peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.walk import Exchange
-from monta_megatron.integration.choice import agree, choose
+from monta_megatron.integration.choice import agree, check_alike, choose
 from monta_megatron.integration.duties import check_duties
 from monta_megatron.options import Options
 from monta_megatron.planner.choice import Decision
 from monta_megatron.topology.layout import Layout
-from monta_megatron.topology.nodes import ranks_per_node_from_launcher
+from monta_megatron.topology.nodes import (
+    consecutive_nodes,
+    is_named,
+    mixed_node,
+    node_here,
+    number_nodes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +55,7 @@ logger = logging.getLogger(__name__)
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.
 SHARED_EXPERTS_WAIT = hasattr(SharedExpertMLP, "wait_current_stream")
 
-_logged: set[str] = set()
+_reported: set[str] = set()
 
 
 class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
@@ -78,6 +88,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         check_duties(config)
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.options = Options.of(config)
+        self._reports = _reports_for_stage(self.tp_ep_group, pg_collection)
         self.layout = self._find_layout()
         # If capacity fixes the counts, nothing is gathered; if CUDA graphs capture the permutation,
         # there has to be one. In both cases "auto" may choose only chains of pairs.
@@ -93,6 +104,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.layout,
             {"ep": self.ep_group, "etp": self.tp_group, "tp_ep": self.tp_ep_group},
         )
+        _share_time_limit(self.groups)
         self.monitor = Monitor()
         rows = {chain.rows for chain in self.choice.chains}
         self._counting = Counting(
@@ -266,24 +278,46 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         chain = self.options.named_chain
         sends_tokens = chain is not None and chain.rows == "tokens"
         classes = 2 if self.drop_and_pad and sends_tokens else 1
-        cluster = self.options.cluster
-        if cluster is not None and self.options.ranks_per_node == cluster.ranks_per_node:
-            launched = ranks_per_node_from_launcher()
-            if launched not in (None, cluster.ranks_per_node):
-                _log_once(
-                    f"monta: nodes of {cluster.ranks_per_node} ranks, as {cluster.name} has them; "
-                    f"the launcher starts {launched} per host; --moe-monta-ranks-per-node decides"
-                )
-        # Otherwise some ranks might gather the node names while others do not.
-        agree({"ranks_per_node": self.options.ranks_per_node}, self.tp_ep_group)
         return Layout(
             ep=self.ep_size,
             etp=self.tp_size,
             num_local_experts=self.num_local_experts * classes,
             rank=dist.get_group_rank(self.tp_ep_group, dist.get_rank()),
-            nodes=find_nodes(self.tp_ep_group, self.options.ranks_per_node),
+            nodes=self._find_nodes(),
             classes=classes,
         )
+
+    def _find_nodes(self) -> tuple[int, ...]:
+        """The node of every rank of the exchange, see `topology.nodes`."""
+        cluster, ranks_per_node = self.options.cluster, self.options.ranks_per_node
+        if ranks_per_node is None and cluster is not None and not is_named():
+            ranks_per_node = cluster.ranks_per_node
+        rule = {"monta_megatron": __version__, "ranks_per_node": ranks_per_node}
+        told = gather_objects((node_here(), rule), self.tp_ep_group)
+        ranks = dist.get_process_group_ranks(self.tp_ep_group)
+        check_alike([rule for _, rule in told], ranks)
+        hosts = [host for host, _ in told]
+        if ranks_per_node is None:
+            return number_nodes(hosts)
+        nodes = consecutive_nodes(ranks, ranks_per_node)
+        if self.options.ranks_per_node is None and cluster is not None:
+            mixed = mixed_node(nodes, hosts)
+            if mixed is not None:
+                first, second = mixed
+                raise ValueError(
+                    f"moe_monta_cluster: {cluster.name} has nodes of {ranks_per_node} consecutive "
+                    f"ranks, but of one node rank {ranks[first]} is on {hosts[first]}, which has "
+                    f"other nodes too, and rank {ranks[second]} on {hosts[second]}; number the "
+                    "ranks host by host (srun --distribution=block), or set MONTA_NODE or "
+                    "--moe-monta-ranks-per-node"
+                )
+            if nodes != number_nodes(hosts):
+                self._report(
+                    f"nodes of {ranks_per_node} ranks, as {cluster.name} has them, but "
+                    f"{hosts.count(hosts[0])} of the {len(ranks)} ranks of an exchange are on "
+                    f"{hosts[0]}; --moe-monta-ranks-per-node decides"
+                )
+        return nodes
 
     def _gather(self, counts: torch.Tensor) -> torch.Tensor:
         """Every rank's counts: [K] -> [EP*ETP, K]."""
@@ -318,10 +352,20 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._decision = decision if log else None
         self.chain, self.num_chunks = decision.chain, decision.num_chunks
         if log:
-            _log_once(
-                f"monta: chain {self.chain.name}, {self.num_chunks} chunks, EP {self.ep_size} x "
+            self._report(
+                f"chain {self.chain.name}, {self.num_chunks} chunks, EP {self.ep_size} x "
                 f"ETP {self.tp_size} over {self.layout.num_nodes} node(s): {decision.reason}"
             )
+
+    def _report(self, message: str) -> None:
+        """Print and log a message once per pipeline stage: each may have its own choice."""
+        if self._reports and message not in _reported:
+            _reported.add(message)
+            rank = dist.get_rank()
+            line = f"monta: {message}" if rank == 0 else f"monta, rank {rank}: {message}"
+            # Megatron logs at WARNING unless asked otherwise, and prints what users should see.
+            print(line, flush=True)
+            logger.info(line)
 
     def _permute(
         self, tokens: torch.Tensor, probs: torch.Tensor
@@ -416,10 +460,20 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return self._counts.pairs
 
 
-def _log_once(message: str) -> None:
-    """Print and log a message once per process, on rank 0."""
-    if dist.get_rank() == 0 and message not in _logged:
-        _logged.add(message)
-        # Megatron logs at WARNING unless asked otherwise, and prints what users should see.
-        print(message, flush=True)
-        logger.info(message)
+def _reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
+    """Whether this rank reports for its pipeline stage: the first rank of its first exchange."""
+    exchanges = getattr(pg_collection, "expt_dp", None)
+    if exchanges is None:
+        return dist.get_rank() == 0
+    return all(dist.get_group_rank(group, dist.get_rank()) == 0 for group in (exchange, exchanges))
+
+
+def _share_time_limit(groups: Mapping[str, PeerGroup]) -> None:
+    """Let Megatron change our groups' time limit with its own's.
+
+    It does after the first iterations (--distributed-timeout-seconds-after-init), for those in this
+    list.
+    """
+    known = parallel_state._global_process_group_list
+    if known is not None:
+        known += [each.process_group for each in groups.values() if each.process_group not in known]

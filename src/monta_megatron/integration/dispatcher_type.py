@@ -107,7 +107,9 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
     """Megatron's rule for the 1F1B schedule, with our answer for the experts' input.
 
     The inputs of dispatch and combine may be freed as stock's are: our autograd functions save none
-    of them, and nothing else uses what is handed to dispatch.
+    of them, and nothing else uses what is handed to dispatch. The experts' input may not. Stock's
+    experts get a sorted copy of it, but ours the very tensor, which the grouped GEMM saves; in
+    low precision too, for layers that stay in bf16 or whose input is offloaded.
     """
 
     @functools.wraps(original)
@@ -115,11 +117,6 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
         if not is_monta(config):
             return original(name, is_moe, config, *args, **kwargs)
         with seen_as_alltoall(config):
-            stock_answer = original(name, is_moe, config, *args, **kwargs)
-        if name != "mlp":
-            return stock_answer
-        # Low precision saves the cast copies instead; else the grouped GEMM saves this very tensor.
-        low_precision = any(getattr(config, field, None) for field in ("fp8", "fp4"))
-        return stock_answer and low_precision
+            return name != "mlp" and original(name, is_moe, config, *args, **kwargs)
 
     return should_free_input

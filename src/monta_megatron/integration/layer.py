@@ -36,11 +36,20 @@ def build_with_monta(
         construct: MoELayer's constructor.
         layer: the layer under construction.
         config: its TransformerConfig; the dispatcher keeps it.
+
+    Raises:
+        ValueError: the 1F1B overlap schedule takes this layer for one of stock's.
     """
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
+    if not is_monta(config) and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm: got True, must be False with the dispatcher in the "
+            "layer spec, since Megatron's schedule would free what the experts have saved; set "
+            "moe_token_dispatcher_type to 'monta' instead"
+        )
     if kwargs.get("pg_collection") is None:
         kwargs["pg_collection"] = get_default_pg_collection()
     if is_monta(config):

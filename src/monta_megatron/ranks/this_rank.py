@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -67,8 +69,24 @@ def linger() -> None:
     time.sleep(OTHER_RANKS_LINGER_S)
 
 
+def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Report a mistake on standard error, in one line for all ranks that make it.
+
+    The first rank does so at once. The others give it time to end the launch; if it has not, the
+    mistake is not everyone's, such as a file that one node lacks, and the first rank of each node
+    reports it.
+    """
+    if is_first_rank(environ):
+        print(line, file=sys.stderr, flush=True)
+        return
+    linger()
+    if environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID")) == "0":
+        rank = environ.get("RANK", environ.get("SLURM_PROCID"))
+        print(f"{line} (rank {rank} on {socket.gethostname()})", file=sys.stderr, flush=True)
+
+
 def run_as_rank(run: Callable[[], int]) -> int:
-    """Run a command on every rank of a launch; only the first rank reports a user's mistake.
+    """Run a command on every rank of a launch, so that Ctrl-C and failures end all of it in order.
 
     Args:
         run: the command; returns the exit status, or raises ValueError for a user's mistake.
@@ -82,10 +100,6 @@ def run_as_rank(run: Callable[[], int]) -> int:
     handler_before = signal.signal(signal.SIGINT, interrupt)
     try:
         status = run()
-    except ValueError:
-        if is_first_rank():
-            raise
-        status = 2
     except RuntimeError:
         # An interrupted launch ends rank by rank, so it is no fault that this rank lost its peers:
         # its own interrupt may still be on its way, or autograd may have replaced it by the error

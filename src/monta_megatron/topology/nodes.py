@@ -1,7 +1,8 @@
 """Finds which ranks share a node: the set of ranks joined by the fast tier.
 
-A rank learns from its launcher, or else from its host name, on which node it runs; the ranks of an
-exchange share this once. Where that is wrong, `--moe-monta-ranks-per-node` overrides it.
+A rank learns from its launcher and its host name on which host it runs; the ranks of an exchange
+share this once. A host is a node, unless a cluster file says how many consecutive ranks are one,
+MONTA_NODE names the nodes, or `--moe-monta-ranks-per-node` overrides all of that.
 """
 
 import os
@@ -9,22 +10,52 @@ import socket
 from collections.abc import Mapping, Sequence
 
 
+def is_named(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank is told the name of its node, such as that of its NVLink domain."""
+    return bool(environ.get("MONTA_NODE"))
+
+
 def node_here(environ: Mapping[str, str] = os.environ) -> str:
     """A name that exactly the ranks of this node share.
 
-    torchrun numbers its agents (GROUP_RANK), of which one runs on each node; srun numbers the
-    nodes (SLURM_NODEID). With any other launcher it is the host name.
+    It is MONTA_NODE if that is set. Otherwise it is that of this host: torchrun numbers its agents
+    (GROUP_RANK), of which one runs on each host, and srun numbers the hosts (SLURM_NODEID). Host
+    names alone could be alike, and numbers too, in a job of several parts.
     """
+    if is_named(environ):
+        return environ["MONTA_NODE"]
+    host = socket.gethostname()
     for name in ("GROUP_RANK", "SLURM_NODEID"):
         if name in environ:
-            return f"{name}={environ[name]}"
-    return f"host {socket.gethostname()}"
+            return f"{host} ({name} {environ[name]})"
+    return host
 
 
 def number_nodes(names: Sequence[str]) -> tuple[int, ...]:
     """The node of every rank, numbered from 0 in the order of first appearance."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> tuple[int, ...]:
+    """The node of every rank, where `ranks_per_node` consecutive ones are on each."""
+    return number_nodes([str(rank // ranks_per_node) for rank in ranks])
+
+
+def mixed_node(nodes: Sequence[int], hosts: Sequence[str]) -> tuple[int, int] | None:
+    """Positions of two ranks of one node on two hosts, the first of which has other nodes too.
+
+    None if every node is made of whole hosts or lies on one. A host may be several nodes, and a
+    node several hosts, but where ranks were dealt out to hosts in turn they are neither.
+    """
+    nodes_of: dict[str, set[int]] = {}
+    for node, host in zip(nodes, hosts, strict=True):
+        nodes_of.setdefault(host, set()).add(node)
+    for first, (node, host) in enumerate(zip(nodes, hosts, strict=True)):
+        for second in range(len(nodes)):
+            if nodes[second] == node and hosts[second] != host and len(nodes_of[host]) > 1:
+                return first, second
+    return None
 
 
 def ranks_per_node_from_launcher(environ: Mapping[str, str] = os.environ) -> int | None:
