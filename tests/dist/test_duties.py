@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from conftest import Pools
 from layers import Case
+from pool import PoolError
 
+from monta_megatron.integration.dispatcher_type import answer_should_free_input
 from monta_megatron.integration.duties import RUNS, check_duties
 
 pytestmark = pytest.mark.old_end
@@ -136,6 +138,24 @@ def test_configuration_made_in_code(pools: Pools) -> None:
 def test_layer_spec_patches_nothing(pools: Pools) -> None:
     for built in pools[4].run("layers:build_from_spec", CASE):
         assert built == ("MontaTokenDispatcher", "MoEAlltoAllTokenDispatcher")
+
+
+def test_layer_spec_under_the_overlap_schedule_is_refused(pools: Pools) -> None:
+    case = Case(dtype="bfloat16", config={"overlap_moe_expert_parallel_comm": True})
+    with pytest.raises(PoolError, match="overlap_moe_expert_parallel_comm: got True, must be Fal"):
+        pools[4].run("layers:build_from_spec", case)
+
+
+@pytest.mark.parametrize("low_precision", [{}, {"fp8": "hybrid", "first_last_layers_bf16": True}])
+def test_the_overlap_schedule_frees_no_experts_input(low_precision: dict[str, Any]) -> None:
+    ask = answer_should_free_input(lambda name, is_moe, config: True)
+    stock, ours = (
+        SimpleNamespace(moe_token_dispatcher_type=name, **low_precision)
+        for name in ("alltoall", "monta")
+    )
+    nodes = ("moe_dispatch", "mlp", "moe_combine")
+    assert [ask(node, True, stock) for node in nodes] == [True, True, True]
+    assert [ask(node, True, ours) for node in nodes] == [True, False, True]
 
 
 @pytest.mark.parametrize(

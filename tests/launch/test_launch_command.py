@@ -193,6 +193,7 @@ def test_start_by_nodes() -> None:
     assert choose_start(None, one, dry_run=True) == "torchrun"
     assert choose_start(None, two, dry_run=True) == "sbatch"
     assert start_command("srun", two)[:3] == ["srun", "--kill-on-bad-exit=1", "--cpu-bind=none"]
+    assert "--export=ALL" in start_command("srun", two)
     assert "--exclusive" in start_command("srun", two)
     assert start_command("none", two) == []
     with pytest.raises(ValueError, match="--start: got torchrun"):

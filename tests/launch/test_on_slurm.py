@@ -68,8 +68,10 @@ def check_ranks(said: str, run: Run) -> None:
 
 
 @pytest.mark.timeout(JOB_LIMIT_S)
-def test_sbatch(run: Run, slurm: Cluster) -> None:
-    job = slurm.call(*start_command("sbatch", run)).strip()
+@pytest.mark.parametrize("environment", [{}, {"SBATCH_EXPORT": "NONE"}], ids=["all", "none"])
+def test_sbatch(run: Run, slurm: Cluster, environment: dict[str, str]) -> None:
+    """Also where jobs are given nothing of the environment that they are submitted from."""
+    job = slurm.call(*start_command("sbatch", run), **environment).strip()
     fields = slurm.wait(job, JOB_LIMIT_S)
     log = run.directory / "logs" / f"{job}.log"
     assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()

@@ -203,6 +203,8 @@ def _ranks_per_core() -> float:
 
 def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
     """What two calibrations must have in common for their samples to be put together."""
+    # Another job has other nodes; CPU ranks measure their machine itself.
+    on_cpu = machine.copies_block_host
     return {
         "name": machine.name,
         "num_nodes": machine.num_nodes,
@@ -210,7 +212,7 @@ def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
         "nics_per_node": machine.nics_per_node,
         "ranks_per_core": ranks_per_core,
         "torch": torch.__version__,
-        "host": platform.node(),
+        "machine": platform.node() if on_cpu else torch.cuda.get_device_name(),
     }
 
 

@@ -50,7 +50,8 @@ def start_command(start: Start, run: Run) -> list[str]:
             f"--{name}" if value is None else f"--{name}={value}"
             for name, value in slurm_options(run).items()
         ]
-        return ["srun", "--kill-on-bad-exit=1", "--cpu-bind=none", *options, "bash", script]
+        ranks_as_one = ("--kill-on-bad-exit=1", "--cpu-bind=none", "--export=ALL")
+        return ["srun", *ranks_as_one, *options, "bash", script]
     return ["sbatch", "--parsable", script] if start == "sbatch" else []
 
 

@@ -117,8 +117,9 @@ in_job() {
     export MASTER_ADDR MASTER_PORT
     # Pass the text of this file, since Slurm's copy of a batch script is on one node only. Without
     # a CPU binding the one task of a node may use all the cores of the job there.
+    # On some clusters a job passes nothing of its environment to its steps unless it says so.
     srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --cpu-bind none --kill-on-bad-exit \
-        bash -c "$(<"$0")" start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" &
+        --export ALL bash -c "$(<"$0")" start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" &
     child=$!
     trap 'requeue=yes; signal USR1 "$child"' USR1
     trap 'signal TERM "$child"' TERM INT
