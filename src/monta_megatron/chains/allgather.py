@@ -5,10 +5,8 @@
 It wins where few ranks share the experts and top-k is close to their number, so that most tokens
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
 
-Dispatch needs at most this much memory beyond its input, in rows (G gathered, P pairs, c the
-largest chunk's share, about 2 / (2C - 1)):
-
-    P + c (2G + P)                  the larger of G + P and 2P in one chunk
+On a GPU all chunks live until the walk has been issued. So dispatch holds at most G + 2P rows beyond
+its input (G gathered, P pairs).
 """
 
 import numpy as np

@@ -5,10 +5,8 @@
 It wins where EP lies in one tier and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
 
-Dispatch needs at most this much memory beyond its input, in rows (D sent, A received, P pairs, c
-the largest chunk's share, about 2 / (2C - 1)):
-
-    P + c (2D + 2A + P)             the larger of D + A + P and 2P in one chunk
+On a GPU all chunks live until the walk has been issued. So dispatch holds at most D + A + 2P rows
+beyond its input (D sent, A received, P pairs).
 """
 
 import numpy as np

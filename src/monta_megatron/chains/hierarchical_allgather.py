@@ -6,10 +6,8 @@ It wins where EP spans nodes, top-k is high and nodes have few ranks: most token
 node are wanted by most of its ranks. Its transpose carries a partial sum per (token, rank) inside
 the node and one per (token, node) between them: two hops.
 
-Dispatch needs at most this much memory beyond its input, in rows (D sent along the rail, A
-received, G gathered in the node, P pairs, c the largest chunk's share, about 2 / (2C - 1)):
-
-    P + c (D + 3A + 2G + P)         the larger of A + G + P and 2P in one chunk
+On a GPU all chunks live until the walk has been issued. So dispatch holds at most D + A + G + 2P rows
+beyond its input (D sent along the rail, A received, G gathered in the node, P pairs).
 """
 
 from monta_megatron.chains.chain import Chain, TokenCounts

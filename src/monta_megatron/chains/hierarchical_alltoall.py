@@ -6,11 +6,8 @@
 It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
 per (token, rank) inside the node and one per (token, node) between them: two hops.
 
-Dispatch needs at most this much memory beyond its input, in rows (D sent along the rail, A
-received, R sent in the node, Q received, P pairs, c the largest chunk's share, about
-2 / (2C - 1)):
-
-    P + c (D + A + 2R + 2Q + P)     the larger of R + Q + P and 2P in one chunk
+On a GPU all chunks live until the walk has been issued. So dispatch holds at most D + A + R + Q + 2P
+rows beyond its input (D sent along the rail, A received, R sent in the node, Q received, P pairs).
 """
 
 from monta_megatron.chains import alltoall_dedup
