@@ -69,3 +69,18 @@ def test_even_nodes(nodes: tuple[int, ...], etp: int, reason: str | None) -> Non
     layout = Layout(ep=ep, etp=etp, num_local_experts=1, rank=0, nodes=nodes)
     found = layout.uneven_nodes()
     assert found is reason if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "etp", "crossing"),
+    [
+        ((0, 0, 1, 1), 1, {"ep", "tp_ep", "rail"}),
+        ((0, 0, 1, 1), 2, {"ep", "tp_ep", "rail"}),
+        ((0, 0, 0, 1, 1), 1, {"ep", "tp_ep"}),  # five ranks on two nodes have no rails
+        ((0, 0, 0, 1, 1, 1), 2, {"ep", "etp", "tp_ep"}),  # the second ETP group lies on both
+    ],
+)
+def test_groups_that_cross_nodes(nodes: tuple[int, ...], etp: int, crossing: set[str]) -> None:
+    ep = len(nodes) // etp
+    layout = Layout(ep=ep, etp=etp, num_local_experts=1, rank=0, nodes=nodes)
+    assert layout.crossing_groups == crossing

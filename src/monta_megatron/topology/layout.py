@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 GroupName: TypeAlias = Literal["ep", "etp", "tp_ep", "rail", "node"]
+# The groups that do not depend on the nodes; only even nodes have rails.
+FLAT_GROUPS: tuple[GroupName, ...] = ("ep", "etp", "tp_ep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,10 @@ class Layout:
     @cached_property
     def crossing_groups(self) -> frozenset[GroupName]:
         """Names of the groups of which at least one has ranks on several nodes."""
+        names = get_args(GroupName) if self.uneven_nodes() is None else FLAT_GROUPS
         return frozenset(
             name
-            for name in get_args(GroupName)
+            for name in names
             if any(
                 len({self.nodes[each] for each in members}) > 1
                 for members in {self.members(name, rank) for rank in range(len(self.nodes))}
