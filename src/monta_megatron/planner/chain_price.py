@@ -13,6 +13,7 @@ from monta_megatron.chains.lanes import (
     FORWARD_BACKWARD,
     Walk,
 )
+from monta_megatron.planner.alike_ranks import priced_ranks
 from monta_megatron.planner.cluster import RESOURCES, Cluster
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.plan import Phase, StageCost
@@ -41,7 +42,7 @@ class ChainPrice:
         num_chunks: in how many chunks.
         walks: the walks of the phase.
         traffic: [walks][ranks] what they move.
-        num_alike: number of ranks that each of those ranks stands for.
+        num_alike: [ranks] number of ranks that each of them stands for.
         peak_bytes: the most that the executor holds at once on one rank.
     """
 
@@ -49,7 +50,7 @@ class ChainPrice:
     num_chunks: int
     walks: tuple[WalkPrice, ...]
     traffic: tuple[tuple[WalkTraffic, ...], ...]
-    num_alike: int
+    num_alike: tuple[int, ...]
     peak_bytes: float
 
     @cached_property
@@ -66,9 +67,9 @@ class ChainPrice:
         """Bytes of the chain's stages over all ranks and walks."""
         totals = {"inter": 0.0, "intra": 0.0}
         for ranks in self.traffic:
-            for rank in ranks:
+            for rank, num_alike in zip(ranks, self.num_alike, strict=True):
                 for (_, tier), num_bytes in rank.bytes_by_stage().items():
-                    totals[tier] += num_bytes * self.num_alike
+                    totals[tier] += num_bytes * num_alike
         return totals
 
     @property
@@ -109,7 +110,8 @@ def price_chain(
         phase: whether the backward walks are priced too.
         gathered_counts: integers per rank in the gather of counts; None for what the chain needs.
     """
-    bound = workload.bind(chain, num_chunks)
+    ranks = priced_ranks(workload.layout, workload.routing, cluster.ranks_per_nic)
+    bound = [workload.bind(chain, num_chunks, layout) for layout in ranks.layouts]
     if gathered_counts is None:
         gathered_counts = sum(gathered_widths((chain,), workload.layout, blocks_for(num_chunks)))
     traffic = tuple(
@@ -119,16 +121,15 @@ def price_chain(
         )
         for walk in WALKS[phase]
     )
-    nic_starts = workload.nic_starts(cluster)
     return ChainPrice(
         chain=chain,
         num_chunks=num_chunks,
         walks=tuple(
-            price_walk(walk, ranks, cluster, nic_starts)
-            for walk, ranks in zip(WALKS[phase], traffic, strict=True)
+            price_walk(walk, of_walk, cluster, ranks.nic_starts)
+            for walk, of_walk in zip(WALKS[phase], traffic, strict=True)
         ),
         traffic=traffic,
-        num_alike=len(workload.layout.nodes) // len(workload.ranks),
+        num_alike=ranks.num_alike,
         peak_bytes=max(
             peak_bytes(each, workload.row, walk) for each in bound for walk in HEAVIEST[phase]
         ),
@@ -152,10 +153,9 @@ def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
             )
         for work, *stages in zip(walk.works, *(rank.stages for rank in ranks), strict=True):
             moved = {
-                tier: price.num_alike
-                * sum(
-                    float(stage.sent_bytes[tier].sum())
-                    for stage in stages
+                tier: sum(
+                    float(stage.sent_bytes[tier].sum()) * num_alike
+                    for stage, num_alike in zip(stages, price.num_alike, strict=True)
                     if isinstance(stage, CollectiveTraffic)
                 )
                 for tier in ("inter", "intra")

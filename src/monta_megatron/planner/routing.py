@@ -7,6 +7,7 @@ Notation: T = tokens of a rank, E = experts, k = experts per token, S = source r
 blocks, L = local experts, EP = expert parallel size.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from math import comb
@@ -19,7 +20,7 @@ from monta_megatron.chains import Chain, Counts, TokenCounts
 from monta_megatron.topology.layout import Layout
 
 
-class Routing(Protocol):
+class Routing(Hashable, Protocol):
     """Where tokens go."""
 
     @property
@@ -34,9 +35,8 @@ class Routing(Protocol):
     def list_width(self) -> int:
         """The longest list of experts of any token."""
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks send and receive alike, so that one stands for all."""
+    def is_even(self, num_parts: int) -> bool:
+        """Whether all experts, and all of `num_parts` equal parts of them, get as many tokens."""
 
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
@@ -55,6 +55,10 @@ class ExpectedRouting:
     def hits(self, num_parts: int) -> NDArray[np.float64]:
         """[P] share of the tokens that have an expert in each of P equal parts of the experts."""
         raise NotImplementedError
+
+    def is_even(self, num_parts: int) -> bool:
+        """See `Routing`."""
+        return not np.ptp(self.pairs) and not np.ptp(self.hits(num_parts))
 
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
@@ -123,11 +127,6 @@ class UniformRouting(ExpectedRouting):
     def list_width(self) -> int:
         """k."""
         return self.topk
-
-    @property
-    def is_even(self) -> bool:
-        """Every expert is as likely as any other, and every group."""
-        return True
 
     @property
     def pairs(self) -> NDArray[np.float64]:

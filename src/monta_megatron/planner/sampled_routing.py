@@ -38,11 +38,6 @@ class SampledRouting(ExpectedRouting):
         """The longest list of any token in the sample."""
         return max(int(self.routing_map.sum(axis=1).max(initial=0)), 1)
 
-    @property
-    def is_even(self) -> bool:
-        """Some experts are wanted more than others."""
-        return False
-
     @cached_property
     def pairs(self) -> NDArray[np.float64]:
         """[E] pairs per token and expert."""

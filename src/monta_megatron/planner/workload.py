@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.cut import blocks_for
 from monta_megatron.chains.lanes import RowFormat
-from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing import Routing, UniformRouting
@@ -62,38 +60,17 @@ class Workload:
             list_width=self.routing.list_width,
         )
 
-    @cached_property
-    def ranks(self) -> tuple[Layout, ...]:
-        """The places that are priced: one if all are alike, else every rank's."""
-        if self.routing.is_even and self.layout.uneven_nodes() is None:
-            return (replace(self.layout, rank=0),)
-        return tuple(replace(self.layout, rank=rank) for rank in range(len(self.layout.nodes)))
+    def bind(self, chain: Chain, num_chunks: int, layout: Layout | None = None) -> BoundChain:
+        """The chain bound to the expected rows of one rank.
 
-    def bind(self, chain: Chain, num_chunks: int) -> tuple[BoundChain, ...]:
-        """The chain bound to the rows of each of `ranks`."""
-        num_blocks = blocks_for(num_chunks)
-        return tuple(
-            chain.bind(
-                layout,
-                self.routing.counts(chain, layout, self.tokens_per_rank, num_blocks),
-                num_chunks,
-            )
-            for layout in self.ranks
-        )
-
-    def nic_starts(self, cluster: Cluster) -> list[int]:
-        """The first rank of each network interface among `ranks`."""
-        ranks_per_nic = max(cluster.ranks_per_node // cluster.nics_per_node, 1)
-        starts, before = [], None
-        on_node: dict[int, int] = {}
-        for layout in self.ranks:
-            node = layout.nodes[layout.rank]
-            position = on_node.setdefault(node, 0)
-            on_node[node] += 1
-            if (node, position // ranks_per_nic) != before:
-                before = (node, position // ranks_per_nic)
-                starts.append(layout.rank)
-        return starts
+        Args:
+            chain: what runs.
+            num_chunks: in how many chunks.
+            layout: the rank's place; None for the first rank's.
+        """
+        layout = replace(self.layout, rank=0) if layout is None else layout
+        counts = self.routing.counts(chain, layout, self.tokens_per_rank, blocks_for(num_chunks))
+        return chain.bind(layout, counts, num_chunks)
 
 
 def workloads_of(

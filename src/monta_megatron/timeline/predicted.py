@@ -24,7 +24,7 @@ def predict(
     It prices the busiest rank of every stage, so one track stands for all ranks.
     """
     price = price_chain(workload, cluster, chain, num_chunks, phase)
-    bound = workload.bind(chain, num_chunks)[0]
+    bound = workload.bind(chain, num_chunks)
     spans: list[Span] = []
     start_us = 0.0
     for walk in price.walks:

@@ -1,0 +1,97 @@
+"""The ranks that are priced: of those that do the same, one stands for all.
+
+Two ranks move the same number of bytes in every stage of every chain if
+
+- the routing is even: a rank has as many rows for any peer as for any other, and
+- in every group, each of them has as many peers on its own node as the other.
+
+On even nodes in order all ranks are such. Elsewhere, few are not: of 256 consecutive ranks on nodes
+of 72, those on the first, the last and the other nodes. Ranks that share a network interface are
+priced together, so it is interfaces that have to be alike, rank by rank.
+
+Notation: S = ranks of the exchange.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from monta_megatron.planner.routing import Routing
+from monta_megatron.topology.layout import FLAT_GROUPS, Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedRanks:
+    """The ranks that are priced, those of a network interface one after the other.
+
+    Attributes:
+        layouts: their places; the first rank of the exchange comes first.
+        num_alike: number of ranks that each of them stands for, itself included.
+        nic_starts: position in `layouts` of the first rank of each network interface.
+    """
+
+    layouts: tuple[Layout, ...]
+    num_alike: tuple[int, ...]
+    nic_starts: tuple[int, ...]
+
+
+# Every chain and number of chunks asks again.
+@lru_cache(maxsize=64)
+def priced_ranks(layout: Layout, routing: Routing, ranks_per_nic: int) -> PricedRanks:
+    """Find the ranks of an exchange that are priced.
+
+    Args:
+        layout: layout of the exchange, as any of its ranks sees it.
+        routing: where tokens go.
+        ranks_per_nic: ranks of a node that share a network interface.
+    """
+    kinds = _kinds(layout, routing)
+    num_alike: dict[tuple[Hashable, ...], int] = {}
+    found: dict[tuple[Hashable, ...], list[int]] = {}
+    for ranks in _by_nic(layout, ranks_per_nic):
+        kind = tuple(kinds[rank] for rank in ranks)
+        each_stands_for = 1
+        if len(set(kind)) == 1:
+            # Together they are as busy as one by itself.
+            kind, ranks, each_stands_for = kind[:1], ranks[:1], len(ranks)
+        found.setdefault(kind, ranks)
+        num_alike[kind] = num_alike.get(kind, 0) + each_stands_for
+    layouts: list[Layout] = []
+    nic_starts = []
+    for ranks in found.values():
+        nic_starts.append(len(layouts))
+        layouts += [replace(layout, rank=rank) for rank in ranks]
+    return PricedRanks(
+        layouts=tuple(layouts),
+        num_alike=tuple(num_alike[kind] for kind, ranks in found.items() for _ in ranks),
+        nic_starts=tuple(nic_starts),
+    )
+
+
+def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
+    """[S] equal for two ranks only if they move the same in every stage of every chain."""
+    num_ranks = len(layout.nodes)
+    in_order = layout.uneven_nodes() is None
+    # Chains copy tokens for ranks, and for nodes if these are even.
+    parts = {layout.ep, layout.num_nodes} if in_order else {layout.ep}
+    if not all(routing.is_even(num_parts) for num_parts in parts):
+        return range(num_ranks)
+    if in_order:
+        return (None,) * num_ranks
+    on_node = []
+    for name in FLAT_GROUPS:
+        places = [(layout.members(name, rank), layout.nodes[rank]) for rank in range(num_ranks)]
+        num_peers = Counter(places)
+        on_node.append([num_peers[place] for place in places])
+    return list(zip(*on_node, strict=True))
+
+
+def _by_nic(layout: Layout, ranks_per_nic: int) -> list[list[int]]:
+    """The ranks of each network interface."""
+    found: dict[tuple[int, int], list[int]] = {}
+    on_node: Counter[int] = Counter()
+    for rank, node in enumerate(layout.nodes):
+        found.setdefault((node, on_node[node] // ranks_per_nic), []).append(rank)
+        on_node[node] += 1
+    return list(found.values())
