@@ -10,7 +10,10 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from statistics import linear_regression
 from typing import Annotated, Literal, TypeAlias
+
+import numpy as np
 
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Text
 
@@ -136,21 +139,11 @@ class Curve:
     @cached_property
     def _slopes(self) -> tuple[float, float]:
         """us per byte below the first point and beyond the last; no time falls below 0."""
-        first = fit_line(self.sizes_bytes[:NUM_END_POINTS], self.times_us[:NUM_END_POINTS])[1]
-        last = fit_line(self.sizes_bytes[-NUM_END_POINTS:], self.times_us[-NUM_END_POINTS:])[1]
+        first, last = (
+            linear_regression(self.sizes_bytes[end], self.times_us[end]).slope
+            for end in (slice(NUM_END_POINTS), slice(-NUM_END_POINTS, None))
+        )
         return min(max(first, 0.0), self.times_us[0] / self.sizes_bytes[0]), max(last, 0.0)
-
-
-def fit_line(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> tuple[float, float]:
-    """Least squares: (alpha in us, beta in us per byte)."""
-    mean_size = math.fsum(sizes_bytes) / len(sizes_bytes)
-    mean_time = math.fsum(times_us) / len(times_us)
-    shared = math.fsum(
-        (size - mean_size) * (time - mean_time)
-        for size, time in zip(sizes_bytes, times_us, strict=True)
-    )
-    beta = shared / math.fsum((size - mean_size) ** 2 for size in sizes_bytes)
-    return mean_time - beta * mean_size, beta
 
 
 def fit(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> Fit | None:
@@ -159,16 +152,11 @@ def fit(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> Fit | None
     Every point has the same weight relative to its time: a plain fit would follow the largest
     size alone.
     """
-    weights = [1 / time**2 for time in times_us]
-    total = math.fsum(weights)
-    mean_size = math.fsum(w * s for w, s in zip(weights, sizes_bytes, strict=True)) / total
-    mean_time = math.fsum(w * t for w, t in zip(weights, times_us, strict=True)) / total
-    points = list(zip(weights, sizes_bytes, times_us, strict=True))
-    beta = math.fsum(w * (s - mean_size) * (t - mean_time) for w, s, t in points) / math.fsum(
-        w * (s - mean_size) ** 2 for w, s, _ in points
-    )
-    if beta <= 0:
+    beta, alpha = np.polyfit(sizes_bytes, times_us, 1, w=1 / np.array(times_us)).tolist()
+    # Equal times may get a slope from rounding.
+    if beta <= 0 or len(set(times_us)) == 1:
         return None
-    alpha = max(mean_time - beta * mean_size, 0.0)
-    residual = max(abs(alpha + beta * s - t) / t for _, s, t in points)
+    alpha = max(alpha, 0.0)
+    points = zip(sizes_bytes, times_us, strict=True)
+    residual = max(abs(alpha + beta * size - time) / time for size, time in points)
     return Fit(alpha_us=alpha, gbps=1e-3 / beta, largest_residual=residual)

@@ -6,7 +6,7 @@ import pytest
 from clusters import LAUNCH, link
 
 from monta_megatron.planner.cluster import Cluster, Contention
-from monta_megatron.planner.curves import Curve, fit, fit_line
+from monta_megatron.planner.curves import Curve, fit
 
 
 def curve(**changes: object) -> Curve:
@@ -64,14 +64,13 @@ def test_no_time_is_negative_and_none_shrinks_with_the_size() -> None:
 
 def test_fit() -> None:
     sizes = (1_000, 10_000, 100_000)
-    alpha, beta = fit_line(sizes, tuple(5 + size * 0.002 for size in sizes))
-    assert (alpha, beta) == pytest.approx((5, 0.002))
     # 0.002 us per byte are 0.5 GB/s.
     found = fit(sizes, tuple(5 + size * 0.002 for size in sizes))
     assert found is not None
     assert (found.alpha_us, found.gbps) == pytest.approx((5, 0.5))
     assert found.largest_residual == pytest.approx(0, abs=1e-9)
     assert fit(sizes, (3.0, 2.0, 1.0)) is None
+    assert fit((100, 1_000, 10_000, 100_000), (0.1, 0.1, 0.1, 0.1)) is None
 
 
 def test_a_fit_gives_every_point_the_same_weight() -> None:
