@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Plan
 from monta_megatron.strict_yaml import load
+
+T = TypeVar("T")
 
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
@@ -129,7 +131,7 @@ class Options:
                         f"moe_monta_{name}: got {given[name]!r}, must be left out beside "
                         "moe_monta_plan, which holds it"
                     )
-            given["plan"] = Plan.load(given["plan"])
+            given["plan"] = _once(Plan.load, given["plan"])
         if chain != AUTO:
             is_serial = CHAINS[chain].serial
             given.setdefault("num_chunks", 1 if is_serial else DEFAULT_NUM_CHUNKS)
@@ -140,7 +142,7 @@ class Options:
                 )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
-            given["cluster"] = _load_cluster(given["cluster"])
+            given["cluster"] = _once(_load_cluster, given["cluster"])
         return cls(**given)
 
 
@@ -155,18 +157,22 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
 
 
 def _load_cluster(path: str) -> Cluster:
-    """The cluster in a file, read once per process unless it changes: every layer asks for it."""
+    return load(Cluster, path)
+
+
+def _once(read: Callable[[str], T], path: str) -> T:
+    """What is in a file, read once per process unless it changes: every layer asks for it."""
     try:
         changed = os.stat(path).st_mtime_ns
     except OSError:
-        # `load` says what is wrong with the file.
-        return load(Cluster, path)
-    return _load_cluster_as_of(path, changed)
+        # `read` says what is wrong with the file.
+        return read(path)
+    return _as_of(read, path, changed)
 
 
 @cache
-def _load_cluster_as_of(path: str, changed: int) -> Cluster:
-    return load(Cluster, path)
+def _as_of(read: Callable[[str], T], path: str, changed: int) -> T:
+    return read(path)
 
 
 def _nearest(name: str) -> str:

@@ -1,5 +1,6 @@
 """From a configuration to a choice of chain."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from monta_megatron.integration.choice import choose
 from monta_megatron.options import Options
 from monta_megatron.planner.choice import PlannedChoice
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.topology.layout import Layout
 
@@ -63,3 +65,19 @@ def test_an_exchange_on_more_nodes_than_the_cluster_has_is_refused() -> None:
     spread = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 1, 2, 3))
     with pytest.raises(ValueError, match=r"has 2 node\(s\), must have at least the 4 of the exch"):
         choose(Options(cluster=cluster), config(), spread, pairs_only=False)
+
+
+def test_files_are_read_once_unless_they_change(tmp_path: Path) -> None:
+    """Every layer makes its options."""
+    cluster, plan_file = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    cluster.write_bytes((CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_bytes())
+    choice = choose(Options(), config(), LAYOUT, pairs_only=False)
+    assert isinstance(choice, PlannedChoice)
+    plan(choice.workload, choice.cluster).save(plan_file)
+    for name, path in (("cluster", cluster), ("plan", plan_file)):
+        given = SimpleNamespace(**{f"moe_monta_{name}": str(path)})
+        found = getattr(Options.of(given), name)
+        assert getattr(Options.of(given), name) is found
+        os.utime(path, ns=(1, 1))
+        again = getattr(Options.of(given), name)
+        assert again == found and again is not found
