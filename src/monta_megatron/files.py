@@ -43,15 +43,15 @@ def add_json_line(path: Path, entry: Any) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it exists whole or not at all.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8, so that it exists whole or not at all.
 
     Raises:
         ValueError: it cannot be written.
     """
     temporary = path.parent / f".{path.name}.tmp"
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
     except OSError as error:
         raise ValueError(f"{path}: cannot be written: {error.strerror}") from error

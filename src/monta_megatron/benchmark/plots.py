@@ -1,38 +1,21 @@
 """Pictures of a report; needs matplotlib (the `plot` extra)."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from monta_megatron import pictures
 from monta_megatron.benchmark.report import Row
-from monta_megatron.files import make_folder
 
-COLOURS = {"Megatron": "#8c8c8c", "monta": "#2f7ebc", "monta, the planner's pick": "#e07b39"}
-
-
-def check_can_plot(folder: str | None) -> None:
-    """Fail before a benchmark, not after it, if its pictures cannot be drawn; make their folder.
-
-    Args:
-        folder: value of --plot, or None where nothing is to be drawn.
-
-    Raises:
-        ValueError: matplotlib is not installed, or the folder cannot be made.
-    """
-    if folder is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot: needs matplotlib: pip install 'monta-megatron[plot]'")
-    make_folder(Path(folder), "--plot")
+COLOURS = {
+    "Megatron": pictures.STOCK_COLOUR,
+    "monta": "#2f7ebc",
+    "monta, the planner's pick": pictures.CHOICE_COLOUR,
+}
 
 
 def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """Draw bars by chain, one picture per scope, and return the files that were written."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
     from matplotlib.patches import Patch
 
     rows = [Row(**row) for row in report["rows"]]
@@ -41,30 +24,21 @@ def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
         of_scope = [row for row in rows if row.scope == scope]
         phases = list(dict.fromkeys(row.phase for row in of_scope))
         num_bars = len(of_scope) // len(phases)
-        figure, axes = pyplot.subplots(
-            1,
-            len(phases),
-            figsize=(1 + 5.5 * len(phases), 1.6 + 0.32 * num_bars),
-            sharey=True,
-            squeeze=False,
-            layout="constrained",
-        )
-        for axis, phase in zip(axes[0], phases, strict=True):
-            _bars(axis, phase, [row for row in of_scope if row.phase == phase])
-        # The panels share their y axis, so inverting one inverts them all.
-        axes[0][0].invert_yaxis()
-        kinds = dict.fromkeys(_kind(row) for row in of_scope)
-        figure.legend(
-            handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds],
-            loc="outside lower center",
-            ncols=len(kinds),
-            fontsize=8,
-            frameon=False,
-        )
-        figure.suptitle(_title(report["meta"], scope), fontsize=9)
         path = folder / f"{scope}.png"
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
+        size_inches = (1 + 5.5 * len(phases), 1.6 + 0.32 * num_bars)
+        with pictures.figure(path, size_inches) as figure:
+            axes = figure.subplots(1, len(phases), sharey=True, squeeze=False)[0]
+            for axis, phase in zip(axes, phases, strict=True):
+                _bars(axis, phase, [row for row in of_scope if row.phase == phase])
+            # The panels share their y axis, so inverting one inverts them all.
+            axes[0].invert_yaxis()
+            kinds = dict.fromkeys(_kind(row) for row in of_scope)
+            figure.legend(
+                handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds],
+                loc="outside lower center",
+                ncols=len(kinds),
+            )
+            figure.suptitle(_title(report["meta"], scope), fontsize=9)
         written.append(path)
     return written
 
@@ -95,8 +69,7 @@ def _bars(axis: Any, phase: str, rows: Sequence[Row]) -> None:
     axis.set_yticks(places, [row.name for row in rows], fontsize=8)
     axis.margins(x=0.15)
     axis.set_xlabel("ms (10th to 90th percentile); times faster than megatron alltoall", fontsize=8)
-    axis.set_title(phase.replace("_", " + "), fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(phase.replace("_", " + "))
 
 
 def _kind(row: Row) -> str:

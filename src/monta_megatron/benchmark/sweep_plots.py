@@ -1,21 +1,18 @@
 """Pictures of many points; needs matplotlib (the `plot` extra)."""
 
 from collections.abc import Callable, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from monta_megatron import pictures
 from monta_megatron.benchmark.report import Row
 from monta_megatron.benchmark.settings import DTYPE_BYTES
 from monta_megatron.benchmark.summary import FACTORS, Measured, measured_points
 from monta_megatron.chains import CHAINS
 from monta_megatron.options import AUTO
 
-STOCK_STYLE = {"color": "#8c8c8c", "linewidth": 2.0, "marker": "s"}
-AUTO_STYLE = {"color": "#e07b39", "linewidth": 2.5, "marker": "o"}
-# Distinguishable for people with red-green colour blindness, too.
-COLOURS = ("#332288", "#88ccee", "#44aa99", "#117733", "#aa4499", "#222222")
-CHAIN_COLOURS = dict(zip(CHAINS, cycle(COLOURS), strict=False))
+STOCK_STYLE = {"color": pictures.STOCK_COLOUR, "linewidth": 2.0, "marker": "s"}
+AUTO_STYLE = {"color": pictures.CHOICE_COLOUR, "linewidth": 2.5, "marker": "o"}
 # The relative error that the dashed lines mark.
 ERROR_BAND = 0.25
 
@@ -26,9 +23,6 @@ def plot_sweep(reports: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     Returns:
         The files that were written.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
     points = measured_points(reports)
     written = []
     by_size = points_by_size(points)
@@ -58,23 +52,12 @@ def size_bytes(point: Measured) -> int:
 
 
 def _draw(path: Path, draw: Callable[[Any, Sequence[Measured]], None], points: Any) -> Path:
-    from matplotlib import pyplot
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
-
-    figure, axis = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
-    draw(axis, points)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    for line in (axis.xaxis, axis.yaxis):
-        # 0.5, 1, 2, 5, 10, ...: figures that a reader can compare with a table's.
-        line.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        line.set_major_formatter(StrMethodFormatter("{x:g}"))
-        line.set_minor_formatter("")
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with pictures.figure(path, (7.5, 5)) as figure:
+        axis = figure.subplots()
+        draw(axis, points)
+        pictures.log_ticks(axis)
+        axis.grid()
+        axis.legend()
     return path
 
 
@@ -86,7 +69,7 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
         if found:
             axis.plot(*zip(*found, strict=True), label=name, **style)
 
-    for chain, colour in CHAIN_COLOURS.items():
+    for chain, colour in pictures.CHAIN_COLOURS.items():
         rows = [
             min(
                 (row for row in point.ours if row.chain == chain and row.requested != AUTO),
@@ -102,8 +85,7 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
     where = "" if first.inter_mbit is None else f", {first.inter_mbit:g} Mbit/s between nodes"
     axis.set_title(
         f"TP {first.tp}, EP {first.ep}, ETP {first.etp}, {first.experts} experts, top-"
-        f"{first.top_k}, {first.routing} routing{where}",
-        fontsize=10,
+        f"{first.top_k}, {first.routing} routing{where}"
     )
     axis.set_xlabel("hidden rows that a rank brings, MB")
     axis.set_ylabel("dispatch + combine, forward + backward, ms")
@@ -112,7 +94,7 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
 def _predicted(axis: Any, points: Sequence[Measured]) -> None:
     """A dot per chain, number of chunks and point."""
     ends = [float("inf"), 0.0]
-    for chain, colour in CHAIN_COLOURS.items():
+    for chain, colour in pictures.CHAIN_COLOURS.items():
         found = [
             (row.median_ms, row.predicted_ms)
             for point in points
@@ -130,6 +112,6 @@ def _predicted(axis: Any, points: Sequence[Measured]) -> None:
         scaled = [end * factor for end in ends]
         label = f"{ERROR_BAND:.0%} off" if factor > 1 else None
         axis.plot(ends, scaled, "--", color="#404040", linewidth=0.8, label=label)
-    axis.set_title(f"Predicted against measured, {len(points)} points", fontsize=10)
+    axis.set_title(f"Predicted against measured, {len(points)} points")
     axis.set_xlabel("measured, ms")
     axis.set_ylabel("predicted, ms")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from monta_megatron import pictures
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 
@@ -11,28 +12,19 @@ TIERS = {"inter": "between nodes", "intra": "inside a node", "memory": "in memor
 
 def plot_curves(cluster: Cluster, folder: Path) -> Path:
     """Points, and their fits as dashed lines; one panel per tier."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     tiers = [tier for tier in TIERS if any(curve.tier == tier for curve in cluster.curves)]
-    figure, axes = pyplot.subplots(
-        1, len(tiers), figsize=(4.5 * len(tiers), 4), squeeze=False, layout="constrained"
-    )
-    for axis, tier in zip(axes[0], tiers, strict=True):
-        for curve in cluster.curves:
-            if curve.tier == tier:
-                _draw(axis, curve)
-        axis.set(xscale="log", yscale="log", xlabel="bytes per rank", title=TIERS[tier])
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, frameon=False)
-    axes[0][0].set_ylabel("us, slowest rank (dashed: fit)")
-    figure.suptitle(cluster.name, fontsize=10)
     path = folder / "calibration.png"
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with pictures.figure(path, (4.5 * len(tiers), 4)) as figure:
+        axes = figure.subplots(1, len(tiers), squeeze=False)[0]
+        for axis, tier in zip(axes, tiers, strict=True):
+            for curve in cluster.curves:
+                if curve.tier == tier:
+                    _draw(axis, curve)
+            axis.set(xscale="log", yscale="log", xlabel="bytes per rank", title=TIERS[tier])
+            axis.grid()
+            axis.legend()
+        axes[0].set_ylabel("us, slowest rank (dashed: fit)")
+        figure.suptitle(cluster.name)
     return path
 
 

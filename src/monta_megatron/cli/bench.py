@@ -86,8 +86,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron import strict_yaml
-    from monta_megatron.benchmark.plots import check_can_plot
     from monta_megatron.benchmark.sweep import Results
+    from monta_megatron.pictures import check_can_plot
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.ranks.this_rank import find_this_rank
 
@@ -145,8 +145,8 @@ def _points(parsed: argparse.Namespace, world_size: int) -> "list[SweepPoint]":
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    from monta_megatron.benchmark.plots import check_can_plot
     from monta_megatron.benchmark.sweep import read_reports
+    from monta_megatron.pictures import check_can_plot
 
     reports = read_reports(Path(parsed.report))
     if not reports:

@@ -54,8 +54,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from monta_megatron.benchmark.plots import check_can_plot
     from monta_megatron.benchmark.settings import positive_number
+    from monta_megatron.pictures import check_can_plot
     from monta_megatron.ranks.this_rank import find_this_rank, is_first_rank
 
     # Step 1: what was asked for.

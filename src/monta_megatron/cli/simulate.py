@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +68,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Plan at every value."""
-    from monta_megatron.benchmark.plots import check_can_plot
+    from monta_megatron.pictures import check_can_plot
 
     asked, sweep = planning.read(parsed), parsed.sweep
     check_can_plot(parsed.plot)
@@ -84,7 +85,7 @@ def run(parsed: argparse.Namespace) -> int:
                     "num_chunks": plan.num_chunks,
                     "predicted_us": plan.predicted_us,
                     "reason": plan.reason,
-                    "best_us": _best_us(plan),
+                    "best_us": plan.best_us(),
                     "notes": list(plan.notes),
                 }
                 for value, plan in zip(sweep.values, plans, strict=True)
@@ -94,7 +95,11 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         print("\n".join([*textwrap.wrap(title, WIDTH), "", *_table(sweep, plans)]))
     if parsed.plot is not None:
-        _plot(sweep, plans, title, Path(parsed.plot))
+        from monta_megatron.planner.plots import plot_plans
+
+        path = Path(parsed.plot) / f"simulate_{sweep.factor}.png"
+        plot_plans(sweep.values, plans, FACTORS[sweep.factor][1], title, path)
+        print(f"monta simulate: drew {path}", file=sys.stderr)
     return 0
 
 
@@ -157,15 +162,6 @@ def _layout_of(asked: planning.Asked, num_ranks: int) -> Any:
     return replace(layout, ep=ep, world_size=world_size)
 
 
-def _best_us(plan: "Plan") -> dict[str, float | None]:
-    """The time of each chain with its best number of chunks; None if it cannot run."""
-    best: dict[str, float | None] = {}
-    # The fastest candidates come first.
-    for candidate in plan.candidates:
-        best.setdefault(candidate.chain, candidate.predicted_us)
-    return best
-
-
 def _table(sweep: _Sweep, plans: Sequence["Plan"]) -> list[str]:
     """Chains down, values across, in blocks of 80 columns."""
     from monta_megatron.chains import CHAINS
@@ -178,7 +174,7 @@ def _table(sweep: _Sweep, plans: Sequence["Plan"]) -> list[str]:
         for chain in CHAINS:
             cells = ""
             for plan in plans[block]:
-                best_us = _best_us(plan)[chain]
+                best_us = plan.best_us()[chain]
                 mark = "*" if plan.chain == chain else " "
                 cells += f"{'-' if best_us is None else f'{best_us:,.0f}'}{mark}".rjust(VALUE_WIDTH)
             lines.append(f"{chain:<{CHAIN_WIDTH}}{cells}".rstrip())
@@ -187,51 +183,6 @@ def _table(sweep: _Sweep, plans: Sequence["Plan"]) -> list[str]:
     lines.append("us, each chain in its best number of chunks; * the choice; - cannot run")
     notes = dict.fromkeys(note for plan in plans for note in plan.notes)
     return [*lines, *(line for note in notes for line in textwrap.wrap(f"note: {note}", WIDTH))]
-
-
-def _plot(sweep: _Sweep, plans: Sequence["Plan"], title: str, folder: Path) -> None:
-    """Time against the factor, a line per chain, the choice ringed."""
-    import sys
-
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    from monta_megatron.chains import CHAINS
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for number, chain in enumerate(CHAINS):
-        times_us = [_best_us(plan)[chain] for plan in plans]
-        if any(time is not None for time in times_us):
-            shown = [math.nan if time is None else time for time in times_us]
-            # Thinner lines on top, so that chains with the same time are both visible.
-            style = {"linewidth": 3 - 0.4 * number, "markersize": 7 - 0.8 * number}
-            axis.plot(sweep.values, shown, "o-", label=chain, **style)
-    axis.plot(
-        sweep.values,
-        [plan.predicted_us for plan in plans],
-        "o",
-        markersize=11,
-        markerfacecolor="none",
-        markeredgecolor="black",
-        label="the planner's choice",
-    )
-    axis.set(xscale="log", yscale="log", xlabel=FACTORS[sweep.factor][1], ylabel="us, predicted")
-    axis.set_xticks(sweep.values, [_shown(value) for value in sweep.values])
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(lambda us, place: f"{us:,.0f}")
-    axis.yaxis.set_minor_locator(NullLocator())
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, frameon=False)
-    figure.suptitle(textwrap.fill(title, WIDTH), fontsize=10)
-    path = folder / f"simulate_{sweep.factor}.png"
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    print(f"monta simulate: drew {path}", file=sys.stderr)
 
 
 def _shown(value: float) -> str:

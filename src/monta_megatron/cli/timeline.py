@@ -1,7 +1,6 @@
 """`monta timeline`: what overlapped with what, recorded or predicted, as a picture and a trace."""
 
 import argparse
-import importlib.util
 import json
 import sys
 import textwrap
@@ -258,7 +257,7 @@ def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
 
 def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
     """Write the trace and the picture, then print how much overlapped, as text or JSON."""
-    from monta_megatron import strict_yaml
+    from monta_megatron import pictures, strict_yaml
     from monta_megatron.files import write_whole
     from monta_megatron.timeline.overlap import overlaps, table
     from monta_megatron.timeline.picture import draw
@@ -271,12 +270,12 @@ def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
     files = {"trace": str(trace)}
     if drawing.recording is not None:
         files["recording"] = str(drawing.recording)
-    if importlib.util.find_spec("matplotlib") is None:
-        advice = "pip install 'monta-megatron[plot]'"
-        print(f"monta timeline: no picture without matplotlib: {advice}", file=sys.stderr)
-    else:
+    if pictures.can_draw():
         draw(drawing.timelines, drawing.title, png, parsed.max_ranks)
         files["picture"] = str(png)
+    else:
+        advice = pictures.INSTALL
+        print(f"monta timeline: no picture without matplotlib: {advice}", file=sys.stderr)
 
     found = [overlaps(timeline) for timeline in drawing.timelines]
     if parsed.json:

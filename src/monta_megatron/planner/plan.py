@@ -126,6 +126,14 @@ class Plan:
                 f"num_chunks: got {self.num_chunks}, must be 1 for the serial chain {self.chain}"
             )
 
+    def best_us(self) -> dict[str, float | None]:
+        """The time of each chain in its best number of chunks; None where it cannot run."""
+        best: dict[str, float | None] = {}
+        # The fastest candidates come first.
+        for candidate in self.candidates:
+            best.setdefault(candidate.chain, candidate.predicted_us)
+        return best
+
     def misfit(self, layout: Layout, num_experts: int) -> str | None:
         """Why this plan does not fit an exchange: the first misfit found, or None if it fits.
 

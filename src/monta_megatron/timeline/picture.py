@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from monta_megatron import pictures
 from monta_megatron.timeline.spans import LANE_NAMES, LANES, Lane, Span, Timeline, Track, rows_of
 
-WIDTH_INCHES, ROW_INCHES = 13.0, 0.19
+WIDTH_INCHES, ROW_INCHES, DPI = 13.0, 0.19, 110
 COLUMNS = 2
 # The average width of a letter in a bar.
 LETTER_INCHES, LETTER_POINTS = 0.056, 6.5
@@ -45,12 +46,10 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
         title: what is shown; the number of ranks left out is added to it.
         path: path of the PNG.
         max_ranks: how many ranks of each timeline to draw.
+
+    Raises:
+        ValueError: the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     shown = [_aligned(timeline) for timeline in timelines]
     rows = [row for each in shown for track in each.tracks[:max_ranks] for row in _rows(track)]
     spans = [span for row in rows if row.spans for part in row.spans.values() for span in part]
@@ -59,45 +58,27 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
     us_per_inch = width_us / (WIDTH_INCHES / COLUMNS - 0.6)
     walks = list(dict.fromkeys(span.walk for span in spans))
     num_panels = math.ceil(len(walks) / COLUMNS)
-
-    figure, panels = pyplot.subplots(
-        num_panels,
-        COLUMNS,
-        figsize=(WIDTH_INCHES, 0.8 + num_panels * (0.7 + ROW_INCHES * len(rows))),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    colours = _colours(spans)
-    for axis, walk in zip(panels.flat, walks, strict=False):
-        for place, row in enumerate(rows):
-            for span in row.spans.get(walk, ()) if row.spans else ():
-                _draw_span(axis, place, span, colours, us_per_inch)
-            if row.spans is None:
-                _name_track(axis, place, row.label)
-        axis.set_title(walk.replace("_", " "), fontsize=9)
-        axis.tick_params(labelsize=7, left=False)
-        axis.grid(axis="x", alpha=0.3)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    _scale(panels, rows, limits)
-    figure.legend(
-        handles=_legend(colours, spans),
-        loc="outside lower center",
-        ncols=11,
-        fontsize=8,
-        frameon=False,
-    )
+    height_inches = 0.8 + num_panels * (0.7 + ROW_INCHES * len(rows))
     left_out = sum(len(timeline.tracks[max_ranks:]) for timeline in timelines)
     if left_out:
         title += f"; {left_out} more ranks are not drawn"
-    figure.suptitle("\n".join(textwrap.wrap(title, 150)), fontsize=10)
-    # Written whole or not at all.
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, dpi=110, format="png")
-    pyplot.close(figure)
-    temporary.replace(path)
+
+    with pictures.figure(path, (WIDTH_INCHES, height_inches), DPI) as figure:
+        panels = figure.subplots(num_panels, COLUMNS, sharex=True, sharey=True, squeeze=False)
+        colours = _colours(spans)
+        for axis, walk in zip(panels.flat, walks, strict=False):
+            for place, row in enumerate(rows):
+                for span in row.spans.get(walk, ()) if row.spans else ():
+                    _draw_span(axis, place, span, colours, us_per_inch)
+                if row.spans is None:
+                    _name_track(axis, place, row.label)
+            axis.set_title(walk.replace("_", " "), fontsize=9)
+            axis.tick_params(labelsize=7, left=False)
+            axis.grid(axis="x")
+            axis.set_axisbelow(True)
+        _scale(panels, rows, limits)
+        figure.legend(handles=_legend(colours, spans), loc="outside lower center", ncols=11)
+        figure.suptitle("\n".join(textwrap.wrap(title, 150)))
 
 
 def _aligned(timeline: Timeline) -> Timeline:

@@ -1,0 +1,52 @@
+"""Pictures: what is written, and what is said where they cannot be drawn."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from monta_megatron import pictures
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    with pictures.figure(path, (2, 1), dpi=50) as figure:
+        figure.subplots().plot([1, 2], [3, 4])
+    before = path.read_bytes()
+    # Width and height as the header holds them.
+    assert before.startswith(b"\x89PNG") and before[16:24] == bytes([0, 0, 0, 100, 0, 0, 0, 50])
+    with pytest.raises(KeyError), pictures.figure(path, (2, 1)) as figure:
+        figure.subplots().plot([1, 2], [3, 4])
+        raise KeyError
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "picture.png"
+    with (
+        pytest.raises(ValueError, match=r"picture\.png: cannot be written: No such file"),
+        pictures.figure(path, (2, 1)),
+    ):
+        pass
+
+
+def test_ticks_are_figures_of_a_table(tmp_path: Path) -> None:
+    with pictures.figure(tmp_path / "picture.png", (4, 4)) as figure:
+        axis = figure.subplots()
+        axis.plot([0.1, 100], [900, 21_000])
+        pictures.log_ticks(axis)
+        figure.canvas.draw()
+        across = [label.get_text() for label in axis.get_xticklabels()]
+        up = [label.get_text() for label in axis.get_yticklabels()]
+    assert {"0.1", "0.2", "0.5", "1", "2", "5", "10", "20", "50", "100"} <= set(across)
+    assert {"1,000", "2,000", "5,000", "10,000", "20,000"} <= set(up)
+
+
+def test_without_matplotlib_the_line_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    pictures.check_can_plot(None)
+    with pytest.raises(ValueError, match=r"--plot: needs matplotlib: pip install 'monta-megatron"):
+        pictures.check_can_plot(str(tmp_path / "plots"))
+    assert not (tmp_path / "plots").exists()
