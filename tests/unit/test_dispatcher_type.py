@@ -4,10 +4,12 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from monta_megatron.integration.dispatcher_type import PLACES
+from monta_megatron.integration.dispatcher_type import PLACES, patch_should_free_input
 
 pytestmark = pytest.mark.old_end
 
@@ -74,3 +76,18 @@ def test_a_new_comparison_is_found(source: str) -> None:
 def test_the_inference_dispatcher_is_another_field() -> None:
     source = "def f(c):\n    return c.inference_moe_token_dispatcher_type == 'nvls'"
     assert list(comparisons(source)) == []
+
+
+def test_a_function_is_wrapped_once_where_it_is_defined() -> None:
+    def should_free_input(*arguments: Any) -> bool:
+        return True
+
+    should_free_input.__module__ = "defines"
+    modules = {name: ModuleType(name) for name in ("defines", "imports", "lacks")}
+    for name in ("defines", "imports"):
+        modules[name].__dict__["should_free_input"] = should_free_input
+    for module in modules.values():
+        patch_should_free_input(module)
+    assert vars(modules["defines"])["should_free_input"].__wrapped__ is should_free_input
+    assert vars(modules["imports"])["should_free_input"] is should_free_input
+    assert "should_free_input" not in vars(modules["lacks"])

@@ -74,6 +74,18 @@ def test_importing_torch_imports_no_megatron() -> None:
     assert succeeds(code) == "[]"
 
 
+@pytest.mark.old_end
+def test_every_patch_is_a_function() -> None:
+    code = """
+        import pkgutil
+        from monta_megatron.integration.registration import PATCHES
+        for _, name in PATCHES:
+            print(callable(pkgutil.resolve_name(f"monta_megatron.integration.{name}")))
+    """
+    lines = succeeds(code).splitlines()
+    assert lines and set(lines) == {"True"}
+
+
 def broken_megatron(folder: Path) -> str:
     """A folder whose `megatron` cannot be imported."""
     package = folder / "megatron" / "core"

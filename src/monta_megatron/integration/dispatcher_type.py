@@ -103,6 +103,17 @@ def seen_as_alltoall(config: Any) -> Iterator[None]:
         config.moe_token_dispatcher_type = DISPATCHER_TYPE
 
 
+def patch_should_free_input(module: Any) -> None:
+    """Answer `should_free_input` where this module of Megatron defines it.
+
+    0.16 defines it in fine_grained_callables; later releases import it there from common.utils,
+    where it is wrapped already.
+    """
+    function = vars(module).get("should_free_input")
+    if function is not None and function.__module__ == module.__name__:
+        module.should_free_input = answer_should_free_input(function)
+
+
 def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., bool]:
     """Megatron's rule for the 1F1B schedule, with our answer for the experts' input.
 

@@ -9,11 +9,21 @@ nothing of Megatron is imported here.
 """
 
 import functools
+import pkgutil
 import sys
-from collections.abc import Callable
 from types import ModuleType
 
 from monta_megatron.import_hook import after_import
+
+# A module of Megatron, and the function in this package that changes it: by name, so that this file
+# stays light and the function is imported only when Megatron's module is.
+PATCHES = (
+    ("megatron.core.transformer.transformer_config", "config:extend_transformer_config"),
+    ("megatron.core.transformer.moe.moe_layer", "layer:patch_moe_layer"),
+    ("megatron.core.models.common.utils", "dispatcher_type:patch_should_free_input"),
+    ("megatron.core.models.gpt.fine_grained_callables", "dispatcher_type:patch_should_free_input"),
+    ("megatron.training.arguments", "arguments:patch_arguments"),
+)
 
 _ways_in: list[str] = []
 
@@ -29,13 +39,7 @@ def install(way_in: str) -> None:
         _ways_in.append(way_in)
     if len(_ways_in) > 1:
         return
-    for module_name, patch in (
-        ("megatron.core.transformer.transformer_config", _extend_transformer_config),
-        ("megatron.core.transformer.moe.moe_layer", _patch_moe_layer),
-        ("megatron.core.models.common.utils", _patch_should_free_input),
-        ("megatron.core.models.gpt.fine_grained_callables", _patch_should_free_input),
-        ("megatron.training.arguments", _patch_arguments),
-    ):
+    for module_name, patch in PATCHES:
         after_import(module_name, functools.partial(_apply, patch))
 
 
@@ -47,10 +51,10 @@ def register() -> None:
     install(way_in="register")
 
 
-def _apply(patch: Callable[[ModuleType], None], module: ModuleType) -> None:
+def _apply(patch: str, module: ModuleType) -> None:
     """Run one patch; a Megatron that the patch does not fit must stay usable without us."""
     try:
-        patch(module)
+        pkgutil.resolve_name(f"monta_megatron.integration.{patch}")(module)
     except Exception as error:  # noqa: BLE001 - a Megatron of another shape fails in its own way
         print(
             f"monta: cannot hook into {module.__name__}, so moe_token_dispatcher_type='monta' is "
@@ -58,34 +62,3 @@ def _apply(patch: Callable[[ModuleType], None], module: ModuleType) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-# Each body imports what it needs when it runs: the hook itself has to stay light.
-
-
-def _extend_transformer_config(module: ModuleType) -> None:
-    from monta_megatron.integration.config import extend_transformer_config
-
-    extend_transformer_config(module)
-
-
-def _patch_moe_layer(module: ModuleType) -> None:
-    from monta_megatron.integration.layer import patch_moe_layer
-
-    patch_moe_layer(module)
-
-
-def _patch_should_free_input(module: ModuleType) -> None:
-    from monta_megatron.integration.dispatcher_type import answer_should_free_input
-
-    # 0.16 defines it in fine_grained_callables; later releases import it there from common.utils,
-    # where it is wrapped already.
-    function = module.__dict__.get("should_free_input")
-    if function is not None and function.__module__ == module.__name__:
-        module.should_free_input = answer_should_free_input(function)  # type: ignore[attr-defined]
-
-
-def _patch_arguments(module: ModuleType) -> None:
-    from monta_megatron.integration.arguments import patch_arguments
-
-    patch_arguments(module)
