@@ -110,6 +110,15 @@ def price_walk(
     )
 
 
+def resource_of(stages: Sequence[StageTraffic]) -> Resource:
+    """What a stage occupies, on any cluster, from what every rank does in it."""
+    if isinstance(stages[0], CopyTraffic):
+        return "memory"
+    groups = [stage.peers for stage in cast(Sequence[CollectiveTraffic], stages)]
+    spans_nodes = any(peers.ranks_on_node < peers.size for peers in groups)
+    return "inter" if spans_nodes else "intra"
+
+
 def _work(
     stages: Sequence[StageTraffic],
     cluster: Cluster,
@@ -120,11 +129,10 @@ def _work(
     first = stages[0]
     if isinstance(first, CopyTraffic):
         times, launch_us = _copy_times(cast(Sequence[CopyTraffic], stages), cluster, notes)
-        resource: Resource = "memory"
         operations = tuple(first.moved_bytes)
     else:
         collectives = cast(Sequence[CollectiveTraffic], stages)
-        times, resource = _collective_times(collectives, cluster, nic_starts, notes)
+        times = _collective_times(collectives, cluster, nic_starts, notes)
         launch_us = cluster.launch.start_us(first.operation) * len(first.message_bytes)
         operations = (first.operation,)
         if first.stage == GATHER_OF_COUNTS:
@@ -132,7 +140,7 @@ def _work(
     times[0] += sum(cluster.launch.first_us(operation) for operation in operations)
     return Work(
         stage=first.stage,
-        resource=resource,
+        resource=resource_of(stages),
         times_us=tuple(times),
         depth=first.depth,
         launch_us=launch_us,
@@ -158,8 +166,8 @@ def _collective_times(
     cluster: Cluster,
     nic_starts: Sequence[int],
     notes: dict[str, None],
-) -> tuple[list[float], Resource]:
-    """[C] us, and the resource that the collective occupies."""
+) -> list[float]:
+    """[C] us."""
     first = ranks[0]
     size = first.peers.size
     # The groups of the exchange may lie on the nodes in different ways.
@@ -187,16 +195,14 @@ def _collective_times(
         return [sum(chunk) for chunk in zip(*by_message, strict=True)]
 
     times: list[float] = []
-    resource: Resource = "intra"
     if max(on_node) > 1:
         moved = _busiest(_directions(ranks, "intra"), range(len(ranks)))
         times = times_in("intra", moved, max(on_node), max(on_node))
-    if min(on_node) < size:
+    if resource_of(ranks) == "inter":
         moved = _busiest(_directions(ranks, "inter"), nic_starts)
         network = times_in("inter", moved, size, min(on_node))
         times = list(map(max, times, network)) if times else network
-        resource = "inter"
-    return times, resource
+    return times
 
 
 def _directions(ranks: Sequence[CollectiveTraffic], tier: str) -> list[list[RowCounts]]:

@@ -9,7 +9,7 @@ Notation: C = number of chunks, S = ranks of the exchange, P = ranks of a stage'
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -58,7 +58,7 @@ class Peers:
     inter: NDArray[np.int64]
     intra: NDArray[np.int64]
 
-    @property
+    @cached_property
     def ranks_on_node(self) -> int:
         """Ranks of the group on this node, this one included."""
         return 1 + int(self.intra.sum())

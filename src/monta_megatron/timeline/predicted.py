@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.lanes import FORWARD_BACKWARD
 from monta_megatron.planner.chain_price import price_chain
-from monta_megatron.planner.choice import uncalibrated
 from monta_megatron.planner.cluster import Cluster, Resource
 from monta_megatron.planner.plan import Phase
-from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice
+from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, resource_of
 from monta_megatron.planner.schedule import Work
+from monta_megatron.planner.traffic import walk_traffic
 from monta_megatron.planner.workload import Workload
 from monta_megatron.timeline.spans import Lane, Span, Timeline, Track
 
@@ -36,11 +36,14 @@ def predict(
 
 def lanes_of(workload: Workload, chain: Chain, num_chunks: int) -> dict[tuple[str, str], Resource]:
     """The resource that each stage of each walk occupies in the cost model, on any cluster."""
-    cluster = uncalibrated(workload.layout)
-    price = price_chain(workload, cluster, chain, num_chunks, "forward_backward")
-    return {
-        (walk.walk, work.stage): work.resource for walk in price.walks for work in walk.pipeline
-    }
+    bound = workload.bind(chain, num_chunks)
+    lanes: dict[tuple[str, str], Resource] = {}
+    for walk in FORWARD_BACKWARD:
+        # How much is gathered before the pipeline changes nothing in it.
+        ranks = [walk_traffic(each, workload.row, walk, gathered_counts=0) for each in bound]
+        for stages in zip(*(rank.pipeline for rank in ranks), strict=True):
+            lanes[walk.name, stages[0].stage] = resource_of(stages)
+    return lanes
 
 
 def _spans_of(walk: WalkPrice, bound: BoundChain, start_us: float) -> Iterator[Span]:

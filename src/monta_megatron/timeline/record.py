@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from monta_megatron.benchmark.candidates import Candidate, identity_experts, run_candidate
 from monta_megatron.benchmark.point import Bench, Task, prepare
+from monta_megatron.benchmark.prediction import workload_of
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.chains import CHAINS
 from monta_megatron.emulation.cluster import EmulatedCluster
@@ -85,8 +86,14 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
 
     # Step 3: its spans, on all ranks' common clock, on the first rank.
     chain, num_chunks = candidate.key
-    recording = Recording(
-        format="monta timeline 1",
+    lanes = lanes_of(workload_of(settings, bench.layout), CHAINS[chain], num_chunks)
+    own = spans_of(middle.steps, middle.ends_us, lanes, recorder.copies_block_host)
+    gathered: list[Any] | None = [None] * len(bench.nodes) if dist.get_rank() == 0 else None
+    dist.gather_object(_shifted(own, -clock.offset_us), gathered)
+    if gathered is None:
+        return None
+    first_us = min(span.start_us for spans in gathered for span in spans)
+    return Recording(
         title=_title(bench, chain, num_chunks),
         chain=chain,
         num_chunks=num_chunks,
@@ -95,17 +102,6 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
         clock=clock.name,
         clock_error_us=clock.error_us,
         meta=bench.meta(),
-        ranks=tuple(RankRecord(node=node, spans=()) for node in bench.nodes),
-    )
-    lanes = lanes_of(recording.workload, CHAINS[chain], num_chunks)
-    own = spans_of(middle.steps, middle.ends_us, lanes, recorder.copies_block_host)
-    gathered: list[Any] | None = [None] * len(bench.nodes) if dist.get_rank() == 0 else None
-    dist.gather_object(_shifted(own, -clock.offset_us), gathered)
-    if gathered is None:
-        return None
-    first_us = min(span.start_us for spans in gathered for span in spans)
-    return replace(
-        recording,
         ranks=tuple(
             RankRecord(node=node, spans=tuple(_shifted(spans, -first_us)))
             for node, spans in zip(bench.nodes, gathered, strict=True)

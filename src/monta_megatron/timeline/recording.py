@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from monta_megatron import strict_yaml
 from monta_megatron.benchmark.prediction import workload_of
@@ -13,13 +13,13 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.files import write_whole
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
-from monta_megatron.planner.workload import Workload
 from monta_megatron.strict_yaml import PositiveInt, Text
 from monta_megatron.timeline.predicted import predict
 from monta_megatron.timeline.spans import Span, Timeline, Track
 from monta_megatron.topology.layout import Layout
 
-FORMAT = "monta timeline 1"
+Format: TypeAlias = Literal["monta timeline 1"]
+FORMAT: Format = get_args(Format)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Recording:
         ranks: all ranks of the launch.
     """
 
-    format: Literal["monta timeline 1"]
+    format: Format = FORMAT
     title: Text
     chain: Text
     num_chunks: PositiveInt
@@ -81,9 +81,8 @@ class Recording:
             ),
         )
 
-    @property
-    def workload(self) -> Workload:
-        """What was exchanged, as the planner sees it."""
+    def predicted(self, cluster: Cluster) -> Timeline:
+        """What the cost model expects of the same exchange."""
         settings = self.settings
         layout = Layout(
             ep=settings.ep,
@@ -92,12 +91,8 @@ class Recording:
             rank=0,
             nodes=tuple(record.node for record in self.ranks[: settings.ep * settings.etp]),
         )
-        return workload_of(settings, layout)
-
-    def predicted(self, cluster: Cluster) -> Timeline:
-        """What the cost model expects of the same exchange."""
-        chain = CHAINS[self.chain]
-        return predict(self.workload, cluster, chain, self.num_chunks, self.phase)
+        workload = workload_of(settings, layout)
+        return predict(workload, cluster, CHAINS[self.chain], self.num_chunks, self.phase)
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
