@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from step_list import StepList
 
 HIDDEN = 16
 DEFAULT_CHAIN = "alltoall_allgather"
@@ -296,11 +297,11 @@ def compare(case: Case, chunks: list[int]) -> dict[str, Any]:
 
 
 def record_of_walks(case: Case, num_chunks: int) -> list[tuple[str, str, str, int]]:
-    """Every start and wait of a forward and backward pass, in the order of issue."""
+    """Every step of a forward and backward pass, in the order of issue."""
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
-    layer.token_dispatcher.monitor.record = record = []
+    layer.token_dispatcher.monitor.recorder = steps = StepList()
     forward_backward(case, layer)
-    return [tuple(step) for step in record]
+    return [tuple(step) for step in steps]
 
 
 def record_with_fault(case: Case, num_chunks: int, fault: str) -> list[tuple[str, str, str, int]]:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
+from step_list import StepList
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -151,7 +152,8 @@ class Recorder(TorchDispatchMode):
         self, make_streams: Callable[[torch.device, int], streams.Streams] = streams.CudaStreams
     ) -> None:
         super().__init__()
-        self.monitor = Monitor(record=[])
+        self._steps = StepList()
+        self.monitor = Monitor(recorder=self._steps)
         self.queue: list[Entry] = []
         self.findings: list[Finding] = []
         self.live_bytes = self.peak_bytes = 0
@@ -197,7 +199,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_muted:
+        # A range in a profile is no work of the device.
+        if self._is_muted or func.namespace == "profiler":
             return func(*args, **kwargs)
         self.find_freed()
         name = str(func.overloadpacket).removeprefix("aten.")
@@ -338,8 +341,7 @@ class Recorder(TorchDispatchMode):
             self._group_streams[group.name] = RecordedStream(self, f"group {group.name}")
         stream = self._group_streams[group.name]
         stream.wait_stream(self.current)
-        assert self.monitor.record is not None
-        step = self.monitor.record[-1]
+        step = self._steps[-1]
         entry = Entry("collective", stream.name, step.stage, step=step, group=group.name)
         self._run(stream, entry, [input_], [output])
         return RecordedWork(self, stream.record_event())

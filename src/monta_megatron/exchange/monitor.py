@@ -45,12 +45,10 @@ class Monitor:
     Attributes:
         bytes_sent: (stage, tier) -> bytes of payload that left this rank for another one, counted
             from the tensors that were sent. Tiers: "inter" between nodes, "intra" inside one.
-        record: every step in the order of issue, or None if nobody asked for it.
-        recorder: records the times of the steps, or None if nobody asked for them.
+        recorder: records the steps, or None if nobody asked for them.
     """
 
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
-    record: list[Step] | None = None
     recorder: Recorder | None = None
 
     def bytes_by_tier(self) -> dict[str, int]:
@@ -61,9 +59,7 @@ class Monitor:
         return totals
 
     def note(self, action: Action, walk: str, stage: str, chunk: int) -> None:
-        """Pass a step to the record and to the recorder, if there are any."""
-        if self.record is not None:
-            self.record.append(Step(action, walk, stage, chunk))
+        """Pass a step to the recorder, if there is one."""
         if self.recorder is not None:
             self.recorder.note(Step(action, walk, stage, chunk))
 
