@@ -17,12 +17,13 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
+
+from monta_megatron.names import advice, one_of
 
 T = TypeVar("T")
 
@@ -139,7 +140,7 @@ def _value(kind: Any, data: Any, place: _Place) -> Any:
         return None if data is None else _value(inner, data, place)
     if origin is Literal:
         if data not in arguments or isinstance(data, bool):
-            raise place.refuse(data, f"one of {', '.join(map(str, arguments))}")
+            raise place.refuse(data, one_of(data, map(str, arguments)))
         return data
     if origin is tuple:
         return _tuple(arguments, data, place)
@@ -195,9 +196,7 @@ def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
     hints = _hints(kind)
     for name in data:
         if name not in hints:
-            nearest = get_close_matches(str(name), hints, n=1)
-            advice = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(hints)}"
-            raise place.inside(_one_line(name)).error(f"unknown key; {advice}")
+            raise place.inside(_one_line(name)).error(f"unknown key; {advice(name, hints)}")
     for entry in fields(kind):
         required = entry.default is MISSING and entry.default_factory is MISSING
         if required and entry.name not in data:

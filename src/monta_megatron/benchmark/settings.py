@@ -4,11 +4,11 @@ import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, get_args
 
 from monta_megatron.benchmark.routing import ROUTINGS
 from monta_megatron.chains import CHAINS
+from monta_megatron.names import one_of
 from monta_megatron.options import AUTO
 from monta_megatron.planner.plan import Phase
 
@@ -193,10 +193,8 @@ def _names(
     names = _list(flag, text)
     for name in names:
         if name not in known:
-            nearest = get_close_matches(name, known, n=1)
-            hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-            choices = ", ".join([*known, *([also] if also else [])])
-            raise ValueError(f"{flag}: got {name!r}, must be one of {choices}{hint}")
+            choices = [*known, *([also] if also else [])]
+            raise ValueError(f"{flag}: got {name!r}, must be {one_of(name, choices)}")
     return tuple(dict.fromkeys(names))
 
 

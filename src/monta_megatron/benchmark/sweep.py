@@ -12,7 +12,6 @@ what each point changes. Flags of the command line override those of the headlin
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from monta_megatron import strict_yaml
 from monta_megatron.benchmark.settings import Settings, parse_settings
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.files import add_json_line, read_json_lines, write_json_lines
+from monta_megatron.names import advice
 
 # What may differ between the points of one launch.
 POINT_FLAGS = (
@@ -94,11 +94,7 @@ def _flags(data: Any, place: str) -> dict[str, str]:
     found = {}
     for name, value in data.items():
         if name not in POINT_FLAGS:
-            nearest = get_close_matches(str(name), POINT_FLAGS, n=1)
-            advice = (
-                f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(POINT_FLAGS)}"
-            )
-            raise ValueError(f"{place}: {name}: unknown flag; {advice}")
+            raise ValueError(f"{place}: {name}: unknown flag; {advice(name, POINT_FLAGS)}")
         values = value if isinstance(value, list) else [value]
         found[name.replace("-", "_")] = ",".join(map(str, values))
     return found

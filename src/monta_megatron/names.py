@@ -1,0 +1,23 @@
+"""What a message says about a name that is not known: the known ones, and the one that is meant."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is most like `name`; None if none is close."""
+    return next(iter(get_close_matches(str(name), list(known), n=1)), None)
+
+
+def one_of(name: object, known: Iterable[str]) -> str:
+    """The rule that `name` breaks: "one of x, y", with " (did you mean x?)" where one is close."""
+    known = list(known)
+    meant = nearest(name, known)
+    return f"one of {', '.join(known)}" + ("" if meant is None else f" (did you mean {meant}?)")
+
+
+def advice(name: object, known: Iterable[str]) -> str:
+    """What to write instead of `name`: "did you mean x?", or "known: x, y" where none is close."""
+    known = list(known)
+    meant = nearest(name, known)
+    return f"known: {', '.join(known)}" if meant is None else f"did you mean {meant}?"
