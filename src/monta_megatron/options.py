@@ -8,11 +8,10 @@ environment variable of the same name (MOE_MONTA_CHAIN) gives the default of tha
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, Optional, TypeVar
 
-from monta_megatron.chains import CHAINS, Chain
+from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Plan
 from monta_megatron.strict_yaml import load
@@ -21,8 +20,6 @@ T = TypeVar("T")
 
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
-# Used if a chain is named without a number of chunks.
-DEFAULT_NUM_CHUNKS = 4
 
 
 def _integer_or_text(text: str) -> int | str:
@@ -53,7 +50,7 @@ class OptionFields:
     )
     moe_monta_num_chunks: Optional[int] = _option(  # noqa: UP045
         "Number of chunks that the monta token dispatcher pipelines (default: the planner "
-        "chooses; 4 for a chain that is named, or 1 if it is serial).",
+        f"chooses; {DEFAULT_NUM_CHUNKS} for a chain that is named, or 1 if it is serial).",
         _integer_or_text,
     )
     moe_monta_ranks_per_node: Optional[int] = _option(  # noqa: UP045
@@ -115,11 +112,7 @@ class Options:
                 what = "a name" if name == "chain" else "a file"
                 raise ValueError(f"moe_monta_{name}: got {value!r}, must be {what}")
         chain = given.get("chain", AUTO)
-        if chain != AUTO and chain not in CHAINS:
-            raise ValueError(
-                f"moe_monta_chain: got {chain!r}, must be one of "
-                f"{', '.join((AUTO, *CHAINS))}{_nearest(chain)}"
-            )
+        check_chain(chain, "moe_monta_chain", also=(AUTO,))
         for name in ("num_chunks", "ranks_per_node"):
             value = given.get(name)
             if value is not None and (type(value) is not int or value < 1):
@@ -133,13 +126,9 @@ class Options:
                     )
             given["plan"] = _once(Plan.load, given["plan"])
         if chain != AUTO:
-            is_serial = CHAINS[chain].serial
-            given.setdefault("num_chunks", 1 if is_serial else DEFAULT_NUM_CHUNKS)
-            if is_serial and given["num_chunks"] > 1:
-                raise ValueError(
-                    f"moe_monta_num_chunks: got {given['num_chunks']}, must be 1 for the serial "
-                    f"chain {chain}; alltoall_allgather is its pipelined form"
-                )
+            given["num_chunks"] = chunks_of(
+                CHAINS[chain], given.get("num_chunks"), "moe_monta_num_chunks"
+            )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
             given["cluster"] = _once(_load_cluster, given["cluster"])
@@ -173,8 +162,3 @@ def _once(read: Callable[[str], T], path: str) -> T:
 @cache
 def _as_of(read: Callable[[str], T], path: str, changed: int) -> T:
     return read(path)
-
-
-def _nearest(name: str) -> str:
-    matches = get_close_matches(str(name), CHAINS, n=1)
-    return f" (did you mean {matches[0]}?)" if matches else ""

@@ -303,6 +303,12 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     "no dashes": ([], ["lr", "1e-4"], ["got 'lr'", "--"]),
     "false for nothing": ([], ["--use-tp-pp-dp-mapping", "false"], ["got false", "run.yaml"]),
     "chain": ([], ["--moe-monta-chain", "fastest"], ["--moe-monta-chain: got fastest", "alltoall"]),
+    "nearly a chain": ([], ["--moe-monta-chain", "alltoal"], ["(did you mean alltoall?)"]),
+    "chunks of a serial chain": (
+        [],
+        ["--moe-monta-chain", "alltoall", "--moe-monta-num-chunks", "3"],
+        ["--moe-monta-num-chunks: got 3, must be 1 for the serial chain alltoall"],
+    ),
     "chains": (
         [],
         ["--moe-monta-chain", "alltoall", "allgather"],

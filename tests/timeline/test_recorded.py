@@ -183,6 +183,8 @@ def test_a_recording_that_is_none_is_one_line(
         (foreign, "format: got None, must be 'monta timeline 1'"),
         (edited(good, tmp_path / "old.json", format="monta timeline 0"), "format: got"),
         (edited(good, tmp_path / "chain.json", chain="fastest"), "chain: got 'fastest', must be"),
+        (edited(good, tmp_path / "serial.json", chain="alltoall"), "num_chunks: got 3, must be 1"),
+        (edited(good, tmp_path / "phase.json", phase="forwrd"), "(did you mean forward?)"),
         (edited(good, tmp_path / "ranks.json", ranks=[]), "ranks: got 0, must be at least"),
         (
             edited(good, tmp_path / "s.json", ranks=[{"node": 0, "spans": [{**span, "lane": 3}]}]),

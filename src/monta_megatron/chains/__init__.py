@@ -1,5 +1,7 @@
 """Chains as plain data: what moves where, with no torch."""
 
+from collections.abc import Sequence
+
 from monta_megatron.chains.allgather import ALLGATHER
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.alltoall_allgather import ALLTOALL_ALLGATHER
@@ -7,6 +9,7 @@ from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
 from monta_megatron.chains.chain import BoundChain, Chain, Counts, TokenCounts
 from monta_megatron.chains.hierarchical_allgather import HIERARCHICAL_ALLGATHER
 from monta_megatron.chains.hierarchical_alltoall import HIERARCHICAL_ALLTOALL
+from monta_megatron.names import one_of
 
 CHAINS: dict[str, Chain] = {
     chain.name: chain
@@ -20,4 +23,53 @@ CHAINS: dict[str, Chain] = {
     )
 }
 
-__all__ = ["CHAINS", "BoundChain", "Chain", "Counts", "TokenCounts"]
+# Used where a chain is named without a number of chunks.
+DEFAULT_NUM_CHUNKS = 4
+
+__all__ = [
+    "CHAINS",
+    "DEFAULT_NUM_CHUNKS",
+    "BoundChain",
+    "Chain",
+    "Counts",
+    "TokenCounts",
+    "check_chain",
+    "chunks_of",
+]
+
+
+def check_chain(name: str, field: str, also: Sequence[str] = ()) -> None:
+    """Check the name of a chain.
+
+    Args:
+        name: the name.
+        field: where it was given, for the message.
+        also: what may stand there instead of a chain.
+
+    Raises:
+        ValueError: there is no such chain.
+    """
+    known = (*also, *CHAINS)
+    if name not in known:
+        raise ValueError(f"{field}: got {name!r}, must be {one_of(name, known)}")
+
+
+def chunks_of(chain: Chain, asked: int | None, field: str) -> int:
+    """The number of chunks of a chain that was named.
+
+    Args:
+        chain: the chain.
+        asked: the number that was given with it, at least 1; None where none was.
+        field: where it was given, for the message.
+
+    Raises:
+        ValueError: a serial chain was to run in more than one.
+    """
+    if asked is None:
+        return 1 if chain.serial else DEFAULT_NUM_CHUNKS
+    if chain.serial and asked > 1:
+        raise ValueError(
+            f"{field}: got {asked}, must be 1 for the serial chain {chain.name}; "
+            f"{ALLTOALL_ALLGATHER.name} is its pipelined form"
+        )
+    return asked

@@ -238,21 +238,11 @@ def _of_recording(recording: "Recording", path: Path, cluster: "Cluster | None")
 
 def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
     """The chain of --chain, and its number of chunks."""
-    from difflib import get_close_matches
+    from monta_megatron.chains import CHAINS, check_chain, chunks_of
 
-    from monta_megatron.chains import CHAINS
-    from monta_megatron.options import DEFAULT_NUM_CHUNKS
-
-    if parsed.chain not in CHAINS:
-        nearest = get_close_matches(parsed.chain, CHAINS, n=1)
-        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        raise ValueError(f"--chain: got {parsed.chain!r}, must be one of {', '.join(CHAINS)}{hint}")
+    check_chain(parsed.chain, "--chain")
     chain = CHAINS[parsed.chain]
-    if chain.serial and (parsed.num_chunks or 1) > 1:
-        raise ValueError(
-            f"--num-chunks: got {parsed.num_chunks}, must be 1 for the serial chain {chain.name}"
-        )
-    return chain, parsed.num_chunks or (1 if chain.serial else DEFAULT_NUM_CHUNKS)
+    return chain, chunks_of(chain, parsed.num_chunks, "--num-chunks")
 
 
 def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:

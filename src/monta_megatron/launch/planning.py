@@ -7,10 +7,11 @@ dispatcher plans again when the number changes.
 from dataclasses import replace
 
 from monta_megatron import strict_yaml
-from monta_megatron.chains import CHAINS
+from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.launch.arguments import DISPATCHER, Arguments, whole
 from monta_megatron.launch.run_config import RunConfig
-from monta_megatron.options import AUTO, DEFAULT_NUM_CHUNKS, DISPATCHER_TYPE
+from monta_megatron.names import one_of
+from monta_megatron.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan
@@ -103,16 +104,15 @@ def _size(arguments: Arguments, name: str, default: int) -> int:
 
 def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The chains and numbers of chunks that the run can choose from."""
-    chains: tuple[str, ...] = tuple(CHAINS)
-    num_chunks: tuple[int, ...] = NUM_CHUNKS
+    chunks = arguments.get("moe-monta-num-chunks")
+    num_chunks = None if chunks is None else whole(chunks)
     chosen = arguments.get("moe-monta-chain")
-    if chosen is not None and chosen.value != AUTO:
-        names = (AUTO, *CHAINS)
-        if chosen.value not in names:
-            raise ValueError(
-                f"{chosen.source}: got {chosen.value}, must be one of {', '.join(names)}"
-            )
-        chains, num_chunks = (chosen.value,), (DEFAULT_NUM_CHUNKS,)
-    if "moe-monta-num-chunks" in arguments:
-        num_chunks = (whole(arguments["moe-monta-num-chunks"]),)
-    return chains, num_chunks
+    if chosen is None or chosen.value == AUTO:
+        return tuple(CHAINS), NUM_CHUNKS if num_chunks is None else (num_chunks,)
+    known = (AUTO, *CHAINS)
+    if chosen.value not in known:
+        raise ValueError(
+            f"{chosen.source}: got {chosen.value}, must be {one_of(chosen.value, known)}"
+        )
+    field = chosen.source if chunks is None else chunks.source
+    return (chosen.value,), (chunks_of(CHAINS[chosen.value], num_chunks, field),)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monta_megatron import strict_yaml
-from monta_megatron.chains import CHAINS
+from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.files import write_whole
 from monta_megatron.planner.cluster import Resource
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveInt, Text
@@ -119,12 +119,8 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.chain not in CHAINS:
-            raise ValueError(f"chain: got {self.chain!r}, must be one of {', '.join(CHAINS)}")
-        if CHAINS[self.chain].serial and self.num_chunks > 1:
-            raise ValueError(
-                f"num_chunks: got {self.num_chunks}, must be 1 for the serial chain {self.chain}"
-            )
+        check_chain(self.chain, "chain")
+        chunks_of(CHAINS[self.chain], self.num_chunks, "num_chunks")
 
     def best_us(self) -> dict[str, float | None]:
         """The time of each chain in its best number of chunks; None where it cannot run."""

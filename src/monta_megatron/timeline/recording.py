@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from monta_megatron import strict_yaml
 from monta_megatron.benchmark.prediction import workload_of
 from monta_megatron.benchmark.settings import Settings
-from monta_megatron.chains import CHAINS
+from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.files import write_whole
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
@@ -64,8 +64,8 @@ class Recording:
     ranks: tuple[RankRecord, ...]
 
     def __post_init__(self) -> None:
-        if self.chain not in CHAINS:
-            raise ValueError(f"chain: got {self.chain!r}, must be one of {', '.join(CHAINS)}")
+        check_chain(self.chain, "chain")
+        chunks_of(CHAINS[self.chain], self.num_chunks, "num_chunks")
         size = self.settings.ep * self.settings.etp
         if len(self.ranks) < size:
             raise ValueError(f"ranks: got {len(self.ranks)}, must be at least ep * etp ({size})")

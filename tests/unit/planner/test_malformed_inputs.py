@@ -237,6 +237,7 @@ def test_no_layout_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("change", "words"),
     [
         (lambda data: data.update(chain="fastest"), ["chain: got 'fastest'", "one of alltoall"]),
+        (lambda data: data.update(chain="alltoal"), ["chain: got", "(did you mean alltoall?)"]),
         (lambda data: data.update(chain="alltoall", num_chunks=2), ["num_chunks: got 2", "serial"]),
         (lambda data: data.update(num_chunks=0), ["num_chunks: got 0", ">= 1"]),
         (lambda data: data.pop("situation"), ["situation: missing"]),
