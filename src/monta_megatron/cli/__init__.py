@@ -45,7 +45,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{**settings, "formatter_class": _HelpFormatter})
 
     def error(self, message: str) -> NoReturn:
-        report(f"{self.prog}: {' '.join(message.split())}")
+        line = " ".join(message.split()).removeprefix("argument ")
+        report(f"{self.prog}: {line}")
         self.exit(2)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.output import only_the_report
+from monta_megatron.flags import positive, whole
 
 if TYPE_CHECKING:
     from monta_megatron.calibration.run import Calibration
@@ -19,16 +20,6 @@ examples:
       -m monta_megatron.cli calibrate --out cluster.yaml
 """
 
-# Flags with a value. Values are checked in `run`, so that a bad one gives one line from one rank.
-FLAGS = (
-    ("out", "FILE", "the cluster file to write"),
-    ("budget-seconds", "X", "about (default: 120); every point is measured at least once"),
-    ("name", "TEXT", "of the cluster (default: what it is made of)"),
-    ("ranks-per-node", "N", "ranks joined by the fast tier (default: what the launcher says)"),
-    ("nics-per-node", "N", "network interfaces that they share (default: one per rank)"),
-    ("plot", "DIR", "draw the curves there; needs the extra 'plot'"),
-)
-
 
 def add_parser(commands: Any) -> None:
     """Add the sub-command to `monta`."""
@@ -40,8 +31,32 @@ def add_parser(commands: Any) -> None:
         "What has been measured is kept in FILE.partial; the same command goes on from there.",
         epilog=EXAMPLE,
     )
-    for name, metavar, text in FLAGS:
-        parser.add_argument(f"--{name}", metavar=metavar, help=text)
+    parser.add_argument("--out", metavar="FILE", help="the cluster file to write")
+    parser.add_argument(
+        "--budget-seconds",
+        metavar="X",
+        type=positive,
+        default=120.0,
+        help="about (default: %(default)g); every point is measured at least once",
+    )
+    parser.add_argument(
+        "--name", metavar="TEXT", help="of the cluster (default: what it is made of)"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        metavar="N",
+        type=whole(1),
+        help="ranks joined by the fast tier (default: what the launcher says)",
+    )
+    parser.add_argument(
+        "--nics-per-node",
+        metavar="N",
+        type=whole(1),
+        help="network interfaces that they share (default: one per rank)",
+    )
+    parser.add_argument(
+        "--plot", metavar="DIR", help="draw the curves there; needs the extra 'plot'"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
@@ -54,7 +69,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from monta_megatron.benchmark.settings import positive_number
     from monta_megatron.pictures import check_can_plot
     from monta_megatron.ranks.this_rank import find_this_rank, is_first_rank
 
@@ -65,9 +79,6 @@ def _run(parsed: argparse.Namespace) -> int:
     # Only the first rank writes; others may not see that folder.
     if is_first_rank() and (not out.parent.is_dir() or out.is_dir()):
         raise ValueError(f"--out: got {out}, must be a file in a folder that exists")
-    budget_s = positive_number("--budget-seconds", parsed.budget_seconds or "120")
-    ranks_per_node = _whole("--ranks-per-node", parsed.ranks_per_node)
-    nics_per_node = _whole("--nics-per-node", parsed.nics_per_node)
     this_rank = find_this_rank("calibrate --out FILE")
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
@@ -80,10 +91,10 @@ def _run(parsed: argparse.Namespace) -> int:
 
         settings = Settings(
             partial=partial,
-            budget_s=budget_s,
+            budget_s=parsed.budget_seconds,
             name=parsed.name,
-            ranks_per_node=ranks_per_node,
-            nics_per_node=nics_per_node,
+            ranks_per_node=parsed.ranks_per_node,
+            nics_per_node=parsed.nics_per_node,
         )
         with show_progress("calibrate", this_rank.rank == 0) as progress:
             result = calibrate(settings, this_rank.local_rank, progress)
@@ -122,11 +133,3 @@ def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None
 
         path = plot_curves(result.cluster, Path(parsed.plot))
         print(f"monta calibrate: drew {path}", file=sys.stderr)
-
-
-def _whole(flag: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{flag}: got {text!r}, must be an integer >= 1")
-    return int(text)

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from monta_megatron.cli import planning
+from monta_megatron.flags import fraction, positive
 
 EXAMPLE = """\
 examples:
@@ -26,12 +27,12 @@ def add_parser(commands: Any) -> None:
     )
     planning.add_arguments(parser)
     parser.add_argument(
-        "--memory-limit-gb", metavar="X", type=planning.positive, help="what the exchange may hold"
+        "--memory-limit-gb", metavar="X", type=positive, help="what the exchange may hold"
     )
     parser.add_argument(
         "--margin",
         metavar="X",
-        type=planning.fraction,
+        type=fraction,
         help="by how much a plainer chain may be slower (default: 0.03)",
     )
     parser.add_argument("--out", metavar="FILE", help="write the plan, for --moe-monta-plan")

@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from monta_megatron.flags import positive, whole
 
 if TYPE_CHECKING:
     from monta_megatron.planner.cluster import Cluster
@@ -231,34 +232,3 @@ def _sampled(name: str, num_experts: int, topk: int) -> "Routing":
             "Megatron's --moe-routing-trace-path"
         )
     return traced_routing(name, num_experts)
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """An argparse type: an integer >= `least`."""
-
-    def convert(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"got {text!r}, must be an integer >= {least}")
-        return int(text)
-
-    return convert
-
-
-def positive(text: str) -> float:
-    """An argparse type: a number > 0."""
-    return _number(text, "a number > 0", lambda value: 0 < value < float("inf"))
-
-
-def fraction(text: str) -> float:
-    """An argparse type: a number from 0 to 1."""
-    return _number(text, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-
-
-def _number(text: str, rule: str, holds: Callable[[float], bool]) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not holds(value):
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be {rule}")
-    return value

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
+from monta_megatron.flags import positive, whole
 
 if TYPE_CHECKING:
     from monta_megatron.planner.plan import Plan
@@ -27,11 +28,11 @@ examples:
 
 # What may be swept: how to read its values, and its description.
 FACTORS: dict[str, tuple[Callable[[str], float], str]] = {
-    "tokens": (planning.whole(1), "tokens of a rank"),
-    "ranks": (planning.whole(1), "ranks of an exchange (EP x ETP, at the ETP given)"),
-    "top-k": (planning.whole(1), "experts of a token"),
-    "chunks": (planning.whole(1), "chunks of every pipelined chain"),
-    "inter-rate-ratio": (planning.positive, "rate of the network over the cluster's"),
+    "tokens": (whole(1), "tokens of a rank"),
+    "ranks": (whole(1), "ranks of an exchange (EP x ETP, at the ETP given)"),
+    "top-k": (whole(1), "experts of a token"),
+    "chunks": (whole(1), "chunks of every pipelined chain"),
+    "inter-rate-ratio": (positive, "rate of the network over the cluster's"),
 }
 WIDTH, CHAIN_WIDTH, VALUE_WIDTH, VALUES_PER_BLOCK = 80, 23, 14, 4
 

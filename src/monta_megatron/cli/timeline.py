@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import only_the_report
 from monta_megatron.files import make_folder
+from monta_megatron.flags import whole
 
 if TYPE_CHECKING:
     from monta_megatron.chains import Chain
@@ -71,9 +72,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("recording", metavar="RECORDING", nargs="?", help="of an earlier --record")
     planning.add_arguments(parser, needs_model=False)
     parser.add_argument("--chain", metavar="NAME", help="default: the planner's choice")
-    parser.add_argument(
-        "--num-chunks", metavar="N", type=planning.whole(1), help="of --chain (default: 4)"
-    )
+    parser.add_argument("--num-chunks", metavar="N", type=whole(1), help="of --chain (default: 4)")
     record = parser.add_argument_group("with --record")
     record.add_argument("--record", metavar="DIR", help="record a run, and keep it there")
     for name, metavar, text in RECORD_FLAGS:
@@ -85,7 +84,7 @@ def add_parser(commands: Any) -> None:
     output.add_argument(
         "--max-ranks",
         metavar="N",
-        type=planning.whole(1),
+        type=whole(1),
         default=4,
         help="in the picture; the trace has all (default: 4)",
     )
