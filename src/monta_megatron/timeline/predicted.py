@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.lanes import FORWARD_BACKWARD
+from monta_megatron.planner.alike_ranks import priced_ranks
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster, Resource
 from monta_megatron.planner.plan import Phase
@@ -36,7 +37,8 @@ def predict(
 
 def lanes_of(workload: Workload, chain: Chain, num_chunks: int) -> dict[tuple[str, str], Resource]:
     """The resource that each stage of each walk occupies in the cost model, on any cluster."""
-    bound = workload.bind(chain, num_chunks)
+    layouts = priced_ranks(workload.layout, workload.routing, ranks_per_nic=1).layouts
+    bound = [workload.bind(chain, num_chunks, layout) for layout in layouts]
     lanes: dict[tuple[str, str], Resource] = {}
     for walk in FORWARD_BACKWARD:
         # How much is gathered before the pipeline changes nothing in it.
