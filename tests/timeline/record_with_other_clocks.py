@@ -4,9 +4,9 @@ import os
 import sys
 
 from monta_megatron.cli import main
-from monta_megatron.timeline import clock, recorder
+from monta_megatron.timeline import clock, step_times
 
 rank, now_us = int(os.environ["RANK"]), clock.now_us
-clock.now_us = recorder.now_us = lambda: now_us() + 1000e6 * rank
+clock.now_us = step_times.now_us = lambda: now_us() + 1000e6 * rank
 clock._host = lambda: f"host {rank}"
 sys.exit(main(["timeline", *sys.argv[1:]]))

@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Records the times of a walk; see `timeline.recorder`."""
+    """Records the times of a walk; see `timeline.step_times`."""
 
     def note(self, step: Step) -> None:
         """Record that this step happens now."""

@@ -8,7 +8,7 @@ Without torch:
     trace       a Chrome trace
     picture     a PNG
 With torch:
-    recorder    records the times of the executor's steps
+    step_times  takes the times of the executor's steps
     clock       one clock for all ranks
     record      runs a chain under a launch and records it
 """

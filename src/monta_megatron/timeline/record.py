@@ -22,9 +22,9 @@ from monta_megatron.ranks.joined import join, wait_for_all
 from monta_megatron.ranks.this_rank import ThisRank
 from monta_megatron.timeline.clock import Clock
 from monta_megatron.timeline.predicted import lanes_of
-from monta_megatron.timeline.recorder import DeviceRecorder, HostRecorder, Taken
 from monta_megatron.timeline.recording import RankRecord, Recording
 from monta_megatron.timeline.spans import Span, pipeline_name, spans_of
+from monta_megatron.timeline.step_times import DeviceRecorder, HostRecorder, Taken
 
 
 def record(

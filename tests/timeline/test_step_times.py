@@ -5,7 +5,7 @@ import torch
 
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.timeline.clock import now_us
-from monta_megatron.timeline.recorder import DeviceRecorder
+from monta_megatron.timeline.step_times import DeviceRecorder
 
 if not torch.cuda.is_available() or torch.version.cuda is None:
     pytest.skip("needs a GPU: events have no times elsewhere", allow_module_level=True)
