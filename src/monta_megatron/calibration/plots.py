@@ -7,12 +7,12 @@ from monta_megatron import pictures
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 
-TIERS = {"inter": "between nodes", "intra": "inside a node", "memory": "in memory"}
+TITLES = {"inter": "between nodes", "intra": "inside a node", "memory": "in memory"}
 
 
 def plot_curves(cluster: Cluster, folder: Path) -> Path:
     """Points, and their fits as dashed lines; one panel per tier."""
-    tiers = [tier for tier in TIERS if any(curve.tier == tier for curve in cluster.curves)]
+    tiers = [tier for tier in TITLES if any(curve.tier == tier for curve in cluster.curves)]
     path = folder / "calibration.png"
     with pictures.figure(path, (4.5 * len(tiers), 4)) as figure:
         axes = figure.subplots(1, len(tiers), squeeze=False)[0]
@@ -20,7 +20,7 @@ def plot_curves(cluster: Cluster, folder: Path) -> Path:
             for curve in cluster.curves:
                 if curve.tier == tier:
                     _draw(axis, curve)
-            axis.set(xscale="log", yscale="log", xlabel="bytes per rank", title=TIERS[tier])
+            axis.set(xscale="log", yscale="log", xlabel="bytes per rank", title=TITLES[tier])
             axis.grid()
             axis.legend()
         axes[0].set_ylabel("us, slowest rank (dashed: fit)")

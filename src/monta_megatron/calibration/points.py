@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from monta_megatron.planner.cluster import FINDS, Resource
+from monta_megatron.planner.cluster import FINDS
 from monta_megatron.planner.curves import Operation, Tier
 from monta_megatron.planner.traffic import (
     COUNT_MAP_BYTES,
@@ -123,7 +123,7 @@ class Repeated:
 
     point: Point
     repeats: int
-    other: Resource
+    other: Tier
 
     @property
     def name(self) -> str:
@@ -193,7 +193,7 @@ NUM_WALK_STAGES = 4
 Task: TypeAlias = Point | Repeated | Pair | HostWork
 
 # Pairs of resources whose mutual slowdown is measured, with operations that chains run at once.
-PAIRS: tuple[tuple[Resource, Resource], ...] = (
+PAIRS: tuple[tuple[Tier, Tier], ...] = (
     ("inter", "intra"),
     ("inter", "memory"),
     ("intra", "memory"),
@@ -235,7 +235,7 @@ def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list
     """
     largest = max(point.ranks_on_node for point in points)
 
-    def nearest(resource: Resource, wanted_us: float) -> tuple[Point, float] | None:
+    def nearest(resource: Tier, wanted_us: float) -> tuple[Point, float] | None:
         """The nearest in time among rails between nodes, gathers of a whole node, or copies."""
         operation = {"inter": "alltoall", "intra": "allgather", "memory": "copy"}[resource]
         ranks_on_node = {"inter": 1, "intra": largest, "memory": 1}[resource]

@@ -14,7 +14,8 @@ from monta_megatron.chains.lanes import (
     Walk,
 )
 from monta_megatron.planner.alike_ranks import priced_ranks
-from monta_megatron.planner.cluster import RESOURCES, Cluster
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import TIERS
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.plan import Phase, StageCost
 from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, price_walk
@@ -30,7 +31,7 @@ HEAVIEST: dict[Phase, tuple[Walk, ...]] = {
     "forward": FORWARD,
     "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
 }
-RESOURCE_NAMES = {"inter": "network", "intra": "fast tier", "memory": "memory"}
+TIER_NAMES = {"inter": "network", "intra": "fast tier", "memory": "memory"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +87,10 @@ class ChainPrice:
                 for work in walk.works
                 if work.resource == resource
             )
-            for resource in RESOURCES
+            for resource in TIERS
         }
-        resource = max(RESOURCES, key=lambda name: busy[name])
-        return RESOURCE_NAMES[resource], busy[resource]
+        resource = max(TIERS, key=lambda name: busy[name])
+        return TIER_NAMES[resource], busy[resource]
 
 
 def price_chain(

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple
 
-from monta_megatron.planner.curves import Curve, Kind, Operation, Tier
+from monta_megatron.planner.curves import TIERS, Curve, Kind, Operation, Tier
 from monta_megatron.strict_yaml import (
     NonNegativeFloat,
     PositiveFloat,
@@ -15,11 +15,6 @@ from monta_megatron.strict_yaml import (
     Text,
 )
 
-# What an operation occupies: the network, the fast tier, or the memory.
-Resource: TypeAlias = Literal["inter", "intra", "memory"]
-RESOURCES: tuple[Resource, ...] = ("inter", "intra", "memory")
-
-TIER_OF_MEMORY: Tier = "memory"
 COLLECTIVES: tuple[Operation, ...] = ("alltoall", "allgather")
 # Operations on the routing map and on lists of experts, made of many short steps.
 FINDS: tuple[Operation, ...] = ("find", "find_lists", "count", "lists")
@@ -130,7 +125,7 @@ class Contention:
         source: what it was measured with, or where it was published.
     """
 
-    pair: tuple[Resource, Resource]
+    pair: tuple[Tier, Tier]
     factor: Slowdown
     kind: Kind
     source: Text
@@ -177,14 +172,14 @@ class Cluster:
         _refuse_twice("contention", (tuple(sorted(entry.pair)) for entry in self.contention))
         for curve in self.curves:
             in_memory = curve.operation not in COLLECTIVES
-            if in_memory != (curve.tier == TIER_OF_MEMORY):
+            if in_memory != (curve.tier == "memory"):
                 raise ValueError(
                     f"curves: got {curve.operation} in tier {curve.tier}, must be in "
                     + ("memory" if in_memory else "inter or intra")
                 )
         tiers = [link.tier for link in self.links]
-        for tier in RESOURCES if self.num_nodes > 1 else RESOURCES[1:]:
-            needed = ("copy",) if tier == TIER_OF_MEMORY else COLLECTIVES
+        for tier in TIERS if self.num_nodes > 1 else TIERS[1:]:
+            needed = ("copy",) if tier == "memory" else COLLECTIVES
             found = {curve.operation for curve in self.curves if curve.tier == tier}
             if tier not in tiers and not found.issuperset(needed):
                 raise ValueError(
@@ -207,7 +202,7 @@ class Cluster:
         """Bytes that a rank may use, or None where that is not known."""
         return None if self.memory_gb_per_rank is None else self.memory_gb_per_rank * 1e9
 
-    def factor(self, first: Resource, second: Resource) -> float:
+    def factor(self, first: Tier, second: Tier) -> float:
         """How much an operation on `first` is slowed while one on `second` runs."""
         return self._factors[first, second]
 
@@ -285,8 +280,8 @@ class Cluster:
         return found
 
     @cached_property
-    def _factors(self) -> dict[tuple[Resource, Resource], float]:
-        factors = {(a, b): 2.0 if a == b else 1.0 for a in RESOURCES for b in RESOURCES}
+    def _factors(self) -> dict[tuple[Tier, Tier], float]:
+        factors = {(a, b): 2.0 if a == b else 1.0 for a in TIERS for b in TIERS}
         for entry in self.contention:
             factors[entry.pair] = factors[entry.pair[::-1]] = entry.factor
             if entry.factor_of_second is not None:

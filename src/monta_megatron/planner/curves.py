@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import linear_regression
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -30,7 +30,9 @@ Operation: TypeAlias = Literal[
     "permute",
     "unpermute",
 ]
+# The resource through which an operation goes: the network, the fast tier, or the memory.
 Tier: TypeAlias = Literal["inter", "intra", "memory"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
 # Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
 Kind: TypeAlias = Literal["measured", "datasheet"]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.files import write_whole
-from monta_megatron.planner.cluster import Resource
+from monta_megatron.planner.curves import Tier
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveInt, Text
 from monta_megatron.topology.layout import Layout
 
@@ -63,7 +63,7 @@ class StageCost:
 
     walk: Text
     stage: Text
-    resource: Literal[Resource, "host"]
+    resource: Literal[Tier, "host"]
     alone_us: NonNegativeFloat
     inter_bytes: NonNegativeFloat
     intra_bytes: NonNegativeFloat

@@ -14,7 +14,7 @@ import numpy as np
 
 from monta_megatron.chains.lanes import Walk
 from monta_megatron.chains.stages import RowCounts
-from monta_megatron.planner.cluster import Cluster, Resource
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Operation, Tier
 from monta_megatron.planner.schedule import (
     Schedule,
@@ -110,7 +110,7 @@ def price_walk(
     )
 
 
-def resource_of(stages: Sequence[StageTraffic]) -> Resource:
+def resource_of(stages: Sequence[StageTraffic]) -> Tier:
     """What a stage occupies, on any cluster, from what every rank does in it."""
     if isinstance(stages[0], CopyTraffic):
         return "memory"

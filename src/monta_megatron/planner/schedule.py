@@ -27,9 +27,9 @@ Notation: N = stages, C = chunks.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from monta_megatron.planner.cluster import RESOURCES, Resource
+from monta_megatron.planner.curves import TIERS, Tier
 
-Factor = Callable[[Resource, Resource], float]
+Factor = Callable[[Tier, Tier], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Work:
     """
 
     stage: str
-    resource: Resource
+    resource: Tier
     times_us: tuple[float, ...]
     depth: int = 0
     launch_us: float = 0.0
@@ -165,7 +165,7 @@ def serial_us(works: Sequence[Work]) -> float:
 def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
     """A time that no schedule beats: the busiest resource, the host, the longest stage."""
     bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
-    for resource in RESOURCES:
+    for resource in TIERS:
         times = [sum(work.times_us) for work in works if work.resource == resource]
         if times:
             # n operations on one resource run together at n / slowdown of its rate.

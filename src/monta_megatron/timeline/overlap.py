@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from monta_megatron.planner.cluster import RESOURCES
+from monta_megatron.planner.curves import TIERS
 from monta_megatron.timeline.spans import LANE_NAMES, LANES, Lane, Span, Timeline
 
 # Above this the table shows ms.
@@ -43,14 +43,14 @@ def overlaps(timeline: Timeline) -> list[Overlap]:
     }
     hidden_us = {
         lane: sum((each.hidden_share[lane] or 0.0) * each.busy_us[lane] for each in by_walk)
-        for lane in RESOURCES
+        for lane in TIERS
     }
     total = Overlap(
         source=timeline.source,
         walk="all",
         total_us=sum(each.total_us for each in by_walk),
         busy_us=busy_us,
-        hidden_share={lane: _share(hidden_us[lane], busy_us[lane]) for lane in RESOURCES},
+        hidden_share={lane: _share(hidden_us[lane], busy_us[lane]) for lane in TIERS},
     )
     return [*by_walk, total]
 
@@ -67,7 +67,7 @@ def table(rows: Sequence[Overlap]) -> list[str]:
 
     lines = [
         f"{rows[0].source:<18}{'total':>10}" + "".join(f"{name:>13}" for name in names),
-        f"{'':18}{unit:>10}" + f"{f'{unit} hidden':>13}" * len(RESOURCES) + f"{unit:>13}",
+        f"{'':18}{unit:>10}" + f"{f'{unit} hidden':>13}" * len(TIERS) + f"{unit:>13}",
     ]
     for row in rows:
         cells = ""
@@ -82,14 +82,14 @@ def table(rows: Sequence[Overlap]) -> list[str]:
 def _of_walk(timeline: Timeline, walk: str) -> Overlap:
     tracks = [[span for span in track.spans if span.walk == walk] for track in timeline.tracks]
     busy_us: dict[str, float] = dict.fromkeys(LANES, 0.0)
-    hidden_us: dict[str, float] = dict.fromkeys(RESOURCES, 0.0)
+    hidden_us: dict[str, float] = dict.fromkeys(TIERS, 0.0)
     for spans in tracks:
         work = {lane: _busy(spans, lane) for lane in LANES}
         for lane in LANES:
             busy_us[lane] += _length(work[lane]) / len(tracks)
-        for lane in RESOURCES:
+        for lane in TIERS:
             others = _union(
-                interval for other in RESOURCES if other != lane for interval in work[other]
+                interval for other in TIERS if other != lane for interval in work[other]
             )
             both = _length(work[lane]) + _length(others) - _length(_union([*work[lane], *others]))
             hidden_us[lane] += both / len(tracks)
@@ -99,7 +99,7 @@ def _of_walk(timeline: Timeline, walk: str) -> Overlap:
         walk=walk,
         total_us=max(span.end_us for span in every) - min(span.start_us for span in every),
         busy_us=busy_us,
-        hidden_share={lane: _share(hidden_us[lane], busy_us[lane]) for lane in RESOURCES},
+        hidden_share={lane: _share(hidden_us[lane], busy_us[lane]) for lane in TIERS},
     )
 
 

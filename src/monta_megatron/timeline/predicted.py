@@ -6,7 +6,8 @@ from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.lanes import FORWARD_BACKWARD
 from monta_megatron.planner.alike_ranks import priced_ranks
 from monta_megatron.planner.chain_price import price_chain
-from monta_megatron.planner.cluster import Cluster, Resource
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import Tier
 from monta_megatron.planner.plan import Phase
 from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, resource_of
 from monta_megatron.planner.schedule import Work
@@ -35,11 +36,11 @@ def predict(
     return Timeline(source="predicted", tracks=(track,))
 
 
-def lanes_of(workload: Workload, chain: Chain, num_chunks: int) -> dict[tuple[str, str], Resource]:
+def lanes_of(workload: Workload, chain: Chain, num_chunks: int) -> dict[tuple[str, str], Tier]:
     """The resource that each stage of each walk occupies in the cost model, on any cluster."""
     layouts = priced_ranks(workload.layout, workload.routing, ranks_per_nic=1).layouts
     bound = [workload.bind(chain, num_chunks, layout) for layout in layouts]
-    lanes: dict[tuple[str, str], Resource] = {}
+    lanes: dict[tuple[str, str], Tier] = {}
     for walk in FORWARD_BACKWARD:
         # How much is gathered before the pipeline changes nothing in it.
         ranks = [walk_traffic(each, workload.row, walk, gathered_counts=0) for each in bound]

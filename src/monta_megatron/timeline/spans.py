@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from monta_megatron.planner.chain_price import RESOURCE_NAMES
-from monta_megatron.planner.cluster import RESOURCES, Resource
+from monta_megatron.planner.chain_price import TIER_NAMES
+from monta_megatron.planner.curves import TIERS, Tier
 from monta_megatron.strict_yaml import Text
 
-Lane: TypeAlias = Literal["inter", "intra", "memory", "host"]
-LANES: tuple[Lane, ...] = (*RESOURCES, "host")
+Lane: TypeAlias = Literal[Tier, "host"]
+LANES: tuple[Lane, ...] = (*TIERS, "host")
 # The resolution of the clocks; smaller differences are rounding.
 RESOLUTION_US = 1e-3
-LANE_NAMES: Mapping[str, str] = {**RESOURCE_NAMES, "host": "host"}
+LANE_NAMES: Mapping[str, str] = {**TIER_NAMES, "host": "host"}
 
 
 def pipeline_name(chain: str, num_chunks: int) -> str:
@@ -96,7 +96,7 @@ Key: TypeAlias = tuple[str, str, int]
 def spans_of(
     steps: Sequence[TimedStep],
     ends_us: Mapping[Key, float],
-    lanes: Mapping[tuple[str, str], Resource],
+    lanes: Mapping[tuple[str, str], Tier],
     copies_block_host: bool,
 ) -> list[Span]:
     """The spans of one rank from the steps that its executor noted.

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from monta_megatron.planner.cluster import RESOURCES, Resource
+from monta_megatron.planner.curves import TIERS, Tier
 from monta_megatron.planner.schedule import (
     Factor,
     Work,
@@ -15,17 +15,17 @@ from monta_megatron.planner.schedule import (
 )
 
 
-def free(first: Resource, second: Resource) -> float:
+def free(first: Tier, second: Tier) -> float:
     """Nothing slows anything."""
     return 1.0
 
 
-def shared(first: Resource, second: Resource) -> float:
+def shared(first: Tier, second: Tier) -> float:
     """Two operations on one resource halve each other; others do not feel each other."""
     return 2.0 if first == second else 1.0
 
 
-def works(*stages: tuple[Resource, tuple[float, ...]], launch_us: float = 0.0) -> list[Work]:
+def works(*stages: tuple[Tier, tuple[float, ...]], launch_us: float = 0.0) -> list[Work]:
     """Stages with their times, each a step behind the one before it."""
     return [
         Work(stage=f"s{depth}", resource=resource, times_us=times, depth=depth, launch_us=launch_us)
@@ -53,7 +53,7 @@ def works(*stages: tuple[Resource, tuple[float, ...]], launch_us: float = 0.0) -
     ],
 )
 def test_by_hand(stages: list[tuple[float, ...]], total_us: float) -> None:
-    schedule = simulate(works(*zip(RESOURCES, stages, strict=False)), free)
+    schedule = simulate(works(*zip(TIERS, stages, strict=False)), free)
     assert schedule.total_us == pytest.approx(total_us, abs=1e-9)
 
 
@@ -65,7 +65,7 @@ def test_by_hand_with_contention() -> None:
 
     # A factor of 1.5: chunk 0's second (6 alone) beside chunk 1's first (10 alone) from 10 on. It
     # takes 9 and ends at 19; by then 6 of the other's 10 are done, and 4 more run alone.
-    def slower(first: Resource, second: Resource) -> float:
+    def slower(first: Tier, second: Tier) -> float:
         return 1.5
 
     schedule = simulate(works(("inter", (10.0, 10.0)), ("intra", (6.0, 6.0))), slower)
@@ -112,7 +112,7 @@ def random_works(draw: Random, launches: bool) -> list[Work]:
     num_stages, num_chunks = draw.randint(1, 6), draw.randint(1, 9)
     depth, found = 0, []
     for stage in range(num_stages):
-        resource = draw.choice(RESOURCES)
+        resource = draw.choice(TIERS)
         times = tuple(draw.choice([0.0, draw.uniform(0, 50)]) for _ in range(num_chunks))
         found.append(
             Work(
@@ -129,8 +129,8 @@ def random_works(draw: Random, launches: bool) -> list[Work]:
 
 def random_factor(draw: Random) -> Factor:
     factors = {}
-    for index, first in enumerate(RESOURCES):
-        for second in RESOURCES[: index + 1]:
+    for index, first in enumerate(TIERS):
+        for second in TIERS[: index + 1]:
             factor = draw.choice([1.0, 1.2, 1.7, 2.0, 3.0, draw.uniform(1, 4)])
             factors[first, second] = factors[second, first] = factor
     return lambda first, second: factors[first, second]
