@@ -5,6 +5,7 @@ Each option is a field of Megatron's TransformerConfig, hence a Megatron argumen
 environment variable of the same name (MOE_MONTA_CHAIN) gives the default of that argument.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -26,6 +27,14 @@ def _integer_or_text(text: str) -> int | str:
     """An integer if the text is one; other text is kept, for `Options.of` to refuse in one line."""
     try:
         return int(text)
+    except ValueError:
+        return text
+
+
+def _number_or_text(text: str) -> float | str:
+    """A number if the text is one; see above."""
+    try:
+        return float(text)
     except ValueError:
         return text
 
@@ -64,6 +73,11 @@ class OptionFields:
     moe_monta_plan: Optional[str] = _option(  # noqa: UP045
         "Plan file, made by `monta plan`, whose chain and number of chunks are used."
     )
+    moe_monta_memory_limit_gb: Optional[float] = _option(  # noqa: UP045
+        "What the planner expects an exchange to hold on a rank, at most, of the chain that it "
+        "chooses (default: no limit).",
+        _number_or_text,
+    )
 
 
 OPTION_NAMES = tuple(entry.name for entry in fields(OptionFields))
@@ -80,6 +94,7 @@ class Options:
             or host names.
         cluster: costs by which the planner chooses, or None if no file gives them.
         plan: a choice that was made before, or None.
+        memory_limit_gb: limit for the planner, or None.
     """
 
     chain: str = AUTO
@@ -87,6 +102,7 @@ class Options:
     ranks_per_node: int | None = None
     cluster: Cluster | None = None
     plan: Plan | None = None
+    memory_limit_gb: float | None = None
 
     @property
     def named_chain(self) -> Chain | None:
@@ -117,6 +133,15 @@ class Options:
             value = given.get(name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"moe_monta_{name}: got {value!r}, must be an integer >= 1")
+        limit = given.get("memory_limit_gb")
+        if limit is not None:
+            if type(limit) not in (int, float) or not 0 < limit < math.inf:
+                raise ValueError(f"moe_monta_memory_limit_gb: got {limit!r}, must be a number > 0")
+            if chain != AUTO or "plan" in given:
+                raise ValueError(
+                    f"moe_monta_memory_limit_gb: got {limit!r}, must be left out where a flag or a "
+                    "plan names the chain, which is used whatever it holds"
+                )
         if "plan" in given:
             for name in ("chain", "num_chunks"):
                 if name in given:

@@ -67,6 +67,44 @@ def test_an_exchange_on_more_nodes_than_the_cluster_has_is_refused() -> None:
         choose(Options(cluster=cluster), config(), spread, pairs_only=False)
 
 
+def test_a_memory_limit() -> None:
+    large = config(hidden_size=4096)
+
+    def decide(limit_gb: float | None) -> tuple[str, str]:
+        options = Options(memory_limit_gb=limit_gb)
+        decision = choose(options, large, LAYOUT, pairs_only=False).decide(4096)
+        return decision.chain.name, decision.reason
+
+    def held_gb(reason: str) -> float:
+        return float(reason.split("holds up to ")[1].split()[0])
+
+    fastest, reason = decide(None)
+    free_gb = held_gb(reason)
+    assert decide(free_gb * 1.01)[0] == fastest
+    # Just below what the fastest one holds there are others.
+    other, reason = decide(free_gb * 0.99)
+    assert other != fastest or held_gb(reason) < free_gb
+    assert held_gb(reason) <= free_gb and "over the limit" not in reason
+    # Where there are none, a training that has come to larger batches goes on with the least.
+    least, reason = decide(free_gb / 100)
+    assert least == "alltoall" and ", over the limit of 0." in reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit_gb": 0.0}, "got 0.0, must be a number > 0"),
+        ({"memory_limit_gb": "much"}, "got 'much', must be a number > 0"),
+        ({"memory_limit_gb": float("nan")}, "got nan, must be a number > 0"),
+        ({"memory_limit_gb": 2.0, "chain": "alltoall"}, "must be left out where a flag or a plan"),
+    ],
+)
+def test_bad_memory_limits(options: dict[str, Any], message: str) -> None:
+    fields = {f"moe_monta_{name}": value for name, value in options.items()}
+    with pytest.raises(ValueError, match=f"moe_monta_memory_limit_gb: .*{message}"):
+        Options.of(SimpleNamespace(**fields))
+
+
 def test_files_are_read_once_unless_they_change(tmp_path: Path) -> None:
     """Every layer makes its options."""
     cluster, plan_file = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"

@@ -74,6 +74,8 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
         (f"{MOE} --moe-monta-num-chunks many", ["moe_monta_num_chunks", "'many'", ">= 1"]),
         (f"{MOE} --moe-monta-num-chunks -2", ["moe_monta_num_chunks", "got -2", ">= 1"]),
         (f"{MOE} --moe-monta-ranks-per-node 0", ["moe_monta_ranks_per_node", "got 0"]),
+        (f"{MOE} --moe-monta-memory-limit-gb many", ["moe_monta_memory_limit_gb", "'many'", "> 0"]),
+        (f"{MOE} --moe-monta-memory-limit-gb -2.5", ["moe_monta_memory_limit_gb", "got -2.5"]),
         (
             "--num-experts 3 --expert-model-parallel-size 2 --moe-token-dispatcher-type monta",
             ["num_experts", "got 3", "multiple", "2"],

@@ -70,15 +70,26 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
         _workload(config, layout),
         tuple(chain for chain in chains_for(layout) if chain.rows == "pairs" or not pairs_only),
         NUM_CHUNKS if options.num_chunks is None else (options.num_chunks,),
+        None if options.memory_limit_gb is None else options.memory_limit_gb * 1e9,
     )
 
 
 @cache
 def _planned_choice(
-    cluster: Cluster, workload: Workload, chains: tuple[Chain, ...], num_chunks: tuple[int, ...]
+    cluster: Cluster,
+    workload: Workload,
+    chains: tuple[Chain, ...],
+    num_chunks: tuple[int, ...],
+    memory_limit_bytes: float | None,
 ) -> PlannedChoice:
     """One choice for all layers that are alike, so that a plan is not made for each of them."""
-    return PlannedChoice(cluster=cluster, workload=workload, chains=chains, num_chunks=num_chunks)
+    return PlannedChoice(
+        cluster=cluster,
+        workload=workload,
+        chains=chains,
+        num_chunks=num_chunks,
+        memory_limit_bytes=memory_limit_bytes,
+    )
 
 
 def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:

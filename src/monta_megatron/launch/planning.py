@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, chunks_of
+from monta_megatron.flags import positive
 from monta_megatron.launch.arguments import DISPATCHER, Arguments, whole
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.names import one_of
@@ -74,7 +75,13 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
     # Step 2: plan the exchanges that the dispatcher will have to plan.
     chains, num_chunks = _candidates(arguments)
     workloads = workloads_of(model, layout, ranks_per_node)
-    plan, _ = slowest_plan(workloads, cluster, chains=chains, num_chunks=num_chunks)
+    plan, _ = slowest_plan(
+        workloads,
+        cluster,
+        chains=chains,
+        num_chunks=num_chunks,
+        memory_limit_bytes=_memory_limit_bytes(arguments),
+    )
     return plan, notes
 
 
@@ -100,6 +107,16 @@ def _model(path: str, arguments: Arguments) -> Model:
 
 def _size(arguments: Arguments, name: str, default: int) -> int:
     return whole(arguments[name]) if name in arguments else default
+
+
+def _memory_limit_bytes(arguments: Arguments) -> float | None:
+    limit = arguments.get("moe-monta-memory-limit-gb")
+    if limit is None:
+        return None
+    try:
+        return positive(str(limit.value)) * 1e9
+    except ValueError as error:
+        raise ValueError(f"{limit.source}: {error}") from None
 
 
 def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]:

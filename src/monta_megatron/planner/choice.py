@@ -85,12 +85,16 @@ class PlannedChoice:
         workload: what is exchanged; its number of tokens is replaced.
         chains: the chains that may be chosen.
         num_chunks: the numbers of chunks that may be chosen.
+        memory_limit_bytes: limit on what an exchange holds on a rank. Where every chain is expected
+            to hold more, the one that holds the least is chosen: a training that has come to larger
+            batches goes on.
     """
 
     cluster: Cluster
     workload: Workload
     chains: tuple[Chain, ...]
     num_chunks: tuple[int, ...] = NUM_CHUNKS
+    memory_limit_bytes: float | None = None
     _decisions: dict[int, Decision] = field(default_factory=dict)
 
     @property
@@ -104,6 +108,7 @@ class PlannedChoice:
             "chain": "auto",
             "chains": [chain.name for chain in self.chains],
             "num_chunks": list(self.num_chunks),
+            "memory_limit_bytes": self.memory_limit_bytes,
             "cluster": self.cluster.name,
             # A hash, because the costs are kilobytes, too much to show in a message.
             "hash of the costs": hash_of({"costs": repr(self.cluster)}),
@@ -121,21 +126,39 @@ class PlannedChoice:
 
     def _plan(self, tokens: int) -> Decision:
         found = plan_for(self, tokens)
+        held, limit = _held_bytes(found), self.memory_limit_bytes
+        over = "" if limit is None or held <= limit else f", over the limit of {limit / 1e9:.3g}"
         return Decision(
             chain=CHAINS[found.chain],
             num_chunks=found.num_chunks,
             reason=f"planned on {self.cluster.name} for up to {tokens} tokens per rank: "
-            f"{found.reason}",
+            f"{found.reason}; holds up to {held / 1e9:.3g} GB{over}",
         )
 
 
 def plan_for(choice: PlannedChoice, tokens: int) -> Plan:
     """The plan behind a choice for `tokens` tokens per rank."""
+    limit = choice.memory_limit_bytes
+    found = _plan(choice, tokens, None)
+    if limit is None or _held_bytes(found) <= limit:
+        return found
+    held = [each.peak_bytes for each in found.candidates if each.peak_bytes is not None]
+    return _plan(choice, tokens, max(limit, min(held)))
+
+
+def _held_bytes(found: Plan) -> float:
+    """What the chosen chain is expected to hold on a rank."""
+    assert found.chosen is not None and found.chosen.peak_bytes is not None, "it has been priced"
+    return found.chosen.peak_bytes
+
+
+def _plan(choice: PlannedChoice, tokens: int, memory_limit_bytes: float | None) -> Plan:
     return plan(
         choice.workload.with_tokens(tokens),
         choice.cluster,
         chains=[chain.name for chain in choice.chains],
         num_chunks=choice.num_chunks,
+        memory_limit_bytes=memory_limit_bytes,
         # The chain is chosen after the gather, which therefore holds what any of the chains needs.
         gathered_counts=sum(
             gathered_widths(choice.chains, choice.workload.layout, choice.num_blocks)

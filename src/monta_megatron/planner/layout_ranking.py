@@ -144,7 +144,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _ranked(layout: ParallelLayout, plan: Plan, state: float) -> RankedLayout:
-    choice = next(entry for entry in plan.candidates if entry.rejected is None)
+    choice = plan.chosen
+    assert choice is not None, "it has just been made"
     predicted_us, peak_bytes = choice.predicted_us or 0.0, choice.peak_bytes or 0.0
     tokens = plan.situation.tokens_per_rank
     return RankedLayout(

@@ -122,6 +122,11 @@ class Plan:
         check_chain(self.chain, "chain")
         chunks_of(CHAINS[self.chain], self.num_chunks, "num_chunks")
 
+    @property
+    def chosen(self) -> Candidate | None:
+        """The candidate that is not rejected; None if the file of a plan was edited so."""
+        return next((entry for entry in self.candidates if entry.rejected is None), None)
+
     def best_us(self) -> dict[str, float | None]:
         """The time of each chain in its best number of chunks; None where it cannot run."""
         best: dict[str, float | None] = {}
@@ -172,13 +177,13 @@ class Plan:
             ValueError: one line that names the file, the key, the value and the rule.
         """
         plan = strict_yaml.load(cls, path)
-        chosen = [entry for entry in plan.candidates if entry.rejected is None]
-        if [(entry.chain, entry.num_chunks) for entry in chosen] == [(plan.chain, plan.num_chunks)]:
+        choice, chosen = (plan.chain, plan.num_chunks), plan.chosen
+        if chosen is not None and (chosen.chain, chosen.num_chunks) == choice:
             return plan
         priced = {(entry.chain, entry.num_chunks): entry.predicted_us for entry in plan.candidates}
         return replace(
             plan,
-            predicted_us=priced.get((plan.chain, plan.num_chunks)),
+            predicted_us=priced.get(choice),
             reason=f"chosen by hand in {path}",
             stages=(),
         )
