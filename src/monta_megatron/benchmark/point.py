@@ -37,6 +37,7 @@ from monta_megatron.planner.plan import Phase
 from monta_megatron.progress import Progress
 from monta_megatron.ranks.this_rank import ThisRank
 from monta_megatron.topology.layout import Layout
+from monta_megatron.topology.nodes import is_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,11 +211,12 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
     assert world is not None, "start has joined the launch"
     nodes = find_nodes(world, settings.ranks_per_node)
     cluster = task.cluster
-    # A dispatcher takes its nodes from the cluster file, the benchmark from the launch. Every rank
-    # compares the nodes of all ranks, so that all of them refuse.
+    # Unless they are named, a dispatcher takes its nodes from the cluster file, the benchmark from
+    # the launch. Every rank compares the nodes of all ranks, so that all of them refuse.
     if (
         cluster is not None
         and settings.ranks_per_node is None
+        and not is_named()
         and find_nodes(world, cluster.ranks_per_node) != nodes
     ):
         raise ValueError(

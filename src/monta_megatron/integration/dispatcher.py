@@ -27,27 +27,20 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from monta_megatron import __version__
 from monta_megatron.chains import Counts
 from monta_megatron.chains.gathered import counted_blocks
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting, GatheredCounts, lists_of
-from monta_megatron.exchange.groups import gather_objects, peer_groups
+from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.walk import Exchange
-from monta_megatron.integration.choice import agree, check_alike, choose
+from monta_megatron.integration.choice import agree, choose
 from monta_megatron.integration.duties import check_duties
+from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.options import Options
 from monta_megatron.planner.choice import Decision
 from monta_megatron.topology.layout import Layout
-from monta_megatron.topology.nodes import (
-    consecutive_nodes,
-    is_named,
-    mixed_node,
-    node_here,
-    number_nodes,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -278,46 +271,17 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         chain = self.options.named_chain
         sends_tokens = chain is not None and chain.rows == "tokens"
         classes = 2 if self.drop_and_pad and sends_tokens else 1
+        nodes, note = nodes_of_exchange(self.options, self.tp_ep_group)
+        if note is not None:
+            self._report(note)
         return Layout(
             ep=self.ep_size,
             etp=self.tp_size,
             num_local_experts=self.num_local_experts * classes,
             rank=dist.get_group_rank(self.tp_ep_group, dist.get_rank()),
-            nodes=self._find_nodes(),
+            nodes=nodes,
             classes=classes,
         )
-
-    def _find_nodes(self) -> tuple[int, ...]:
-        """The node of every rank of the exchange, see `topology.nodes`."""
-        cluster, ranks_per_node = self.options.cluster, self.options.ranks_per_node
-        if ranks_per_node is None and cluster is not None and not is_named():
-            ranks_per_node = cluster.ranks_per_node
-        rule = {"monta_megatron": __version__, "ranks_per_node": ranks_per_node}
-        told = gather_objects((node_here(), rule), self.tp_ep_group)
-        ranks = dist.get_process_group_ranks(self.tp_ep_group)
-        check_alike([rule for _, rule in told], ranks)
-        hosts = [host for host, _ in told]
-        if ranks_per_node is None:
-            return number_nodes(hosts)
-        nodes = consecutive_nodes(ranks, ranks_per_node)
-        if self.options.ranks_per_node is None and cluster is not None:
-            mixed = mixed_node(nodes, hosts)
-            if mixed is not None:
-                first, second = mixed
-                raise ValueError(
-                    f"moe_monta_cluster: {cluster.name} has nodes of {ranks_per_node} consecutive "
-                    f"ranks, but of one node rank {ranks[first]} is on {hosts[first]}, which has "
-                    f"other nodes too, and rank {ranks[second]} on {hosts[second]}; number the "
-                    "ranks host by host (srun --distribution=block), or set MONTA_NODE or "
-                    "--moe-monta-ranks-per-node"
-                )
-            if nodes != number_nodes(hosts):
-                self._report(
-                    f"nodes of {ranks_per_node} ranks, as {cluster.name} has them, but "
-                    f"{hosts.count(hosts[0])} of the {len(ranks)} ranks of an exchange are on "
-                    f"{hosts[0]}; --moe-monta-ranks-per-node decides"
-                )
-        return nodes
 
     def _gather(self, counts: torch.Tensor) -> torch.Tensor:
         """Every rank's counts: [K] -> [EP*ETP, K]."""

@@ -1,0 +1,60 @@
+"""The nodes of an exchange, by an option, by MONTA_NODE, by the cluster file, or by the hosts."""
+
+import torch.distributed as dist
+
+from monta_megatron import __version__
+from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.integration.choice import check_alike
+from monta_megatron.options import Options
+from monta_megatron.topology.nodes import (
+    consecutive_nodes,
+    is_named,
+    mixed_node,
+    node_here,
+    number_nodes,
+)
+
+
+def nodes_of_exchange(
+    options: Options, group: dist.ProcessGroup
+) -> tuple[tuple[int, ...], str | None]:
+    """Find the node of every rank of an exchange; all of its ranks call this.
+
+    Args:
+        options: of the dispatcher.
+        group: the ranks of the exchange.
+
+    Returns:
+        The nodes, numbered from 0, and what users should know about them, or None.
+
+    Raises:
+        ValueError: the ranks differ in what they were told, or the nodes of the cluster file cannot
+            be these hosts.
+    """
+    cluster, ranks_per_node = options.cluster, options.ranks_per_node
+    if ranks_per_node is None and cluster is not None and not is_named():
+        ranks_per_node = cluster.ranks_per_node
+    rule = {"monta_megatron": __version__, "ranks_per_node": ranks_per_node}
+    told = gather_objects((node_here(), rule), group)
+    ranks = dist.get_process_group_ranks(group)
+    check_alike([rule for _, rule in told], ranks)
+    hosts = [host for host, _ in told]
+    if ranks_per_node is None:
+        return number_nodes(hosts), None
+    nodes = consecutive_nodes(ranks, ranks_per_node)
+    if cluster is None or options.ranks_per_node is not None or nodes == number_nodes(hosts):
+        return nodes, None
+    mixed = mixed_node(nodes, hosts)
+    if mixed is not None:
+        first, second = mixed
+        raise ValueError(
+            f"moe_monta_cluster: {cluster.name} has nodes of {ranks_per_node} consecutive ranks, "
+            f"but of one node rank {ranks[first]} is on {hosts[first]}, which has other nodes too, "
+            f"and rank {ranks[second]} on {hosts[second]}; number the ranks host by host (srun "
+            "--distribution=block), or set MONTA_NODE or --moe-monta-ranks-per-node"
+        )
+    return nodes, (
+        f"nodes of {ranks_per_node} ranks, as {cluster.name} has them, but "
+        f"{hosts.count(hosts[0])} of the {len(ranks)} ranks of an exchange are on {hosts[0]}; "
+        "--moe-monta-ranks-per-node decides"
+    )
