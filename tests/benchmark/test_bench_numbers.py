@@ -13,7 +13,6 @@ from monta_megatron.benchmark import traffic
 from monta_megatron.benchmark.ablation_steps import ablation_steps
 from monta_megatron.benchmark.prediction import predict, workload_of
 from monta_megatron.benchmark.report import Row, table
-from monta_megatron.benchmark.routing import ROUTINGS, make_routing
 from monta_megatron.benchmark.settings import parse_settings
 from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians, spread
 from monta_megatron.benchmark.traffic import Traffic
@@ -123,25 +122,8 @@ def test_interval_of_a_ratio_keeps_pairs_together() -> None:
     assert ratio_interval(np.array([4.0]), np.array([2.0])) == (2.0, 2.0)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_routing_is_top_k_and_the_same_wherever_it_is_made(routing: str) -> None:
-    nodes = traffic.expert_nodes(FLAT)
-    assert nodes.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    made = make_routing(routing, 300, 3, nodes, seed=5, rank=2)
-    assert (made.sum(axis=1) == 3).all()
-    assert np.array_equal(made, make_routing(routing, 300, 3, nodes, seed=5, rank=2))
-    assert not np.array_equal(made, make_routing(routing, 300, 3, nodes, seed=5, rank=3))
-    share = made.sum(axis=0) / made.sum()
-    on_both_nodes = made[:, :4].any(axis=1) & made[:, 4:].any(axis=1)
-    assert (share.max() > 0.2) == (routing == "skewed")
-    assert on_both_nodes.any() == (routing != "node-limited")
-
-
-def test_node_limited_routing_needs_nodes_with_room() -> None:
-    with pytest.raises(ValueError, match="--routing: got node-limited"):
-        make_routing("node-limited", 4, 2, np.zeros(8, dtype=np.int64), seed=0, rank=0)
-    with pytest.raises(ValueError, match=r"hold 4 experts: fewer than --top-k \(5\)"):
-        make_routing("node-limited", 4, 5, traffic.expert_nodes(FLAT), seed=0, rank=0)
+def test_nodes_of_the_experts() -> None:
+    assert traffic.expert_nodes(FLAT).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 BASE = {"experts": "8", "top_k": "2", "hidden": "16", "tokens": "4"}
@@ -316,7 +298,6 @@ def test_what_says_so_needs_no_torch() -> None:
         "benchmark.plots",
         "benchmark.prediction",
         "benchmark.report",
-        "benchmark.routing",
         "benchmark.settings",
         "benchmark.statistics",
         "benchmark.summary",

@@ -7,9 +7,8 @@ from monta_megatron.benchmark.settings import DTYPE_BYTES, Settings
 from monta_megatron.benchmark.traffic import PROBS_BYTES
 from monta_megatron.chains import CHAINS
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.named_routing import expected_routing
 from monta_megatron.planner.plan import Phase
-from monta_megatron.planner.routing import Routing, UniformRouting
-from monta_megatron.planner.sampled_routing import skewed_routing
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.topology.layout import Layout
@@ -74,20 +73,8 @@ def workload_of(settings: Settings, layout: Layout) -> Workload:
         hidden_size=settings.hidden,
         value_bytes=DTYPE_BYTES[settings.dtype],
         prob_bytes=PROBS_BYTES,
-        routing=expected_routing(settings, layout),
+        routing=expected_routing(
+            settings.routing, settings.num_experts, settings.topk, layout.num_nodes, settings.seed
+        ),
         tokens_per_rank=settings.tokens,
     )
-
-
-def expected_routing(settings: Settings, layout: Layout) -> Routing:
-    """The planner's counterpart of the routing, one of `routing.ROUTINGS`."""
-    if settings.routing == "skewed":
-        return skewed_routing(settings.num_experts, settings.topk, settings.seed)
-    if settings.routing == "node-limited":
-        return UniformRouting(
-            num_experts=settings.num_experts,
-            topk=settings.topk,
-            num_groups=layout.num_nodes,
-            group_topk=layout.num_nodes // 2,
-        )
-    return UniformRouting(num_experts=settings.num_experts, topk=settings.topk)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from monta_megatron.benchmark.routing import ROUTINGS
 from monta_megatron.chains import CHAINS
 from monta_megatron.names import one_of
 from monta_megatron.options import AUTO
+from monta_megatron.planner import ROUTINGS
 from monta_megatron.planner.plan import Phase
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -30,7 +30,7 @@ class Settings:
         tp: tensor parallel size.
         ep: expert parallel size.
         etp: expert tensor parallel size.
-        routing: one of `routing.ROUTINGS`.
+        routing: one of `planner.ROUTINGS`.
         chains: names of our chains, and "auto" for what the planner chooses.
         skip_refused: a chain that cannot run on this layout is left out and reported, instead of
             being an error; true where the chains were not asked for by name.

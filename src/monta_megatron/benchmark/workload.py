@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from monta_megatron.benchmark.routing import make_routing
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.traffic import expert_nodes
+from monta_megatron.planner.named_routing import make_routing
 from monta_megatron.topology.layout import Layout
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.flags import positive, whole
+from monta_megatron.planner import ROUTINGS
 
 if TYPE_CHECKING:
     from monta_megatron.planner.cluster import Cluster
@@ -25,7 +26,6 @@ SIZES = {
     "cp": "context parallel size",
     "pp": "pipeline parallel size",
 }
-ROUTINGS = ("uniform", "skewed", "node-limited")
 
 
 def add_arguments(parser: Any, needs_model: bool = True) -> None:
@@ -192,37 +192,26 @@ def _check_world(
 
 
 def _routing(name: str, model: "Model", num_nodes: int) -> "Routing":
-    from monta_megatron.planner.routing import UniformRouting
+    from monta_megatron.planner.named_routing import expected_routing
     from monta_megatron.planner.workload import uniform_routing
 
     if name == "uniform":
         return uniform_routing(model)
     if name != "node-limited":
         return _sampled(name, model.num_experts, model.moe_router_topk)
-    limit = num_nodes // 2
-    if limit == 0 or model.num_experts % num_nodes:
+    if model.num_experts % num_nodes:
         raise ValueError(
-            f"--routing: got {name}, must not be where an exchange lies on {num_nodes} node(s); it "
-            "means half of them"
+            f"--routing: got {name}, must not be where an exchange lies on {num_nodes} nodes, "
+            f"which cannot share {model.num_experts} experts evenly"
         )
-    if limit * (model.num_experts // num_nodes) < model.moe_router_topk:
-        raise ValueError(
-            f"--routing: got {name}, must leave {model.moe_router_topk} experts to choose from; "
-            f"half of {num_nodes} nodes hold fewer"
-        )
-    return UniformRouting(
-        num_experts=model.num_experts,
-        topk=model.moe_router_topk,
-        num_groups=num_nodes,
-        group_topk=limit,
-    )
+    return expected_routing(name, model.num_experts, model.moe_router_topk, num_nodes)
 
 
 # Cached, because a ranking asks for every layout.
 @cache
 def _sampled(name: str, num_experts: int, topk: int) -> "Routing":
+    from monta_megatron.planner.named_routing import skewed_routing
     from monta_megatron.planner.router_trace import traced_routing
-    from monta_megatron.planner.sampled_routing import skewed_routing
 
     if name == "skewed":
         return skewed_routing(num_experts, topk)

@@ -1,4 +1,4 @@
-"""Routings without a formula: drawn, or read from a trace.
+"""Routings without a formula: shares in a sample of tokens, drawn or read from a trace.
 
 Notation: N = tokens of the sample, E = experts, P = parts of the experts.
 """
@@ -11,13 +11,10 @@ from numpy.typing import NDArray
 
 from monta_megatron.planner.routing import ExpectedRouting
 
-# Tokens drawn to find the expected counts of a routing that has no formula.
-NUM_SAMPLES = 4096
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampledRouting(ExpectedRouting):
-    """Shares in a sample of tokens: from a trace, or drawn if there is no formula.
+    """Shares in a sample of tokens.
 
     Attributes:
         name: for messages and plans.
@@ -49,15 +46,3 @@ class SampledRouting(ExpectedRouting):
             parts = self.routing_map.reshape(self.routing_map.shape[0], num_parts, -1)
             self._hits[num_parts] = parts.any(axis=2).mean(axis=0)
         return self._hits[num_parts]
-
-
-def skewed_routing(num_experts: int, topk: int, seed: int = 0) -> SampledRouting:
-    """A routing that draws the i-th most wanted expert with weight 1/i, in random order."""
-    generator = np.random.default_rng(seed)
-    order = generator.permutation(num_experts)
-    # The top k of log-weight + Gumbel noise are a weighted draw without replacement.
-    scores = generator.gumbel(size=(NUM_SAMPLES, num_experts)) - np.log1p(order)
-    chosen = np.argpartition(scores, num_experts - topk, axis=1)[:, num_experts - topk :]
-    routing_map = np.zeros((NUM_SAMPLES, num_experts), dtype=np.bool_)
-    np.put_along_axis(routing_map, chosen, True, axis=1)
-    return SampledRouting(name="skewed", routing_map=routing_map)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from monta_megatron.planner.alike_ranks import PricedRanks, priced_ranks
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.named_routing import skewed_routing
 from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.sampled_routing import skewed_routing
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.topology.layout import Layout

@@ -22,9 +22,9 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
+from monta_megatron.planner.named_routing import skewed_routing
 from monta_megatron.planner.plan import Phase, Plan, hash_of
 from monta_megatron.planner.report import plan_lines
-from monta_megatron.planner.sampled_routing import skewed_routing
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload

@@ -15,7 +15,7 @@ from monta_megatron.chains import CHAINS, Counts, TokenCounts
 from monta_megatron.planner import router_trace
 from monta_megatron.planner.router_trace import traced_routing
 from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.sampled_routing import SampledRouting, skewed_routing
+from monta_megatron.planner.sampled_routing import SampledRouting
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,6 @@ def test_padding_is_a_class_of_its_own_of_which_nothing_is_expected(chain: str) 
         ]
         for one, other in zip(bound[0].stages, bound[1].stages, strict=True):
             assert one.send.sum(axis=1) == pytest.approx(other.send.sum(axis=1))
-
-
-def test_skewed_routing_prefers_some_experts() -> None:
-    routing = skewed_routing(num_experts=64, topk=8)
-    assert routing.pairs.sum() == pytest.approx(8)
-    assert routing.pairs.max() > 4 * routing.pairs.min()
-    assert np.array_equal(routing.pairs, skewed_routing(num_experts=64, topk=8).pairs)
 
 
 def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> None:
