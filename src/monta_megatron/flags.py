@@ -1,14 +1,12 @@
-"""Texts of a command line as numbers, and the rule that a wrong text breaks. No torch."""
+"""Texts of a command line as values, and the rule that a wrong text breaks. No torch."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
+from monta_megatron.names import one_of
 
-class BadValueError(argparse.ArgumentTypeError, ValueError):
-    """A text that breaks its rule. argparse shows the message; to other callers it is a ValueError.
-
-    argparse replaces the message of a plain ValueError.
-    """
+T = TypeVar("T")
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -16,7 +14,7 @@ def whole(least: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise BadValueError(f"got {text!r}, must be an integer >= {least}")
+            raise argparse.ArgumentTypeError(f"got {text!r}, must be an integer >= {least}")
         return int(text)
 
     return read
@@ -38,5 +36,31 @@ def _number(text: str, rule: str, holds: Callable[[float], bool]) -> float:
     except ValueError:
         value = float("nan")
     if not holds(value):
-        raise BadValueError(f"got {text!r}, must be {rule}")
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be {rule}")
     return value
+
+
+def name_of(known: Callable[[], Iterable[str]]) -> Callable[[str], str]:
+    """Reads one of the names that `known` returns."""
+
+    def read(text: str) -> str:
+        names = list(known())
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"got {text!r}, must be {one_of(text, names)}")
+        return text
+
+    return read
+
+
+def listed(read_one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """Reads a list such as "a,b"; what is written twice counts once."""
+
+    def read(text: str) -> tuple[T, ...]:
+        parts = [part.strip() for part in text.split(",")]
+        if not all(parts):
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, must be a list such as a,b without empty parts"
+            )
+        return tuple(dict.fromkeys(map(read_one, parts)))
+
+    return read

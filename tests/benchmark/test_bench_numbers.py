@@ -139,6 +139,8 @@ def test_settings_have_defaults() -> None:
     named = parse_settings({**BASE, "stock": "allgather", "chains": "alltoall"}, 4)
     assert named.stock == ("alltoall", "allgather")
     assert not named.skip_refused
+    # "all" includes the chain beside it.
+    assert parse_settings({**BASE, "chains": "alltoall,all"}, 4) == parse_settings(BASE, 4)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,7 @@ def test_settings_have_defaults() -> None:
         ({"experts": "6"}, "--experts: got 6, must be a multiple of --ep (4)"),
         ({"hidden": "15", "tp": "2"}, "--hidden: got 15, must be a multiple of --tp (2)"),
         ({"dtype": "fp8"}, "--dtype: got 'fp8', must be one of float32, bfloat16"),
+        ({"dtype": "float32,bfloat16"}, "--dtype: got 'float32,bfloat16', must be one of"),
         ({"chains": "alltoal"}, "--chains: got 'alltoal', must be one of alltoall,"),
         ({"chains": "alltoal"}, "(did you mean alltoall?)"),
         ({"chains": "alltoall,"}, "--chains: got 'alltoall,', must be a list"),
@@ -295,6 +298,7 @@ def test_what_says_so_needs_no_torch() -> None:
         "provenance",
         "ranks.this_rank",
         "benchmark.ablation_steps",
+        "benchmark.flags",
         "benchmark.plots",
         "benchmark.prediction",
         "benchmark.report",

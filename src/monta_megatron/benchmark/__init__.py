@@ -1,6 +1,7 @@
 """`monta bench`: stock dispatchers and ours, on the same data, checked first, timed side by side.
 
 Without torch:
+    flags           the flags that become settings
     settings        what was asked for
     sweep           many points in a file, and their results in another
     routing         which experts each token goes to

@@ -1,20 +1,14 @@
 """What a benchmark was asked for: parsed from text, checked, frozen. No torch."""
 
 import argparse
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
+from monta_megatron.benchmark.flags import ALL_CHAINS, DTYPE_BYTES, FLAGS, SWITCHES
 from monta_megatron.chains import CHAINS
-from monta_megatron.names import one_of
 from monta_megatron.options import AUTO
-from monta_megatron.planner import ROUTINGS
 from monta_megatron.planner.plan import Phase
-
-PHASES: tuple[Phase, ...] = get_args(Phase)
-STOCK = ("alltoall", "allgather")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,63 +80,47 @@ def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: in
     """Check the flags of the command line against each other and against the launch.
 
     Args:
-        flags: their values by name, as text; None where not given.
+        flags: their texts by name, with underscores; None where not given.
         world_size: ranks of the launch.
 
     Raises:
         ValueError: a flag is wrong; names the flag, the value and the rule.
     """
-    texts = vars(flags) if isinstance(flags, argparse.Namespace) else flags
-
-    def integer(name: str, default: int | None = None, least: int = 1) -> int:
-        text = texts.get(name)
-        if text is None and default is not None:
-            return default
-        if text is None:
-            raise ValueError(f"{_flag(name)}: not given, must be an integer >= {least}")
-        return _integer(_flag(name), str(text), least)
-
-    num_experts, topk, hidden = integer("experts"), integer("top_k"), integer("hidden")
-    tp = integer("tp", 1)
-    etp = integer("etp", tp)
-    ep = integer("ep", max(world_size // etp, 1))
-    chains, by_name = _chains(texts.get("chains") or "all")
-    stock = _names("--stock", texts.get("stock") or ",".join(STOCK), STOCK)
+    given = _read(vars(flags) if isinstance(flags, argparse.Namespace) else flags)
+    for name in ("experts", "top_k", "hidden", "tokens"):
+        if given[name] is None:
+            raise ValueError(f"{_flag(name)}: not given, must be an integer >= 1")
+    given["etp"] = given["etp"] or given["tp"]
+    given["ep"] = given["ep"] or max(world_size // given["etp"], 1)
+    given["ffn_hidden"] = given["ffn_hidden"] or given["hidden"]
+    # alltoall is the base of every ratio.
+    given["stock"] = tuple(dict.fromkeys(("alltoall", *given["stock"])))
+    are_all = ALL_CHAINS in given["chains"]
+    if are_all:
+        given["chains"] = (*CHAINS, AUTO)
     settings = Settings(
-        num_experts=num_experts,
-        topk=topk,
-        hidden=hidden,
-        tokens=integer("tokens"),
-        dtype=_names("--dtype", texts.get("dtype") or "float32", DTYPE_BYTES)[0],
-        tp=tp,
-        ep=ep,
-        etp=etp,
-        routing=_names("--routing", texts.get("routing") or ROUTINGS[0], ROUTINGS)[0],
-        chains=chains,
-        skip_refused=not by_name,
-        num_chunks=tuple(
-            _integer("--num-chunks", text, 1)
-            for text in _list("--num-chunks", texts.get("num_chunks") or "1,4")
-        ),
-        # alltoall is the base of every ratio.
-        stock=tuple(dict.fromkeys(("alltoall", *stock))),
-        phases=_names("--phase", texts.get("phase") or ",".join(PHASES), PHASES),  # type: ignore[arg-type]
-        layer=bool(texts.get("layer")),
-        ffn_hidden=integer("ffn_hidden", hidden),
-        repeats=integer("repeats", 10),
-        warmup=integer("warmup", 2, least=0),
-        seed=integer("seed", 1, least=0),
-        ranks_per_node=integer("ranks_per_node") if texts.get("ranks_per_node") else None,
-        cluster=texts.get("cluster"),
-        inter_rate_ratio=positive_number(
-            "--inter-rate-ratio", texts.get("inter_rate_ratio") or "1"
-        ),
+        num_experts=given.pop("experts"),
+        topk=given.pop("top_k"),
+        phases=given.pop("phase"),
+        skip_refused=are_all,
         world_size=world_size,
-        ablation=bool(texts.get("ablation")),
-        bound=bool(texts.get("bound")),
+        **given,
     )
     _check_together(settings)
     return settings
+
+
+def _read(texts: Mapping[str, Any]) -> dict[str, Any]:
+    """All flags' values, by name as in `texts`; None where neither text nor default gives one."""
+    values: dict[str, Any] = {name: bool(texts.get(name)) for name in SWITCHES}
+    for name, flag in FLAGS.items():
+        key = name.replace("-", "_")
+        text = flag.default if texts.get(key) is None else str(texts[key])
+        try:
+            values[key] = None if text is None else flag.read(text)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--{name}: {error}") from error
+    return values
 
 
 def _check_together(settings: Settings) -> None:
@@ -178,56 +156,6 @@ def _check_together(settings: Settings) -> None:
             raise ValueError(f"--chains: got {chains}, must be left out with --ablation")
         rule(tp > 1, "tp", tp, "above 1 for --ablation, which drops tensor-parallel duplicates")
         rule(etp == tp, "etp", etp, f"equal to --tp ({tp}) for --ablation")
-
-
-def _chains(text: str) -> tuple[tuple[str, ...], bool]:
-    """The chains of `--chains`, and whether they were asked for by name."""
-    if text == "all":
-        return (*CHAINS, AUTO), False
-    return _names("--chains", text, (*CHAINS, AUTO), also="all"), True
-
-
-def _names(
-    flag: str, text: str, known: Mapping[str, Any] | tuple[str, ...], also: str | None = None
-) -> tuple[str, ...]:
-    names = _list(flag, text)
-    for name in names:
-        if name not in known:
-            choices = [*known, *([also] if also else [])]
-            raise ValueError(f"{flag}: got {name!r}, must be {one_of(name, choices)}")
-    return tuple(dict.fromkeys(names))
-
-
-def _list(flag: str, text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise ValueError(f"{flag}: got {text!r}, must be a list such as a,b without empty parts")
-    return parts
-
-
-def _integer(flag: str, text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise ValueError(f"{flag}: got {text!r}, must be an integer >= {least}")
-    return value
-
-
-def positive_number(flag: str, text: str) -> float:
-    """The value of a flag that takes a number > 0.
-
-    Raises:
-        ValueError: the value is not one.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"{flag}: got {text!r}, must be a number > 0")
-    return value
 
 
 def _flag(name: str) -> str:

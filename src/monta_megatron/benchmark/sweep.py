@@ -16,31 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron import strict_yaml
+from monta_megatron.benchmark.flags import POINT_FLAGS
 from monta_megatron.benchmark.settings import Settings, parse_settings
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.files import add_json_line, read_json_lines, write_json_lines
 from monta_megatron.names import advice
-
-# What may differ between the points of one launch.
-POINT_FLAGS = (
-    "experts",
-    "top-k",
-    "hidden",
-    "tokens",
-    "dtype",
-    "tp",
-    "ep",
-    "etp",
-    "routing",
-    "chains",
-    "num-chunks",
-    "stock",
-    "phase",
-    "ffn-hidden",
-    "repeats",
-    "warmup",
-    "seed",
-)
 
 
 @dataclass(frozen=True, kw_only=True)

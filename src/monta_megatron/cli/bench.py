@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monta_megatron.benchmark.flags import FLAGS, SWITCHES, add_flags
 from monta_megatron.cli.output import only_the_report
 
 if TYPE_CHECKING:
@@ -25,29 +26,8 @@ many points, then their tables:
   monta bench --report sweep.jsonl --plot plots
 """
 
-# Flags with a value. Values are checked together (benchmark/settings.py), so that a bad one gives
-# one line from one rank.
-FLAGS = (
-    ("experts", "N", "experts of the layer"),
-    ("top-k", "N", "experts of each token"),
-    ("hidden", "N", "hidden size"),
-    ("tokens", "N", "tokens of each rank"),
-    ("dtype", "NAME", "float32 (default) or bfloat16"),
-    ("tp", "N", "tensor parallel size (default: 1)"),
-    ("ep", "N", "expert parallel size (default: all ranks over --etp)"),
-    ("etp", "N", "expert tensor parallel size (default: --tp)"),
-    ("routing", "NAME", "uniform (default), skewed or node-limited"),
-    ("chains", "LIST", "chains, auto (the planner's pick), or all that can run (default)"),
-    ("num-chunks", "LIST", "chunks of each pipelined chain (default: 1,4)"),
-    ("stock", "LIST", "Megatron's dispatchers: alltoall, allgather (default: both)"),
-    ("phase", "LIST", "forward, forward_backward (default: both)"),
-    ("ffn-hidden", "N", "experts' intermediate size, for --layer (default: --hidden)"),
-    ("repeats", "N", "timed runs of each (default: 10)"),
-    ("warmup", "N", "runs of each before that (default: 2)"),
-    ("seed", "N", "of the data (default: 1)"),
-    ("ranks-per-node", "N", "ranks joined by the fast tier (default: what the launcher says)"),
-    ("cluster", "FILE", "costs by which the planner predicts and chooses"),
-    ("inter-rate-ratio", "X", "rate of this network over that of --cluster (default: 1)"),
+# Flags that are no settings.
+FILES = (
     ("sweep", "FILE", "many points in one launch: YAML, see docs/benchmarks/README.md"),
     ("out", "FILE", "add each finished point as a line of JSON; what is there is not run again"),
     ("report", "FILE", "run nothing: tables in Markdown from what --out has written"),
@@ -64,13 +44,11 @@ def add_parser(commands: Any) -> None:
         "run: one process per rank, under torchrun, srun or monta emulate.",
         epilog=EXAMPLE,
     )
-    for name, metavar, text in FLAGS:
+    add_flags(parser, FLAGS)
+    for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
-    parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
-    parser.add_argument("--ablation", action="store_true", help="the steps of the MoNTA paper")
-    parser.add_argument(
-        "--bound", action="store_true", help="time the stages of alltoall_allgather alone too"
-    )
+    for name, text in SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 

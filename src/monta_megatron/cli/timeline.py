@@ -4,10 +4,11 @@ import argparse
 import json
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monta_megatron.benchmark.flags import FLAGS, add_flags
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import only_the_report
 from monta_megatron.files import make_folder
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.timeline.recording import Recording
     from monta_megatron.timeline.spans import Timeline
-
-NUM_PASSES = 5
 
 EXAMPLE = """\
 examples:
@@ -32,18 +31,15 @@ examples:
   monta timeline timeline/hierarchical_alltoall_x4.json --cluster cluster.yaml
 """
 
-# Checked together with the other flags (benchmark/settings.py), so that a bad one gives one line
-# from one rank.
-RECORD_FLAGS = (
-    ("experts", "N", "experts of the layer"),
-    ("top-k", "N", "experts of each token"),
-    ("hidden", "N", "hidden size"),
-    ("dtype", "NAME", "float32 (default) or bfloat16"),
-    ("repeats", "N", f"passes, of which that of median time is kept (default: {NUM_PASSES})"),
-    ("warmup", "N", "passes before that (default: 2)"),
-    ("seed", "N", "of the data (default: 1)"),
-    ("ranks-per-node", "N", "ranks joined by the fast tier (default: what the launcher says)"),
-)
+# Flags of `monta bench`, beside those that all three ways of asking take.
+RECORD_FLAGS = {
+    **{name: FLAGS[name] for name in ("experts", "top-k", "hidden", "dtype")},
+    "repeats": replace(
+        FLAGS["repeats"], help="passes, of which that of median time is kept", default="5"
+    ),
+    "warmup": replace(FLAGS["warmup"], help="passes before that"),
+    **{name: FLAGS[name] for name in ("seed", "ranks-per-node")},
+}
 
 # The flags that each way of asking takes, besides those for the output.
 OUTPUT = {"out", "max_ranks", "json", "run", "command"}
@@ -51,7 +47,7 @@ COSTS = {"cluster", "inter_rate_ratio"}
 WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks"}
 TAKES = {
     "recording": COSTS,
-    "record": COSTS | WHAT | {name.replace("-", "_") for name, _, _ in RECORD_FLAGS},
+    "record": COSTS | WHAT | {name.replace("-", "_") for name in RECORD_FLAGS},
     "model": COSTS | WHAT | {"layout", "world_size", "cp", "pp"},
 }
 WAYS = {"recording": "RECORDING", "record": "--record", "model": "--model"}
@@ -75,8 +71,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--num-chunks", metavar="N", type=whole(1), help="of --chain (default: 4)")
     record = parser.add_argument_group("with --record")
     record.add_argument("--record", metavar="DIR", help="record a run, and keep it there")
-    for name, metavar, text in RECORD_FLAGS:
-        record.add_argument(f"--{name}", metavar=metavar, help=text)
+    add_flags(record, RECORD_FLAGS)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out", metavar="DIR", help="for the files (default: where the recording is, or here)"
@@ -194,8 +189,8 @@ def _record(parsed: argparse.Namespace) -> _Drawing | None:
     from monta_megatron.ranks.this_rank import find_this_rank
 
     this_rank = find_this_rank("timeline --record")
-    asked = {**vars(parsed), "stock": "alltoall", "repeats": parsed.repeats or str(NUM_PASSES)}
-    asked["chains"], asked["num_chunks"] = "auto", None
+    asked = {**vars(parsed), "stock": "alltoall", "chains": "auto", "num_chunks": None}
+    asked["repeats"] = parsed.repeats or RECORD_FLAGS["repeats"].default
     if parsed.chain is not None:
         chain, num_chunks = _chain(parsed)
         asked["chains"], asked["num_chunks"] = chain.name, str(num_chunks)
