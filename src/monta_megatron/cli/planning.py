@@ -47,13 +47,13 @@ def add_arguments(parser: Any, needs_model: bool = True) -> None:
         metavar="NAME|FOLDER",
         default="uniform",
         help=f"{', '.join(ROUTINGS)}, or a folder of Megatron's --moe-routing-trace-path "
-        "(default: uniform, by the model's router)",
+        "(default: %(default)s, by the model's router)",
     )
     parser.add_argument(
         "--phase",
         choices=("forward", "forward_backward"),
         default="forward_backward",
-        help="what has to be fast (default: forward_backward)",
+        help="what has to be fast (default: %(default)s)",
     )
     parser.add_argument(
         "--inter-rate-ratio",

@@ -81,7 +81,7 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         type=whole(1),
         default=4,
-        help="in the picture; the trace has all (default: 4)",
+        help="in the picture; the trace has all (default: %(default)s)",
     )
     output.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
