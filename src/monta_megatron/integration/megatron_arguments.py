@@ -14,8 +14,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from typing import NoReturn
+
+from monta_megatron.names import nearest
 
 Words = Sequence[str]
 
@@ -112,8 +113,8 @@ def _problem(parser: argparse.ArgumentParser, words: Words, version: str) -> str
     ]
     name = words[0].removeprefix("--")
     if name not in known:
-        nearest = get_close_matches(name, known, n=1)
-        advice = f"; did you mean {nearest[0]}?" if nearest else ""
+        meant = nearest(name, known)
+        advice = "" if meant is None else f"; did you mean {meant}?"
         return f"no argument of Megatron-Core {version}{advice}"
     try:
         _, rest = parser.parse_known_args(words)
