@@ -4,7 +4,6 @@ Without torch:
     flags           the flags that become settings
     settings        what was asked for
     sweep           many points in a file, and their results in another
-    routing         which experts each token goes to
     traffic         bytes that stock moves, and bytes that have to move
     statistics      median, spread, interval of a ratio
     prediction      what the planner predicts
