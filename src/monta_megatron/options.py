@@ -63,8 +63,8 @@ class OptionFields:
         _integer_or_text,
     )
     moe_monta_ranks_per_node: Optional[int] = _option(  # noqa: UP045
-        "Ranks joined by the fast tier (default: those of the cluster file; without one, what the "
-        "launcher or the host names say).",
+        "Ranks joined by the fast tier (default: as MONTA_NODE says, else those of the cluster "
+        "file; without one, what the launcher or the host names say).",
         _integer_or_text,
     )
     moe_monta_cluster: Optional[str] = _option(  # noqa: UP045
@@ -90,8 +90,8 @@ class Options:
     Attributes:
         chain: key of `chains.CHAINS`, or "auto".
         num_chunks: at least 1; None where the planner chooses.
-        ranks_per_node: ranks joined by the fast tier; None leaves it to the cluster, the launcher
-            or host names.
+        ranks_per_node: ranks joined by the fast tier; None leaves it to MONTA_NODE, the cluster,
+            the launcher or host names.
         cluster: costs by which the planner chooses, or None if no file gives them.
         plan: a choice that was made before, or None.
         memory_limit_gb: limit for the planner, or None.

@@ -87,6 +87,11 @@ def test_planned_for_the_cluster_that_the_dispatcher_is_given() -> None:
     assert any("72 ranks are taken to share the fast tier" in note for note in run.notes)
 
 
+def test_over_the_memory_limit_it_runs_as_the_dispatcher_would() -> None:
+    run = ready(MIXTRAL, "--moe-monta-memory-limit-gb", "0.001")
+    assert run.plan is not None and run.plan.reason.endswith("; over the limit of 0.001 GB")
+
+
 def test_stock_dispatcher_from_the_same_file() -> None:
     run = ready(QUICKSTART, *STOCK)
     assert not any("monta" in word for word in run.arguments)
@@ -260,6 +265,11 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
         [("megatron", "tensor-model-parallel-size", 4)],
         [],
         ["megatron.tensor-model-parallel-size: got 4", "must be 2", "layout.tp", "left out"],
+    ),
+    "memory limit": (
+        [],
+        ["--moe-monta-memory-limit-gb", "much"],
+        ["--moe-monta-memory-limit-gb: got 'much'", "a number > 0"],
     ),
     "flag for a size": ([], ["--expert-model-parallel-size"], ["--expert-model", ">= 1"]),
     "unfitting size": ([], ["--tensor-model-parallel-size", "3"], ["layout.nodes * ranks", "(3)"]),

@@ -68,16 +68,22 @@ def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     return dict(commands.choices)
 
 
+def _run(parsed: argparse.Namespace) -> tuple[int, ValueError | None]:
+    try:
+        return int(parsed.run(parsed)), None
+    except ValueError as mistake:
+        return 2, mistake
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit status."""
     parsed = build_parser().parse_args(arguments)
     try:
-        status = int(parsed.run(parsed))
+        status, mistake = _run(parsed)
         sys.stdout.flush()
+        if mistake is not None:
+            report(f"monta {parsed.command}: {mistake}")
         return status
-    except ValueError as error:
-        report(f"monta {parsed.command}: {error}")
-        return 2
     except KeyboardInterrupt:
         if is_first_rank():
             print(f"monta {parsed.command}: interrupted", file=sys.stderr)

@@ -194,8 +194,10 @@ def _launch_queue() -> list[Finding]:
 
 
 def _topology() -> list[Finding]:
-    from monta_megatron.topology.nodes import ranks_per_node_from_launcher
+    from monta_megatron.topology.nodes import is_named, node_here, ranks_per_node_from_launcher
 
+    if is_named():
+        return [Finding("node", "ok", f"{node_here()}, by MONTA_NODE")]
     ranks_per_node = ranks_per_node_from_launcher()
     if ranks_per_node is None:
         return [

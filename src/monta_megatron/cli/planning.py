@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.flags import positive, whole
+from monta_megatron.names import one_of
 from monta_megatron.planner import ROUTINGS
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def _sampled(name: str, num_experts: int, topk: int) -> "Routing":
         return skewed_routing(num_experts, topk)
     if not Path(name).is_dir():
         raise ValueError(
-            f"--routing: got {name!r}, must be one of {', '.join(ROUTINGS)}, or a folder of "
-            "Megatron's --moe-routing-trace-path"
+            f"--routing: got {name!r}, must be a folder of Megatron's --moe-routing-trace-path, or "
+            f"{one_of(name, ROUTINGS)}"
         )
     return traced_routing(name, num_experts)

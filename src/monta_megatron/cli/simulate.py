@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
 from monta_megatron.flags import positive, whole
+from monta_megatron.names import one_of
 
 if TYPE_CHECKING:
     from monta_megatron.planner.plan import Plan
@@ -195,7 +196,7 @@ def _sweep(text: str) -> _Sweep:
     factor, _, values = text.partition("=")
     if factor not in FACTORS or not values:
         raise argparse.ArgumentTypeError(
-            f"got {text!r}, must be FACTOR=V,V,... with one of {', '.join(FACTORS)}"
+            f"got {text!r}, must be FACTOR=V,V,... with {one_of(factor, FACTORS)}"
         )
     convert = FACTORS[factor][0]
     return _Sweep(factor=factor, values=tuple(map(convert, values.split(","))))

@@ -48,7 +48,7 @@ class Exchange:
         groups: the process group for every group name of the chain.
         sum_dtype: dtype of the sums over copies of a row, at least fp32. Megatron reduces over the
             expert tensor parallel group in the dtype of the probabilities.
-        monitor: counts bytes and records the order of issue.
+        monitor: counts bytes; tells its recorder, if it has one, what is issued.
         list_width: W, the longest list of experts of any token; 0 where rows are pairs.
         row_indices: for each `Place` of the chain that copies, the rows of each chunk in the whole
             tensor; made at first use, shared by all walks.

@@ -61,7 +61,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         num_chunks: its number of chunks.
         layout: this rank's place in the exchange.
         groups: the process group for each group name of the chains.
-        monitor: bytes by tier, and the record of starts and waits if one is kept.
+        monitor: bytes by tier; starts and waits go to its recorder, if it has one.
     """
 
     def __init__(

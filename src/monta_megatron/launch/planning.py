@@ -4,6 +4,7 @@ The run itself is given the cluster, not this plan: a plan is for one number of 
 dispatcher plans again when the number changes.
 """
 
+from argparse import ArgumentTypeError
 from dataclasses import replace
 
 from monta_megatron import strict_yaml
@@ -81,6 +82,7 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
         chains=chains,
         num_chunks=num_chunks,
         memory_limit_bytes=_memory_limit_bytes(arguments),
+        or_least=True,
     )
     return plan, notes
 
@@ -115,7 +117,7 @@ def _memory_limit_bytes(arguments: Arguments) -> float | None:
         return None
     try:
         return positive(str(limit.value)) * 1e9
-    except ValueError as error:
+    except ArgumentTypeError as error:
         raise ValueError(f"{limit.source}: {error}") from None
 
 

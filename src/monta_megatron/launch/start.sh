@@ -119,7 +119,8 @@ in_job() {
     # a CPU binding the one task of a node may use all the cores of the job there.
     # On some clusters a job passes nothing of its environment to its steps unless it says so.
     srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --cpu-bind none --kill-on-bad-exit \
-        --export ALL bash -c "$(<"$0")" start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" &
+        --export ALL bash -c "$(<"$0")" \
+        start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" &
     child=$!
     trap 'requeue=yes; signal USR1 "$child"' USR1
     trap 'signal TERM "$child"' TERM INT

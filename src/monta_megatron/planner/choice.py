@@ -126,39 +126,24 @@ class PlannedChoice:
 
     def _plan(self, tokens: int) -> Decision:
         found = plan_for(self, tokens)
-        held, limit = _held_bytes(found), self.memory_limit_bytes
-        over = "" if limit is None or held <= limit else f", over the limit of {limit / 1e9:.3g}"
+        assert found.chosen is not None and found.chosen.peak_bytes is not None, "it was priced"
         return Decision(
             chain=CHAINS[found.chain],
             num_chunks=found.num_chunks,
             reason=f"planned on {self.cluster.name} for up to {tokens} tokens per rank: "
-            f"{found.reason}; holds up to {held / 1e9:.3g} GB{over}",
+            f"{found.reason}; holds up to {found.chosen.peak_bytes / 1e9:.3g} GB",
         )
 
 
 def plan_for(choice: PlannedChoice, tokens: int) -> Plan:
     """The plan behind a choice for `tokens` tokens per rank."""
-    limit = choice.memory_limit_bytes
-    found = _plan(choice, tokens, None)
-    if limit is None or _held_bytes(found) <= limit:
-        return found
-    held = [each.peak_bytes for each in found.candidates if each.peak_bytes is not None]
-    return _plan(choice, tokens, max(limit, min(held)))
-
-
-def _held_bytes(found: Plan) -> float:
-    """What the chosen chain is expected to hold on a rank."""
-    assert found.chosen is not None and found.chosen.peak_bytes is not None, "it has been priced"
-    return found.chosen.peak_bytes
-
-
-def _plan(choice: PlannedChoice, tokens: int, memory_limit_bytes: float | None) -> Plan:
     return plan(
         choice.workload.with_tokens(tokens),
         choice.cluster,
         chains=[chain.name for chain in choice.chains],
         num_chunks=choice.num_chunks,
-        memory_limit_bytes=memory_limit_bytes,
+        memory_limit_bytes=choice.memory_limit_bytes,
+        or_least=True,
         # The chain is chosen after the gather, which therefore holds what any of the chains needs.
         gathered_counts=sum(
             gathered_widths(choice.chains, choice.workload.layout, choice.num_blocks)

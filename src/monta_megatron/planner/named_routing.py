@@ -113,6 +113,11 @@ def _with_highest(scores: NDArray[np.float64], topk: int) -> NDArray[np.bool_]:
 def _node_limit(num_nodes: int, experts_on_node: int, topk: int) -> int:
     """On how many nodes a token's experts lie in "node-limited"."""
     limit = num_nodes // 2
+    if limit == 0:
+        raise ValueError(
+            "--routing: got node-limited, must not be where an exchange lies on "
+            f"{num_nodes} node(s)"
+        )
     if topk > limit * experts_on_node:
         raise ValueError(
             f"--routing: got node-limited, must leave the {topk} experts of a token to choose "

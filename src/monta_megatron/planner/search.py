@@ -26,6 +26,7 @@ def plan(
     chains: Sequence[str] = tuple(CHAINS),
     num_chunks: Sequence[int] = NUM_CHUNKS,
     memory_limit_bytes: float | None = None,
+    or_least: bool = False,
     margin: float = MARGIN,
     gathered_counts: int | None = None,
 ) -> Plan:
@@ -38,12 +39,13 @@ def plan(
         chains: the chains to consider.
         num_chunks: the numbers of chunks to consider; a serial chain has one.
         memory_limit_bytes: limit on what the executor holds at once on a rank, or None.
+        or_least: where every chain holds more, choose the one that holds the least, and say so.
         margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
         gathered_counts: integers per rank in the gather of counts, if the chain is chosen after it;
             None for what each chain needs.
 
     Raises:
-        ValueError: no chain can run.
+        ValueError: no chain can run, or keeps to the limit.
     """
     refused: list[Candidate] = []
     prices: list[ChainPrice] = []
@@ -61,6 +63,9 @@ def plan(
         for price in prices
         if memory_limit_bytes is None or price.peak_bytes <= memory_limit_bytes
     ]
+    is_over = or_least and bool(prices) and not allowed
+    if is_over:
+        allowed = [min(prices, key=lambda price: price.peak_bytes)]
     if not allowed:
         raise ValueError(_why_none(prices, refused, memory_limit_bytes))
     choice = min(
@@ -85,7 +90,8 @@ def plan(
         chain=choice.chain.name,
         num_chunks=choice.num_chunks,
         predicted_us=choice.total_us,
-        reason=_why_chosen(choice, allowed, margin),
+        reason=_why_chosen(choice, allowed, margin)
+        + (f"; over the limit of {(memory_limit_bytes or 0) / 1e9:.3g} GB" if is_over else ""),
         situation=situation,
         stages=stage_costs(choice),
         candidates=(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OTHER_RANKS_LINGER_S = 5.0
+OTHER_NODES_LINGER_S = 10.0
 INTERRUPT_REACHES_ALL_S = 1.0
 
 # torch's variables, and those of srun that mean the same.
@@ -64,25 +65,27 @@ def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
 
 
-def linger() -> None:
+def linger(time_s: float = OTHER_RANKS_LINGER_S) -> None:
     """Let the first rank report why before a silent rank's exit makes torchrun end all ranks."""
-    time.sleep(OTHER_RANKS_LINGER_S)
+    time.sleep(time_s)
 
 
 def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Report a mistake on standard error, in one line for all ranks that make it.
+    """Report a mistake on standard error, if possible in one line for all ranks that make it.
 
-    The first rank does so at once. The others give it time to end the launch; if it has not, the
-    mistake is not everyone's, such as a file that one node lacks, and the first rank of each node
-    reports it.
+    The first rank does so at once, and its end ends the launch. A rank that is still there after a
+    while has made the mistake without it, as where one node lacks a file, and reports it too; first
+    ranks of nodes come before the others. Where a launcher lets nodes end by themselves, that is
+    one line per node.
     """
     if is_first_rank(environ):
         print(line, file=sys.stderr, flush=True)
         return
-    linger()
-    if environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID")) == "0":
-        rank = environ.get("RANK", environ.get("SLURM_PROCID"))
-        print(f"{line} (rank {rank} on {socket.gethostname()})", file=sys.stderr, flush=True)
+    linger(OTHER_NODES_LINGER_S)
+    if environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID")) != "0":
+        linger()
+    rank = environ.get("RANK", environ.get("SLURM_PROCID"))
+    print(f"{line} (rank {rank} on {socket.gethostname()})", file=sys.stderr, flush=True)
 
 
 def run_as_rank(run: Callable[[], int]) -> int:

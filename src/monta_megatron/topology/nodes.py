@@ -51,10 +51,15 @@ def mixed_node(nodes: Sequence[int], hosts: Sequence[str]) -> tuple[int, int] | 
     nodes_of: dict[str, set[int]] = {}
     for node, host in zip(nodes, hosts, strict=True):
         nodes_of.setdefault(host, set()).add(node)
-    for first, (node, host) in enumerate(zip(nodes, hosts, strict=True)):
-        for second in range(len(nodes)):
-            if nodes[second] == node and hosts[second] != host and len(nodes_of[host]) > 1:
-                return first, second
+    # node -> its first rank on each host.
+    firsts: dict[int, dict[str, int]] = {}
+    for position, (node, host) in enumerate(zip(nodes, hosts, strict=True)):
+        firsts.setdefault(node, {}).setdefault(host, position)
+    for first_on in firsts.values():
+        for host, position in first_on.items():
+            if len(first_on) > 1 and len(nodes_of[host]) > 1:
+                other = next(each for each in first_on if each != host)
+                return position, first_on[other]
     return None
 
 

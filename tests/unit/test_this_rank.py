@@ -1,0 +1,40 @@
+"""Who reports a mistake, of the ranks that have made it."""
+
+import socket
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+
+from monta_megatron.ranks import this_rank
+
+
+@pytest.mark.parametrize(
+    ("environ", "waits_s", "ending"),
+    [
+        ({}, 0, "wrong\n"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, 0, "wrong\n"),
+        ({"SLURM_PROCID": "0"}, 0, "wrong\n"),
+        # Another node's first rank, then its others: unless the first rank has ended them by then.
+        ({"RANK": "8", "LOCAL_RANK": "0"}, 10, "wrong (rank 8 on {host})\n"),
+        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, 10, "wrong (rank 8 on {host})\n"),
+        ({"RANK": "9", "LOCAL_RANK": "1"}, 15, "wrong (rank 9 on {host})\n"),
+    ],
+)
+def test_ranks_report_one_after_the_other(
+    environ: dict[str, str], waits_s: float, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch.object(this_rank, "linger") as linger:
+        this_rank.report("wrong", environ)
+    default_s = this_rank.OTHER_RANKS_LINGER_S
+    assert sum((*call.args, default_s)[0] for call in linger.call_args_list) == waits_s
+    assert capsys.readouterr().err == ending.format(host=socket.gethostname())
+
+
+def test_a_mistake_of_all_ranks_is_one_line() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    command = ["--no-python", sys.executable, "-m", "monta_megatron.cli", "bench", "--top-k", "0"]
+    result = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=60)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("monta bench: ")]
+    assert lines == ["monta bench: --top-k: got '0', must be an integer >= 1"]
