@@ -23,20 +23,16 @@ DISPATCHER_TYPE = "monta"
 AUTO = "auto"
 
 
-def _integer_or_text(text: str) -> int | str:
-    """An integer if the text is one; other text is kept, for `Options.of` to refuse in one line."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
+def _or_text(number: Callable[[str], T]) -> Callable[[str], T | str]:
+    """Reads a number; what is none stays a text, for `Options.of` to refuse in one line."""
 
+    def read(text: str) -> T | str:
+        try:
+            return number(text)
+        except ValueError:
+            return text
 
-def _number_or_text(text: str) -> float | str:
-    """A number if the text is one; see above."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    return read
 
 
 def _option(help_text: str, convert: Callable[[str], Any] = str) -> Any:
@@ -60,12 +56,12 @@ class OptionFields:
     moe_monta_num_chunks: Optional[int] = _option(  # noqa: UP045
         "Number of chunks that the monta token dispatcher pipelines (default: the planner "
         f"chooses; {DEFAULT_NUM_CHUNKS} for a chain that is named, or 1 if it is serial).",
-        _integer_or_text,
+        _or_text(int),
     )
     moe_monta_ranks_per_node: Optional[int] = _option(  # noqa: UP045
         "Ranks joined by the fast tier (default: as MONTA_NODE says, else those of the cluster "
         "file; without one, what the launcher or the host names say).",
-        _integer_or_text,
+        _or_text(int),
     )
     moe_monta_cluster: Optional[str] = _option(  # noqa: UP045
         "Cluster file, made by `monta calibrate`, by which the planner chooses."
@@ -76,7 +72,7 @@ class OptionFields:
     moe_monta_memory_limit_gb: Optional[float] = _option(  # noqa: UP045
         "What the planner expects an exchange to hold on a rank, at most, of the chain that it "
         "chooses (default: no limit).",
-        _number_or_text,
+        _or_text(float),
     )
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 
 from monta_megatron.benchmark import traffic
-from monta_megatron.benchmark.settings import DTYPE_BYTES, Settings
+from monta_megatron.benchmark.flags import DTYPE_BYTES
+from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.benchmark.workload import Batch
 from monta_megatron.chains import CHAINS

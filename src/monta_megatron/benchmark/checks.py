@@ -16,6 +16,7 @@ import torch.distributed as dist
 from monta_megatron.benchmark.candidates import Candidate, Passed, run_candidate
 from monta_megatron.benchmark.workload import Batch
 from monta_megatron.chains.stages import AllGather, AllToAll
+from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.integration.bench_layer import Experts
 from monta_megatron.topology.layout import Layout
 
@@ -205,10 +206,8 @@ def _experts_of_tokens(routing_map: torch.Tensor) -> torch.Tensor:
 
 def _of_all_ranks(found: list[str]) -> list[str]:
     """The distinct lines of all ranks, each with the ranks that found it."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, found)
     ranks_by_line: dict[str, list[int]] = {}
-    for rank, lines in enumerate(gathered):
+    for rank, lines in enumerate(gather_objects(found)):
         for line in lines:
             ranks_by_line.setdefault(line, []).append(rank)
     return [f"{line} (rank {', '.join(map(str, ranks))})" for line, ranks in ranks_by_line.items()]

@@ -216,7 +216,7 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
     if (
         cluster is not None
         and settings.ranks_per_node is None
-        and not any(gather_objects(is_named(), world))
+        and not any(gather_objects(is_named()))
         and find_nodes(world, cluster.ranks_per_node) != nodes
     ):
         raise ValueError(

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from monta_megatron.benchmark.settings import DTYPE_BYTES, Settings
+from monta_megatron.benchmark.flags import DTYPE_BYTES
+from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.traffic import PROBS_BYTES
 from monta_megatron.chains import CHAINS
 from monta_megatron.planner.cluster import Cluster

@@ -35,7 +35,7 @@ from monta_megatron.calibration.points import (
 )
 from monta_megatron.calibration.record import Record, Sample
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.exchange.groups import find_nodes, gather_objects
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
 from monta_megatron.ranks.joined import join, on_first_rank
@@ -193,10 +193,8 @@ def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
 def _ranks_per_core() -> float:
     """Ranks per core that they may use, over all emulated nodes of a machine; at least 1."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (machine, os.sched_getaffinity(0)))
     by_machine: dict[str, list[set[int]]] = {}
-    for name, cores in found:
+    for name, cores in gather_objects((machine, os.sched_getaffinity(0))):
         by_machine.setdefault(name, []).append(cores)
     return max(1.0, *(len(ranks) / len(set().union(*ranks)) for ranks in by_machine.values()))
 

@@ -24,9 +24,9 @@ NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
-def gather_objects(own: T, group: dist.ProcessGroup) -> list[T]:
-    """What every rank of `group` passes, in the order of its ranks."""
-    found: list[T] = [own] * group.size()
+def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank of `group` passes, in the order of its ranks; None for all ranks."""
+    found: list[T] = [own] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     return found
 

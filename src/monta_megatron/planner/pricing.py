@@ -126,13 +126,13 @@ def _work(
     notes: dict[str, None],
 ) -> Work:
     """One stage, from what every rank does in it."""
-    first = stages[0]
+    first, resource = stages[0], resource_of(stages)
     if isinstance(first, CopyTraffic):
         times, launch_us = _copy_times(cast(Sequence[CopyTraffic], stages), cluster, notes)
         operations = tuple(first.moved_bytes)
     else:
         collectives = cast(Sequence[CollectiveTraffic], stages)
-        times = _collective_times(collectives, cluster, nic_starts, notes)
+        times = _collective_times(collectives, resource, cluster, nic_starts, notes)
         launch_us = cluster.launch.start_us(first.operation) * len(first.message_bytes)
         operations = (first.operation,)
         if first.stage == GATHER_OF_COUNTS:
@@ -140,7 +140,7 @@ def _work(
     times[0] += sum(cluster.launch.first_us(operation) for operation in operations)
     return Work(
         stage=first.stage,
-        resource=resource_of(stages),
+        resource=resource,
         times_us=tuple(times),
         depth=first.depth,
         launch_us=launch_us,
@@ -163,11 +163,12 @@ def _copy_times(
 
 def _collective_times(
     ranks: Sequence[CollectiveTraffic],
+    resource: Tier,
     cluster: Cluster,
     nic_starts: Sequence[int],
     notes: dict[str, None],
 ) -> list[float]:
-    """[C] us."""
+    """[C] us, of a collective that occupies `resource`."""
     first = ranks[0]
     size = first.peers.size
     # The groups of the exchange may lie on the nodes in different ways.
@@ -198,7 +199,7 @@ def _collective_times(
     if max(on_node) > 1:
         moved = _busiest(_directions(ranks, "intra"), range(len(ranks)))
         times = times_in("intra", moved, max(on_node), max(on_node))
-    if resource_of(ranks) == "inter":
+    if resource == "inter":
         moved = _busiest(_directions(ranks, "inter"), nic_starts)
         network = times_in("inter", moved, size, min(on_node))
         times = list(map(max, times, network)) if times else network

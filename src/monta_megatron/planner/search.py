@@ -63,8 +63,7 @@ def plan(
         for price in prices
         if memory_limit_bytes is None or price.peak_bytes <= memory_limit_bytes
     ]
-    is_over = or_least and bool(prices) and not allowed
-    if is_over:
+    if or_least and prices and not allowed:
         allowed = [min(prices, key=lambda price: price.peak_bytes)]
     if not allowed:
         raise ValueError(_why_none(prices, refused, memory_limit_bytes))
@@ -72,6 +71,9 @@ def plan(
         (price for price in allowed if price.total_us <= allowed[0].total_us * (1 + margin)),
         key=lambda price: price.plainness,
     )
+    reason = _why_chosen(choice, allowed, margin)
+    if memory_limit_bytes is not None and choice.peak_bytes > memory_limit_bytes:
+        reason += f"; over the limit of {memory_limit_bytes / 1e9:.3g} GB"
     first_node = min(workload.layout.nodes)
     situation = Situation(
         ep=workload.layout.ep,
@@ -90,8 +92,7 @@ def plan(
         chain=choice.chain.name,
         num_chunks=choice.num_chunks,
         predicted_us=choice.total_us,
-        reason=_why_chosen(choice, allowed, margin)
-        + (f"; over the limit of {(memory_limit_bytes or 0) / 1e9:.3g} GB" if is_over else ""),
+        reason=reason,
         situation=situation,
         stages=stage_costs(choice),
         candidates=(

@@ -62,7 +62,7 @@ def find_this_rank(command: str, environ: MutableMapping[str, str] = os.environ)
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this rank reports for all; also true in a process that no launcher started."""
-    return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
+    return _told("RANK", environ) in (None, "0")
 
 
 def linger(time_s: float = OTHER_RANKS_LINGER_S) -> None:
@@ -82,10 +82,13 @@ def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
         print(line, file=sys.stderr, flush=True)
         return
     linger(OTHER_NODES_LINGER_S)
-    if environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID")) != "0":
+    if _told("LOCAL_RANK", environ) != "0":
         linger()
-    rank = environ.get("RANK", environ.get("SLURM_PROCID"))
-    print(f"{line} (rank {rank} on {socket.gethostname()})", file=sys.stderr, flush=True)
+    print(
+        f"{line} (rank {_told('RANK', environ)} on {socket.gethostname()})",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def run_as_rank(run: Callable[[], int]) -> int:
@@ -116,6 +119,11 @@ def run_as_rank(run: Callable[[], int]) -> int:
     if status != 0 and not is_first_rank():
         linger()
     return status
+
+
+def _told(name: str, environ: Mapping[str, str]) -> str | None:
+    """A variable of torch's, or the one of srun that means the same."""
+    return environ.get(name, environ.get(AS_SRUN_NAMES[name]))
 
 
 def _name_as_torch_does(environ: MutableMapping[str, str]) -> None:

@@ -3,12 +3,12 @@
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.ranks.joined import wait_for_all
 
 NUM_BARRIERS = 31
@@ -33,8 +33,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, _host())
+        hosts = gather_objects(_host())
         self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
         if len(set(hosts)) > 1:
             self._compare()
