@@ -3,10 +3,21 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+# Letters that two names have to start with to be alike.
+LEAST_START = 3
+
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that is most like `name`; None if none is close."""
-    return next(iter(get_close_matches(str(name), list(known), n=1)), None)
+    """The known name that is most like `name`, or else starts as it does; None if none does."""
+    text, known = str(name), list(known)
+    # A name that was cut short, or made too long, differs in too many letters to be close.
+    alike = [
+        each
+        for each in known
+        if min(len(text), len(each)) >= LEAST_START
+        and (each.startswith(text) or text.startswith(each))
+    ]
+    return next(iter([*get_close_matches(text, known, n=1), *alike]), None)
 
 
 def one_of(name: object, known: Iterable[str]) -> str:

@@ -11,10 +11,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from monta_megatron import extras
 from monta_megatron.chains import CHAINS
 from monta_megatron.files import make_folder, write_whole
 
-INSTALL = "pip install 'monta-megatron[plot]'"
+INSTALL = extras.install("plot")
 
 STOCK_COLOUR, CHOICE_COLOUR = "#8c8c8c", "#e07b39"
 # Distinguishable for people with red-green colour blindness, too.

@@ -13,7 +13,7 @@ missing = [
     for what, there in (
         ("a GPU", torch.cuda.is_available() and os.environ.get("MONTA_CPU_RANKS") != "1"),
         (
-            "Transformer Engine (pip install 'monta-megatron[te]')",
+            "Transformer Engine (pip install 'transformer-engine[pytorch]')",
             importlib.util.find_spec("transformer_engine") is not None,
         ),
     )

@@ -43,6 +43,14 @@ def show_help(*words: str) -> tuple[str, set[str], float]:
     return result.stdout, set(json.loads(result.stderr)), cpu_s
 
 
+@pytest.mark.parametrize("module", ["monta_megatron", "monta_megatron.cli"])
+def test_the_package_runs_as_the_command(module: str) -> None:
+    command = [sys.executable, "-m", module, "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("monta-megatron ")
+
+
 def test_monta_lists_its_commands() -> None:
     text, modules, cpu_s = show_help()
     for command in COMMANDS:

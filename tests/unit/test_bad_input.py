@@ -24,7 +24,11 @@ EMULATE = "emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500"
 # What is typed, and words of the line that answers it: where, what was found, what is allowed.
 CASES = [
     ("", ["COMMAND", "required"]),
-    ("plann", ["'plann'", "plan"]),
+    ("plann", ["'plann'", "plan", "did you mean plan?"]),
+    ("sim", ["'sim'", "did you mean simulate?"]),
+    (f"{PLAN} --tokens-per-rank 8", ["unrecognized", "did you mean --tokens?"]),
+    (f"{PLAN} -ep 8", ["unrecognized", "did you mean --ep?"]),
+    (f"{PLAN} --inter-rate-raito=2", ["unrecognized", "did you mean --inter-rate-ratio?"]),
     ("plan", ["--model", "--cluster", "required"]),
     (f"plan --model nowhere.yaml --cluster {CLUSTER}", ["nowhere.yaml", "No such file"]),
     (f"plan --model . --cluster {CLUSTER}", [".: cannot be read"]),
@@ -57,6 +61,7 @@ CASES = [
     (f"{BENCH} --ep 3", ["--ep", "got 3", "divides the 4 ranks"]),
     (f"{BENCH} --repeats 0", ["--repeats", "'0'", ">= 1"]),
     (f"{BENCH} --routing even", ["--routing", "'even'", "uniform"]),
+    (f"{BENCH} --num-chunk-count 2", ["monta bench", "did you mean --num-chunks?"]),
     (f"{BENCH} --cluster nowhere.yaml", ["nowhere.yaml", "No such file"]),
     ("calibrate", ["--out", "not given"]),
     ("calibrate --out nowhere/c.yaml", ["--out", "nowhere/c.yaml", "folder that exists"]),

@@ -23,6 +23,7 @@ from monta_megatron.cli import (
     simulate,
     timeline,
 )
+from monta_megatron.names import nearest, one_of
 from monta_megatron.ranks.this_rank import is_first_rank, report
 
 COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, plan, simulate, timeline)
@@ -43,6 +44,22 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "formatter_class": _HelpFormatter})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse what is unknown here, where the flags that are known can be named."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest:
+            flag = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+            meant = nearest(flag, self._option_string_actions)
+            advice = "" if meant is None else f"; did you mean {meant}?"
+            self.error(f"unrecognized arguments: {' '.join(rest)}{advice}")
+        return parsed, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does, for choices and sub-commands, in the words of our other messages."""
+        if action.choices is not None and value not in action.choices:
+            rule = one_of(value, map(str, action.choices))
+            raise argparse.ArgumentError(action, f"got {value!r}, must be {rule}")
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split()).removeprefix("argument ")

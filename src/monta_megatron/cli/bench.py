@@ -31,7 +31,7 @@ FILES = (
     ("sweep", "FILE", "many points in one launch: YAML, see docs/benchmarks/README.md"),
     ("out", "FILE", "add each finished point as a line of JSON; what is there is not run again"),
     ("report", "FILE", "run nothing: tables in Markdown from what --out has written"),
-    ("plot", "DIR", "draw the results there; needs the extra 'plot'"),
+    ("plot", "DIR", "draw the results there; needs matplotlib"),
 )
 
 

@@ -54,9 +54,7 @@ def add_parser(commands: Any) -> None:
         type=whole(1),
         help="network interfaces that they share (default: one per rank)",
     )
-    parser.add_argument(
-        "--plot", metavar="DIR", help="draw the curves there; needs the extra 'plot'"
-    )
+    parser.add_argument("--plot", metavar="DIR", help="draw the curves there; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 

@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from monta_megatron import extras
+
 EXAMPLE = """\
 examples:
   monta completion bash > ~/.local/share/bash-completion/completions/monta
@@ -29,7 +31,7 @@ def run(parsed: argparse.Namespace) -> int:
         import shtab
     except ImportError as error:
         raise ValueError(
-            "shtab: not installed, must be; pip install 'monta-megatron[completion]'"
+            f"shtab: not installed, must be; {extras.install('completion')}"
         ) from error
     from monta_megatron.cli import build_parser, sub_parsers
 

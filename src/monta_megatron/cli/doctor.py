@@ -9,6 +9,8 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from monta_megatron import extras
+
 WIDTH = 80
 
 
@@ -122,9 +124,7 @@ def _megatron() -> list[Finding]:
         ]
     findings = [Finding("megatron-core", "ok", version)]
     findings.append(_optional("megatron.training", "pip install 'megatron-core[training]'"))
-    findings.append(
-        _optional("transformer_engine", "pip install 'monta-megatron[te]' (needs CUDA)")
-    )
+    findings.append(_optional("transformer_engine", f"{extras.install('te')} (needs CUDA)"))
     return findings
 
 

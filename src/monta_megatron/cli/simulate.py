@@ -63,7 +63,7 @@ def add_parser(commands: Any) -> None:
         required=True,
         help="; ".join(f"{name}: {text}" for name, (_, text) in FACTORS.items()),
     )
-    parser.add_argument("--plot", metavar="DIR", help="draw it there; needs the extra 'plot'")
+    parser.add_argument("--plot", metavar="DIR", help="draw it there; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
