@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 
 from monta_megatron.names import advice, one_of
+from monta_megatron.texts import PRINTABLE, shown
 
 T = TypeVar("T")
 
@@ -130,8 +131,10 @@ class _Place:
 def _value(kind: Any, data: Any, place: _Place) -> Any:
     """`data` as `kind`: a scalar, a union with None, a literal, a tuple, a mapping, a dataclass."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if isinstance(data, str) and not data.isprintable():
+        raise place.refuse(data, PRINTABLE)
     if kind is Any:
-        return data
+        return list(_tuple((Any, ...), data, place)) if isinstance(data, list) else data
     if origin is Annotated:
         return _ruled(kind, data, place)
     if origin in (Union, types.UnionType):
@@ -185,8 +188,8 @@ def _mapping(kind: Any, data: Any, place: _Place) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise place.refuse(data, "a mapping")
     for name in data:
-        if not isinstance(name, str):
-            raise place.refuse(name, "a mapping whose keys are texts")
+        if not isinstance(name, str) or not name.isprintable():
+            raise place.refuse(name, f"a mapping whose keys are texts, each {PRINTABLE}")
     return {name: _value(kind, value, place.inside(name)) for name, value in data.items()}
 
 
@@ -233,7 +236,7 @@ def _shown(value: Any) -> str:
 
 
 def _one_line(value: Any) -> str:
-    return " ".join(str(value).split())
+    return shown(" ".join(str(value).split()))
 
 
 class _Loader(yaml.SafeLoader):

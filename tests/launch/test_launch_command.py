@@ -303,6 +303,29 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     "lone dollar": ([("megatron", "save", "a$")], [], ["megatron.save", "${NAME} or $$"]),
     "name of a variable": ([("environment", "A-B", 1)], [], ["environment", "'A-B'"]),
     "list in the environment": ([("environment", "A", [1])], [], ["environment.A", "number"]),
+    "partition of two lines": (
+        [("slurm", "partition", "a\nb")],
+        [],
+        [r"slurm.partition: got 'a\nb'", "one line of printable characters"],
+    ),
+    "account with an escape": ([("slurm", "account", "\x1b[2J")], [], ["slurm.account", r"\x1b"]),
+    "option of two lines": (
+        [("slurm", "options", {"comment": "a\rb"})],
+        [],
+        [r"slurm.options.comment: got 'a\rb'", "printable"],
+    ),
+    "two options in a name": (
+        [("slurm", "options", {"comment=x --wrap": "true"})],
+        [],
+        ["slurm.options: got 'comment=x --wrap'", "without its --"],
+    ),
+    "name with its dashes": ([("megatron", "--lr", 1)], [], ["megatron: got '--lr'", "without"]),
+    "script's name with a space": (
+        [("script_arguments", "a b", 1)],
+        [],
+        ["script_arguments: got 'a b'", "letters"],
+    ),
+    "argument of two lines": ([], ["--save", "a\nb"], [r"got 'a\nb'", "printable"]),
     "reserved": ([("slurm", "options", {"nodes": 2})], [], ["slurm.options.nodes", "left out"]),
     "time limit": ([("slurm", "time_limit_minutes", "4h")], [], ["slurm.time_limit_minutes", "4h"]),
     "signal at once": (

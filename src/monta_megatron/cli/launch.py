@@ -2,11 +2,12 @@
 
 import argparse
 import json
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from monta_megatron.texts import command_line, shown
 
 if TYPE_CHECKING:
     from monta_megatron.launch.prepare import Run
@@ -123,12 +124,12 @@ def _say(prepared: "Run", command: list[str]) -> None:
         _tell(f"note: {note}")
     _tell(f"directory: {prepared.directory}")
     if command:
-        _tell(f"start: {shlex.join(command)}")
+        _tell(f"start: {command_line(command)}")
 
 
 def _tell(line: str) -> None:
     # Standard output is for the run's output, the script or the JSON document.
-    print(f"monta launch: {line}", file=sys.stderr, flush=True)
+    print(shown(f"monta launch: {line}"), file=sys.stderr, flush=True)
 
 
 def _document(prepared: "Run", command: list[str]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from monta_megatron.integration.duties import check_duties
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.options import Options
 from monta_megatron.planner.choice import Decision
+from monta_megatron.texts import shown
 from monta_megatron.topology.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -326,7 +327,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if self._reports and message not in _reported:
             _reported.add(message)
             rank = dist.get_rank()
-            line = f"monta: {message}" if rank == 0 else f"monta, rank {rank}: {message}"
+            line = shown(f"monta: {message}" if rank == 0 else f"monta, rank {rank}: {message}")
             # Megatron logs at WARNING unless asked otherwise, and prints what users should see.
             print(line, flush=True)
             logger.info(line)

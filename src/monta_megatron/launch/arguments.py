@@ -7,6 +7,7 @@ from typing import Any
 
 from monta_megatron.launch.run_config import RunConfig, RunLayout
 from monta_megatron.options import DISPATCHER_TYPE
+from monta_megatron.texts import check_printable
 
 # Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
 # without an ETP it takes ETP = TP.
@@ -76,11 +77,12 @@ def from_words(words: Sequence[str]) -> Arguments:
     """The arguments of a command line; `--name false` is False, which removes one of the file.
 
     Raises:
-        ValueError: the first word is not an argument's name.
+        ValueError: the first word is not an argument's name, or one is not printable.
     """
     found: dict[str, Argument] = {}
     current: list[str] = []
     for word in words:
+        check_printable(word, "an argument after `--`")
         if word.startswith("--"):
             name, has_value, value = word.removeprefix("--").partition("=")
             current = [value] if has_value else []
@@ -216,18 +218,19 @@ def replaced(value: Any, variables: Mapping[str, str], source: str) -> Any:
     """A value with its `${NAME}` replaced, in texts and lists of texts.
 
     Raises:
-        ValueError: a variable is not set.
+        ValueError: a variable is not set, or its value is not printable.
     """
     if isinstance(value, list):
         return [replaced(entry, variables, source) for entry in value]
     if not isinstance(value, str) or "$" not in value:
         return value
     try:
-        return string.Template(value).substitute(variables)
+        text = string.Template(value).substitute(variables)
     except KeyError as error:
         raise ValueError(f"{source}: got {value!r}, {error.args[0]} must be set") from error
     except ValueError as error:
         raise ValueError(f"{source}: got {value!r}, must have $ as ${{NAME}} or $$") from error
+    return check_printable(text, source)
 
 
 def escaped(value: Any) -> Any:

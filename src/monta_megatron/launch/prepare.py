@@ -11,6 +11,7 @@ from monta_megatron.launch.arguments import Arguments, escaped, from_words, merg
 from monta_megatron.launch.planning import plan_run
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.planner.plan import Plan
+from monta_megatron.texts import check_printable
 
 PRETRAIN_GPT = "${MEGATRON_LM_DIR}/pretrain_gpt.py"
 # The arguments that a requeued job needs to continue where it was when its time was nearly up.
@@ -65,6 +66,8 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
     config = strict_yaml.load(RunConfig, file)
     command_line = from_words(words)
     directory = free_directory(config.name, directory)
+    check_printable(str(directory), "--run-directory")
+    check_printable(os.path.abspath(file), "--config")
     config = _with_variables(config, file, {**os.environ, "RUN_DIRECTORY": str(directory)})
     folder = Path(file).absolute().parent
     config = replace(

@@ -37,6 +37,8 @@ FolderName = Annotated[
     ),
 ]
 
+_ARGUMENT_NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
+
 # Options that are set from other keys.
 RESERVED_SLURM_OPTIONS = (
     *("job-name", "nodes", "ntasks", "ntasks-per-node", "partition", "account", "time"),
@@ -106,6 +108,7 @@ class Slurm:
     options: Mapping[str, ArgumentValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check_names("options", self.options)
         for name in self.options:
             if name in RESERVED_SLURM_OPTIONS:
                 raise ValueError(
@@ -147,6 +150,17 @@ class RunConfig:
     slurm: Slurm = field(default_factory=Slurm)
 
     def __post_init__(self) -> None:
+        _check_names("megatron", self.megatron)
+        _check_names("script_arguments", self.script_arguments)
         for name in self.environment:
             if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is None:
                 raise ValueError(f"environment: got {name!r}, must be the name of a variable")
+
+
+def _check_names(field_name: str, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if _ARGUMENT_NAME.fullmatch(name) is None:
+            raise ValueError(
+                f"{field_name}: got {name!r}, must be a name without its --: letters, digits, '-' "
+                "and '_'"
+            )

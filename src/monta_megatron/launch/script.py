@@ -1,15 +1,19 @@
 """run.sh: the one script that bash, srun and sbatch start."""
 
 import os
-import shlex
 import sys
 from typing import Any
 
-from monta_megatron.launch.prepare import Run
+from monta_megatron.launch.prepare import PRETRAIN_GPT, Run
+from monta_megatron.texts import command_line, quoted
 
 
 def run_script(run: Run) -> str:
-    """The text of run.sh: Slurm's options, the environment, and start.sh with the script."""
+    """The text of run.sh: Slurm's options, the environment, and start.sh with the script.
+
+    Raises:
+        ValueError: a value is not one line of printable characters.
+    """
     layout = run.config.layout
     environment = {
         "RUN_DIRECTORY": str(run.directory),
@@ -21,7 +25,7 @@ def run_script(run: Run) -> str:
     lines = [
         "#!/usr/bin/env bash",
         *(
-            f"#SBATCH --{name}" + ("" if value is None else f"={shlex.quote(value)}")
+            f"#SBATCH --{name}" + ("" if value is None else f"={_quoted_for_sbatch(value)}")
             for name, value in sbatch_options(run).items()
         ),
         "#",
@@ -29,12 +33,12 @@ def run_script(run: Run) -> str:
         "# `srun --nodes N --ntasks-per-node 1 bash run.sh` as a step of one.",
         "set -euo pipefail",
         "",
-        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
-        f"cd {shlex.quote(os.getcwd())}",
+        *(f"export {name}={quoted(value)}" for name, value in environment.items()),
+        f"cd {quoted(os.getcwd())}",
         "",
         "arguments=(",
-        *(f"    {shlex.join(each.words)}" for each in run.arguments.values()),
-        *(f"    {shlex.join(each.words)}" for each in run.script_arguments.values()),
+        *(f"    {command_line(each.words)}" for each in run.arguments.values()),
+        *(f"    {command_line(each.words)}" for each in run.script_arguments.values()),
         ")",
         "",
         f'exec bash "$RUN_DIRECTORY/start.sh" {start} -- \\',
@@ -45,14 +49,20 @@ def run_script(run: Run) -> str:
 
 def _script_word(run: Run) -> str:
     # Only a dry run leaves the variable unresolved, and bash can still replace it.
-    return f'"{run.script}"' if run.script.startswith("${") else shlex.quote(run.script)
+    return f'"{PRETRAIN_GPT}"' if run.script == PRETRAIN_GPT else quoted(run.script)
+
+
+def _quoted_for_sbatch(value: str) -> str:
+    # sbatch takes a backslash as an escape between quotes too, where bash does not.
+    return quoted(value.replace("\\", "\\\\"))
 
 
 def sbatch_options(run: Run) -> dict[str, str | None]:
     """The options that sbatch reads from run.sh; start.sh explains what the signal does."""
     options: dict[str, str | None] = {
         **slurm_options(run),
-        "output": str(run.directory / "logs" / "%j.log"),
+        # sbatch replaces %j and the like in the whole path.
+        "output": f"{str(run.directory).replace('%', '%%')}/logs/%j.log",
         # A requeued job continues the log that it began.
         "open-mode": "append",
     }

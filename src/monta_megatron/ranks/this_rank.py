@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from monta_megatron.texts import shown
+
 OTHER_RANKS_LINGER_S = 5.0
 OTHER_NODES_LINGER_S = 10.0
 INTERRUPT_REACHES_ALL_S = 1.0
@@ -78,6 +80,7 @@ def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
     ranks of nodes come before the others. Where a launcher lets nodes end by themselves, that is
     one line per node.
     """
+    line = shown(line)
     if is_first_rank(environ):
         print(line, file=sys.stderr, flush=True)
         return

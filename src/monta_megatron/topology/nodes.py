@@ -9,6 +9,8 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
+from monta_megatron.texts import check_printable
+
 
 def is_named(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this rank is told the name of its node, such as that of its NVLink domain."""
@@ -21,9 +23,12 @@ def node_here(environ: Mapping[str, str] = os.environ) -> str:
     It is MONTA_NODE if that is set. Otherwise it is that of this host: torchrun numbers its agents
     (GROUP_RANK), of which one runs on each host, and srun numbers the hosts (SLURM_NODEID). Host
     names alone could be alike, and numbers too, in a job of several parts.
+
+    Raises:
+        ValueError: MONTA_NODE is not one line of printable characters.
     """
     if is_named(environ):
-        return environ["MONTA_NODE"]
+        return check_printable(environ["MONTA_NODE"], "MONTA_NODE")
     host = socket.gethostname()
     for name in ("GROUP_RANK", "SLURM_NODEID"):
         if name in environ:

@@ -1,0 +1,316 @@
+"""Every text of a run file against what shells, logs and terminals give a meaning to.
+
+A text is refused in one line, or it reaches the ranks unchanged: what was generated is executed,
+through run.sh and start.sh, with a stand-in for the interpreter that notes what it is given. A text
+that a shell ran would leave a file behind.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from monta_megatron.cli import main
+from monta_megatron.launch import run_directory
+from monta_megatron.launch.prepare import prepare
+from monta_megatron.launch.script import run_script
+
+MARKER = "injected"
+TOUCH = f"touch {MARKER}"
+
+# name: a text that must not be more than a text.
+HOSTILE = {
+    "line break": f"a\n{TOUCH}",
+    "line break and option": f"a\n#SBATCH --comment=x\n{TOUCH}",
+    "carriage return": f"a\r{TOUCH}",
+    "form feed": f"a\f{TOUCH}",
+    "line separator": f"a\u2028{TOUCH}",
+    "next line": f"a\x85{TOUCH}",
+    "NUL": "a\0b",
+    "escape sequence": "a\x1b[2J\x1b[1;31mb",
+    "right to left": "a\u202eb",
+    "half a character": "a\udc80b",
+    "single quote": f"a'; {TOUCH}; '",
+    "double quote": f'a"; {TOUCH}; "',
+    "both quotes": f"'\"; {TOUCH}; \"'",
+    "command": f"$$({TOUCH})",
+    "backticks": f"`{TOUCH}`",
+    "variable": "$${HOME}",
+    "semicolon": f"; {TOUCH}",
+    "ampersand": f"&& {TOUCH} &",
+    "redirection": f"> {MARKER}",
+    "comment": f"# {TOUCH}",
+    "backslash": f"a\\'; {TOUCH}; \\",
+    "dash": "-c",
+    "two dashes": "--nproc-per-node",
+    "only dashes": "--",
+    "star": "*",
+    "braces": "{a,b}",
+    "tilde": "~",
+    "history": "!!",
+    "spaces": " a  b ",
+    "empty": "",
+}
+UNPRINTABLE = tuple(name for name, text in HOSTILE.items() if not text.isprintable())
+
+# Where a run file holds a text: the keys to it, None for a key that is itself the text.
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "name": ("name",),
+    "model": ("model",),
+    "cluster": ("cluster",),
+    "script": ("script",),
+    "argument": ("megatron", "data-path"),
+    "one of an argument's values": ("megatron", "data-path", 0),
+    "argument's name": ("megatron", None),
+    "script's argument": ("script_arguments", "record"),
+    "name of a script's argument": ("script_arguments", None),
+    "variable": ("environment", "TEXT"),
+    "variable's name": ("environment", None),
+    "partition": ("slurm", "partition"),
+    "account": ("slurm", "account"),
+    "option": ("slurm", "options", "comment"),
+    "one of an option's values": ("slurm", "options", "comment", 0),
+    "option's name": ("slurm", "options", None),
+}
+
+STAND_IN = """#!/bin/sh
+# In the place of Python: notes its arguments and one variable, and starts nothing.
+printf '%s\\0' "$@" >"$NOTES"
+printf '%s\\0' "$TEXT" "$RUN_DIRECTORY" >>"$NOTES"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a script, a stand-in for the interpreter, and nothing else."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return tmp_path
+
+
+def run_file(folder: Path, keys: tuple[Any, ...] = (), text: str = "") -> Path:
+    """A run file that holds `text` at `keys`."""
+    data: dict[str, Any] = {
+        "name": "run",
+        "layout": {"nodes": 1, "ranks_per_node": 2},
+        "script": "train.py",
+        "megatron": {"moe-token-dispatcher-type": "alltoall"},
+        "script_arguments": {},
+        "environment": {
+            "PYTHON": str(folder / "python"),
+            "NOTES": str(folder / "notes"),
+            "TEXT": "x",
+        },
+        "slurm": {"options": {}},
+    }
+    if keys:
+        inner: Any = data
+        *path, last = keys
+        value: Any = text
+        if last == 0:
+            *path, last = path
+            value = ["first", text]
+        for key in path:
+            inner = inner[key]
+        if last is None:
+            last, value = text, "value"
+        inner[last] = value
+    file = folder / "run.yaml"
+    # JSON is YAML, and writes every character.
+    file.write_text(json.dumps(data))
+    return file
+
+
+def outcome(file: Path, *words: str, directory: Path | None = None) -> dict[str, Any] | str:
+    """What the ranks were given, once run.sh has run; or the line that refuses it."""
+    try:
+        run = prepare(str(file), words, directory, dry_run=False)
+        run_directory.write(run)
+    except ValueError as error:
+        return str(error)
+    done = subprocess.run(
+        ["bash", str(run.directory / "run.sh")],
+        env={k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    notes = (file.parent / "notes").read_bytes().decode().split("\0")[:-1]
+    *arguments, variable, run_folder = notes
+    script = run_script(run)
+    return {
+        "arguments": arguments[arguments.index(run.script) + 1 :],
+        "variable": variable,
+        "directory": run_folder,
+        "sbatch": sbatch_options(script),
+        "expected": [
+            word
+            for group in (run.arguments, run.script_arguments)
+            for each in group.values()
+            for word in each.words
+        ],
+    }
+
+
+def sbatch_options(script: str) -> dict[str, str]:
+    """The options that sbatch reads in a script: up to the first line that is no comment."""
+    options = {}
+    for line in script.splitlines():
+        if not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH"):
+            # sbatch takes a backslash as an escape between single quotes too.
+            (word,) = shlex.split(line.removeprefix("#SBATCH").replace("\\\\", "\\"))
+            name, _, value = word.removeprefix("--").partition("=")
+            options[name] = value
+    return options
+
+
+def meant(text: str) -> str:
+    return text.replace("$$", "$")
+
+
+def assert_one_line(refusal: str, *said: str) -> None:
+    assert refusal.isprintable(), repr(refusal)
+    for part in said:
+        assert part in refusal
+
+
+def assert_nothing_ran(folder: Path) -> None:
+    assert not list(folder.rglob(f"*{MARKER}*"))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_is_refused_or_reaches_the_ranks_unchanged(folder: Path, field: str) -> None:
+    keys = FIELDS[field]
+    usual = set(sbatch_options(run_script(prepare(str(run_file(folder)), [], None, dry_run=False))))
+    refused = set()
+    for name, text in HOSTILE.items():
+        found = outcome(run_file(folder, keys, text))
+        assert_nothing_ran(folder)
+        if isinstance(found, str):
+            assert_one_line(found, "run.yaml")
+            refused.add(name)
+            continue
+        assert found["arguments"] == found["expected"], name
+        text = meant(text) if keys[0] in ("megatron", "script_arguments", "environment") else text
+        if field == "variable":
+            assert found["variable"] == text
+        elif field in ("argument", "script's argument"):
+            assert found["arguments"][-1] == text
+        elif keys[0] == "slurm":
+            added = "comment" if keys[1] == "options" else keys[1]
+            assert set(found["sbatch"]) == usual | {added}
+            assert found["sbatch"][added].removeprefix("first,") == text
+    assert set(UNPRINTABLE) <= refused, set(UNPRINTABLE) - refused
+    if None in keys:
+        # A name is letters, digits and dashes, or it is none.
+        assert refused == set(HOSTILE)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_folders(folder: Path, name: str) -> None:
+    """The run's directory, given or by the current folder."""
+    text = HOSTILE[name]
+    if name == "NUL":
+        with pytest.raises(ValueError, match="run-directory"):
+            prepare(str(run_file(folder)), [], Path(text), dry_run=False)
+        return
+    given = folder / f"x{text}".replace("/", "_")
+    found = outcome(run_file(folder), directory=given)
+    assert_nothing_ran(folder / "work")
+    if isinstance(found, str):
+        assert name in UNPRINTABLE
+        assert_one_line(found, "--run-directory: got")
+        assert not given.exists()
+        return
+    assert found["directory"] == str(given)
+    assert found["sbatch"]["output"] == f"{str(given).replace('%', '%%')}/logs/%j.log"
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_words_behind_the_dashes(folder: Path, name: str) -> None:
+    found = outcome(run_file(folder), "--data-path", f"x{HOSTILE[name]}")
+    assert_nothing_ran(folder)
+    if isinstance(found, str):
+        assert name in UNPRINTABLE
+        assert_one_line(found, "an argument after `--`: got")
+    else:
+        assert found["arguments"][-1] == f"x{HOSTILE[name]}"
+
+
+def test_variables_of_the_caller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIVEN", HOSTILE["line break"])
+    found = outcome(run_file(folder, ("megatron", "data-path"), "${GIVEN}"))
+    assert isinstance(found, str)
+    assert_one_line(found, "megatron.data-path: got 'a\\ntouch injected'", "printable")
+    monkeypatch.setenv("GIVEN", HOSTILE["command"])
+    found = outcome(run_file(folder, ("megatron", "data-path"), "${GIVEN}"))
+    assert isinstance(found, dict) and found["arguments"][-1] == HOSTILE["command"]
+    assert_nothing_ran(folder)
+
+
+def test_the_folder_that_a_run_starts_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("line break", "single quote", "command", "escape sequence"):
+        inside = folder / HOSTILE[name].replace("/", "_")
+        inside.mkdir()
+        monkeypatch.chdir(inside)
+        found = outcome(run_file(folder))
+        assert isinstance(found, str) == (name in UNPRINTABLE)
+        assert list(inside.iterdir()) == ([] if name in UNPRINTABLE else [inside / "runs"])
+
+
+@pytest.mark.parametrize("name", UNPRINTABLE)
+def test_a_cluster_and_a_model_cannot_write_to_the_terminal(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = Path(__file__).parents[2] / "configs"
+    files = {
+        "model": configs / "models" / "mixtral_8x7b.yaml",
+        "cluster": configs / "clusters" / "a800_2x8_ib200.yaml",
+    }
+    for kind, file in files.items():
+        data = yaml.safe_load(file.read_text())
+        data["name"] = HOSTILE[name]
+        changed = tmp_path / f"{kind}.yaml"
+        changed.write_text(json.dumps(data))
+        given = {**files, kind: changed}
+        words = [word for each, path in given.items() for word in (f"--{each}", str(path))]
+        assert main(["plan", *words, "--ep", "8"]) == 2
+        captured = capsys.readouterr()
+        (line,) = captured.err.splitlines()
+        assert captured.out == ""
+        assert_one_line(line, f"{kind}.yaml: name: got", "one line of printable characters")
+
+
+@pytest.mark.parametrize("command", ["plan --model {} --cluster x", "launch --config {}", "{}"])
+def test_the_name_of_a_file_that_does_not_exist(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format("no\x1b[2J\nfile") for word in command.split()]
+    try:
+        status: Any = main(words)
+    except SystemExit as end:
+        status = end.code
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert (status, captured.out) == (2, "")
+    assert_one_line(line, "no")
+
+
+def test_nothing_else_quotes_for_a_shell() -> None:
+    """One function quotes; commands that are only noted, in JSON, are no shell's."""
+    source = Path(run_directory.__file__).parents[1]
+    noted = {"run_directory.py", "report.py", "texts.py"}
+    users = {path.name for path in source.rglob("*.py") if re.search(r"shlex", path.read_text())}
+    assert users == noted
