@@ -21,6 +21,8 @@ from monta_megatron.planner.plan import Plan
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")
 MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
+PLAN_GIVEN = [*("--moe-monta-chain", "false"), "--moe-monta-plan"]
+ETP_1 = ["--expert-tensor-parallel-size", "1"]
 STOCK = ["--moe-token-dispatcher-type", "alltoall"]
 
 
@@ -126,6 +128,24 @@ def test_words_of_a_command_line() -> None:
         "c": "x=y",
         "d": False,
     }
+
+
+def test_a_given_plan_is_kept_with_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    planned = ready(QUICKSTART).plan
+    assert planned is not None
+    planned.save(path)
+    run = ready(QUICKSTART, *PLAN_GIVEN, str(path))
+    assert run.plan == planned and f"no plan made: {path} is used" in run.notes
+    for words, said in (
+        (["--expert-model-parallel-size", "4", *ETP_1], r"situation\.ep: .* for 2, used with 4"),
+        (["--seq-length", "64"], r"situation\.tokens_per_rank: .* for 256, used with 128"),
+        (["--moe-monta-ranks-per-node", "4"], r"situation\.nodes: .* \[0, 0, 1, 1\], used"),
+    ):
+        with pytest.raises(ValueError, match=f"^--moe-monta-plan: {path}: {said}"):
+            ready(QUICKSTART, *PLAN_GIVEN, str(path), *words)
+    with pytest.raises(ValueError, match=r"situation\.ep: the plan is for 2, used with 8"):
+        ready(MIXTRAL, "--moe-monta-plan", str(path))
 
 
 # What is written

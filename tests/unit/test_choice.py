@@ -67,6 +67,25 @@ def test_an_exchange_on_more_nodes_than_the_cluster_has_is_refused() -> None:
         choose(Options(cluster=cluster), config(), spread, pairs_only=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 128}, "hidden_size: the plan is for 64, used with 128"),
+        ({"moe_latent_size": 32}, "hidden_size: the plan is for 64, used with 32"),
+        ({"moe_router_topk": 1}, "topk: the plan is for 2, used with 1"),
+        ({"num_moe_experts": 16}, "num_experts: the plan is for 8, used with 16"),
+        ({"params_dtype": torch.float32}, "value_bytes: the plan is for 2, used with 4"),
+    ],
+)
+def test_a_plan_for_another_model_is_refused(changes: dict[str, Any], said: str) -> None:
+    auto = choose(Options(), config(), LAYOUT, pairs_only=False)
+    assert isinstance(auto, PlannedChoice)
+    given = Options(plan=plan(auto.workload.with_tokens(512), auto.cluster))
+    assert choose(given, config(), LAYOUT, pairs_only=False)
+    with pytest.raises(ValueError, match=rf"^moe_monta_plan: situation\.{said}"):
+        choose(given, config(**changes), LAYOUT, pairs_only=False)
+
+
 def test_a_memory_limit() -> None:
     large = config(hidden_size=4096)
 

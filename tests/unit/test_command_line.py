@@ -4,9 +4,16 @@ import importlib.util
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from preloaded import Preloaded
+
+from monta_megatron.planner.choice import uncalibrated
+from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.search import plan
+from monta_megatron.planner.workload import Workload
+from monta_megatron.topology.layout import Layout
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(
@@ -96,6 +103,34 @@ def test_bad_input_is_one_line_and_status_2(parse: Parse, arguments: str, words:
     assert "Traceback" not in result.stderr
     for word in words:
         assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", None),
+        ("--hidden-size 32", "hidden_size: the plan is for 16, used with 32"),
+        ("--micro-batch-size 2", "tokens_per_rank: the plan is for 8, used with 16"),
+        ("--bf16", "value_bytes: the plan is for 4, used with 2"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(
+    parse: Parse, tmp_path: Path, arguments: str, said: str | None
+) -> None:
+    layout = Layout(ep=1, etp=1, num_local_experts=4, rank=0, nodes=(0,))
+    workload = Workload(
+        layout=layout,
+        hidden_size=16,
+        value_bytes=4,
+        prob_bytes=4,
+        routing=UniformRouting(num_experts=4, topk=2),
+        tokens_per_rank=8,
+    )
+    plan(workload, uncalibrated(layout)).save(tmp_path / "plan.yaml")
+    result = parse(f"{MOE} --moe-monta-plan {tmp_path}/plan.yaml {arguments}")
+    assert result.returncode == (0 if said is None else 2), result.stderr
+    if said is not None:
+        assert f"monta: error: moe_monta_plan: situation.{said}" in result.stderr
 
 
 def test_bad_environment_is_one_line_and_status_2() -> None:

@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
         """As argparse does, for choices and sub-commands, in the words of our other messages."""
         if action.choices is not None and value not in action.choices:
             rule = one_of(value, map(str, action.choices))
-            raise argparse.ArgumentError(action, f"got {value!r}, must be {rule}")
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}, must be {rule}")
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split()).removeprefix("argument ")

@@ -199,7 +199,7 @@ def _routing(name: str, model: "Model", num_nodes: int) -> "Routing":
     if name == "uniform":
         return uniform_routing(model)
     if name != "node-limited":
-        return _sampled(name, model.num_experts, model.moe_router_topk)
+        return _sampled(name, model)
     if model.num_experts % num_nodes:
         raise ValueError(
             f"--routing: got {name}, must not be where an exchange lies on {num_nodes} nodes, "
@@ -210,15 +210,15 @@ def _routing(name: str, model: "Model", num_nodes: int) -> "Routing":
 
 # Cached, because a ranking asks for every layout.
 @cache
-def _sampled(name: str, num_experts: int, topk: int) -> "Routing":
+def _sampled(name: str, model: "Model") -> "Routing":
     from monta_megatron.planner.named_routing import skewed_routing
     from monta_megatron.planner.router_trace import traced_routing
 
     if name == "skewed":
-        return skewed_routing(num_experts, topk)
+        return skewed_routing(model.num_experts, model.moe_router_topk)
     if not Path(name).is_dir():
         raise ValueError(
             f"--routing: got {name!r}, must be a folder of Megatron's --moe-routing-trace-path, or "
             f"{one_of(name, ROUTINGS)}"
         )
-    return traced_routing(name, num_experts)
+    return traced_routing(name, model)

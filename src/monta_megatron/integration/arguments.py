@@ -1,12 +1,13 @@
 """The command line: an error is one clear line and exit status 2, before anything starts."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 from monta_megatron.integration.config import check_config
 from monta_megatron.integration.dispatcher_type import is_monta
-from monta_megatron.options import OPTION_NAMES, defaults_from_environment
+from monta_megatron.options import OPTION_NAMES, Options, defaults_from_environment
 from monta_megatron.ranks.this_rank import report
 
 
@@ -41,6 +42,29 @@ def check_arguments(args: Any) -> None:
             "--num-experts or leave --moe-token-dispatcher-type out"
         )
     check_config(args)
+    _check_plan(args)
+
+
+def _check_plan(args: Any) -> None:
+    """A plan file, against all that the command line says of its exchange; not of its nodes."""
+    plan = Options.of(args).plan
+    if plan is None:
+        return
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    batch = (args.seq_length, args.micro_batch_size)
+    here = {
+        "ep": args.expert_model_parallel_size,
+        "etp": args.expert_tensor_parallel_size or tp,
+        "num_experts": args.num_experts,
+        "topk": args.moe_router_topk,
+        "hidden_size": getattr(args, "moe_latent_size", None) or args.hidden_size,
+        "value_bytes": 2 if args.bf16 or args.fp16 else 4,
+        "tokens_per_rank": None if None in batch else math.prod(batch) // (tp * cp),
+    }
+    # Megatron itself refuses what is missing.
+    misfit = plan.misfit({name: value for name, value in here.items() if value is not None})
+    if misfit is not None:
+        raise ValueError(f"moe_monta_plan: {misfit}")
 
 
 def _checking_options(original: Callable[..., Any]) -> Callable[..., Any]:

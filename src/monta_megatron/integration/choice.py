@@ -20,7 +20,7 @@ from monta_megatron.planner.choice import (
     uncalibrated,
 )
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import hash_of
+from monta_megatron.planner.plan import exchange_of, hash_of
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
 from monta_megatron.topology.layout import Layout
@@ -39,12 +39,16 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
         ValueError: the chain cannot run here, or a plan is for another layout.
     """
     if options.plan is not None:
-        reason = options.plan.misfit(layout, config.num_moe_experts)
+        chain = CHAINS[options.plan.chain]
+        # The number of tokens is no part of the configuration; Megatron's arguments are checked.
+        here = exchange_of(_workload(config, layout))
+        del here["tokens_per_rank"]
+        reason = options.plan.misfit(here) or chain.refusal(layout)
         if reason is not None:
             raise ValueError(f"moe_monta_plan: {reason}")
         return FixedChoice(
             decision=Decision(
-                chain=CHAINS[options.plan.chain],
+                chain=chain,
                 num_chunks=options.plan.num_chunks,
                 reason=options.plan.reason,
             )

@@ -15,8 +15,9 @@ from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.names import one_of
 from monta_megatron.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.plan import Plan, exchange_of
 from monta_megatron.planner.search import NUM_CHUNKS, slowest_plan
 from monta_megatron.planner.workload import workloads_of
 
@@ -46,8 +47,8 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
     """
     if DISPATCHER not in arguments or arguments[DISPATCHER].value != DISPATCHER_TYPE:
         return None, [f"no plan: {DISPATCHER} is not {DISPATCHER_TYPE}"]
-    if "moe-monta-plan" in arguments:
-        return None, [f"no plan made: {arguments['moe-monta-plan'].value} is used"]
+    if config.model is not None and "moe-monta-plan" in arguments:
+        return _given_plan(config, arguments, file)
     if config.model is None or "moe-monta-cluster" not in arguments:
         return None, ["no plan: the file names no model and cluster"]
 
@@ -56,10 +57,7 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
     # The dispatcher's cluster file: the run file's, unless the command line names another.
     cluster_file = str(arguments["moe-monta-cluster"].value)
     cluster = strict_yaml.load(Cluster, cluster_file)
-    layout = config.layout.parallel
-    misfit = layout.misfit(model)
-    if misfit is not None:
-        raise ValueError(f"{file}: layout.{misfit}")
+    layout = _layout(config, model, file)
     if layout.world_size > cluster.num_ranks:
         raise ValueError(
             f"{file}: layout.nodes * ranks_per_node: got {layout.world_size}, must be at most the "
@@ -85,6 +83,37 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
         or_least=True,
     )
     return plan, notes
+
+
+def _given_plan(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan, list[str]]:
+    """The plan of --moe-monta-plan, checked against the run that is to use it.
+
+    Raises:
+        ValueError: it was made for something else.
+    """
+    given = arguments["moe-monta-plan"]
+    plan = Plan.load(str(given.value))
+    assert config.model is not None, "the caller has looked"
+    model = _model(config.model, arguments)
+    ranks_per_node = config.layout.ranks_per_node
+    if "moe-monta-cluster" in arguments:
+        cluster = strict_yaml.load(Cluster, str(arguments["moe-monta-cluster"].value))
+        ranks_per_node = cluster.ranks_per_node
+    ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", ranks_per_node)
+    for workload in workloads_of(model, _layout(config, model, file), ranks_per_node):
+        misfit = plan.misfit(exchange_of(workload)) or CHAINS[plan.chain].refusal(workload.layout)
+        if misfit is not None:
+            raise ValueError(f"{given.source}: {given.value}: {misfit}")
+    return plan, [f"no plan made: {given.value} is used"]
+
+
+def _layout(config: RunConfig, model: Model, file: str) -> ParallelLayout:
+    """The layout, which has to be able to train the model."""
+    layout = config.layout.parallel
+    misfit = layout.misfit(model)
+    if misfit is not None:
+        raise ValueError(f"{file}: layout.{misfit}")
+    return layout
 
 
 def _model(path: str, arguments: Arguments) -> Model:

@@ -11,15 +11,15 @@ from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.files import write_whole
 from monta_megatron.planner.curves import Tier
+from monta_megatron.planner.workload import Workload
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveInt, Text
-from monta_megatron.topology.layout import Layout
 
 Phase = Literal["forward", "forward_backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a plan was made for. Layout and experts are checked where it is used (`Plan.misfit`).
+    """What a plan was made for; the exchange is checked where the plan is used (`Plan.misfit`).
 
     Attributes:
         ep: expert parallel size.
@@ -135,21 +135,14 @@ class Plan:
             best.setdefault(candidate.chain, candidate.predicted_us)
         return best
 
-    def misfit(self, layout: Layout, num_experts: int) -> str | None:
-        """Why this plan does not fit an exchange: the first misfit found, or None if it fits.
+    def misfit(self, here: Mapping[str, Any]) -> str | None:
+        """Why this plan does not fit an exchange: the first misfit, or None if it fits.
 
         Args:
-            layout: layout of the exchange that is to use the plan.
-            num_experts: experts of the layer.
+            here: what is known of the exchange that is to use the plan, by the fields of
+                `Situation`; see `exchange_of`.
         """
-        first_node = min(layout.nodes)
-        found = {
-            "ep": layout.ep,
-            "etp": layout.etp,
-            "num_experts": num_experts,
-            "nodes": tuple(node - first_node for node in layout.nodes),
-        }
-        for field, value in found.items():
+        for field, value in here.items():
             planned = getattr(self.situation, field)
             if planned != value:
                 shown = [
@@ -157,9 +150,9 @@ class Plan:
                 ]
                 return (
                     f"situation.{field}: the plan is for {shown[0]}, used with {shown[1]}; "
-                    "make one for this layout with `monta plan`"
+                    "make one for this model, batch and layout with `monta plan`"
                 )
-        return CHAINS[self.chain].refusal(layout)
+        return None
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file that can be read, edited and given to --moe-monta-plan.
@@ -187,6 +180,22 @@ class Plan:
             reason=f"chosen by hand in {path}",
             stages=(),
         )
+
+
+def exchange_of(workload: Workload) -> dict[str, Any]:
+    """What a plan for a workload depends on, by the fields of `Situation`."""
+    layout = workload.layout
+    first_node = min(layout.nodes)
+    return {
+        "ep": layout.ep,
+        "etp": layout.etp,
+        "num_experts": workload.routing.num_experts,
+        "nodes": tuple(node - first_node for node in layout.nodes),
+        "topk": workload.routing.list_width,
+        "hidden_size": workload.hidden_size,
+        "value_bytes": workload.value_bytes,
+        "tokens_per_rank": workload.tokens_per_rank,
+    }
 
 
 def hash_of(decision: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from monta_megatron.chains import CHAINS
 from monta_megatron.planner.chain_price import ChainPrice, price_chain, stage_costs
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import Candidate, Phase, Plan, Situation
+from monta_megatron.planner.plan import Candidate, Phase, Plan, Situation, exchange_of
 from monta_megatron.planner.workload import Workload
 
 NUM_CHUNKS = (1, 2, 4, 8)
@@ -74,16 +74,8 @@ def plan(
     reason = _why_chosen(choice, allowed, margin)
     if memory_limit_bytes is not None and choice.peak_bytes > memory_limit_bytes:
         reason += f"; over the limit of {memory_limit_bytes / 1e9:.3g} GB"
-    first_node = min(workload.layout.nodes)
     situation = Situation(
-        ep=workload.layout.ep,
-        etp=workload.layout.etp,
-        nodes=tuple(node - first_node for node in workload.layout.nodes),
-        num_experts=workload.routing.num_experts,
-        topk=workload.routing.list_width,
-        hidden_size=workload.hidden_size,
-        value_bytes=workload.value_bytes,
-        tokens_per_rank=workload.tokens_per_rank,
+        **exchange_of(workload),
         routing=workload.routing.name,
         phase=phase,
         cluster=cluster.name,

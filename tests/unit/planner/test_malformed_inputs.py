@@ -207,6 +207,9 @@ def test_a_bad_flag(
     assert_one_line(capsys, run(tmp_path, flags), words)
 
 
+RECORD = '{"layer": 3, "hs_shape": [1, 7168], "top_indices": [[0, 1, 2, 3, 4, 5, 6, 7]]}'
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -215,6 +218,10 @@ def test_a_bad_flag(
         ('{"top_indices": [[0, 999]]}', ["line 1: top_indices", "0 to 255"]),
         ('{"top_indices": [0, 1]}', ["line 1: top_indices", "for every token"]),
         ('{"top_indices": []}', ["no tokens"]),
+        (RECORD, ["got 1 tokens", "at least 3,200 for top-8 of 256 experts", "trace more"]),
+        ('{"top_indices": [[0, 1]]}', ["line 1: topk: got 2", "8, moe_router_topk of DeepSeek"]),
+        (RECORD.replace("3,", "62,"), ["line 1: layer: got 62", "at most 61, num_layers of"]),
+        (RECORD.replace("7168", "64"), ["line 1: hs_shape: got 64", "7168, hidden_size of"]),
     ],
 )
 def test_a_bad_trace(

@@ -23,7 +23,7 @@ from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.named_routing import skewed_routing
-from monta_megatron.planner.plan import Phase, Plan, hash_of
+from monta_megatron.planner.plan import Phase, Plan, exchange_of, hash_of
 from monta_megatron.planner.report import plan_lines
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
@@ -413,19 +413,23 @@ def test_an_edited_plan_says_so(tmp_path: Path) -> None:
     assert edited.predicted_us == priced.predicted_us
 
 
-def test_a_plan_is_checked_against_the_layout_it_is_used_with() -> None:
-    found = plan(workload_of(16), A800)
+def test_a_plan_is_checked_against_the_exchange_it_is_used_with() -> None:
+    used = workload_of(16)
+    found = plan(used, A800)
+    assert found.misfit(exchange_of(used)) is None
     layout = layout_of(16, 1, 8, 64)
-    assert found.misfit(layout, 64) is None
     moved = replace(layout, nodes=tuple(node + 5 for node in layout.nodes))
-    assert found.misfit(moved, 64) is None
-    assert "situation.ep: the plan is for 16, used with 8" in str(
-        found.misfit(layout_of(8, 1, 8, 64), 64)
-    )
-    assert "situation.num_experts: the plan is for 64, used with 128" in str(
-        found.misfit(layout, 128)
-    )
-    assert "situation.nodes" in str(found.misfit(layout_of(16, 1, 4, 64), 64))
+    assert found.misfit(exchange_of(replace(used, layout=moved))) is None
+    for other, said in (
+        (workload_of(8), "situation.ep: the plan is for 16, used with 8"),
+        (workload_of(16, num_experts=128), "situation.num_experts: the plan is for 64, used with"),
+        (workload_of(16, ranks_per_node=4), "situation.nodes: the plan is for [0, 0,"),
+        (workload_of(16, topk=4), "situation.topk: the plan is for 8, used with 4"),
+        (workload_of(16, hidden=2048), "situation.hidden_size: the plan is for 4096, used with"),
+        (replace(used, value_bytes=4), "situation.value_bytes: the plan is for 2, used with 4"),
+        (workload_of(16, tokens=64), "situation.tokens_per_rank: the plan is for 4096, used with"),
+    ):
+        assert said in str(found.misfit(exchange_of(other)))
 
 
 def test_the_hash_of_a_rule_is_the_same_in_every_process() -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clusters import layout_of
+from clusters import CONFIGS, layout_of
 from measured_routing import MeasuredRouting
 
+from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
 from monta_megatron.planner import router_trace
+from monta_megatron.planner.model import Model
 from monta_megatron.planner.router_trace import traced_routing
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.sampled_routing import SampledRouting
@@ -134,10 +136,17 @@ def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> No
     (folder / f"router_trace_rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def test_router_trace(tmp_path: Path) -> None:
+def model_of(topk: int) -> Model:
+    """A model of 4 experts and 2 layers."""
+    model = strict_yaml.load(Model, CONFIGS / "models" / "quickstart.yaml")
+    return replace(model, num_experts=4, moe_router_topk=topk)
+
+
+def test_router_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_trace, "LEAST_CHOICES", 1)
     write_trace(tmp_path, 0, [{"layer": 1, "top_indices": [[0, 1], [2, 3]]}])
     write_trace(tmp_path, 1, [{"layer": 2, "top_indices": [[0, 3]]}])
-    routing = traced_routing(tmp_path, num_experts=4)
+    routing = traced_routing(tmp_path, model_of(topk=2))
     assert routing.pairs.tolist() == pytest.approx([2 / 3, 1 / 3, 1 / 3, 2 / 3])
     assert routing.hits(2).tolist() == pytest.approx([2 / 3, 2 / 3])
 
@@ -146,6 +155,7 @@ def test_the_rest_of_a_long_trace_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_trace, "MAX_TOKENS_PER_FILE", 2)
+    monkeypatch.setattr(router_trace, "LEAST_CHOICES", 0.5)
     first = {"layer": 1, "top_indices": [[0], [1]]}
     write_trace(tmp_path, 0, [first, {"layer": 1, "top_indices": [[2]]}])
-    assert traced_routing(tmp_path, num_experts=4).pairs.tolist() == [0.5, 0.5, 0, 0]
+    assert traced_routing(tmp_path, model_of(topk=1)).pairs.tolist() == [0.5, 0.5, 0, 0]
