@@ -2,24 +2,39 @@
 
 What a file may hold is written once, as the annotations of a dataclass: an unknown key, a missing
 one, a wrong type or a value that breaks its rule is a one-line `ValueError` that names the file,
-the path of the key, the value and the rule. Tags that would make Python objects are refused.
+the path of the key, the value and the rule. Tags that would make Python objects are refused, and
+so is a file that would take long to read.
 
     @dataclass(frozen=True, kw_only=True)
     class Link:
-        gbps: PositiveFloat
+        alpha_us: PositiveFloat
         note: str | None = None
 
-    links.yaml: links[0].gbps: got -3, must be a number > 0
+    links.yaml: links[0].alpha_us: got -3, must be a number > 0
 """
 
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 import yaml
 
@@ -28,7 +43,14 @@ from monta_megatron.texts import PRINTABLE, shown
 
 T = TypeVar("T")
 
+# Characters of a value, and of what YAML's own errors say, that an error shows.
 LONGEST_VALUE = 60
+LONGEST_PROBLEM = 200
+# Beyond these a file is refused before it takes a second. The largest real ones, calibrations and
+# plans of thousands of ranks, hold half of it.
+MOST_BYTES = 250_000
+MOST_VALUES = 10_000
+MOST_LEVELS = 20
 
 
 @dataclass(frozen=True)
@@ -42,6 +64,25 @@ class Rule:
 
     text: str
     holds: Callable[[Any], bool]
+
+
+@runtime_checkable
+class Written(Protocol):
+    """A value that files hold as a text: `str` writes it, `from_text` reads it.
+
+    Attributes:
+        RULE: what the user reads after "must be".
+    """
+
+    RULE: ClassVar[str]
+
+    @classmethod
+    def from_text(cls, text: str) -> "Written":
+        """Read it.
+
+        Raises:
+            ValueError: the text breaks the rule.
+        """
 
 
 PositiveInt = Annotated[int, Rule("an integer >= 1", lambda value: value >= 1)]
@@ -66,7 +107,11 @@ def read(path: str | Path) -> Any:
         ValueError: the file cannot be read, or is not plain YAML.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"{path}: is too large, must hold at most {MOST_BYTES:,} bytes")
+        text = content.decode("utf-8")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -75,9 +120,9 @@ def read(path: str | Path) -> Any:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise ValueError(f"{path}: is no plain YAML{where}: {_one_line(error.problem)}") from error
+        raise ValueError(f"{path}: is no plain YAML{where}: {_problem(error.problem)}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ValueError(f"{path}: is no plain YAML: {_one_line(error)}") from error
+        raise ValueError(f"{path}: is no plain YAML: {_problem(error)}") from error
 
 
 def build(cls: type[T], data: Any, file: str, key: str = "") -> T:
@@ -92,7 +137,11 @@ def build(cls: type[T], data: Any, file: str, key: str = "") -> T:
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    value: T = _value(cls, data, _Place(file, key))
+    place = _Place(file, key)
+    missing = _check_keys(cls, data, place)
+    if missing:
+        raise _Place(file, ", ".join(missing)).error("missing, must be given")
+    value: T = _value(cls, data, place)
     return value
 
 
@@ -103,6 +152,8 @@ def dump(instance: Any) -> str:
 
 def plain(value: Any) -> Any:
     """A dataclass as dictionaries, lists and scalars."""
+    if isinstance(value, Written):
+        return str(value)
     if is_dataclass(value) and not isinstance(value, type):
         return {entry.name: plain(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, list | tuple):
@@ -115,7 +166,8 @@ class _Place:
     file: str
     key: str
 
-    def inside(self, name: str) -> "_Place":
+    def inside(self, name: object) -> "_Place":
+        name = _short(name, LONGEST_VALUE)
         return _Place(self.file, f"{self.key}.{name}" if self.key else name)
 
     def at(self, position: int) -> "_Place":
@@ -126,6 +178,39 @@ class _Place:
 
     def refuse(self, value: Any, rule: str) -> ValueError:
         return self.error(f"got {_shown(value)}, must be {rule}")
+
+
+def _check_keys(kind: Any, data: Any, place: _Place) -> list[str]:
+    """Refuse the first unknown key; returns the paths of all keys that are missing."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated or (origin in (Union, types.UnionType) and data is not None):
+        return _check_keys(arguments[0], data, place)
+    if origin is tuple and isinstance(data, list):
+        return [
+            path
+            for position, entry in enumerate(data)
+            for path in _check_keys(arguments[0], entry, place.at(position))
+        ]
+    if is_dataclass(kind) and isinstance(data, Mapping):
+        return _check_keys_of_dataclass(kind, data, place)
+    return []
+
+
+def _check_keys_of_dataclass(kind: Any, data: Mapping[Any, Any], place: _Place) -> list[str]:
+    hints, old_keys = _hints(kind), getattr(kind, "OLD_KEYS", {})
+    for name in data:
+        if name in old_keys:
+            raise place.inside(name).error(f"is not a key any more; {old_keys[name]}")
+        if name not in hints:
+            raise place.inside(name).error(f"unknown key; {advice(name, hints)}")
+    missing = [
+        place.inside(entry.name).key
+        for entry in fields(kind)
+        if entry.default is MISSING and entry.default_factory is MISSING and entry.name not in data
+    ]
+    for name, value in data.items():
+        missing += _check_keys(hints[name], value, place.inside(name))
+    return missing
 
 
 def _value(kind: Any, data: Any, place: _Place) -> Any:
@@ -149,6 +234,8 @@ def _value(kind: Any, data: Any, place: _Place) -> Any:
         return _tuple(arguments, data, place)
     if origin is Mapping:
         return _mapping(arguments[1], data, place)
+    if isinstance(kind, Written):
+        return _written(kind, data, place)
     if is_dataclass(kind):
         return _dataclass(kind, data, place)
     return _scalar(kind, data, place)
@@ -161,7 +248,7 @@ def _ruled(kind: Any, data: Any, place: _Place) -> Any:
     except ValueError as error:
         # The rule says more than the type it is based on.
         if inner in (int, float, str):
-            raise place.refuse(data, rules[-1].text) from error
+            raise place.refuse(data, rules[-1].text + _number_as_text(inner, data)) from error
         raise
     for rule in rules:
         if not rule.holds(value):
@@ -197,13 +284,6 @@ def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
     if not isinstance(data, Mapping):
         raise place.refuse(data, f"a mapping with the keys {', '.join(_hints(kind))}")
     hints = _hints(kind)
-    for name in data:
-        if name not in hints:
-            raise place.inside(_one_line(name)).error(f"unknown key; {advice(name, hints)}")
-    for entry in fields(kind):
-        required = entry.default is MISSING and entry.default_factory is MISSING
-        if required and entry.name not in data:
-            raise place.inside(entry.name).error("missing, must be given")
     values = {name: _value(hints[name], data[name], place.inside(name)) for name in data}
     try:
         return kind(**values)
@@ -213,15 +293,38 @@ def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
         raise ValueError(f"{place.file}: {way}{error}") from error
 
 
+def _written(kind: Any, data: Any, place: _Place) -> Written:
+    if isinstance(data, str):
+        with suppress(ValueError):
+            value: Written = kind.from_text(data)
+            return value
+    raise place.refuse(data, kind.RULE)
+
+
 def _scalar(kind: Any, data: Any, place: _Place) -> Any:
     if kind is float and type(data) is int and abs(data) < sys.float_info.max:
         data = float(data)
     if type(data) is not kind:
         names = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
-        raise place.refuse(data, names[kind])
+        raise place.refuse(data, names[kind] + _number_as_text(kind, data))
     if kind is float and not math.isfinite(data):
         raise place.refuse(data, "a finite number")
     return data
+
+
+def _number_as_text(kind: Any, data: Any) -> str:
+    """What to write instead of a number that YAML takes for a text, such as 1e2; "" if it is none.
+
+    YAML 1.1, which this reads, knows 1.0e+2 alone.
+    """
+    try:
+        number = float(data) if isinstance(data, str) and kind in (int, float) else math.nan
+    except ValueError:
+        return ""
+    if not math.isfinite(number):
+        return ""
+    plain_number = f"{number:.17g}" if "e" not in f"{number:.17g}" else repr(number)
+    return f"; to YAML this is a text, write {plain_number}"
 
 
 @cache
@@ -231,27 +334,86 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    text = _one_line(repr(value))
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+    return _short(repr(value), LONGEST_VALUE)
 
 
-def _one_line(value: Any) -> str:
-    return shown(" ".join(str(value).split()))
+def _problem(error: Any) -> str:
+    return _short(error, LONGEST_PROBLEM)
+
+
+def _short(value: Any, most: int) -> str:
+    """A text in one line of at most that many characters."""
+    text = shown(" ".join(str(value).split()))
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is written twice; YAML would silently take the last one."""
+    """Reads YAML whose meaning cannot surprise, and no more of it than the limits allow.
+
+    A key that is written twice is refused; YAML would silently take the last one. 4:00:00 and 010
+    are texts; YAML 1.1 would take them for 14400 and 8.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_levels = 0
+        self._num_values = 0
+        self._num_values_of: dict[str, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Count values as if those that an alias repeats were written out, and levels."""
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self._count(self._num_values_of.get(event.anchor, 1), event)
+            return super().compose_node(parent, index)
+        before = self._num_values
+        self._count(1, event)
+        self._num_levels += 1
+        if self._num_levels > MOST_LEVELS:
+            raise _refused(f"nested too deeply, must be at most {MOST_LEVELS} levels", event)
+        node = super().compose_node(parent, index)
+        self._num_levels -= 1
+        if event.anchor is not None:
+            self._num_values_of[event.anchor] = self._num_values - before
+        return node
+
+    def _count(self, num_values: int, event: Any) -> None:
+        self._num_values += num_values
+        if self._num_values > MOST_VALUES:
+            raise _refused(
+                f"too many values, must be at most {MOST_VALUES:,}, those that an alias repeats "
+                "included",
+                event,
+            )
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str | int) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is written twice", key_node.start_mark
-                )
-            seen.add(key if isinstance(key, str | int) else str(key))
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _refused("a key must be a text", key_node)
+            key = self.construct_object(key_node)
+            if key in seen:
+                raise _refused(f"key {key!r} is written twice", key_node)
+            seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def _refused(problem: str, there: Any) -> yaml.MarkedYAMLError:
+    """The error for an event or a node."""
+    return yaml.constructor.ConstructorError(None, None, problem, there.start_mark)
+
+
+_NUMBERS = {
+    "tag:yaml.org,2002:float": r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)",
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"({_pattern})$"), [*"-+0123456789."])
 
 
 class _Dumper(yaml.SafeDumper):

@@ -75,7 +75,11 @@ def test_longer_sequences_and_larger_batches_are_planned_for() -> None:
 def test_planned_for_the_slowest_exchange(tmp_path: Path) -> None:
     """EP 2 on nodes of 3: of ranks 0-1, 2-3 and 4-5 only those in the middle lie on two nodes."""
     layout = {"nodes": 2, "ranks_per_node": 3, "ep": 2}
-    changes = (("layout", layout), ("megatron", "moe-monta-ranks-per-node", 3))
+    changes = (
+        ("layout", layout),
+        ("megatron", "moe-monta-ranks-per-node", 3),
+        ("megatron", "global-batch-size", 24),
+    )
     run = ready(edited(tmp_path, *changes))
     assert run.plan is not None and run.plan.situation.nodes == (0, 1)
 
@@ -169,6 +173,8 @@ def test_run_directory_explains_itself(tmp_path: Path) -> None:
     assert {path.name for path in run.directory.iterdir()} == {
         *("config.yaml", "plan.yaml", "versions.json", "run.sh", "start.sh", "logs"),
     }
+    # It holds the environment.
+    assert run.directory.stat().st_mode & 0o777 == 0o700
     # The configuration is a run file that says the same; only the directory is another.
     again = prepare(str(run.directory / "config.yaml"), [], tmp_path / "again", dry_run=True)
     assert words_of(again) == words_of(run)
@@ -348,6 +354,16 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     "argument of two lines": ([], ["--save", "a\nb"], [r"got 'a\nb'", "printable"]),
     "reserved": ([("slurm", "options", {"nodes": 2})], [], ["slurm.options.nodes", "left out"]),
     "time limit": ([("slurm", "time_limit_minutes", "4h")], [], ["slurm.time_limit_minutes", "4h"]),
+    "a batch that DP does not divide": (
+        [("megatron", "global-batch-size", 15)],
+        [],
+        ["run.yaml: megatron.global-batch-size: got 15, must be a multiple of", "the next is 16"],
+    ),
+    "a batch of the command line": (
+        [],
+        ["--global-batch-size", "15"],
+        ["--global-batch-size: got 15, must be a multiple of", "micro-batch-size"],
+    ),
     "signal at once": (
         [("slurm", "time_limit_minutes", 5)],
         [],
@@ -368,6 +384,42 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
         ["--moe-monta-chain: got ['alltoall', 'allgather']", "one of auto"],
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "time_limit_minutes: 4:00:00",
+            "time_limit_minutes: got '4:00:00', must be a number of min",
+        ),
+        ("time_limit_minutes: 1e2", "time_limit_minutes: got '1e2'"),
+        ("time_limit_minutes: 0240", "to YAML this is a text, write 240"),
+    ],
+)
+def test_times_and_numbers_that_yaml_reads_as_others(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"name: a\nlayout: {{nodes: 1, ranks_per_node: 1}}\nmegatron: {{}}\nslurm:\n  {line}\n"
+    )
+    assert main(["launch", "--config", str(path)]) == 2
+    (shown,) = capsys.readouterr().err.splitlines()
+    assert said in shown
+
+
+def test_texts_stay_as_they_are_written(tmp_path: Path) -> None:
+    """Each would be a number to YAML 1.1: 630, 14400, 8."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: a\nlayout: {nodes: 1, ranks_per_node: 1}\nmegatron: {}\n"
+        "environment: {A: 10:30, B: 4:00:00, C: 010}\n"
+    )
+    config = strict_yaml.load(RunConfig, path)
+    assert config.environment == {"A": "10:30", "B": "4:00:00", "C": "010"}
+    path.write_text(strict_yaml.dump(config))
+    assert strict_yaml.load(RunConfig, path) == config
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -201,6 +201,29 @@ def _layout(layout: RunLayout, given: Arguments, command_line: Arguments, file: 
         raise ValueError(f"{file}: layout.{error}") from error
 
 
+def check_batch(arguments: Arguments, dp: int) -> None:
+    """Refuse a batch that cannot be shared evenly.
+
+    Args:
+        arguments: Megatron's arguments.
+        dp: data parallel size.
+
+    Raises:
+        ValueError: it is no whole number of micro-batches on every data-parallel rank.
+    """
+    batch, micro = (arguments.get(name) for name in ("global-batch-size", "micro-batch-size"))
+    # A batch that is ramped up has other sizes too; Megatron checks them all.
+    if batch is None or micro is None or "rampup-batch-size" in arguments:
+        return
+    size, step = whole(batch), whole(micro) * dp
+    if size % step:
+        larger = (size // step + 1) * step
+        raise ValueError(
+            f"{batch.source}: got {size}, must be a multiple of {step}, which is micro-batch-size "
+            f"({micro.value}) times data parallel size ({dp}); the next is {larger}"
+        )
+
+
 def whole(argument: Argument) -> int:
     """The value as an integer >= 1.
 

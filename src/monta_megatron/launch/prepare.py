@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron import strict_yaml
-from monta_megatron.launch.arguments import Arguments, escaped, from_words, merge, replaced
+from monta_megatron.launch.arguments import (
+    Arguments,
+    check_batch,
+    escaped,
+    from_words,
+    merge,
+    replaced,
+)
 from monta_megatron.launch.planning import plan_run
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.planner.plan import Plan
@@ -78,6 +85,7 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
     )
     merged = merge(config, file, command_line)
     plan, plan_notes = plan_run(merged.config, merged.arguments, file)
+    check_batch(merged.arguments, merged.config.layout.parallel.dp)
     script, script_notes = _script(config.script, file, dry_run)
     return Run(
         config=replace(merged.config, script=script),

@@ -29,6 +29,11 @@ ArgumentValue = Annotated[
     Any, Rule("a text, a number, true, false, or a list of texts and numbers", _is_argument)
 ]
 VariableValue = Annotated[Any, Rule("a text or a number", _is_scalar)]
+# No time such as 4:00:00: sbatch would read 4:00 as 4 minutes, others as 4 hours.
+Minutes = Annotated[
+    int,
+    Rule("a number of minutes, an integer >= 1: 240 for 4 hours", lambda value: value >= 1),
+]
 FolderName = Annotated[
     str,
     Rule(
@@ -103,7 +108,7 @@ class Slurm:
 
     partition: Text | None = None
     account: Text | None = None
-    time_limit_minutes: PositiveInt | None = None
+    time_limit_minutes: Minutes | None = None
     signal_before_seconds: PositiveInt = 300
     options: Mapping[str, ArgumentValue] = field(default_factory=dict)
 

@@ -43,6 +43,11 @@ class ParallelLayout:
         """Ranks of one exchange."""
         return self.ep * self.etp
 
+    @property
+    def dp(self) -> int:
+        """Data parallel size of the attention."""
+        return self.world_size // (self.tp * self.cp * self.pp)
+
     def misfit(self, model: Model) -> str | None:
         """Why this layout cannot train the model, or None if it can."""
         for field, size, name, whole in (

@@ -11,6 +11,8 @@ from monta_megatron.strict_yaml import PositiveFloat, PositiveInt, Text
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+# No model has so many parameters besides its experts: the number was not written in billions.
+MOST_TIMES_EXPERTS = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Model:
                 f"num_moe_layers: got {self.num_moe_layers}, must be at most num_layers "
                 f"({self.num_layers})"
             )
+        self._check_num_parameters()
         if (groups is None) != (group_topk is None):
             raise ValueError(
                 "moe_router_group_topk: must be given together with moe_router_num_groups, or "
@@ -87,6 +90,23 @@ class Model:
             raise ValueError(
                 f"moe_router_group_topk: got {group_topk}, must leave at least moe_router_topk "
                 f"({self.moe_router_topk}) experts to choose from"
+            )
+
+    def _check_num_parameters(self) -> None:
+        total = self.num_parameters_billions
+        # Experts without a gate have two matrices.
+        least = self.num_expert_parameters * 2 / 3 / 1e9
+        if total < least:
+            raise ValueError(
+                f"num_parameters_billions: got {total:g}, must be at least {least:.4g}, the "
+                "experts alone (num_moe_layers x num_experts x 2 x hidden_size x "
+                "moe_ffn_hidden_size)"
+            )
+        if total > MOST_TIMES_EXPERTS * least:
+            raise ValueError(
+                f"num_parameters_billions: got {total:g}, must be in billions, of which the "
+                f"experts have {least:.4g} or more; write {total / 1e9:.4g} if {total:g} is the "
+                "number itself"
             )
 
     @property

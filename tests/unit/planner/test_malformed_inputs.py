@@ -1,5 +1,6 @@
 """Whatever is wrong with a file or a flag: one line with file, key, value and rule; status 2."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], status: int, words: list
     lines = captured.err.splitlines()
     assert len(lines) == 1, captured.err
     assert lines[0].startswith("monta")
+    assert len(lines[0]) < 1_000
     for word in words:
         assert word in lines[0], lines[0]
 
@@ -104,6 +106,10 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ("cluster", ("links", 0, "tier"), "nvlink", ["tier: got 'nvlink'", "inter, intra, memory"]),
     ("cluster", ("copies_block_host",), "yes", ["copies_block_host: got 'yes'", "true or false"]),
     ("cluster", ("contention", 0, "pair"), ["intra"], ["pair: got ['intra']", "2 entries"]),
+    # Numbers and times that YAML 1.1 takes for something else.
+    ("model", ("num_parameters_billions",), "1e2", ["got '1e2'", "a number > 0", "write 100"]),
+    ("model", ("hidden_size",), "7e3", ["hidden_size: got '7e3'", "this is a text, write 7000"]),
+    ("cluster", ("num_nodes",), "010", ["num_nodes: got '010'", "an integer", "write 10"]),
     # Negative, zero, NaN, infinite.
     ("cluster", ("links", 0, "gbps"), -25.0, ["links[0].gbps: got -25.0", "a number > 0"]),
     ("cluster", ("links", 0, "gbps"), 0, ["links[0].gbps: got 0", "a number > 0"]),
@@ -115,6 +121,8 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ("cluster", ("num_nodes",), 0, ["num_nodes: got 0", "an integer >= 1"]),
     ("model", ("num_experts",), -8, ["num_experts: got -8", "an integer >= 1"]),
     ("layout", ("ep",), 0, ["ep: got 0", "an integer >= 1"]),
+    ("model", ("num_parameters_billions",), 100, ["got 100", "at least 435", "experts alone"]),
+    ("model", ("num_parameters_billions",), 671e9, ["in billions", "write 671 if 6.71e+11"]),
     # Several keys that do not fit each other.
     ("model", ("moe_router_topk",), 300, ["moe_router_topk: got 300", "num_experts (256)"]),
     ("model", ("num_moe_layers",), 99, ["num_moe_layers: got 99", "num_layers (61)"]),
@@ -143,6 +151,12 @@ def test_a_bad_value(
     assert_one_line(capsys, status, [str(tmp_path / f"{file}.yaml"), *words])
 
 
+# Each line stands for ten times the values of the line before.
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
+)
+WIDE = f"a: &a {{{', '.join(f'k{n}: 1' for n in range(1_000))}}}\n"
+
 FILES: list[tuple[str, object, list[str]]] = [
     ("model", "", ["got None", "a mapping with the keys name"]),
     ("model", "- 1\n- 2\n", ["got [1, 2]", "a mapping"]),
@@ -156,6 +170,29 @@ FILES: list[tuple[str, object, list[str]]] = [
     ("model", b"\x7fELF\x02\x01\x01\x00\xff\xfe", ["is no text file"]),
     ("model", b"name: \x00\n", ["is no plain YAML"]),
     ("model", "hidden_size: " + "9" * 5_000, ["is no plain YAML"]),
+    # What would take long to read or to show.
+    ("model", LAUGHS, ["is no plain YAML in line 4", "too many values", "10,000", "alias"]),
+    ("model", LAUGHS + "? *a9\n: 1\n", ["too many values"]),
+    ("model", WIDE + "".join(f"b{n}: *a\n" for n in range(5_000)), ["too many values"]),
+    ("model", f"a: [{'1,' * 10_000}]", ["too many values", "at most 10,000"]),
+    ("model", "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 250)), ["undefined alias"]),
+    ("model", "- " * 21 + "1", ["nested too deeply", "at most 20 levels"]),
+    ("model", "{a: " * 21 + "1", ["nested too deeply", "at most 20 levels"]),
+    ("model", "#" * 250_001, ["is too large", "at most 250,000 bytes"]),
+    ("model", "k" * 120_000 + "\n:", ["is no plain YAML"]),
+    ("model", f"{{{'k' * 1000}: 1}}", ["k...: unknown key"]),
+    # Keys that YAML would read in silence.
+    ("model", "a: {b: 1, c: 2, b: 3}", ["is no plain YAML in line 1", "'b' is written twice"]),
+    ("model", "1: a\n1.0: b\n", ["in line 2", "key 1.0 is written twice"]),
+    ("model", "[1, 2]: a\n", ["is no plain YAML in line 1", "a key must be a text"]),
+    ("model", "{a: 1}: a\n", ["is no plain YAML in line 1", "a key must be a text"]),
+    # Several keys at once, wherever they are missing.
+    ("layout", "tp: 2\npp: x\n", ["pp: got 'x'"]),
+    (
+        "cluster",
+        {"name": "x", "launch": {"copy_us": 1.0}, "links": [{"tier": "inter"}]},
+        ["num_nodes, ", "launch.collective_us, launch.sum_us", "links[0].source: missing"],
+    ),
     ("cluster", "&a [*a]\n", ["must be a mapping"]),
     ("cluster", with_curve(sizes_bytes=[2000, 1000]), ["sizes_bytes: got [2000, 1000]", "ascend"]),
     ("cluster", with_curve(sizes_bytes=[1000]), ["sizes_bytes: got [1000]", "at least 2"]),
@@ -172,13 +209,15 @@ FILES: list[tuple[str, object, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("file", "data", "words"), FILES)
+@pytest.mark.parametrize(("file", "data", "words"), FILES, ids=[each[2][0] for each in FILES])
 def test_a_bad_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, data: object, words: list[str]
 ) -> None:
     # The last ones need tensor parallelism to go wrong.
     flags = ("--tp", "2") if file == "model" else ()
+    begin_s = time.process_time()
     status = run(tmp_path, flags, **{file: data})
+    assert time.process_time() - begin_s < 1
     assert_one_line(capsys, status, [str(tmp_path), *words])
 
 
