@@ -5,6 +5,9 @@ line, at the end, which is not read.
 """
 
 import json
+import os
+import secrets
+import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -46,19 +49,45 @@ def add_json_line(path: Path, entry: Any) -> None:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, text as UTF-8, so that it exists whole or not at all.
 
+    One that exists keeps its mode.
+
     Raises:
-        ValueError: it cannot be written.
+        ValueError: it cannot be written, or something that is no file bears its name.
     """
-    temporary = path.parent / f".{path.name}.tmp"
+    # No one else can know the name, and whatever has it all the same, a link too, is not opened.
+    temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        temporary.replace(path)
+        mode = _mode_of(path)
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600
+        )
+        try:
+            with open(descriptor, "wb") as file:
+                if mode is not None:
+                    os.fchmod(descriptor, mode)
+                file.write(content.encode() if isinstance(content, str) else content)
+            temporary.replace(path)
+        finally:
+            # It still exists only if something went wrong.
+            with suppress(OSError):
+                temporary.unlink()
     except OSError as error:
         raise ValueError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        # It still exists only if something went wrong.
-        with suppress(OSError):
-            temporary.unlink()
+
+
+def _mode_of(path: Path) -> int | None:
+    """The permissions of a file; None if there is none.
+
+    Raises:
+        ValueError: it is no file, such as a folder, a pipe or /dev/null.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path}: cannot be written: is no regular file")
+    return stat.S_IMODE(mode)
 
 
 def make_folder(folder: Path, flag: str) -> None:

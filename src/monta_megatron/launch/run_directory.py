@@ -6,6 +6,8 @@ versions.json   versions, commits, when and how the run was made
 run.sh          starts it, under bash, srun or sbatch
 start.sh        one process per rank, for run.sh
 logs/           the output of the ranks
+
+Only its owner can read it.
 """
 
 import datetime
@@ -42,7 +44,9 @@ def write(run: Run) -> None:
 
 
 def _fill(folder: Path, run: Run) -> None:
-    (folder / "logs").mkdir(parents=True)
+    # For its owner alone: configuration and script hold the environment, which may hold secrets.
+    folder.mkdir(mode=0o700)
+    (folder / "logs").mkdir()
     (folder / "config.yaml").write_text(to_run_file(run.config), encoding="utf-8")
     if run.plan is not None:
         run.plan.save(folder / "plan.yaml")
