@@ -363,7 +363,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Count values as if those that an alias repeats were written out, and levels."""
         event: Any = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):
+        if self.check_event(yaml.AliasEvent):
             self._count(self._num_values_of.get(event.anchor, 1), event)
             return super().compose_node(parent, index)
         before = self._num_values
