@@ -342,7 +342,7 @@ def _problem(error: Any) -> str:
 
 
 def _short(value: Any, most: int) -> str:
-    """A text in one line of at most that many characters."""
+    """A text in one printable line of about that many characters at most."""
     text = shown(" ".join(str(value).split()))
     return text if len(text) <= most else f"{text[:most]}..."
 
