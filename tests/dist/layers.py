@@ -34,6 +34,7 @@ class Case:
     etp: int = 1
     num_local_experts: int = 2
     topk: int = 2
+    hidden: int = HIDDEN
     num_tokens: int = 24
     dtype: str = "float32"
     routing: str = "uniform"
@@ -98,7 +99,7 @@ def transformer_config(case: Case, dispatcher: str, **options: Any) -> Any:
 
     torch_dtype = getattr(torch, case.dtype)
     return TransformerConfig(
-        hidden_size=HIDDEN,
+        hidden_size=case.hidden,
         num_attention_heads=4,
         num_moe_experts=case.num_experts,
         moe_router_topk=case.topk,
@@ -603,6 +604,44 @@ def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, floa
     finally:
         walk._Pipeline._collective = original
     return "", time.monotonic() - begin
+
+
+def end_in_exchange_of_counts(case: Case, victim: int, stops: bool) -> tuple[str, float]:
+    """One rank is killed, or stops, before it tells its counts; what the others say, and when."""
+    import os
+    import signal
+    import time
+
+    from monta_megatron.exchange.walk import ExchangeError
+
+    layer = build_layer(case, "monta")
+    forward_backward(case, layer)
+    limit_s = float(os.environ["POOL_GROUP_LIMIT_S"])
+    if dist.get_rank() == victim:
+        time.sleep(limit_s + 3 if stops else 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        forward_backward(case, layer)
+    except ExchangeError as error:
+        answer = str(error), time.monotonic() - begin
+        dist.destroy_process_group()
+        return answer
+    return "", time.monotonic() - begin
+
+
+def refusal_of(case_of_rank: list[Case], environment_of_rank: list[dict[str, str]]) -> str:
+    """What a dispatcher says as it is built; empty if it says nothing."""
+    import os
+    from unittest import mock
+
+    rank = dist.get_rank()
+    with mock.patch.dict(os.environ, environment_of_rank[rank]):
+        try:
+            build_layer(case_of_rank[rank], "monta")
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any]) -> tuple[int, ...]:

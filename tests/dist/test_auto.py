@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Pools
@@ -63,6 +64,24 @@ def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
             Case(options={"moe_monta_chain": "auto"}),
             dict(enumerate(clusters)),
         )
+
+
+@pytest.mark.parametrize("chain", ["alltoall_allgather", "auto"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 32}, "ranks 0 and 2 differ in hidden_size: 16 and 32"),
+        ({"topk": 3}, "ranks 0 and 2 differ in moe_router_topk: 2 and 3"),
+        ({"dtype": "bfloat16"}, "ranks 0 and 2 differ in value_bytes: 4 and 2"),
+    ],
+)
+def test_ranks_that_exchange_other_rows_are_told(
+    pools: Pools, chain: str, changes: dict[str, Any], message: str
+) -> None:
+    case = Case(options={"moe_monta_chain": chain})
+    other = replace(case, **changes)
+    refusals = pools[4].run("layers:refusal_of", [case, case, other, case], [{}] * 4)
+    assert refusals == [f"moe_monta: {message}; give every rank the same options and files"] * 4
 
 
 def test_ranks_that_come_to_differ_are_told_before_they_exchange(pools: Pools) -> None:

@@ -34,6 +34,24 @@ def test_a_killed_rank_is_reported_by_chain_stage_chunk_and_group(chain: str, gr
         assert any(f"group {name}" in message for name in group.split("|"))
 
 
+@pytest.mark.parametrize(("chain", "stops"), [("alltoall_allgather", False), ("auto", True)])
+def test_a_rank_that_ends_or_stops_in_the_exchange_of_counts(chain: str, stops: bool) -> None:
+    limit_s = 10.0
+    pool = Pool(4, group_limit_s=limit_s)
+    case = Case(ep=4, options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2})
+    try:
+        answers = pool.run_on_survivors("layers:end_in_exchange_of_counts", case, 3, stops)
+    finally:
+        pool.close()
+    assert sorted(answers) == [0, 1, 2]
+    for rank, (message, seconds) in answers.items():
+        assert seconds < limit_s + 5.0
+        assert message.startswith(
+            f"dispatch: chain {chain}, exchange of counts, group tp_ep (rank {rank} of 4: "
+            "ranks 0, 1, 2, 3) failed: "
+        )
+
+
 @pytest.mark.parametrize("chain", ["hierarchical_alltoall"])
 def test_a_thousand_steps_grow_nothing(pools: Pools, chain: str) -> None:
     case = Case(

@@ -54,6 +54,34 @@ def test_uneven_nodes_are_refused_where_the_chain_needs_rails(pools: Pools) -> N
         pools[6].run("layers:compare", case, CHUNKS)
 
 
+def test_one_exchange_refuses_for_all(pools: Pools) -> None:
+    """EP 3 on nodes of 2 and 4 ranks: only the first of two exchanges lies on uneven nodes."""
+    case = Case(ep=3, options={"moe_monta_chain": "hierarchical_alltoall"})
+    environment = [{"GROUP_RANK": each} for each in "aabbbb"]
+    refusals = pools[6].run("layers:refusal_of", [case] * 6, environment)
+    here = "moe_monta_chain: hierarchical_alltoall cannot run here: the ranks of the exchange lie "
+    there = [f" (on the exchange of rank {rank})" for rank in range(3)]
+    assert refusals == [
+        f"{here}on nodes [0, 0, 1], not evenly in order{where}" for where in ["", "", "", *there]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("named", "with_name", "without"),
+    # On one rank of an exchange; on all ranks of one exchange and on none of the other.
+    [([1], 1, 0), ([0, 1], 0, 2)],
+)
+def test_names_of_nodes_on_some_ranks_only(
+    pools: Pools, named: list[int], with_name: int, without: int
+) -> None:
+    environment = [{"MONTA_NODE": "a"} if rank in named else {} for rank in range(4)]
+    refusals = pools[4].run("layers:refusal_of", [Case(ep=2)] * 4, environment)
+    first = f"MONTA_NODE: set on rank {with_name} and not on rank {without}, must be set on every "
+    assert refusals[0].startswith(first)
+    for refusal in refusals:
+        assert "MONTA_NODE: set on rank " in refusal
+
+
 def test_ranks_tell_each_other_their_nodes(pools: Pools) -> None:
     # Each rank knows its own node alone, as torchrun and srun tell it.
     chain = {"moe_monta_chain": "hierarchical_allgather"}

@@ -24,7 +24,7 @@ from monta_megatron.benchmark.timing import time_interleaved, wait_for_all
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.benchmark.workload import Batch, make_batch
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.exchange.groups import find_nodes, gather_objects
+from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.integration.bench_layer import (
     Experts,
     LayerShape,
@@ -216,7 +216,7 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
     if (
         cluster is not None
         and settings.ranks_per_node is None
-        and not any(gather_objects(is_named()))
+        and not is_named()
         and find_nodes(world, cluster.ranks_per_node) != nodes
     ):
         raise ValueError(

@@ -13,7 +13,13 @@ from monta_megatron.chains import Chain
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.topology.layout import Layout
-from monta_megatron.topology.nodes import consecutive_nodes, node_here, number_nodes
+from monta_megatron.topology.nodes import (
+    check_named_alike,
+    consecutive_nodes,
+    is_named,
+    node_here,
+    number_nodes,
+)
 
 T = TypeVar("T")
 
@@ -37,10 +43,16 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
     Args:
         group: the ranks of an exchange; all of them call this, unless `ranks_per_node` is given.
         ranks_per_node: number of consecutive ranks on each node; None to ask every rank.
+
+    Raises:
+        ValueError: MONTA_NODE is set on some ranks only.
     """
+    ranks = dist.get_process_group_ranks(group)
     if ranks_per_node is not None:
-        return consecutive_nodes(dist.get_process_group_ranks(group), ranks_per_node)
-    return number_nodes(gather_objects(node_here(), group))
+        return consecutive_nodes(ranks, ranks_per_node)
+    told = gather_objects((node_here(), is_named()), group)
+    check_named_alike([named for _, named in told], ranks)
+    return number_nodes([name for name, _ in told])
 
 
 def peer_groups(

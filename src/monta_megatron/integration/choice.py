@@ -1,6 +1,5 @@
-"""From a configuration to a choice of chain, and the agreement of all ranks on it."""
+"""From a configuration to a choice of chain, the same on all ranks of an exchange."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS, Chain
-from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.integration.agreement import agree
 from monta_megatron.options import AUTO, Options
 from monta_megatron.planner.choice import (
     NUM_CHUNKS,
@@ -20,7 +19,7 @@ from monta_megatron.planner.choice import (
     uncalibrated,
 )
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import exchange_of, hash_of
+from monta_megatron.planner.plan import exchange_of
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
 from monta_megatron.topology.layout import Layout
@@ -96,30 +95,41 @@ def _planned_choice(
     )
 
 
-def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
-    """Make sure that all ranks of an exchange choose by the same rule; returns its hash.
+def choose_alike(
+    options: Options, config: Any, layout: Layout, pairs_only: bool, group: dist.ProcessGroup
+) -> tuple[Choice, int]:
+    """The choice of all ranks of an exchange, and the hash of what they agree on.
+
+    Args:
+        options, config, layout, pairs_only: see `choose`.
+        group: the ranks of the exchange; all of them call this.
 
     Raises:
-        ValueError: names the first rank that differs, and the field.
+        ValueError: the chain cannot run here, or the ranks differ; on all of them.
     """
-    check_alike(gather_objects(rule, group), dist.get_process_group_ranks(group))
-    return hash_of(rule)
+    try:
+        choice = choose(options, config, layout, pairs_only)
+        refusal, rule = None, rule_of(choice, config, layout)
+    except ValueError as error:
+        chain = options.named_chain
+        refusal = str(error)
+        rule = {"chain": AUTO if chain is None else chain.name, "refusal": refusal}
+    agreement = agree(rule, group)
+    if refusal is not None:
+        raise ValueError(refusal)
+    return choice, agreement
 
 
-def check_alike(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
-    """Make sure that the rules of all ranks are the same.
-
-    Raises:
-        ValueError: names the first rank that differs, and the field.
-    """
-    for rank, other in zip(ranks[1:], rules[1:], strict=True):
-        for name in dict.fromkeys((*rules[0], *other)):
-            values = rules[0].get(name), other.get(name)
-            if values[0] != values[1]:
-                raise ValueError(
-                    f"moe_monta: ranks {ranks[0]} and {rank} differ in {name}: {values[0]} and "
-                    f"{values[1]}; give every rank the same options and files"
-                )
+def rule_of(choice: Choice, config: Any, layout: Layout) -> dict[str, Any]:
+    """What all ranks of an exchange agree on: how they choose, and what a row is."""
+    workload = _workload(config, layout)
+    return {
+        **choice.rule(),
+        "hidden_size": workload.hidden_size,
+        "moe_router_topk": config.moe_router_topk,
+        "value_bytes": workload.value_bytes,
+        "prob_bytes": workload.prob_bytes,
+    }
 
 
 def _workload(config: Any, layout: Layout) -> Workload:

@@ -15,7 +15,8 @@ EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N =
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,13 @@ from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting, GatheredCounts, lists_of
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.walk import Exchange
-from monta_megatron.integration.choice import agree, choose
+from monta_megatron.exchange.walk import Exchange, ExchangeError
+from monta_megatron.integration.agreement import agree, on_every_exchange
+from monta_megatron.integration.choice import choose_alike, rule_of
 from monta_megatron.integration.duties import check_duties
 from monta_megatron.integration.nodes import nodes_of_exchange
-from monta_megatron.options import Options
-from monta_megatron.planner.choice import Decision
+from monta_megatron.options import AUTO, Options
+from monta_megatron.planner.choice import Choice, Decision
 from monta_megatron.texts import shown
 from monta_megatron.topology.layout import Layout
 
@@ -83,16 +85,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.options = Options.of(config)
         self._reports = _reports_for_stage(self.tp_ep_group, pg_collection)
-        self.layout = self._find_layout()
-        # If capacity fixes the counts, nothing is gathered; if CUDA graphs capture the permutation,
-        # there has to be one. In both cases "auto" may choose only chains of pairs.
-        self.choice = choose(
-            self.options,
-            config,
-            self.layout,
-            pairs_only=self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1",
+        self.layout, self.choice, agreement = on_every_exchange(
+            self._set_up, getattr(pg_collection, "expt_dp", None)
         )
-        agreement = agree(self.choice.rule(), self.tp_ep_group)
         self.groups = peer_groups(
             self.choice.chains,
             self.layout,
@@ -268,6 +263,17 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             output = output + self.shared_experts.get_output()
         return output
 
+    def _set_up(self) -> tuple[Layout, Choice, int]:
+        """Layout, choice and agreement of this exchange; raises on all of its ranks, or on none."""
+        layout = self._find_layout()
+        # If capacity fixes the counts, nothing is gathered; if CUDA graphs capture the permutation,
+        # there has to be one. In both cases "auto" may choose only chains of pairs.
+        pairs_only = self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1"
+        choice, agreement = choose_alike(
+            self.options, self.config, layout, pairs_only, self.tp_ep_group
+        )
+        return layout, choice, agreement
+
     def _find_layout(self) -> Layout:
         chain = self.options.named_chain
         sends_tokens = chain is not None and chain.rows == "tokens"
@@ -287,9 +293,28 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _gather(self, counts: torch.Tensor) -> torch.Tensor:
         """Every rank's counts: [K] -> [EP*ETP, K]."""
         if self.ep_size > 1 or self.tp_size > 1:
-            gathered = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
+            with self._naming_the_exchange_of_counts():
+                gathered = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
             return gathered.view(-1, counts.shape[0])
         return counts[None]
+
+    @contextmanager
+    def _naming_the_exchange_of_counts(self) -> Iterator[None]:
+        """Say what failed where a peer has died or stopped, as the executor does of its stages.
+
+        Raises:
+            ExchangeError: the collective failed or timed out.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            chain = self.chain.name if len(self.choice.chains) == 1 else AUTO
+            peers = dist.get_process_group_ranks(self.tp_ep_group)
+            raise ExchangeError(
+                f"dispatch: chain {chain}, exchange of counts, group tp_ep (rank "
+                f"{self.layout.rank} of {len(peers)}: ranks {', '.join(map(str, peers))}) failed: "
+                f"{error}"
+            ) from error
 
     @property
     def _needs_no_gather(self) -> bool:
@@ -307,7 +332,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         assert self._counts is not None, "the counts are not on the host yet"
         if (self._counts.hashes != self._counting.agreement).any():
             # They agreed at construction; only a copy with another configuration gets here.
-            agree(self.choice.rule(), self.tp_ep_group)
+            agree(rule_of(self.choice, self.config, self.layout), self.tp_ep_group)
         self._decide(self._counts.max_tokens)
 
     def _decide(self, max_tokens: int, log: bool = True) -> None:
@@ -393,7 +418,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self._copy_counts_to_host()
         if point == self.cuda_sync_point:
             if self._counts_event is not None:
-                self._counts_event.synchronize()
+                with self._naming_the_exchange_of_counts():
+                    self._counts_event.synchronize()
             assert self._counts_on_host is not None
             self._counts = self._counting.read(self._counts_on_host.numpy())
             if self.num_out_tokens is None:

@@ -4,9 +4,10 @@ import torch.distributed as dist
 
 from monta_megatron import __version__
 from monta_megatron.exchange.groups import gather_objects
-from monta_megatron.integration.choice import check_alike
+from monta_megatron.integration.agreement import check_alike
 from monta_megatron.options import Options
 from monta_megatron.topology.nodes import (
+    check_named_alike,
     consecutive_nodes,
     is_named,
     mixed_node,
@@ -29,16 +30,17 @@ def nodes_of_exchange(
 
     Raises:
         ValueError: the ranks differ in what they were told, or the nodes of the cluster file cannot
-            be these hosts.
+            be these hosts; on all ranks.
     """
     cluster, ranks_per_node = options.cluster, options.ranks_per_node
     if ranks_per_node is None and cluster is not None and not is_named():
         ranks_per_node = cluster.ranks_per_node
     rule = {"monta_megatron": __version__, "ranks_per_node": ranks_per_node}
-    told = gather_objects((node_here(), rule), group)
+    told = gather_objects((node_here(), is_named(), rule), group)
     ranks = dist.get_process_group_ranks(group)
-    check_alike([rule for _, rule in told], ranks)
-    hosts = [host for host, _ in told]
+    check_named_alike([named for _, named, _ in told], ranks)
+    check_alike([rule for _, _, rule in told], ranks)
+    hosts = [host for host, _, _ in told]
     if ranks_per_node is None:
         return number_nodes(hosts), None
     nodes = consecutive_nodes(ranks, ranks_per_node)

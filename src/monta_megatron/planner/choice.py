@@ -112,9 +112,6 @@ class PlannedChoice:
             "cluster": self.cluster.name,
             # A hash, because the costs are kilobytes, too much to show in a message.
             "hash of the costs": hash_of({"costs": repr(self.cluster)}),
-            "hidden_size": self.workload.hidden_size,
-            "value_bytes": self.workload.value_bytes,
-            "prob_bytes": self.workload.prob_bytes,
         }
 
     def decide(self, max_tokens: int) -> Decision:

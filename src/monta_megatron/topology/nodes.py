@@ -36,6 +36,24 @@ def node_here(environ: Mapping[str, str] = os.environ) -> str:
     return host
 
 
+def check_named_alike(named: Sequence[bool], ranks: Sequence[int]) -> None:
+    """Make sure that all ranks are told the names of their nodes, or none is.
+
+    Args:
+        named: `is_named` of each rank.
+        ranks: their numbers, for the message.
+
+    Raises:
+        ValueError: MONTA_NODE is set on some of them only.
+    """
+    if len(set(named)) > 1:
+        with_name, without = ranks[named.index(True)], ranks[named.index(False)]
+        raise ValueError(
+            f"MONTA_NODE: set on rank {with_name} and not on rank {without}, must be set on every "
+            "rank or on none"
+        )
+
+
 def number_nodes(names: Sequence[str]) -> tuple[int, ...]:
     """The node of every rank, numbered from 0 in the order of first appearance."""
     numbers: dict[str, int] = {}

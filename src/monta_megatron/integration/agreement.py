@@ -1,0 +1,77 @@
+"""What ranks make sure of together, before anything is exchanged."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.planner.plan import hash_of
+from monta_megatron.topology.nodes import check_named_alike, is_named
+
+T = TypeVar("T")
+
+
+def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
+    """Make sure that all ranks of an exchange choose by the same rule; returns its hash.
+
+    Raises:
+        ValueError: names the first rank that differs, and the field.
+    """
+    check_alike(gather_objects(rule, group), dist.get_process_group_ranks(group))
+    return hash_of(rule)
+
+
+def check_alike(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
+    """Make sure that the rules of all ranks are the same.
+
+    Raises:
+        ValueError: names the first rank that differs, and the field.
+    """
+    for rank, other in zip(ranks[1:], rules[1:], strict=True):
+        for name in dict.fromkeys((*rules[0], *other)):
+            values = rules[0].get(name), other.get(name)
+            if values[0] != values[1]:
+                raise ValueError(
+                    f"moe_monta: ranks {ranks[0]} and {rank} differ in {name}: {values[0]} and "
+                    f"{values[1]}; give every rank the same options and files"
+                )
+
+
+def on_every_exchange(set_up: Callable[[], T], exchanges: dist.ProcessGroup | None) -> T:
+    """Set up this rank's exchange, if all exchanges of the pipeline stage can be set up.
+
+    Otherwise one would refuse its nodes, and the ranks of the others wait for it forever.
+
+    Args:
+        set_up: raises ValueError on all ranks of an exchange, or on none.
+        exchanges: the ranks that have this rank's position in the stage's other exchanges; None if
+            they are not known.
+
+    Raises:
+        ValueError: `set_up` raised it, here or on another exchange; or MONTA_NODE is set on some
+            exchanges only.
+    """
+    refusal, result = "", None
+    try:
+        result = set_up()
+    except ValueError as error:
+        refusal = str(error)
+    if exchanges is not None and dist.get_world_size(exchanges) > 1:
+        ranks = dist.get_process_group_ranks(exchanges)
+        told = gather_objects((refusal, is_named()), exchanges)
+        if not refusal:
+            refusal = next(
+                (
+                    f"{other} (on the exchange of rank {rank})"
+                    for rank, (other, _) in zip(ranks, told, strict=True)
+                    if other
+                ),
+                "",
+            )
+        if not refusal:
+            check_named_alike([named for _, named in told], ranks)
+    if refusal:
+        raise ValueError(refusal)
+    assert result is not None, "set up, or refused"
+    return result
