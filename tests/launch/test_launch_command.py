@@ -16,6 +16,7 @@ from monta_megatron.launch.prepare import Run, prepare
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.launch.script import run_script
 from monta_megatron.launch.start import choose_start, start_command, submit
+from monta_megatron.launch.summary import summary_of
 from monta_megatron.planner.plan import Plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -168,21 +169,77 @@ def test_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_run_directory_explains_itself(tmp_path: Path) -> None:
     run = ready(edited(tmp_path, ("megatron", "wandb-exp-name", "$$5")), "--lr", "1e-3")
     assert run.arguments["wandb-exp-name"].value == "$5"
+    run = run_directory.self_contained(run)
     run_directory.write(run)
     assert run.directory == Path("runs/quickstart_launch").absolute()
     assert {path.name for path in run.directory.iterdir()} == {
-        *("config.yaml", "plan.yaml", "versions.json", "run.sh", "start.sh", "logs"),
+        *("config.yaml", "model.yaml", "cluster.yaml", "plan.yaml", "versions.json"),
+        *("run.sh", "start.sh", "logs"),
     }
     # It holds the environment.
     assert run.directory.stat().st_mode & 0o777 == 0o700
     # The configuration is a run file that says the same; only the directory is another.
     again = prepare(str(run.directory / "config.yaml"), [], tmp_path / "again", dry_run=True)
+    # It reads nothing but what stands beside it, and so does the run.
+    cluster = run.directory / "cluster.yaml"
+    assert cluster.read_bytes() == (CONFIGS / "clusters/emulated_2x4_500mbit.yaml").read_bytes()
+    assert run.arguments["moe-monta-cluster"].value == str(cluster)
+    assert (again.config.model, again.config.cluster) == (
+        *(str(run.directory / "model.yaml"), str(cluster)),
+    )
     assert words_of(again) == words_of(run)
     assert again.config.layout == run.config.layout
     plan = Plan.load(run.directory / "plan.yaml")
     assert (plan.chain, plan.num_chunks) == ("alltoall_allgather", 4)
     versions = json.loads((run.directory / "versions.json").read_text())
     assert versions["versions"]["monta-megatron"] and versions["arguments_checked"] is False
+
+
+def test_a_given_plan_and_another_cluster_are_copied_too(tmp_path: Path) -> None:
+    plan = tmp_path / "mine.yaml"
+    planned = ready(QUICKSTART).plan
+    assert planned is not None
+    planned.save(plan)
+    other = tmp_path / "other.yaml"
+    other.write_bytes((CONFIGS / "clusters/emulated_2x4_500mbit.yaml").read_bytes() + b"# other\n")
+    words = [*PLAN_GIVEN, str(plan), "--moe-monta-cluster", str(other)]
+    run = run_directory.self_contained(ready(QUICKSTART, *words))
+    run_directory.write(run)
+    for name, file in (("plan.yaml", plan), ("cluster.yaml", other)):
+        assert (run.directory / name).read_bytes() == file.read_bytes()
+        assert f"{run.directory}/{name}" in words_of(run)
+    again = ready(str(run.directory / "config.yaml"))
+    assert words_of(again) == words_of(run)
+    # Stock's dispatchers take none of it, and the file still serves to compare with them.
+    stock = run_directory.self_contained(ready(QUICKSTART, *STOCK))
+    run_directory.write(stock)
+    assert not any("monta" in word for word in words_of(stock) if word.startswith("--"))
+    assert ready(str(stock.directory / "config.yaml"), "--moe-token-dispatcher-type", "monta").plan
+
+
+def test_the_summary_is_what_the_log_says() -> None:
+    run = ready(QUICKSTART)
+    run_directory.write(run)
+    assert summary_of(run).lines() == [f"log: {run.directory}/logs/run.log"]
+    line = " iteration {}/ 9 | elapsed time per iteration (ms): {} | lm loss: {} | x: 1 |"
+    log = [
+        "monta: chain alltoall_allgather, 4 chunks, EP 2 x ETP 2 over 2 node(s): as asked for",
+        line.format(1, "900.5", "5.5E+00"),
+        line.format(2, "100.0", "4.25E+00"),
+        line.format(3, "104.0", "nan"),
+        line.format(4, "90.0", "-1.5E-01"),
+        " iteration 5/ 9 | elapsed time per iteration (ms): 1",
+    ]
+    (run.directory / "logs" / "run.log").write_text("\n".join(log))
+    assert summary_of(run).lines() == [
+        "loss: 5.5 at first, -0.15 at last",
+        "iterations: 5, 95.0 ms each",
+        "chain: alltoall_allgather, 4 chunks, EP 2 x ETP 2 over 2 node(s)",
+        "bytes per layer and micro-batch, as planned: 1,081,344 between nodes, 2,162,688 inside",
+        f"log: {run.directory}/logs/run.log",
+    ]
+    (run.directory / "logs" / "run.log").write_text("monta: chain alltoall, 1 chunk: why\n")
+    assert summary_of(run).planned_inter_bytes is None
 
 
 def test_nothing_is_overwritten() -> None:

@@ -38,6 +38,12 @@ def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     assert document["exit_status"] == 0 and document["arguments_checked"]
     assert document["plan"]["chain"] == "alltoall_allgather"
     directory = tmp_path / "runs" / "quickstart_launch"
+    summary = document["summary"]
+    assert summary["iterations"] == 2 and summary["ms_per_iteration"] > 0
+    assert summary["first_loss"] > summary["last_loss"]
+    assert summary["chain"].startswith("alltoall_allgather, 4 chunks")
+    assert result.stderr.splitlines()[-1] == f"monta launch: log: {directory}/logs/run.log"
+    assert str(directory / "cluster.yaml") in document["arguments"]
     assert document["directory"] == str(directory)
     record = [json.loads(line) for line in (directory / "record.jsonl").read_text().splitlines()]
     assert [entry["iteration"] for entry in record if "loss" in entry] == [1, 2]
@@ -57,6 +63,22 @@ def test_a_misspelt_argument_starts_nothing(tmp_path: Path) -> None:
     (line,) = result.stderr.splitlines()
     assert "--train-itres: no argument of Megatron-Core" in line
     assert "did you mean train-iters?" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_megatron
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_what_megatron_s_validation_refuses_starts_nothing_unless_forced(tmp_path: Path) -> None:
+    words = ["--config", str(CONFIG), "--dry-run"]
+    short = ["--", "--max-position-embeddings", "64"]
+    result = launch(tmp_path, *words, *short)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("monta launch: Megatron's validation refuses this, if ranks are as here")
+    assert line.endswith("; --force goes on where the ranks are not as here")
+    result = launch(tmp_path, *words, "--force", *short)
+    assert result.returncode == 0 and "--max-position-embeddings 64" in result.stdout
+    assert "note: Megatron's validation refuses this" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to `monta`."""
     parser = commands.add_parser(
         "launch",
-        usage="monta launch [-h] --config FILE [--dry-run] [--start HOW] [--json]\n"
+        usage="monta launch [-h] --config FILE [--dry-run] [--start HOW] [--force] [--json]\n"
         "                    [--run-directory DIR] [-- MEGATRON ARGUMENTS]",
         help="start a Megatron training from one YAML",
         description="Check a run file and its Megatron arguments against Megatron's own parser, "
@@ -62,6 +62,9 @@ def add_parser(commands: Any) -> None:
         type=Path,
         help="new or empty (default: runs/NAME, or runs/NAME-2 and so on)",
     )
+    parser.add_argument(
+        "--force", action="store_true", help="go on where Megatron's own validation refuses it"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("megatron", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -74,11 +77,12 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron.launch.prepare import prepare
     from monta_megatron.launch.script import run_script
     from monta_megatron.launch.start import choose_start, run_and_log, start_command, submit
+    from monta_megatron.launch.summary import summary_of
 
     words = parsed.megatron[1:] if parsed.megatron[:1] == ["--"] else parsed.megatron
     prepared = prepare(parsed.config, words, parsed.run_directory, parsed.dry_run)
     start = choose_start(parsed.start, prepared, parsed.dry_run)
-    prepared = checked(prepared)
+    prepared = run_directory.self_contained(checked(prepared, parsed.force))
     if start == "sbatch" and prepared.lacks_to_resume:
         note = (
             "the job ends at its time limit and is not requeued, since it would start over "
@@ -103,6 +107,10 @@ def run(parsed: argparse.Namespace) -> int:
         except KeyboardInterrupt as interrupt:
             _tell("interrupted; every rank has ended")
             status = 128 + int(interrupt.args[0])
+        summary = summary_of(prepared)
+        document["summary"] = asdict(summary)
+        for line in summary.lines():
+            _tell(line)
     if parsed.json:
         print(json.dumps({**document, "exit_status": status}, indent=2))
     return status

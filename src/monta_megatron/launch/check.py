@@ -10,11 +10,16 @@ from monta_megatron.integration.megatron_arguments import Answer
 from monta_megatron.launch.prepare import Run
 
 
-def checked(run: Run) -> Run:
+def checked(run: Run, force: bool = False) -> Run:
     """The run with the Megatron-Core version that checked it, and notes on what is in doubt.
 
+    Args:
+        run: the run.
+        force: go on where Megatron's validation refuses the arguments taken together.
+
     Raises:
-        ValueError: Megatron refuses an argument; names it, and the nearest one that exists.
+        ValueError: Megatron refuses an argument, named with the nearest one that exists, or all of
+            them together.
     """
     answer = _ask(run)
     if answer.problem is not None:
@@ -28,7 +33,10 @@ def checked(run: Run) -> Run:
             "set MEGATRON_LM_DIR to a checkout of Megatron-LM"
         )
     if answer.doubt is not None:
-        notes.append(f"Megatron's validation refuses this, if ranks are as here: {answer.doubt}")
+        refusal = f"Megatron's validation refuses this, if ranks are as here: {answer.doubt}"
+        if not force:
+            raise ValueError(f"{refusal}; --force goes on where the ranks are not as here")
+        notes.append(refusal)
     megatron = None if answer.unchecked is not None else answer.megatron
     return replace(run, megatron=megatron, notes=tuple(notes))
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Run:
         plan: what the planner expects, or None.
         megatron: version of the Megatron-Core that has checked the arguments; None if unchecked.
         notes: what the user should know, one line each.
+        copies: name in the directory -> the file that is copied there.
     """
 
     config: RunConfig
@@ -51,6 +52,7 @@ class Run:
     plan: Plan | None
     notes: tuple[str, ...]
     megatron: str | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def lacks_to_resume(self) -> tuple[str, ...]:
