@@ -17,7 +17,7 @@ def read_texts(files: Sequence[Path]) -> list[bytes]:
     """The documents to train on: `files`, or else the English prose that ships with Python.
 
     Raises:
-        ValueError: a file cannot be read, or is not UTF-8.
+        ValueError: a file cannot be read, is not UTF-8, or is empty.
     """
     if not files:
         from pydoc_data.topics import topics
@@ -32,6 +32,8 @@ def read_texts(files: Sequence[Path]) -> list[bytes]:
             raise ValueError(f"--text: {path}: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"--text: {path}: must be UTF-8 text: {error}") from None
+        if not text.strip():
+            raise ValueError(f"--text: {path}: is empty, must hold text to train on")
         texts.append(text)
     return texts
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from monta_megatron import strict_yaml
+from monta_megatron.calibration.record import alone
 from monta_megatron.planner.cluster import Cluster
 
 # Seconds; a launch takes 20 where nothing else runs.
@@ -43,7 +44,15 @@ def test_killed_calibration_goes_on_and_writes_the_file(tmp_path: Path) -> None:
     kept = partial.read_text().count('"task"')
     assert not out.exists()
 
-    # Step 2: the same command again.
+    # Step 2: not while another one writes the record.
+    with alone(partial):
+        refused = subprocess.run(
+            command_of(out), env=ENVIRON, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    assert refused.returncode != 0 and refused.stdout == ""
+    assert f"monta calibrate: {partial}: is being written by another calibration" in refused.stderr
+
+    # Step 3: the same command again.
     done = subprocess.run(
         command_of(out), env=ENVIRON, capture_output=True, text=True, timeout=LIMIT_S
     )
@@ -56,6 +65,9 @@ def test_killed_calibration_goes_on_and_writes_the_file(tmp_path: Path) -> None:
     # The last line may have been cut short.
     assert document["kept_samples"] >= kept - 1
     assert not partial.exists()
+    # A second is too little time, which is said and stays in the file.
+    assert "doubt: calibrated in 1 round, medians need 5" in done.stderr
+    assert cluster.doubts and document["cluster"]["doubts"] == list(cluster.doubts)
 
 
 @pytest.mark.parametrize(

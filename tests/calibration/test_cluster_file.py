@@ -7,6 +7,7 @@ import pytest
 
 from monta_megatron import strict_yaml
 from monta_megatron.calibration.cluster_file import Machine, excess_of, make_cluster, slowdowns
+from monta_megatron.calibration.doubts import doubts_of
 from monta_megatron.calibration.points import (
     COUNTS,
     MESSAGE_ROW_BYTES,
@@ -19,8 +20,9 @@ from monta_megatron.calibration.points import (
     all_points,
     choose_pairs,
 )
-from monta_megatron.calibration.record import Record, Sample
+from monta_megatron.calibration.record import Record, Sample, alone
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import Curve, fit
 from monta_megatron.planner.schedule import Work, simulate
 
 SHAPE = Shape(num_nodes=2, ranks_per_node=4)
@@ -221,6 +223,73 @@ def test_record_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     assert (again.first_us, again.samples) == ({"a": 2.5}, [sample])
     again.add(sample)
     assert Record.open(path, {"num_nodes": 2}).samples == [sample, sample]
+
+
+def test_doubts_are_kept_in_the_file(tmp_path: Path) -> None:
+    points = all_points(SHAPE, NUM_SIZES["cpu"])
+    host_work = [
+        Sample(task=task.name, us=100.0, launch_us=LAUNCH_US)
+        for task in (COUNTS, WALKS, WALKS_IN_CHUNKS)
+        for _ in range(3)
+    ]
+    samples = [*samples_of(points), *host_work]
+    made = make_cluster(MACHINE, points, [], samples)
+    assert made.doubts == (
+        "calibrated in 3 rounds, medians need 5: calibrate again with more --budget-seconds",
+    )
+    assert make_cluster(MACHINE, points, [], samples * 2).doubts == ()
+    path = tmp_path / "c.yaml"
+    path.write_text(strict_yaml.dump(made))
+    assert strict_yaml.load(Cluster, path).doubts == made.doubts
+
+
+@pytest.mark.parametrize(
+    ("times_us", "said"),
+    [
+        ((100.0, 110.0, 130.0, 170.0), None),
+        ((100.0, 95.0, 130.0, 170.0), None),
+        ((100.0, 400.0, 120.0, 170.0), "70% less time for more bytes, at 3,000"),
+        ((100.0, 100.0, 100.0, 100.0), "times do not grow with size"),
+        ((100.0, 110.0, 120.0, 900.0), "off its line by "),
+    ],
+)
+def test_a_poor_curve(times_us: tuple[float, ...], said: str | None) -> None:
+    sizes = (1000, 2000, 3000, 4000)
+    curve = Curve(
+        operation="alltoall",
+        tier="inter",
+        group_size=8,
+        sizes_bytes=sizes,
+        times_us=times_us,
+        kind="measured",
+        source="by hand",
+        fit=fit(sizes, times_us),
+    )
+    found = list(doubts_of(5, [curve]))
+    if said is None:
+        assert found == []
+    else:
+        (line,) = found
+        assert line.startswith(f"poor curve: alltoall, inter, 8 ranks: {said}")
+
+
+def test_two_calibrations_of_one_file(tmp_path: Path) -> None:
+    """The second is refused while the first lasts; a record that it kept is gone on with later."""
+    path = tmp_path / "c.yaml.partial"
+    with alone(path):
+        record = Record.open(path, {"num_nodes": 2})
+        with (
+            pytest.raises(ValueError, match="is being written by another calibration"),
+            alone(path),
+        ):
+            pass
+        record.add(Sample(task="a", us=2.0, launch_us=1.0))
+    with alone(path):
+        assert len(Record.open(path, {"num_nodes": 2}).samples) == 1
+        path.unlink()
+    with alone(path):
+        assert path.read_bytes() == b""
+    assert not path.exists()
 
 
 def test_record_of_another_cluster_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from monta_megatron.calibration.doubts import doubts_of
 from monta_megatron.calibration.points import (
     BYTES_PER_ROW,
     COUNTS,
@@ -64,6 +65,7 @@ def make_cluster(
         task: median(each.launch_us for each in found) for task, found in by_task.items()
     }
     launch = _launch(machine, points, launches_us, times_us)
+    curves = _curves(machine, points, times_us, launch)
     return Cluster(
         name=machine.name,
         num_nodes=machine.num_nodes,
@@ -74,8 +76,9 @@ def make_cluster(
         launch=launch,
         memory_gb_per_rank=machine.memory_gb_per_rank,
         copies_block_host=machine.copies_block_host,
-        curves=_curves(machine, points, times_us, launch),
+        curves=curves,
         contention=tuple(_contention(machine, each, by_task) for each in pairs),
+        doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),
     )
 
 

@@ -8,11 +8,58 @@ others holds the time of a point's first runs, or of one run of one task:
     {"task": "copy memory 1 20480", "us": 12.5, "launch_us": 12.5}
 """
 
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from monta_megatron.files import add_json_line, read_json_lines, write_json_lines
+from monta_megatron.files import add_json_line, read_json_lines
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keep other calibrations from a record while the context lasts, or this process does.
+
+    Args:
+        path: the record; an empty one is made if there is none, and removed if it stays empty.
+
+    Raises:
+        ValueError: another calibration has it, or it cannot be written.
+    """
+    try:
+        with _locked(path):
+            try:
+                yield
+            finally:
+                if path.exists() and path.stat().st_size == 0:
+                    path.unlink()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _locked(path: Path) -> BinaryIO:
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise ValueError(
+                f"{path}: is being written by another calibration; wait until that one has ended, "
+                "or name another file with --out"
+            ) from error
+        except OSError as error:
+            # Some file systems know no locks; a cluster on one is to be calibrated all the same.
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+        # The calibration that had it has removed it when it ended, perhaps since we opened it.
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +117,13 @@ class Record:
                 raise ValueError(
                     f"{path}: {name}: got {found.get(name)!r}, must be {value!r} as here; {advice}"
                 )
-        # Drop a line that a kill has cut short.
-        write_json_lines(path, [head, *entries])
+        # Drop a line that a kill has cut short; in place, since the file may be locked.
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+        if whole:
+            os.truncate(path, len(whole) + 1)
+        else:
+            path.write_bytes(b"")
+            add_json_line(path, head)
         return record
 
     def add_first(self, point: str, us: float) -> None:

@@ -1,5 +1,7 @@
 """A calibrated cluster as text. No torch."""
 
+import textwrap
+
 from monta_megatron.planner.cluster import Cluster
 
 
@@ -41,6 +43,16 @@ def lines(cluster: Cluster) -> list[str]:
         for first, second in [entry.pair]
     ]
     return text
+
+
+def doubt_lines(cluster: Cluster) -> list[str]:
+    """What the calibration found wanting in itself; 80 columns wide."""
+    indent = " " * len("doubt: ")
+    return [
+        line
+        for doubt in cluster.doubts
+        for line in textwrap.wrap(f"doubt: {doubt}", 80, subsequent_indent=indent)
+    ]
 
 
 def _size(num_bytes: int) -> str:

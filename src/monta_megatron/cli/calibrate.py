@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    from monta_megatron.calibration.record import alone
     from monta_megatron.pictures import check_can_plot
     from monta_megatron.ranks.this_rank import find_this_rank, is_first_rank
 
@@ -82,8 +84,9 @@ def _run(parsed: argparse.Namespace) -> int:
         check_can_plot(parsed.plot)
     partial = out.with_name(f"{out.name}.partial")
 
-    # Step 2: measure.
-    with only_the_report():
+    # Step 2: measure, and write.
+    mine = alone(partial) if this_rank.rank == 0 else nullcontext()
+    with mine, only_the_report():
         from monta_megatron.calibration.run import Settings, calibrate
         from monta_megatron.progress import show_progress
 
@@ -96,10 +99,11 @@ def _run(parsed: argparse.Namespace) -> int:
         )
         with show_progress("calibrate", this_rank.rank == 0) as progress:
             result = calibrate(settings, this_rank.local_rank, progress)
+        if this_rank.rank == 0:
+            _write(result, out, partial)
 
-    # Step 3: write and report.
+    # Step 3: report.
     if this_rank.rank == 0:
-        _write(result, out, partial)
         _print(result, out, parsed)
     return 0
 
@@ -114,10 +118,11 @@ def _write(result: "Calibration", out: Path, partial: Path) -> None:
 
 def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None:
     from monta_megatron import strict_yaml
-    from monta_megatron.calibration.report import lines
+    from monta_megatron.calibration.report import doubt_lines, lines
 
-    text = "\n".join([*lines(result.cluster), "", f"{result.rounds} rounds; wrote {out}"])
-    print(text, file=sys.stderr if parsed.json else sys.stdout)
+    rounds = "1 round" if result.rounds == 1 else f"{result.rounds} rounds"
+    text = [*lines(result.cluster), "", f"{rounds}; wrote {out}", *doubt_lines(result.cluster)]
+    print("\n".join(text), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         document = {
             "out": str(out),

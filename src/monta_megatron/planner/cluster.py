@@ -149,6 +149,7 @@ class Cluster:
         links: each tier as a line, used where there is no curve.
         curves: one for each operation, tier and group size.
         contention: pairs that are not listed have factor 1, or 2 if both are the same resource.
+        doubts: what the calibration found wanting in itself; every plan notes it.
     """
 
     name: Text
@@ -163,6 +164,7 @@ class Cluster:
     links: tuple[Link, ...] = ()
     curves: tuple[Curve, ...] = ()
     contention: tuple[Contention, ...] = ()
+    doubts: tuple[Text, ...] = ()
 
     def __post_init__(self) -> None:
         _refuse_twice("links", (link.tier for link in self.links))

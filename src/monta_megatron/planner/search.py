@@ -91,7 +91,11 @@ def plan(
             *(_candidate(price, choice, memory_limit_bytes, margin) for price in prices),
             *refused,
         ),
-        notes=tuple(dict.fromkeys(note for walk in choice.walks for note in walk.notes)),
+        notes=tuple(
+            dict.fromkeys(
+                (*cluster.doubts, *(note for walk in choice.walks for note in walk.notes))
+            )
+        ),
     )
 
 
