@@ -1,6 +1,7 @@
 """How an MoE layer gets our dispatcher: by patching MoELayer or, without a patch, by a spec."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import ModuleType
@@ -85,31 +86,54 @@ def monta_moe_layer() -> type:
 
 
 def with_monta(spec: Any) -> Any:
-    """A copy of a layer or block spec in which every MoE layer uses our dispatcher.
+    """A copy of a spec in which every MoE layer uses our dispatcher.
 
     This is the way in that patches nothing: pass the result where Megatron takes a spec, with
     `moe_token_dispatcher_type="alltoall"` in the configuration.
 
     Args:
-        spec: a ModuleSpec of a transformer layer, or TransformerBlockSubmodules.
+        spec: of a layer, a block or a stack: a ModuleSpec, a partial, or the submodules of one.
+            Parts of it that hold no MoE layer are shared with the copy.
 
     Raises:
         ValueError: the spec holds no MoE layer.
     """
+    changed = _with_monta(spec)
+    if changed is spec:
+        raise ValueError("spec: holds no MoELayer, so there is no dispatcher to replace")
+    return changed
+
+
+def _with_monta(part: Any) -> Any:
+    """A part of a spec with our layer in the place of Megatron's; itself if it holds none.
+
+    Megatron's specs are dataclasses, partials (megatron-core >= 0.18 builds the MoE layer from
+    one), lists and mappings, around classes. Nothing else is copied: a builder may be a closure.
+    """
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    spec = copy.deepcopy(spec)
-    replaced = 0
-    for layer in getattr(spec, "layer_specs", None) or [spec]:
-        mlp = layer.submodules.mlp
-        if isinstance(mlp, functools.partial) and mlp.func is MoELayer:
-            # megatron-core >= 0.18 builds the MoE layer from a partial, earlier ones from a spec.
-            layer.submodules.mlp = functools.partial(monta_moe_layer(), *mlp.args, **mlp.keywords)
-        elif getattr(mlp, "module", None) is MoELayer:
-            mlp.module = monta_moe_layer()
-        else:
-            continue
-        replaced += 1
-    if replaced == 0:
-        raise ValueError("spec: holds no MoELayer, so there is no dispatcher to replace")
-    return spec
+    if part is MoELayer:
+        return monta_moe_layer()
+    if isinstance(part, functools.partial):
+        inside = (part.func, part.args, part.keywords)
+        changed = _with_monta(inside)
+        if changed is inside:
+            return part
+        function, arguments, keywords = changed
+        return functools.partial(function, *arguments, **keywords)
+    if isinstance(part, list | tuple):
+        entries = [_with_monta(each) for each in part]
+        is_same = all(new is old for new, old in zip(entries, part, strict=True))
+        return part if is_same else type(part)(entries)
+    if isinstance(part, dict):
+        replaced = {name: _with_monta(each) for name, each in part.items()}
+        return part if all(replaced[name] is part[name] for name in part) else replaced
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        values = {entry.name: getattr(part, entry.name) for entry in dataclasses.fields(part)}
+        replaced = _with_monta(values)
+        if replaced is values:
+            return part
+        part = copy.copy(part)
+        for name, value in replaced.items():
+            setattr(part, name, value)
+    return part
