@@ -14,8 +14,8 @@ from typing import Any, Optional, TypeVar
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.plan import Plan
-from monta_megatron.strict_yaml import load
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ class Options:
             )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
-            given["cluster"] = _once(_load_cluster, given["cluster"])
+            given["cluster"] = _once(load_cluster, given["cluster"])
         return cls(**given)
 
 
@@ -164,10 +164,6 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
         convert = entry.metadata["argparse_meta"]["type"]
         defaults[entry.name] = convert(text) if text else None
     return defaults
-
-
-def _load_cluster(path: str) -> Cluster:
-    return load(Cluster, path)
 
 
 def _once(read: Callable[[str], T], path: str) -> T:

@@ -191,16 +191,17 @@ def _check_keys(kind: Any, data: Any, place: _Place) -> list[str]:
             for position, entry in enumerate(data)
             for path in _check_keys(arguments[0], entry, place.at(position))
         ]
-    if is_dataclass(kind) and isinstance(data, Mapping):
+    if is_dataclass(kind) and not isinstance(kind, Written) and isinstance(data, Mapping):
         return _check_keys_of_dataclass(kind, data, place)
     return []
 
 
 def _check_keys_of_dataclass(kind: Any, data: Mapping[Any, Any], place: _Place) -> list[str]:
     hints, old_keys = _hints(kind), getattr(kind, "OLD_KEYS", {})
-    for name in data:
+    for name, value in data.items():
         if name in old_keys:
-            raise place.inside(name).error(f"is not a key any more; {old_keys[name]}")
+            instead = old_keys[name].format(_shown(value))
+            raise place.inside(name).error(f"is not a key any more; {instead}")
         if name not in hints:
             raise place.inside(name).error(f"unknown key; {advice(name, hints)}")
     missing = [

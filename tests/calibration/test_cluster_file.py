@@ -1,11 +1,11 @@
 """From samples to a cluster file, by hand; and the record that a killed calibration leaves."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from monta_megatron import strict_yaml
 from monta_megatron.calibration.cluster_file import Machine, excess_of, make_cluster, slowdowns
 from monta_megatron.calibration.doubts import doubts_of
 from monta_megatron.calibration.points import (
@@ -21,8 +21,9 @@ from monta_megatron.calibration.points import (
     choose_pairs,
 )
 from monta_megatron.calibration.record import Record, Sample, alone
-from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve, fit
+from monta_megatron.calibration.record import Record, Sample
+from monta_megatron.planner.cluster_file import dump_measured, load_cluster
 from monta_megatron.planner.schedule import Work, simulate
 
 SHAPE = Shape(num_nodes=2, ranks_per_node=4)
@@ -115,8 +116,8 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
         MACHINE, points, pairs, samples_of(points) + first_in_row + together + on_host
     )
     path = tmp_path / "cluster.yaml"
-    path.write_text(strict_yaml.dump(made))
-    cluster = strict_yaml.load(Cluster, path)
+    path.write_text(dump_measured(made))
+    cluster = load_cluster(path)
     assert cluster == made
     assert {entry.pair for entry in cluster.contention} == {
         ("inter", "intra"),
@@ -134,7 +135,7 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     for curve in cluster.curves:
         in_memory = LAUNCH_US if curve.tier == "memory" else 0.0
         assert curve.fit is not None
-        assert curve.fit.gbps == pytest.approx(0.1, rel=0.01)
+        assert curve.fit.rate.gbytes_per_s == pytest.approx(0.1, rel=0.01)
         assert curve.fit.alpha_us == pytest.approx(100 + in_memory, rel=0.05)
 
 
@@ -239,8 +240,8 @@ def test_doubts_are_kept_in_the_file(tmp_path: Path) -> None:
     )
     assert make_cluster(MACHINE, points, [], samples * 2).doubts == ()
     path = tmp_path / "c.yaml"
-    path.write_text(strict_yaml.dump(made))
-    assert strict_yaml.load(Cluster, path).doubts == made.doubts
+    path.write_text(dump_measured(made))
+    assert load_cluster(path).doubts == made.doubts
 
 
 @pytest.mark.parametrize(
@@ -300,3 +301,46 @@ def test_record_of_another_cluster_is_refused(tmp_path: Path) -> None:
     path.write_text("no record\n")
     with pytest.raises(ValueError, match="is no record of a calibration; remove it"):
         Record.open(path, {"num_nodes": 2})
+
+
+CALIBRATED = Path(__file__).parents[2] / "docs" / "benchmarks" / "regret_2x4.yaml"
+
+
+def test_a_calibrated_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    """After any line, and within the last one; many of these are YAML, with fewer curves."""
+    path, text = tmp_path / "cluster.yaml", CALIBRATED.read_text()
+    assert load_cluster(CALIBRATED).num_ranks == 8
+    lines = text.splitlines(keepends=True)
+    cuts = ["".join(lines[:number]) for number in (*range(0, 220, 20), *range(220, len(lines)))]
+    cuts += [text[:-length] for length in range(2, len(lines[-1]))]
+    for cut in cuts:
+        path.write_text(cut)
+        with pytest.raises(ValueError) as error:
+            load_cluster(path)
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+    path.write_text("".join(lines[:100]))
+    with pytest.raises(ValueError, match=r"checksum: missing, .* if the file was cut short"):
+        load_cluster(path)
+
+
+def test_the_costs_of_a_calibrated_file_are_changed_only_knowingly(tmp_path: Path) -> None:
+    path, text = tmp_path / "cluster.yaml", CALIBRATED.read_text()
+    changed = text.replace("factor: 1.055", "factor: 1.5")
+    path.write_text(changed)
+    with pytest.raises(ValueError, match=r"were changed or cut short; .* write checksum: edited"):
+        load_cluster(path)
+    path.write_text(re.sub("checksum: .*", "checksum: edited", changed))
+    assert load_cluster(path).factor("inter", "intra") == 1.5
+
+
+def test_sizes_and_names_of_a_calibrated_file_may_be_changed(tmp_path: Path) -> None:
+    """docs/calibration.md says to set num_nodes; comments and layout are not the content either."""
+    path, text = tmp_path / "cluster.yaml", CALIBRATED.read_text()
+    path.write_text("# ours\n" + text.replace("num_nodes: 2", "num_nodes:   64"))
+    assert load_cluster(path).num_nodes == 64
+
+
+def test_what_a_calibration_writes_is_read_with_its_checksum(tmp_path: Path) -> None:
+    path, cluster = tmp_path / "cluster.yaml", load_cluster(CALIBRATED)
+    path.write_text(dump_measured(replace(cluster, name="ours")))
+    assert load_cluster(path) == replace(cluster, name="ours")

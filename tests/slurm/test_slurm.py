@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import KILL_WAIT_S, Cluster, missing, processes_with, running_cluster
 
-from monta_megatron import strict_yaml
-from monta_megatron.planner.cluster import Cluster as ClusterFile
+from monta_megatron.planner.cluster_file import load_cluster
 
 if reason := missing():
     pytest.skip(f"no Slurm: {reason}", allow_module_level=True)
@@ -139,7 +138,7 @@ def test_calibrate(slurm: Cluster, tmp_path: Path) -> None:
     arguments = ("--out", "cluster.yaml", "--budget-seconds", "1", "--nics-per-node", "1")
     script = (str(SLURM / "calibrate.sbatch"), *arguments)
     complete(slurm, slurm.submit(tmp_path, *script, RANKS_PER_NODE="2"), tmp_path)
-    cluster = strict_yaml.load(ClusterFile, tmp_path / "cluster.yaml")
+    cluster = load_cluster(tmp_path / "cluster.yaml")
     assert (cluster.num_nodes, cluster.ranks_per_node) == (2, 2)
 
 

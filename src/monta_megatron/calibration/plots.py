@@ -37,5 +37,5 @@ def _draw(axis: Any, curve: Curve) -> None:
         fit, ratio = curve.fit, curve.sizes_bytes[-1] / curve.sizes_bytes[0]
         # A line, drawn on axes of logarithms.
         sizes = [curve.sizes_bytes[0] * ratio ** (step / 100) for step in range(101)]
-        times = [fit.alpha_us + size * 1e-3 / fit.gbps for size in sizes]
+        times = [fit.alpha_us + size * 1e-3 / fit.rate.gbytes_per_s for size in sizes]
         axis.plot(sizes, times, "--", linewidth=1, color=points.get_color())

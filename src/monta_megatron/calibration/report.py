@@ -20,7 +20,7 @@ def lines(cluster: Cluster) -> list[str]:
             text.append(f"{name} {'-':>9} {'-':>8} {'-':>7}  {ends}")
             continue
         text.append(
-            f"{name} {curve.fit.alpha_us:>9.0f} {curve.fit.gbps:>8.3f} "
+            f"{name} {curve.fit.alpha_us:>9.0f} {curve.fit.rate.gbytes_per_s:>8.3f} "
             f"{curve.fit.largest_residual:>7.0%}  {ends}"
         )
     launch = cluster.launch

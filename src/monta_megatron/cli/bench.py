@@ -63,14 +63,13 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from monta_megatron import strict_yaml
     from monta_megatron.benchmark.sweep import Results
     from monta_megatron.pictures import check_can_plot
-    from monta_megatron.planner.cluster import Cluster
+    from monta_megatron.planner.cluster_file import load_cluster
     from monta_megatron.ranks.this_rank import find_this_rank
 
     # Step 1: what was asked for.
-    cluster = None if parsed.cluster is None else strict_yaml.load(Cluster, parsed.cluster)
+    cluster = None if parsed.cluster is None else load_cluster(parsed.cluster)
     this_rank = find_this_rank("bench")
     points = _points(parsed, this_rank.world_size)
     ratio = points[0].settings.inter_rate_ratio

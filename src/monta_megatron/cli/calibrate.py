@@ -109,10 +109,10 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _write(result: "Calibration", out: Path, partial: Path) -> None:
-    from monta_megatron import strict_yaml
     from monta_megatron.files import write_whole
+    from monta_megatron.planner.cluster_file import dump_measured
 
-    write_whole(out, strict_yaml.dump(result.cluster))
+    write_whole(out, dump_measured(result.cluster))
     partial.unlink(missing_ok=True)
 
 

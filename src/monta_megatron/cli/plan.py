@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print the decision, or the ranking."""
     from monta_megatron import strict_yaml
-    from monta_megatron.planner.report import layout_lines, plan_lines
+    from monta_megatron.planner.report import layout_lines, plan_lines, rate_lines
     from monta_megatron.planner.search import MARGIN, slowest_plan
 
     limit = parsed.memory_limit_gb
@@ -65,6 +65,10 @@ def run(parsed: argparse.Namespace) -> int:
         document["layouts"] = None if asked.ranking is None else strict_yaml.plain(asked.ranking)
         print(json.dumps(document, indent=2))
     else:
-        found = plan_lines(plan) if asked.ranking is None else layout_lines(asked.ranking)
+        found = (
+            plan_lines(plan)
+            if asked.ranking is None
+            else [*rate_lines(plan), "", *layout_lines(asked.ranking)]
+        )
         print("\n".join([f"{asked.model.name} on {asked.cluster.name}", "", *found]))
     return 0

@@ -134,10 +134,9 @@ def read_cluster(parsed: argparse.Namespace) -> "Cluster":
     Raises:
         ValueError: the file is wrong.
     """
-    from monta_megatron import strict_yaml
-    from monta_megatron.planner.cluster import Cluster
+    from monta_megatron.planner.cluster_file import load_cluster
 
-    cluster = strict_yaml.load(Cluster, parsed.cluster)
+    cluster = load_cluster(parsed.cluster)
     ratio = parsed.inter_rate_ratio
     return cluster if ratio is None else cluster.with_inter_rate(ratio)
 

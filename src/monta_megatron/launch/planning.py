@@ -14,7 +14,7 @@ from monta_megatron.launch.arguments import DISPATCHER, Arguments, whole
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.names import one_of
 from monta_megatron.options import AUTO, DISPATCHER_TYPE
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan, exchange_of
@@ -56,7 +56,7 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
     model = _model(config.model, arguments)
     # The dispatcher's cluster file: the run file's, unless the command line names another.
     cluster_file = str(arguments["moe-monta-cluster"].value)
-    cluster = strict_yaml.load(Cluster, cluster_file)
+    cluster = load_cluster(cluster_file)
     layout = _layout(config, model, file)
     if layout.world_size > cluster.num_ranks:
         raise ValueError(
@@ -97,7 +97,7 @@ def _given_plan(config: RunConfig, arguments: Arguments, file: str) -> tuple[Pla
     model = _model(config.model, arguments)
     ranks_per_node = config.layout.ranks_per_node
     if "moe-monta-cluster" in arguments:
-        cluster = strict_yaml.load(Cluster, str(arguments["moe-monta-cluster"].value))
+        cluster = load_cluster(str(arguments["moe-monta-cluster"].value))
         ranks_per_node = cluster.ranks_per_node
     ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", ranks_per_node)
     for workload in workloads_of(model, _layout(config, model, file), ranks_per_node):

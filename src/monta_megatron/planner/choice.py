@@ -13,6 +13,7 @@ from monta_megatron.chains.cut import blocks_for
 from monta_megatron.chains.gathered import gathered_widths
 from monta_megatron.planner.cluster import Cluster, Contention, HostCosts, Link
 from monta_megatron.planner.plan import Plan, hash_of
+from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.search import NUM_CHUNKS, plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.topology.layout import Layout
@@ -185,9 +186,9 @@ def uncalibrated(layout: Layout) -> Cluster:
             source=source,
         ),
         links=(
-            Link(tier="inter", alpha_us=30.0, gbps=47.0, kind="datasheet", source=source),
-            Link(tier="intra", alpha_us=10.8, gbps=335.0, kind="datasheet", source=source),
-            Link(tier="memory", alpha_us=2.9, gbps=3350.0, kind="datasheet", source=source),
+            Link(tier="inter", alpha_us=30.0, rate=Rate(47.0), kind="datasheet", source=source),
+            Link(tier="intra", alpha_us=10.8, rate=Rate(335.0), kind="datasheet", source=source),
+            Link(tier="memory", alpha_us=2.9, rate=Rate(3350.0), kind="datasheet", source=source),
         ),
         contention=(
             Contention(pair=("intra", "memory"), factor=1.25, kind="datasheet", source=source),

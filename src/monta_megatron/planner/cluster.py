@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
-from monta_megatron.planner.curves import TIERS, Curve, Kind, Operation, Tier
+from monta_megatron.planner.curves import OLD_RATE, TIERS, Curve, Kind, Operation, Tier
+from monta_megatron.planner.rate import Rate
 from monta_megatron.strict_yaml import (
     NonNegativeFloat,
     PositiveFloat,
@@ -46,16 +47,18 @@ class Link:
     Attributes:
         tier: "inter" per NIC, "intra" and "memory" per rank.
         alpha_us: time of the smallest operation.
-        gbps: 1e9 bytes per second, one direction; "memory" counts reads and writes together.
+        rate: in one direction; "memory" counts reads and writes together.
         kind: whether it was measured on this cluster.
         source: where it was published.
     """
 
     tier: Tier
     alpha_us: NonNegativeFloat
-    gbps: PositiveFloat
+    rate: Rate
     kind: Kind
     source: Text
+
+    OLD_KEYS: ClassVar[dict[str, str]] = OLD_RATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +153,8 @@ class Cluster:
         curves: one for each operation, tier and group size.
         contention: pairs that are not listed have factor 1, or 2 if both are the same resource.
         doubts: what the calibration found wanting in itself; every plan notes it.
+        network_faster_than_node_link: whether a rank's share of the network may have a higher rate
+            than its node link, which is refused otherwise: most such numbers are bits.
     """
 
     name: Text
@@ -165,6 +170,7 @@ class Cluster:
     curves: tuple[Curve, ...] = ()
     contention: tuple[Contention, ...] = ()
     doubts: tuple[Text, ...] = ()
+    network_faster_than_node_link: bool = False
 
     def __post_init__(self) -> None:
         _refuse_twice("links", (link.tier for link in self.links))
@@ -188,6 +194,21 @@ class Cluster:
                     f"links: none for tier {tier}, must be given where curves has none for "
                     f"{' and '.join(needed)} in that tier"
                 )
+
+        self._check_network()
+
+    def _check_network(self) -> None:
+        """Refuse a network link that gives each rank more than the node link does."""
+        network, node_link = self._links.get("inter"), self._links.get("intra")
+        if network is None or node_link is None or self.network_faster_than_node_link:
+            return
+        share = network.rate.times(self.nics_per_node / self.ranks_per_node)
+        if share.gbytes_per_s > node_link.rate.gbytes_per_s:
+            raise ValueError(
+                f"links: the network has {share.in_both_units} for each rank, must be at most the "
+                f"{node_link.rate.in_both_units} of tier intra; check bits and bytes, or write "
+                "network_faster_than_node_link: true if it is so"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -240,14 +261,14 @@ class Cluster:
             raise ValueError(
                 f"cluster {self.name}: no curve and no link for {operation} in tier {tier}"
             )
-        gbps = link.gbps
+        gbytes_per_s = link.rate.gbytes_per_s
         if tier == "inter":
-            gbps *= self.nics_per_node / self.ranks_per_node
+            gbytes_per_s *= self.nics_per_node / self.ranks_per_node
             if operation == "allgather":
                 # A ring crosses once per node, not once per rank of it: each rank's network
                 # interface carries its share.
-                gbps *= ranks_on_node
-        return Time(link.alpha_us + num_bytes / (gbps * 1e3))
+                gbytes_per_s *= ranks_on_node
+        return Time(link.alpha_us + num_bytes / (gbytes_per_s * 1e3))
 
     def with_inter_rate(self, rate_ratio: float) -> "Cluster":
         """This cluster with a network of `rate_ratio` times the rate, and the same start times.
@@ -260,8 +281,10 @@ class Cluster:
         return replace(
             self,
             name=f"{self.name}, network x {rate_ratio:g}",
+            # It is what was asked for.
+            network_faster_than_node_link=True,
             links=tuple(
-                replace(link, gbps=link.gbps * rate_ratio) if link.tier == "inter" else link
+                replace(link, rate=link.rate.times(rate_ratio)) if link.tier == "inter" else link
                 for link in self.links
             ),
             curves=tuple(

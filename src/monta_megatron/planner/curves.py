@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import linear_regression
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from monta_megatron.planner.rate import Rate
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Text
 
 Operation: TypeAlias = Literal[
@@ -36,6 +37,9 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 # Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
 Kind: TypeAlias = Literal["measured", "datasheet"]
 
+# What is said about the key that held rates before they had units.
+OLD_RATE = {"gbps": "write rate: {0} GB/s, or rate: {0} Gb/s if these are bits"}
+
 # Number of points at each end of a curve that the line beyond that end is fitted to.
 NUM_END_POINTS = 3
 
@@ -54,13 +58,15 @@ class Fit:
 
     Attributes:
         alpha_us: time at 0 bytes.
-        gbps: 1e9 bytes per second.
+        rate: its slope.
         largest_residual: the largest relative distance of a point from the line.
     """
 
     alpha_us: NonNegativeFloat
-    gbps: PositiveFloat
+    rate: Rate
     largest_residual: NonNegativeFloat
+
+    OLD_KEYS: ClassVar[dict[str, str]] = OLD_RATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,4 +167,4 @@ def fit(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> Fit | None
     alpha = max(alpha, 0.0)
     points = zip(sizes_bytes, times_us, strict=True)
     residual = max(abs(alpha + beta * size - time) / time for size, time in points)
-    return Fit(alpha_us=alpha, gbps=1e-3 / beta, largest_residual=residual)
+    return Fit(alpha_us=alpha, rate=Rate(1e-3 / beta), largest_residual=residual)

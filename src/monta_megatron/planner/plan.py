@@ -11,6 +11,7 @@ from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.files import write_whole
 from monta_megatron.planner.curves import Tier
+from monta_megatron.planner.tier_rates import TierRate
 from monta_megatron.planner.workload import Workload
 from monta_megatron.strict_yaml import NonNegativeFloat, PositiveInt, Text
 
@@ -107,6 +108,7 @@ class Plan:
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
         notes: what had to be assumed.
+        rates: by which large messages were priced, for each tier of the cluster.
     """
 
     chain: Text
@@ -117,6 +119,7 @@ class Plan:
     stages: tuple[StageCost, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
+    rates: tuple[TierRate, ...] = ()
 
     def __post_init__(self) -> None:
         check_chain(self.chain, "chain")

@@ -8,6 +8,7 @@ from monta_megatron.planner.plan import Candidate, Plan, StageCost
 
 WIDTH = 80
 MAX_LAYOUTS = 20
+TIER_NAMES = {"inter": "network", "intra": "node link", "memory": "memory"}
 PHASES = {
     "forward": "dispatch + combine, forward",
     "forward_backward": "dispatch + combine, forward + backward",
@@ -30,6 +31,7 @@ def plan_lines(plan: Plan) -> list[str]:
             f"{situation.tokens_per_rank:,} per rank, top-{situation.topk} of "
             f"{situation.num_experts} experts, {situation.routing}",
         ),
+        *rate_lines(plan),
         *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[situation.phase]}"),
         *_field("why", plan.reason),
         *(line for note in plan.notes for line in _field("note", note)),
@@ -39,6 +41,15 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.stages:
         lines += ["", *_stage_lines(plan.stages)]
     return lines
+
+
+def rate_lines(plan: Plan) -> list[str]:
+    """The rate by which large messages were priced, in bytes and in bits; one field per tier."""
+    return [
+        line
+        for each in plan.rates
+        for line in _field(TIER_NAMES[each.tier], f"{each.rate.in_both_units} {each.basis}")
+    ]
 
 
 def layout_lines(layouts: Sequence[RankedLayout]) -> list[str]:

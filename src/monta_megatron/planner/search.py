@@ -12,6 +12,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.planner.chain_price import ChainPrice, price_chain, stage_costs
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Candidate, Phase, Plan, Situation, exchange_of
+from monta_megatron.planner.tier_rates import tier_rates
 from monta_megatron.planner.workload import Workload
 
 NUM_CHUNKS = (1, 2, 4, 8)
@@ -96,6 +97,7 @@ def plan(
                 (*cluster.doubts, *(note for walk in choice.walks for note in walk.notes))
             )
         ),
+        rates=tier_rates(cluster),
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from monta_megatron import strict_yaml
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 from monta_megatron.planner.curves import Tier
+from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload
 from monta_megatron.topology.layout import Layout
@@ -23,9 +24,11 @@ LAUNCH = HostCosts(
 )
 
 
-def link(tier: Tier, alpha_us: float, gbps: float) -> Link:
+def link(tier: Tier, alpha_us: float, gbytes_per_s: float) -> Link:
     """A tier by hand."""
-    return Link(tier=tier, alpha_us=alpha_us, gbps=gbps, kind="measured", source="by hand")
+    return Link(
+        tier=tier, alpha_us=alpha_us, rate=Rate(gbytes_per_s), kind="measured", source="by hand"
+    )
 
 
 def preset(name: str) -> Cluster:

@@ -67,7 +67,7 @@ def test_fit() -> None:
     # 0.002 us per byte are 0.5 GB/s.
     found = fit(sizes, tuple(5 + size * 0.002 for size in sizes))
     assert found is not None
-    assert (found.alpha_us, found.gbps) == pytest.approx((5, 0.5))
+    assert (found.alpha_us, found.rate.gbytes_per_s) == pytest.approx((5, 0.5))
     assert found.largest_residual == pytest.approx(0, abs=1e-9)
     assert fit(sizes, (3.0, 2.0, 1.0)) is None
     assert fit((100, 1_000, 10_000, 100_000), (0.1, 0.1, 0.1, 0.1)) is None

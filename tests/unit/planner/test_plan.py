@@ -346,19 +346,22 @@ def test_ranks_that_share_a_network_interface_are_priced_together() -> None:
         assert exchange.times_us == pytest.approx([40 * row_bytes / 1e3], rel=1e-3)
 
 
-@pytest.mark.parametrize(("inter_gbps", "intra_gbps", "ranks"), [(1.0, 1e6, 8), (1e6, 1.0, 7)])
+@pytest.mark.parametrize(
+    ("inter_gbytes_per_s", "intra_gbytes_per_s", "ranks"), [(1.0, 1e6, 8), (1e6, 1.0, 7)]
+)
 def test_a_collective_in_both_tiers_takes_as_long_as_the_slower_one(
-    inter_gbps: float, intra_gbps: float, ranks: int
+    inter_gbytes_per_s: float, intra_gbytes_per_s: float, ranks: int
 ) -> None:
     """A rank sends 512 rows to each of 8 ranks on the other node, and to each of 7 on its own."""
     cluster = replace(
         H100,
         launch=LAUNCH,
         links=(
-            link("inter", 0.0, inter_gbps),
-            link("intra", 0.0, intra_gbps),
+            link("inter", 0.0, inter_gbytes_per_s),
+            link("intra", 0.0, intra_gbytes_per_s),
             link("memory", 0.0, 1e6),
         ),
+        network_faster_than_node_link=True,
     )
     price = price_chain(workload_of(16, tokens=1024), cluster, CHAINS["alltoall"], 1, "forward")
     (exchange,) = (work for work in price.walks[1].pipeline if work.stage == "alltoall")

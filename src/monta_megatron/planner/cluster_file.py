@@ -1,0 +1,55 @@
+"""Cluster files: read with their checksum checked, and written with it by a calibration.
+
+A file that was cut short may still be YAML, with fewer curves, and plan something else. The last
+line of a measured cluster is therefore a checksum of what was measured. Name, source, sizes and
+memory may be changed by hand; who changes the costs says so with `checksum: edited`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from monta_megatron import strict_yaml
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.plan import hash_of
+
+MEASURED = ("launch", "links", "curves", "contention")
+EDITED = "edited"
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Read a cluster file.
+
+    Raises:
+        ValueError: one line that names the file, the key, the value and the rule.
+    """
+    data = strict_yaml.read(path)
+    if isinstance(data, dict):
+        checksum = data.pop("checksum", None)
+        if data.get("kind") == "measured" and checksum != EDITED:
+            _check(checksum, data, path)
+    return strict_yaml.build(Cluster, data, str(path))
+
+
+def dump_measured(cluster: Cluster) -> str:
+    """A calibrated cluster as the text of its file."""
+    data = strict_yaml.plain(cluster)
+    return strict_yaml.dump({**data, "checksum": _checksum_of(data)})
+
+
+def _check(checksum: Any, data: dict[str, Any], path: str | Path) -> None:
+    if checksum is None:
+        raise ValueError(
+            f"{path}: checksum: missing, must be the last line of a measured cluster; calibrate "
+            f"again if the file was cut short, or end it with checksum: {EDITED} if it was written "
+            "by hand"
+        )
+    if checksum != _checksum_of(data):
+        raise ValueError(
+            f"{path}: checksum: got {checksum}, must be that of {', '.join(MEASURED)}, which "
+            f"were changed or cut short; calibrate again, or write checksum: {EDITED} to use them "
+            "as they are"
+        )
+
+
+def _checksum_of(data: dict[str, Any]) -> str:
+    return f"{hash_of({name: data.get(name) for name in MEASURED}):016x}"

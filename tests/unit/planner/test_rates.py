@@ -1,0 +1,105 @@
+"""Rates: written with their unit, shown in every plan, and never more between nodes than inside."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from clusters import CONFIGS, link, preset, workload_of
+
+from monta_megatron import strict_yaml
+from monta_megatron.cli import main
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import Curve
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.rate import Rate
+from monta_megatron.planner.search import plan
+from monta_megatron.planner.tier_rates import tier_rates
+
+A800 = preset("a800_2x8_ib200")
+
+
+@pytest.mark.parametrize(
+    ("text", "gbytes_per_s"),
+    [
+        ("100 Gb/s", 12.5),
+        ("12.5 GB/s", 12.5),
+        (" 12.5GB/s", 12.5),
+        ("500 Mb/s", 0.0625),
+        ("62.5 MB/s", 0.0625),
+        ("3.35 TB/s", 3350.0),
+        ("1.6 Tb/s", 200.0),
+        ("800 Kb/s", 1e-4),
+        ("1e-3 GB/s", 1e-3),
+    ],
+)
+def test_bits_and_bytes(text: str, gbytes_per_s: float) -> None:
+    rate = Rate.from_text(text)
+    assert rate.gbytes_per_s == pytest.approx(gbytes_per_s, rel=1e-15)
+    assert Rate.from_text(str(rate)) == rate
+
+
+@pytest.mark.parametrize("gbytes_per_s", [47.0, 0.03548355340483933, 1e-7, 1 / 3, 3350.0, 1e20])
+def test_a_rate_is_written_as_it_is_read(gbytes_per_s: float) -> None:
+    assert Rate.from_text(str(Rate(gbytes_per_s))) == Rate(gbytes_per_s)
+
+
+def test_100_gigabits_are_an_eighth_of_100_gigabytes(tmp_path: Path) -> None:
+    found = []
+    for number, text in enumerate(("100 Gb/s", "12.5 GB/s", "100 GB/s")):
+        path = tmp_path / f"{number}.yaml"
+        preset_file = CONFIGS / "clusters" / "a800_2x8_ib200.yaml"
+        path.write_text(preset_file.read_text().replace("rate: 22 GB/s", f"rate: {text}"))
+        cluster = strict_yaml.load(Cluster, path)
+        found.append(cluster.time_us("alltoall", "inter", 1e9).us - 30)
+    assert found == pytest.approx([80_000, 80_000, 10_000])
+
+
+def test_every_plan_shows_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, cluster = CONFIGS / "models/olmoe_1b_7b.yaml", CONFIGS / "clusters/h100_8x_ndr.yaml"
+    command = ["plan", "--model", str(model), "--cluster", str(cluster), "--world-size", "8"]
+    out = tmp_path / "plan.yaml"
+    for flags in (["--ep", "8", "--out", str(out)], []):
+        assert main([*command, *flags]) == 0
+        shown = capsys.readouterr().out
+        assert "network   47 GB/s (376 Gb/s) per NIC, 8 for 8 ranks, datasheet\n" in shown
+        assert "node link 335 GB/s (2,680 Gb/s) per rank, datasheet\n" in shown
+        assert "memory    3,350 GB/s (26,800 Gb/s) per rank, datasheet\n" in shown
+        assert main([*command, *flags, "--json"]) == 0
+        rates = json.loads(capsys.readouterr().out)["rates"]
+        assert [(each["tier"], each["rate"]) for each in rates] == [
+            ("inter", "47 GB/s"),
+            ("intra", "335 GB/s"),
+            ("memory", "3350 GB/s"),
+        ]
+    assert "rate: 47 GB/s" in out.read_text()
+    assert Plan.load(out).rates == tier_rates(preset("h100_8x_ndr"))
+
+
+def test_a_measured_rate_is_that_of_the_largest_size() -> None:
+    curve = Curve(
+        operation="alltoall",
+        tier="inter",
+        group_size=8,
+        sizes_bytes=(1_000, 2_000_000),
+        times_us=(40.0, 1_000.0),
+        kind="measured",
+        source="by hand",
+    )
+    network, *_ = plan(workload_of(16), replace(A800, curves=(curve,))).rates
+    assert network.rate == Rate(2.0)
+    assert network.basis == "per rank in alltoall of 8 ranks at 2,000,000 bytes, measured"
+
+
+def test_a_network_faster_than_the_node_link_has_to_be_said() -> None:
+    links = (link("inter", 1.0, 100.0), link("intra", 1.0, 50.0), link("memory", 1.0, 1000.0))
+    with pytest.raises(ValueError, match=r"the network has 100 GB/s \(800 Gb/s\) for each rank"):
+        replace(A800, links=links)
+    said = replace(A800, links=links, network_faster_than_node_link=True)
+    assert said.time_us("alltoall", "inter", 1e6).us == pytest.approx(11)
+    # 4 NICs for 8 ranks: 50 GB/s for each.
+    assert replace(A800, links=links, nics_per_node=4).nics_per_node == 4
+
+
+def test_a_ratio_may_ask_for_a_network_faster_than_the_node_link() -> None:
+    assert A800.with_inter_rate(100).time_us("alltoall", "inter", 1e6).us < 31
