@@ -21,9 +21,8 @@ from monta_megatron.calibration.points import (
     choose_pairs,
 )
 from monta_megatron.calibration.record import Record, Sample, alone
-from monta_megatron.planner.curves import Curve, fit
-from monta_megatron.calibration.record import Record, Sample
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster
+from monta_megatron.planner.curves import Curve, fit
 from monta_megatron.planner.schedule import Work, simulate
 
 SHAPE = Shape(num_nodes=2, ranks_per_node=4)
