@@ -18,8 +18,8 @@ from monta_megatron import strict_yaml
 from monta_megatron.launch.prepare import Run, prepare
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout_ranking import state_bytes
 from monta_megatron.planner.model import Model
+from monta_megatron.planner.training_memory import state_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted((CONFIGS / "runs").glob("*.yaml"))

@@ -132,7 +132,7 @@ def test_a_profile_has_a_range_for_every_stage_and_chunk(folder: Path) -> None:
 
 def test_the_run_itself_draws_and_tells(folder: Path) -> None:
     document = json.loads((folder / "stdout.json").read_text())
-    assert "recorded on 4 CPU ranks of 2 node(s)" in document["title"]
+    assert "recorded on 4 CPU ranks of 2 nodes" in document["title"]
     assert [row["walk"] for row in document["overlaps"]] == [*COLLECTIVES, "all"]
     for row in document["overlaps"]:
         assert row["source"] == "recorded" and row["total_us"] > 0

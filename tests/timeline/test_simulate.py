@@ -13,6 +13,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 FLAGS = [
     *("--model", str(CONFIGS / "models/qwen3_235b_a22b.yaml")),
     *("--cluster", str(CONFIGS / "clusters/h100_8x_ndr.yaml")),
+    *("--world-size", "128", "--tp", "2", "--pp", "4"),
 ]
 
 

@@ -25,7 +25,10 @@ from monta_megatron.timeline.trace import chrome_trace
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = CONFIGS / "models/qwen3_235b_a22b.yaml"
 CLUSTER = CONFIGS / "clusters/h100_8x_ndr.yaml"
-FLAGS = ["--model", str(MODEL), "--cluster", str(CLUSTER), "--ep", "16"]
+FLAGS = [
+    *("--model", str(MODEL), "--cluster", str(CLUSTER)),
+    *("--world-size", "128", "--tp", "2", "--ep", "16", "--pp", "4"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 
 from monta_megatron import pictures
 from monta_megatron.benchmark.report import Row
+from monta_megatron.quantities import counted
 
 COLOURS = {
     "Megatron": pictures.STOCK_COLOUR,
@@ -85,8 +86,9 @@ def _title(meta: dict[str, Any], scope: str) -> str:
     if cluster is not None:
         where += f", emulated at {cluster['inter_mbit']:g} Mbit/s"
     return (
-        f"{scope}: {layout['nodes']} nodes x {layout['ranks_per_node']} ranks, TP {layout['tp']}, "
-        f"EP {layout['ep']}, ETP {layout['etp']}, {layer['experts']} experts, top-"
-        f"{layer['top_k']},\nH {layer['hidden']}, {layer['tokens']} tokens per rank, "
-        f"{layer['dtype']}, {layer['routing']} routing\n{where}"
+        f"{scope}: {counted(layout['nodes'], 'node')} x "
+        f"{counted(layout['ranks_per_node'], 'rank')}, TP {layout['tp']}, EP {layout['ep']}, "
+        f"ETP {layout['etp']}, {layer['experts']} experts, top-{layer['top_k']},\n"
+        f"H {layer['hidden']}, {counted(layer['tokens'], 'token')} per rank, {layer['dtype']}, "
+        f"{layer['routing']} routing\n{where}"
     )

@@ -35,6 +35,7 @@ from monta_megatron.options import AUTO
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
 from monta_megatron.progress import Progress
+from monta_megatron.quantities import counted
 from monta_megatron.ranks.this_rank import ThisRank
 from monta_megatron.topology.layout import Layout
 from monta_megatron.topology.nodes import is_named
@@ -95,7 +96,8 @@ class Bench:
         backward = phase == "forward_backward"
         num_runs = settings.warmup + settings.repeats
         task.progress.phase(
-            f"{task.name}{scope}, {phase}, {settings.warmup} + {settings.repeats} repeats",
+            f"{task.name}{scope}, {phase}, {settings.warmup} + "
+            f"{counted(settings.repeats, 'repeat')}",
             num_runs,
         )
         sent_before = [sent_so_far(each) for each in candidates]
@@ -220,7 +222,7 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
         and find_nodes(world, cluster.ranks_per_node) != nodes
     ):
         raise ValueError(
-            f"--cluster: got one of {cluster.ranks_per_node} ranks per node, must have "
+            f"--cluster: got one of {counted(cluster.ranks_per_node, 'rank')} per node, must have "
             f"{nodes.count(nodes[0])} as this launch, or --ranks-per-node says how many"
         )
     layout = exchange_layout(shape, nodes)

@@ -18,6 +18,7 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.bench_layer import Experts, build_experts
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
+from monta_megatron.quantities import counted
 from monta_megatron.ranks.joined import join, on_first_rank
 from monta_megatron.ranks.this_rank import ThisRank
 
@@ -60,7 +61,9 @@ def run_benchmarks(
         lambda: [point for point in points if not is_kept(point.settings, emulated)]
     )
     if len(left) < len(points):
-        progress.phase(f"{len(points) - len(left)} of {len(points)} points are there already", 0)
+        progress.phase(
+            f"{len(points) - len(left)} of {counted(len(points), 'point')} kept from before", 0
+        )
     sizes = None
     for number, point in enumerate(left, 1):
         settings = point.settings
@@ -86,7 +89,7 @@ def _run_benchmark(task: Task, device: torch.device, makes_groups: bool) -> dict
     """Check and time one point."""
     settings = task.settings
     bench = prepare(task, device, makes_groups)
-    task.progress.phase(f"{task.name}checks of {len(bench.candidates)} dispatchers", 0)
+    task.progress.phase(f"{task.name}checks of {counted(len(bench.candidates), 'dispatcher')}", 0)
     wrong = check_candidates(bench.candidates, bench.layout)
     if wrong:
         raise MismatchError("\n".join(wrong))

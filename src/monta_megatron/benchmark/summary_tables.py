@@ -15,6 +15,7 @@ from monta_megatron.benchmark.summary import (
     summarise,
 )
 from monta_megatron.chains import CHAINS
+from monta_megatron.quantities import counted
 
 
 def summary_lines(reports: Sequence[dict[str, Any]]) -> list[str]:
@@ -62,9 +63,10 @@ def _ablation_lines(reports: Sequence[dict[str, Any]]) -> list[str]:
         )
         rate = "" if cluster is None else f", {cluster['inter_mbit']:g} Mbit/s"
         lines += [
-            f"{layout['nodes']} nodes x {layout['ranks_per_node']} ranks{rate}, TP {layout['tp']}, "
-            f"EP {layout['ep']}, {layer['experts']} experts, top-{layer['top_k']}, H "
-            f"{layer['hidden']:,}, {layer['tokens']:,} tokens per rank:",
+            f"{counted(layout['nodes'], 'node')} x {counted(layout['ranks_per_node'], 'rank')}"
+            f"{rate}, TP {layout['tp']}, EP {layout['ep']}, {layer['experts']} experts, top-"
+            f"{layer['top_k']}, H {layer['hidden']:,}, {counted(layer['tokens'], 'token')} per "
+            "rank:",
             "",
             "```",
             ablation_table([StepResult(**step) for step in report["ablation"]]),
@@ -103,8 +105,8 @@ def _regret_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> lis
     return [
         *_markdown([*_varying(points)[0], *head], rows),
         "",
-        f"Regret over {figures['regret_points']} points: median {figures['regret_median']:.3f}, "
-        f"worst {figures['regret_worst']:.3f}.",
+        f"Regret over {counted(figures['regret_points'], 'point')}: median "
+        f"{figures['regret_median']:.3f}, worst {figures['regret_worst']:.3f}.",
     ]
 
 
@@ -148,8 +150,8 @@ def _stock_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list
         if auto is not None
     ]
     ending = (
-        f"Of {figures['auto_points']} points, {figures['auto_lost']} have their whole interval "
-        f"under {LOSS_BELOW}."
+        f"Of {counted(figures['auto_points'], 'point')}, {figures['auto_lost']} have their "
+        f"whole interval under {LOSS_BELOW}."
     )
     if figures["auto_alltoall_points"]:
         ending += (

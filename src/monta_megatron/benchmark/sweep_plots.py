@@ -10,6 +10,7 @@ from monta_megatron.benchmark.report import Row
 from monta_megatron.benchmark.summary import FACTORS, Measured, measured_points
 from monta_megatron.chains import CHAINS
 from monta_megatron.options import AUTO
+from monta_megatron.quantities import counted
 
 STOCK_STYLE = {"color": pictures.STOCK_COLOUR, "linewidth": 2.0, "marker": "s"}
 AUTO_STYLE = {"color": pictures.CHOICE_COLOUR, "linewidth": 2.5, "marker": "o"}
@@ -112,6 +113,6 @@ def _predicted(axis: Any, points: Sequence[Measured]) -> None:
         scaled = [end * factor for end in ends]
         label = f"{ERROR_BAND:.0%} off" if factor > 1 else None
         axis.plot(ends, scaled, "--", color="#404040", linewidth=0.8, label=label)
-    axis.set_title(f"Predicted against measured, {len(points)} points")
+    axis.set_title(f"Predicted against measured, {counted(len(points), 'point')}")
     axis.set_xlabel("measured, ms")
     axis.set_ylabel("predicted, ms")

@@ -6,6 +6,7 @@ from typing import Any
 from monta_megatron import pictures
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
+from monta_megatron.quantities import counted
 
 TITLES = {"inter": "between nodes", "intra": "inside a node", "memory": "in memory"}
 
@@ -31,7 +32,7 @@ def plot_curves(cluster: Cluster, folder: Path) -> Path:
 def _draw(axis: Any, curve: Curve) -> None:
     name: str = curve.operation
     if curve.tier != "memory":
-        name = f"{curve.operation}, {curve.group_size} ranks"
+        name = f"{curve.operation}, {counted(curve.group_size, 'rank')}"
     (points,) = axis.plot(curve.sizes_bytes, curve.times_us, "o", markersize=4, label=name)
     if curve.fit is not None:
         fit, ratio = curve.fit, curve.sizes_bytes[-1] / curve.sizes_bytes[0]

@@ -38,6 +38,7 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.groups import find_nodes, gather_objects
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
+from monta_megatron.quantities import counted
 from monta_megatron.ranks.joined import join, on_first_rank
 
 
@@ -98,7 +99,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     record = on_first_rank(lambda: Record.open(settings.partial, identity))
 
     # Step 3: first runs, whose times also decide which points are paired.
-    progress.phase(f"first runs of {len(points)} points", len(points))
+    progress.phase(f"first runs of {counted(len(points), 'point')}", len(points))
     groups = make_groups(shape, nodes)
     # Where operations are mixed, others run between two runs of one and leave its buffers cold.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0

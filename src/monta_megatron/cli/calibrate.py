@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.output import only_the_report
 from monta_megatron.flags import positive, whole
+from monta_megatron.quantities import counted
 
 if TYPE_CHECKING:
     from monta_megatron.calibration.run import Calibration
@@ -120,8 +121,8 @@ def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None
     from monta_megatron import strict_yaml
     from monta_megatron.calibration.report import doubt_lines, lines
 
-    rounds = "1 round" if result.rounds == 1 else f"{result.rounds} rounds"
-    text = [*lines(result.cluster), "", f"{rounds}; wrote {out}", *doubt_lines(result.cluster)]
+    wrote = f"{counted(result.rounds, 'round')}; wrote {out}"
+    text = [*lines(result.cluster), "", wrote, *doubt_lines(result.cluster)]
     print("\n".join(text), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         document = {

@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monta_megatron.cli.planning import IGNORE_MEMORY
+from monta_megatron.quantities import counted
 from monta_megatron.texts import command_line, shown
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
         usage="monta launch [-h] --config FILE [--dry-run] [--start HOW] [--force] [--json]\n"
-        "                    [--run-directory DIR] [-- MEGATRON ARGUMENTS]",
+        "                    [--run-directory DIR] [--ignore-memory]\n"
+        "                    [-- MEGATRON ARGUMENTS]",
         help="start a Megatron training from one YAML",
         description="Check a run file and its Megatron arguments against Megatron's own parser, "
         "plan its exchange, write a run directory (configuration, plan, versions, script, logs) "
@@ -65,6 +68,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--force", action="store_true", help="go on where Megatron's own validation refuses it"
     )
+    parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("megatron", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -80,7 +84,9 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron.launch.summary import summary_of
 
     words = parsed.megatron[1:] if parsed.megatron[:1] == ["--"] else parsed.megatron
-    prepared = prepare(parsed.config, words, parsed.run_directory, parsed.dry_run)
+    prepared = prepare(
+        parsed.config, words, parsed.run_directory, parsed.dry_run, parsed.ignore_memory
+    )
     start = choose_start(parsed.start, prepared, parsed.dry_run)
     prepared = run_directory.self_contained(checked(prepared, parsed.force))
     if start == "sbatch" and prepared.lacks_to_resume:
@@ -121,12 +127,12 @@ def _say(prepared: "Run", command: list[str]) -> None:
     sizes = ", ".join(
         f"{name.upper()} {getattr(layout, name)}" for name in ("tp", "ep", "etp", "pp", "cp")
     )
-    _tell(f"{layout.nodes} node(s) x {layout.ranks_per_node} ranks: {sizes}")
+    nodes = counted(layout.nodes, "node")
+    _tell(f"{nodes} x {counted(layout.ranks_per_node, 'rank')}: {sizes}")
     if plan is not None:
-        chunks = "chunk" if plan.num_chunks == 1 else "chunks"
         _tell(
-            f"plan: {plan.chain} in {plan.num_chunks} {chunks}, {plan.predicted_us or 0:,.0f} us "
-            "per layer and micro-batch, predicted"
+            f"plan: {plan.chain} in {counted(plan.num_chunks, 'chunk')}, "
+            f"{plan.predicted_us or 0:,.0f} us per layer and micro-batch, predicted"
         )
     for note in prepared.notes:
         _tell(f"note: {note}")
@@ -163,5 +169,6 @@ def _document(prepared: "Run", command: list[str]) -> dict[str, Any]:
             "predicted_us": plan.predicted_us,
             "reason": plan.reason,
         },
+        "memory": None if prepared.memory is None else prepared.memory.document(),
         "notes": prepared.notes,
     }

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli import planning
@@ -36,6 +38,7 @@ def add_parser(commands: Any) -> None:
         help="by how much a plainer chain may be slower (default: 0.03)",
     )
     parser.add_argument("--out", metavar="FILE", help="write the plan, for --moe-monta-plan")
+    parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
@@ -44,31 +47,30 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the decision, or the ranking."""
     from monta_megatron import strict_yaml
     from monta_megatron.planner.report import layout_lines, plan_lines, rate_lines
-    from monta_megatron.planner.search import MARGIN, slowest_plan
+    from monta_megatron.planner.search import MARGIN
 
+    if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
+        raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
     limit = parsed.memory_limit_gb
-    settings = {
+    settings: dict[str, Any] = {
         "memory_limit_bytes": None if limit is None else limit * 1e9,
         "margin": MARGIN if parsed.margin is None else parsed.margin,
     }
     asked = planning.read(parsed, **settings)
-    plan, _ = slowest_plan(
-        planning.workloads(parsed, asked.model, asked.cluster, asked.layout),
-        asked.cluster,
-        phase=parsed.phase,
-        **settings,
-    )
+    plan, _, memory = planning.plan_asked(parsed, asked, **settings)
     if parsed.out is not None:
         plan.save(parsed.out)
+        print(f"monta plan: wrote {parsed.out}", file=sys.stderr)
     if parsed.json:
         document = strict_yaml.plain(plan)
+        document["memory"] = memory.document()
         document["layouts"] = None if asked.ranking is None else strict_yaml.plain(asked.ranking)
         print(json.dumps(document, indent=2))
     else:
         found = (
-            plan_lines(plan)
+            plan_lines(plan, memory)
             if asked.ranking is None
-            else [*rate_lines(plan), "", *layout_lines(asked.ranking)]
+            else [*rate_lines(plan), "", *layout_lines(asked.ranking, memory)]
         )
         print("\n".join([f"{asked.model.name} on {asked.cluster.name}", "", *found]))
     return 0

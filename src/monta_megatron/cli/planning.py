@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.flags import positive, whole
 from monta_megatron.names import one_of
 from monta_megatron.planner import ROUTINGS
+from monta_megatron.quantities import counted
 
 if TYPE_CHECKING:
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.planner.layout import ParallelLayout
     from monta_megatron.planner.layout_ranking import RankedLayout
     from monta_megatron.planner.model import Model
+    from monta_megatron.planner.plan import Plan
     from monta_megatron.planner.routing import Routing
+    from monta_megatron.planner.training_memory import TrainingMemory
     from monta_megatron.planner.workload import Workload
 
 SIZES = {
@@ -27,6 +30,7 @@ SIZES = {
     "cp": "context parallel size",
     "pp": "pipeline parallel size",
 }
+IGNORE_MEMORY = "go on where a rank's memory is too small for the training"
 
 
 def add_arguments(parser: Any, needs_model: bool = True) -> None:
@@ -62,6 +66,7 @@ def add_arguments(parser: Any, needs_model: bool = True) -> None:
         type=positive,
         help="price a network with X times the cluster's rate",
     )
+    parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +121,7 @@ def read(parsed: argparse.Namespace, **settings: Any) -> Asked:
                 pp=parsed.pp or 1,
                 phase=parsed.phase,
                 workloads=lambda layout: workloads(parsed, model, cluster, layout),
+                ignore_memory=parsed.ignore_memory,
                 progress=progress,
                 **settings,
             )
@@ -153,6 +159,40 @@ def workloads(
         cluster.ranks_per_node,
         parsed.tokens,
         lambda place: _routing(parsed.routing, model, place.num_nodes),
+    )
+
+
+def plan_asked(
+    parsed: argparse.Namespace, asked: Asked, where: str | None = None, **settings: Any
+) -> "tuple[Plan, Workload, TrainingMemory]":
+    """The plan of a layout, its workload, and what training with it holds on a rank.
+
+    Args:
+        parsed: the command line.
+        asked: its inputs.
+        where: what gave the layout, for messages; None for the command line or its file.
+        settings: arguments of `planner.search.plan`.
+
+    Raises:
+        ValueError: no chain can run, or the training does not fit into the memory of a rank.
+    """
+    from monta_megatron.planner.training_memory import plan_within_memory, training_memory
+
+    of_layout = workloads(parsed, asked.model, asked.cluster, asked.layout)
+    memory = training_memory(
+        asked.model,
+        asked.cluster,
+        asked.layout,
+        of_layout,
+        ignore_memory=parsed.ignore_memory,
+    )
+    return plan_within_memory(
+        of_layout,
+        asked.cluster,
+        memory,
+        where=where or parsed.layout or "layout",
+        phase=parsed.phase,
+        **settings,
     )
 
 
@@ -201,8 +241,8 @@ def _routing(name: str, model: "Model", num_nodes: int) -> "Routing":
         return _sampled(name, model)
     if model.num_experts % num_nodes:
         raise ValueError(
-            f"--routing: got {name}, must not be where an exchange lies on {num_nodes} nodes, "
-            f"which cannot share {model.num_experts} experts evenly"
+            f"--routing: got {name}, must not be where an exchange lies on "
+            f"{counted(num_nodes, 'node')}, which cannot share {model.num_experts} experts evenly"
         )
     return expected_routing(name, model.num_experts, model.moe_router_topk, num_nodes)
 

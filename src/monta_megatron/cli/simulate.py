@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.cli import planning
 from monta_megatron.flags import positive, whole
 from monta_megatron.names import one_of
+from monta_megatron.quantities import counted
 
 if TYPE_CHECKING:
     from monta_megatron.planner.plan import Plan
+    from monta_megatron.planner.training_memory import TrainingMemory
 
 EXAMPLE = """\
 examples:
   monta simulate --model configs/models/qwen3_235b_a22b.yaml \\
-      --cluster configs/clusters/h100_8x_ndr.yaml --ep 16 \\
-      --sweep tokens=512,1024,2048,4096
+      --cluster configs/clusters/h100_8x_ndr.yaml --world-size 128 \\
+      --tp 2 --ep 16 --pp 4 --sweep tokens=512,1024,2048,4096
   monta simulate --model configs/models/deepseek_v3.yaml \\
-      --cluster configs/clusters/h100_8x_ndr.yaml --ep 8 \\
-      --sweep ranks=8,16,32,64,128 --plot plots
+      --cluster configs/clusters/h100_8x_ndr.yaml --world-size 2048 \\
+      --ep 8 --pp 16 --sweep ranks=8,16,32,64,128 --plot plots
 """
 
 # What may be swept: how to read its values, and its description.
@@ -74,7 +76,8 @@ def run(parsed: argparse.Namespace) -> int:
 
     asked, sweep = planning.read(parsed), parsed.sweep
     check_can_plot(parsed.plot)
-    plans = [_plan(parsed, asked, sweep.factor, value) for value in sweep.values]
+    planned = [_plan(parsed, asked, sweep.factor, value) for value in sweep.values]
+    plans = [plan for plan, _ in planned]
     title = _title(parsed, asked, sweep.factor)
     if parsed.json:
         document = {
@@ -89,13 +92,16 @@ def run(parsed: argparse.Namespace) -> int:
                     "reason": plan.reason,
                     "best_us": plan.best_us(),
                     "notes": list(plan.notes),
+                    "memory": memory.document(),
                 }
-                for value, plan in zip(sweep.values, plans, strict=True)
+                for value, (plan, memory) in zip(sweep.values, planned, strict=True)
             ],
         }
         print(json.dumps(document, indent=2))
     else:
-        print("\n".join([*textwrap.wrap(title, WIDTH), "", *_table(sweep, plans)]))
+        most = max((memory for _, memory in planned), key=lambda memory: memory.needed_bytes)
+        about = [*textwrap.wrap(title, WIDTH), *textwrap.wrap(f"needs {most.describe()}", WIDTH)]
+        print("\n".join([*about, "", *_table(sweep, plans)]))
     if parsed.plot is not None:
         from monta_megatron.planner.plots import plot_plans
 
@@ -113,17 +119,17 @@ def _title(parsed: argparse.Namespace, asked: planning.Asked, factor: str) -> st
         f"{asked.model.name} on {asked.cluster.name}: TP {layout.tp}",
         *([] if factor == "ranks" else [f"EP {layout.ep}"]),
         f"ETP {layout.etp}",
-        *([] if factor == "tokens" else [f"{tokens:,} tokens per rank"]),
+        *([] if factor == "tokens" else [f"{counted(tokens, 'token')} per rank"]),
     ]
     return ", ".join(parts)
 
 
-def _plan(parsed: argparse.Namespace, asked: planning.Asked, factor: str, value: float) -> "Plan":
-    """The plan with this value of the factor, everything else as asked."""
-    from monta_megatron.planner.search import slowest_plan
-
+def _plan(
+    parsed: argparse.Namespace, asked: planning.Asked, factor: str, value: float
+) -> "tuple[Plan, TrainingMemory]":
+    """The plan with this value of the factor, everything else as asked, and its memory."""
     model, cluster, layout = asked.model, asked.cluster, asked.layout
-    settings: dict[str, Any] = {"phase": parsed.phase}
+    settings: dict[str, Any] = {}
     if factor == "tokens":
         parsed = argparse.Namespace(**{**vars(parsed), "tokens": value})
     elif factor == "inter-rate-ratio":
@@ -146,13 +152,14 @@ def _plan(parsed: argparse.Namespace, asked: planning.Asked, factor: str, value:
         layout = _layout_of(asked, int(value))
         num_nodes = math.ceil(layout.world_size / cluster.ranks_per_node)
         cluster = replace(cluster, num_nodes=max(num_nodes, cluster.num_nodes))
-    workloads = planning.workloads(parsed, model, cluster, layout)
-    plan, _ = slowest_plan(workloads, cluster, **settings)
-    return plan
+    point = replace(asked, model=model, cluster=cluster, layout=layout)
+    where = f"--sweep: {factor} {_shown(value)}"
+    plan, _, memory = planning.plan_asked(parsed, point, where, **settings)
+    return plan, memory
 
 
 def _layout_of(asked: planning.Asked, num_ranks: int) -> Any:
-    """The layout with exchanges of `num_ranks` ranks, and the smallest world that allows them."""
+    """The layout with exchanges of `num_ranks` ranks, on as many more ranks as these take."""
     layout = asked.layout
     ep, rest = divmod(num_ranks, layout.etp)
     if rest or asked.model.num_experts % max(ep, 1):
@@ -160,7 +167,7 @@ def _layout_of(asked: planning.Asked, num_ranks: int) -> Any:
             f"--sweep: ranks: got {num_ranks}, must be ETP ({layout.etp}) times a divisor of the "
             f"{asked.model.num_experts} experts of {asked.model.name}"
         )
-    world_size = math.lcm(layout.tp * layout.cp * layout.pp, layout.etp * ep * layout.pp)
+    world_size = math.lcm(layout.world_size, num_ranks * layout.pp)
     return replace(layout, ep=ep, world_size=world_size)
 
 

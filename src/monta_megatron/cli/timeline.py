@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from monta_megatron.cli import planning
 from monta_megatron.cli.output import only_the_report
 from monta_megatron.files import make_folder
 from monta_megatron.flags import whole
+from monta_megatron.quantities import counted
 
 if TYPE_CHECKING:
     from monta_megatron.chains import Chain
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 EXAMPLE = """\
 examples:
   monta timeline --model configs/models/qwen3_235b_a22b.yaml \\
-      --cluster configs/clusters/h100_8x_ndr.yaml --ep 16 --out timeline
+      --cluster configs/clusters/h100_8x_ndr.yaml --world-size 128 \\
+      --tp 2 --ep 16 --pp 4 --out timeline
   monta emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500 -- \\
       -m monta_megatron.cli timeline --record timeline \\
       --chain hierarchical_alltoall --experts 16 --top-k 4 \\
@@ -48,10 +50,10 @@ WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks"}
 TAKES = {
     "recording": COSTS,
     "record": COSTS | WHAT | {name.replace("-", "_") for name in RECORD_FLAGS},
-    "model": COSTS | WHAT | {"layout", "world_size", "cp", "pp"},
+    "model": COSTS | WHAT | {"layout", "world_size", "cp", "pp", "ignore_memory"},
 }
 WAYS = {"recording": "RECORDING", "record": "--record", "model": "--model"}
-DEFAULTS = {"routing": "uniform", "phase": "forward_backward"}
+DEFAULTS = {"routing": "uniform", "phase": "forward_backward", "ignore_memory": False}
 
 
 def add_parser(commands: Any) -> None:
@@ -104,6 +106,7 @@ class _Drawing:
         title: title of the picture.
         timelines: the timelines, drawn one above the other.
         recording: file of the recording, if there is one.
+        notes: what the text says besides.
         about: metadata for the trace and for --json.
     """
 
@@ -112,6 +115,7 @@ class _Drawing:
     title: str
     timelines: "list[Timeline]"
     recording: Path | None = None
+    notes: list[str] = field(default_factory=list)
     about: dict[str, Any]
 
 
@@ -158,27 +162,31 @@ def _read(parsed: argparse.Namespace) -> _Drawing:
 
 def _predict(parsed: argparse.Namespace) -> _Drawing:
     from monta_megatron.chains import CHAINS
-    from monta_megatron.planner.search import slowest_plan
     from monta_megatron.timeline.predicted import predict
     from monta_megatron.timeline.spans import pipeline_name
 
     asked = planning.read(parsed)
     cluster, layout = asked.cluster, asked.layout
-    settings: dict[str, Any] = {"phase": parsed.phase}
+    settings: dict[str, Any] = {}
     if parsed.chain is not None:
         chain, num_chunks = _chain(parsed)
         settings |= {"chains": (chain.name,), "num_chunks": (num_chunks,)}
-    workloads = planning.workloads(parsed, asked.model, cluster, layout)
-    plan, workload = slowest_plan(workloads, cluster, **settings)
+    plan, workload, memory = planning.plan_asked(parsed, asked, **settings)
     chain = CHAINS[plan.chain]
     sizes = f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}"
     return _Drawing(
         name=f"{chain.name}_x{plan.num_chunks}",
         folder=Path(),
         title=f"{pipeline_name(chain.name, plan.num_chunks)}, predicted: {asked.model.name} on "
-        f"{cluster.name}, {sizes}, {workload.tokens_per_rank:,} tokens per rank",
+        f"{cluster.name}, {sizes}, {counted(workload.tokens_per_rank, 'token')} per rank",
         timelines=[predict(workload, cluster, chain, plan.num_chunks, parsed.phase)],
-        about={"cluster": cluster.name, "model": asked.model.name, "notes": list(plan.notes)},
+        notes=[f"needs {memory.describe()}"],
+        about={
+            "cluster": cluster.name,
+            "model": asked.model.name,
+            "notes": list(plan.notes),
+            "memory": memory.document(),
+        },
     )
 
 
@@ -271,7 +279,7 @@ def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
         }
         print(json.dumps(document, indent=2))
         return
-    lines = textwrap.wrap(drawing.title, 80)
+    lines = [line for text in (drawing.title, *drawing.notes) for line in textwrap.wrap(text, 80)]
     for rows in found:
         lines += ["", *table(rows)]
     print("\n".join([*lines, "", *(f"{kind:<10}{path}" for kind, path in files.items())]))

@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from monta_megatron.emulation import link_rate, network, sandbox
 from monta_megatron.emulation.cluster import ENVIRONMENT_VARIABLE, EmulatedCluster
 from monta_megatron.emulation.network import PRIVATE_DIRECTORY, in_node
+from monta_megatron.quantities import counted
 
 # After one node has failed, the others get this long to fail too and to report why.
 _GRACE_SECONDS = 5.0
@@ -99,9 +100,9 @@ def _report(cluster: EmulatedCluster) -> None:
     inter, intra = cluster.measured_inter_gbit_s, cluster.measured_intra_gbit_s
     assert inter is not None and intra is not None, cluster
     _say(
-        f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks, one NIC per {cluster.nic_per} at "
-        f"{cluster.inter_mbit:g} Mbit/s; one stream reaches {inter:.4g} Gbit/s between nodes, "
-        f"{intra:.3g} Gbit/s inside"
+        f"{counted(cluster.nodes, 'node')} x {counted(cluster.ranks_per_node, 'rank')}, one NIC "
+        f"per {cluster.nic_per} at {cluster.inter_mbit:g} Mbit/s; one stream reaches "
+        f"{inter:.4g} Gbit/s between nodes, {intra:.3g} Gbit/s inside"
     )
     if inter * 1000 < _EXPECTED_SHARE * cluster.inter_mbit:
         _say("note: between nodes this machine is the limit, not the setting")

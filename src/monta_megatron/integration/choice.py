@@ -22,6 +22,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import exchange_of
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
+from monta_megatron.quantities import counted
 from monta_megatron.topology.layout import Layout
 
 
@@ -64,9 +65,9 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
     cluster = options.cluster or uncalibrated(layout)
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
-            f"moe_monta_cluster: {cluster.name} has {cluster.num_nodes} node(s), must have at "
-            f"least the {layout.num_nodes} of the exchange; num_nodes in the file is that of the "
-            "cluster, not of the calibration"
+            f"moe_monta_cluster: {cluster.name} has {counted(cluster.num_nodes, 'node')}, must "
+            f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
+            "of the cluster, not of the calibration"
         )
     return _planned_choice(
         cluster,

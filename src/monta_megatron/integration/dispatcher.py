@@ -14,7 +14,6 @@ Notation: H = hidden size, T = tokens of this rank, E = number of experts, L = l
 EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N = rows.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -42,10 +41,9 @@ from monta_megatron.integration.duties import check_duties
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.options import AUTO, Options
 from monta_megatron.planner.choice import Choice, Decision
+from monta_megatron.quantities import counted
 from monta_megatron.texts import shown
 from monta_megatron.topology.layout import Layout
-
-logger = logging.getLogger(__name__)
 
 # Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.
@@ -343,19 +341,19 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.chain, self.num_chunks = decision.chain, decision.num_chunks
         if log:
             self._report(
-                f"chain {self.chain.name}, {self.num_chunks} chunks, EP {self.ep_size} x "
-                f"ETP {self.tp_size} over {self.layout.num_nodes} node(s): {decision.reason}"
+                f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}, "
+                f"EP {self.ep_size} x ETP {self.tp_size} over "
+                f"{counted(self.layout.num_nodes, 'node')}: {decision.reason}"
             )
 
     def _report(self, message: str) -> None:
-        """Print and log a message once per pipeline stage: each may have its own choice."""
+        """Print a message once per pipeline stage: each may have its own choice."""
         if self._reports and message not in _reported:
             _reported.add(message)
             rank = dist.get_rank()
-            line = shown(f"monta: {message}" if rank == 0 else f"monta, rank {rank}: {message}")
-            # Megatron logs at WARNING unless asked otherwise, and prints what users should see.
-            print(line, flush=True)
-            logger.info(line)
+            where = "monta" if rank == 0 else f"monta, rank {rank}"
+            # Printed, as Megatron prints what users should see; its log starts at WARNING.
+            print(shown(f"{where}: {message}"), flush=True)
 
     def _permute(
         self, tokens: torch.Tensor, probs: torch.Tensor

@@ -6,6 +6,7 @@ from monta_megatron import __version__
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.integration.agreement import check_alike
 from monta_megatron.options import Options
+from monta_megatron.quantities import counted
 from monta_megatron.topology.nodes import (
     check_named_alike,
     consecutive_nodes,
@@ -56,7 +57,7 @@ def nodes_of_exchange(
             "--distribution=block), or set MONTA_NODE or --moe-monta-ranks-per-node"
         )
     return nodes, (
-        f"nodes of {ranks_per_node} ranks, as {cluster.name} has them, but "
+        f"nodes of {counted(ranks_per_node, 'rank')}, as {cluster.name} has them, but "
         f"{hosts.count(hosts[0])} of the {len(ranks)} ranks of an exchange are on {hosts[0]}; "
         "--moe-monta-ranks-per-node decides"
     )

@@ -1,7 +1,8 @@
 """Megatron's arguments of a run: defaults, then the file, then the command line."""
 
 import string
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,6 +236,22 @@ def whole(argument: Argument) -> int:
         given = "no value" if argument.value is True else text
         raise ValueError(f"{argument.source}: got {given}, must be an integer >= 1")
     return int(text)
+
+
+def converted(argument: Argument, convert: Callable[[str], float]) -> float:
+    """The value as a number.
+
+    Args:
+        argument: what was given.
+        convert: one of `flags`.
+
+    Raises:
+        ValueError: it is not such a number.
+    """
+    try:
+        return convert(str(argument.value))
+    except ArgumentTypeError as error:
+        raise ValueError(f"{argument.source}: {error}") from None
 
 
 def replaced(value: Any, variables: Mapping[str, str], source: str) -> Any:

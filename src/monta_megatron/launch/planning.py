@@ -4,22 +4,29 @@ The run itself is given the cluster, not this plan: a plan is for one number of 
 dispatcher plans again when the number changes.
 """
 
-from argparse import ArgumentTypeError
+from collections.abc import Sequence
 from dataclasses import replace
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.flags import positive
-from monta_megatron.launch.arguments import DISPATCHER, Arguments, whole
+from monta_megatron.launch.arguments import DISPATCHER, Arguments, converted, whole
+from monta_megatron.launch.memory import held_state, shortened
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.names import one_of
 from monta_megatron.options import AUTO, DISPATCHER_TYPE
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan, exchange_of
-from monta_megatron.planner.search import NUM_CHUNKS, slowest_plan
-from monta_megatron.planner.workload import workloads_of
+from monta_megatron.planner.search import NUM_CHUNKS
+from monta_megatron.planner.training_memory import (
+    TrainingMemory,
+    plan_within_memory,
+    training_memory,
+)
+from monta_megatron.planner.workload import Workload, workloads_of
 
 # Fields of the model that Megatron's arguments of the same name must agree with, as the exchange is
 # planned from them. The number of layers is not among them, so that a shortened model can be tried.
@@ -34,23 +41,29 @@ MODEL_ARGUMENTS = (
 )
 
 
-def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan | None, list[str]]:
-    """The plan, or None where there is nothing to plan; and notes.
+def plan_run(
+    config: RunConfig, arguments: Arguments, file: str, ignore_memory: bool = False
+) -> tuple[Plan | None, TrainingMemory | None, list[str]]:
+    """The plan and the memory that it takes, or None where there is nothing to plan; and notes.
 
     Args:
         config: the configuration, with paths resolved and everything merged.
         arguments: Megatron's arguments.
         file: the run file, for messages.
+        ignore_memory: plan a run that does not fit into the memory of a rank, too.
 
     Raises:
-        ValueError: model, cluster, layout and arguments do not fit each other.
+        ValueError: model, cluster, layout and arguments do not fit each other, or the run does not
+            fit into the memory of a rank.
     """
     if DISPATCHER not in arguments or arguments[DISPATCHER].value != DISPATCHER_TYPE:
-        return None, [f"no plan: {DISPATCHER} is not {DISPATCHER_TYPE}"]
+        why = f"{DISPATCHER} is not {DISPATCHER_TYPE}"
+        return None, None, [f"no plan, and memory not checked: {why}"]
     if config.model is not None and "moe-monta-plan" in arguments:
-        return _given_plan(config, arguments, file)
+        return _given_plan(config, arguments, file, ignore_memory)
     if config.model is None or "moe-monta-cluster" not in arguments:
-        return None, ["no plan: the file names no model and cluster"]
+        why = "the file names no model and cluster"
+        return None, None, [f"no plan, and memory not checked: {why}"]
 
     # Step 1: check that what was asked for fits together.
     model = _model(config.model, arguments)
@@ -71,40 +84,77 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan |
             f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
         )
 
-    # Step 2: plan the exchanges that the dispatcher will have to plan.
+    # Step 2: plan the exchanges that the dispatcher will have to plan, in the memory that is left.
     chains, num_chunks = _candidates(arguments)
     workloads = workloads_of(model, layout, ranks_per_node)
-    plan, _ = slowest_plan(
+    memory = _memory(config, arguments, model, cluster, workloads, ignore_memory)
+    plan, _, memory = plan_within_memory(
         workloads,
         cluster,
+        memory,
+        where=f"{file}: layout",
         chains=chains,
         num_chunks=num_chunks,
         memory_limit_bytes=_memory_limit_bytes(arguments),
         or_least=True,
     )
-    return plan, notes
+    return plan, memory, [*notes, f"needs {memory.describe()}"]
 
 
-def _given_plan(config: RunConfig, arguments: Arguments, file: str) -> tuple[Plan, list[str]]:
+def _given_plan(
+    config: RunConfig, arguments: Arguments, file: str, ignore_memory: bool
+) -> tuple[Plan, TrainingMemory | None, list[str]]:
     """The plan of --moe-monta-plan, checked against the run that is to use it.
 
     Raises:
-        ValueError: it was made for something else.
+        ValueError: it was made for something else, or the run does not fit into the memory of a
+            rank with it.
     """
     given = arguments["moe-monta-plan"]
     plan = Plan.load(str(given.value))
     assert config.model is not None, "the caller has looked"
     model = _model(config.model, arguments)
-    ranks_per_node = config.layout.ranks_per_node
+    cluster, ranks_per_node = None, config.layout.ranks_per_node
     if "moe-monta-cluster" in arguments:
         cluster = load_cluster(str(arguments["moe-monta-cluster"].value))
         ranks_per_node = cluster.ranks_per_node
     ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", ranks_per_node)
-    for workload in workloads_of(model, _layout(config, model, file), ranks_per_node):
+    workloads = workloads_of(model, _layout(config, model, file), ranks_per_node)
+    for workload in workloads:
         misfit = plan.misfit(exchange_of(workload)) or CHAINS[plan.chain].refusal(workload.layout)
         if misfit is not None:
             raise ValueError(f"{given.source}: {given.value}: {misfit}")
-    return plan, [f"no plan made: {given.value} is used"]
+    used = f"no plan made: {given.value} is used"
+    if cluster is None:
+        return plan, None, [f"{used}, and memory is not checked, as there is no cluster file"]
+    _, _, memory = plan_within_memory(
+        workloads,
+        cluster,
+        _memory(config, arguments, model, cluster, workloads, ignore_memory),
+        where=f"{file}: layout",
+        chains=(plan.chain,),
+        num_chunks=(plan.num_chunks,),
+    )
+    return plan, memory, [used, f"needs {memory.describe()}"]
+
+
+def _memory(
+    config: RunConfig,
+    arguments: Arguments,
+    model: Model,
+    cluster: Cluster,
+    workloads: Sequence[Workload],
+    ignore_memory: bool,
+) -> TrainingMemory:
+    """What the run holds beside its exchange, as Megatron's arguments say."""
+    return training_memory(
+        shortened(model, arguments),
+        cluster,
+        config.layout.parallel,
+        workloads,
+        held=held_state(arguments, config.layout),
+        ignore_memory=ignore_memory,
+    )
 
 
 def _layout(config: RunConfig, model: Model, file: str) -> ParallelLayout:
@@ -142,12 +192,7 @@ def _size(arguments: Arguments, name: str, default: int) -> int:
 
 def _memory_limit_bytes(arguments: Arguments) -> float | None:
     limit = arguments.get("moe-monta-memory-limit-gb")
-    if limit is None:
-        return None
-    try:
-        return positive(str(limit.value)) * 1e9
-    except ArgumentTypeError as error:
-        raise ValueError(f"{limit.source}: {error}") from None
+    return None if limit is None else converted(limit, positive) * 1e9
 
 
 def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -18,6 +18,7 @@ from monta_megatron.launch.arguments import (
 from monta_megatron.launch.planning import plan_run
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.texts import check_printable
 
 PRETRAIN_GPT = "${MEGATRON_LM_DIR}/pretrain_gpt.py"
@@ -39,6 +40,7 @@ class Run:
         script_arguments: the script's own arguments, which follow them.
         directory: the run's own directory.
         plan: what the planner expects, or None.
+        memory: what the run holds on a rank, or None without a plan.
         megatron: version of the Megatron-Core that has checked the arguments; None if unchecked.
         notes: what the user should know, one line each.
         copies: name in the directory -> the file that is copied there.
@@ -50,6 +52,7 @@ class Run:
     script_arguments: Arguments
     directory: Path
     plan: Plan | None
+    memory: TrainingMemory | None
     notes: tuple[str, ...]
     megatron: str | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +63,13 @@ class Run:
         return tuple(name for name in RESUMES_WITH if name not in self.arguments)
 
 
-def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bool) -> Run:
+def prepare(
+    file: str,
+    words: Sequence[str],
+    directory: Path | None,
+    dry_run: bool,
+    ignore_memory: bool = False,
+) -> Run:
     """Read, merge and plan.
 
     Args:
@@ -68,6 +77,7 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
         words: arguments of Megatron from the command line.
         directory: directory of the run, or None for runs/NAME.
         dry_run: whether the script may be missing.
+        ignore_memory: whether the run may hold more than a rank has.
 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
@@ -86,7 +96,7 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
         script=_absolute(folder, config.script),
     )
     merged = merge(config, file, command_line)
-    plan, plan_notes = plan_run(merged.config, merged.arguments, file)
+    plan, memory, plan_notes = plan_run(merged.config, merged.arguments, file, ignore_memory)
     check_batch(merged.arguments, merged.config.layout.parallel.dp)
     script, script_notes = _script(config.script, file, dry_run)
     return Run(
@@ -96,6 +106,7 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
         script_arguments=merged.script_arguments,
         directory=directory,
         plan=plan,
+        memory=memory,
         notes=(*merged.notes, *plan_notes, *script_notes),
     )
 

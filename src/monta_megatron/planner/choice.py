@@ -16,6 +16,7 @@ from monta_megatron.planner.plan import Plan, hash_of
 from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.search import NUM_CHUNKS, plan
 from monta_megatron.planner.workload import Workload
+from monta_megatron.quantities import counted
 from monta_megatron.topology.layout import Layout
 
 
@@ -128,7 +129,7 @@ class PlannedChoice:
         return Decision(
             chain=CHAINS[found.chain],
             num_chunks=found.num_chunks,
-            reason=f"planned on {self.cluster.name} for up to {tokens} tokens per rank: "
+            reason=f"planned on {self.cluster.name} for up to {counted(tokens, 'token')} per rank: "
             f"{found.reason}; holds up to {found.chosen.peak_bytes / 1e9:.3g} GB",
         )
 

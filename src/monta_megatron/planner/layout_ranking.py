@@ -8,14 +8,14 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Phase, Plan
-from monta_megatron.planner.search import MARGIN, slowest_plan
+from monta_megatron.planner.search import MARGIN
+from monta_megatron.planner.training_memory import (
+    TrainingMemory,
+    plan_within_memory,
+    training_memory,
+)
 from monta_megatron.planner.workload import Workload
 from monta_megatron.progress import NoProgress, Progress
-
-# Mixed precision with the distributed optimizer: weights in 16 bits and gradients in 32 on every
-# rank; master weights and two moments in 32 bits, sharded over the data parallel ranks.
-BYTES_PER_PARAMETER = 2 + 4
-BYTES_PER_PARAMETER_OVER_DATA_PARALLEL = 3 * 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,9 @@ class RankedLayout:
         predicted_us: time of the exchanges of one layer and micro-batch.
         us_per_1k_tokens: the same per 1,000 tokens of a rank; layouts differ in tokens per rank.
         peak_bytes: the most that the executor holds at once on one rank.
-        state_bytes: weights, gradients and optimizer state on one rank; activations come on top.
+        state_bytes: weights, gradients and optimizer state on one rank.
+        activation_bytes: see `training_memory.TrainingMemory`.
+        needed_bytes: the three together.
     """
 
     tp: int
@@ -45,6 +47,8 @@ class RankedLayout:
     us_per_1k_tokens: float
     peak_bytes: float
     state_bytes: float
+    activation_bytes: float
+    needed_bytes: float
 
 
 def rank_layouts(
@@ -58,12 +62,13 @@ def rank_layouts(
     workloads: Callable[[ParallelLayout], Sequence[Workload]],
     memory_limit_bytes: float | None = None,
     margin: float = MARGIN,
+    ignore_memory: bool = False,
     progress: Progress | None = None,
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
 
-    TP and ETP stay inside a node. If the cluster says how much memory a rank has, layouts whose
-    weights, gradients, optimizer state and exchange do not fit into it are left out.
+    TP and ETP stay inside a node. If the cluster says how much memory a rank has, layouts that do
+    not fit into it are left out; see `training_memory`.
 
     Args:
         model: what is trained.
@@ -72,39 +77,38 @@ def rank_layouts(
         phase: the phase to choose for.
         workloads: layout -> its exchanges; see `workload.workloads_of`.
         memory_limit_bytes, margin: for the plan of each layout; see `search.plan`.
+        ignore_memory: keep the layouts that do not fit.
         progress: gets a step for every layout.
 
     Raises:
         ValueError: no layout fits.
     """
     found = []
-    memory_bytes = cluster.memory_bytes_per_rank
     least: float | None = None
     layouts = list(_layouts(model, cluster, world_size, cp, pp))
     progress = progress or NoProgress()
     progress.phase("layouts", len(layouts))
     for layout in layouts:
         progress.step()
-        state = state_bytes(model, layout)
-        least = state if least is None else min(least, state)
-        limits = [] if memory_limit_bytes is None else [memory_limit_bytes]
-        if memory_bytes is not None:
-            limits.append(memory_bytes - state)
-        if min(limits, default=0.0) < 0:
-            continue
         of_layout = workloads(layout)
+        memory = training_memory(model, cluster, layout, of_layout, ignore_memory=ignore_memory)
+        least = min(least or memory.needed_bytes, memory.needed_bytes)
+        if memory.left_bytes is not None and memory.left_bytes < 0:
+            continue
         try:
-            plan, _ = slowest_plan(
+            plan, _, memory = plan_within_memory(
                 of_layout,
                 cluster,
+                memory,
+                where="layout",
                 phase=phase,
-                memory_limit_bytes=min(limits, default=None),
+                memory_limit_bytes=memory_limit_bytes,
                 margin=margin,
             )
         except ValueError:
             # No chain fits into the memory that is left.
             continue
-        found.append(_ranked(layout, plan, state))
+        found.append(_ranked(layout, plan, memory))
     if not found:
         needs = "" if least is None else f"; the least that one needs is {least / 1e9:.0f} GB"
         raise ValueError(
@@ -112,20 +116,6 @@ def rank_layouts(
             f"with cp {cp} and pp {pp}{needs}; more ranks or pipeline stages may help"
         )
     return sorted(found, key=lambda each: (each.us_per_1k_tokens, each.peak_bytes))
-
-
-def state_bytes(model: Model, layout: ParallelLayout) -> float:
-    """Bytes of weights, gradients and optimizer state on one rank, if pipeline stages are alike."""
-    experts = min(model.num_expert_parameters, model.num_parameters_billions * 1e9)
-    dense = model.num_parameters_billions * 1e9 - experts
-    total = 0.0
-    for parameters, parts in ((dense, layout.tp), (experts, layout.ep * layout.etp)):
-        own = parameters / (parts * layout.pp)
-        data_parallel = layout.world_size / (parts * layout.pp)
-        total += own * (
-            BYTES_PER_PARAMETER + BYTES_PER_PARAMETER_OVER_DATA_PARALLEL / data_parallel
-        )
-    return total
 
 
 def _layouts(
@@ -143,10 +133,8 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _ranked(layout: ParallelLayout, plan: Plan, state: float) -> RankedLayout:
-    choice = plan.chosen
-    assert choice is not None, "it has just been made"
-    predicted_us, peak_bytes = choice.predicted_us or 0.0, choice.peak_bytes or 0.0
+def _ranked(layout: ParallelLayout, plan: Plan, memory: TrainingMemory) -> RankedLayout:
+    predicted_us = plan.predicted_us or 0.0
     tokens = plan.situation.tokens_per_rank
     return RankedLayout(
         tp=layout.tp,
@@ -159,6 +147,8 @@ def _ranked(layout: ParallelLayout, plan: Plan, state: float) -> RankedLayout:
         num_chunks=plan.num_chunks,
         predicted_us=predicted_us,
         us_per_1k_tokens=predicted_us / max(tokens, 1) * 1e3,
-        peak_bytes=peak_bytes,
-        state_bytes=state,
+        peak_bytes=memory.exchange_bytes,
+        state_bytes=memory.state_bytes,
+        activation_bytes=memory.activation_bytes,
+        needed_bytes=memory.needed_bytes,
     )

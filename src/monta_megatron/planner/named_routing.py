@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.sampled_routing import SampledRouting
+from monta_megatron.quantities import counted
 
 # Tokens drawn to find the expected counts of a routing that has no formula.
 NUM_SAMPLES = 4096
@@ -116,11 +117,12 @@ def _node_limit(num_nodes: int, experts_on_node: int, topk: int) -> int:
     if limit == 0:
         raise ValueError(
             "--routing: got node-limited, must not be where an exchange lies on "
-            f"{num_nodes} node(s)"
+            f"{counted(num_nodes, 'node')}"
         )
     if topk > limit * experts_on_node:
         raise ValueError(
             f"--routing: got node-limited, must leave the {topk} experts of a token to choose "
-            f"from; half of {num_nodes} node(s), rounded down, hold {limit * experts_on_node}"
+            f"from; half of {counted(num_nodes, 'node')}, rounded down, hold "
+            f"{limit * experts_on_node}"
         )
     return limit

@@ -83,6 +83,7 @@ class Candidate:
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
         rejected: why it was not chosen; None for the choice.
+        same_as: the plainer candidate that does the same at this layout, and so no rival; or None.
     """
 
     chain: Text
@@ -93,6 +94,7 @@ class Candidate:
     intra_bytes: NonNegativeFloat | None = None
     peak_bytes: NonNegativeFloat | None = None
     rejected: str | None = None
+    same_as: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

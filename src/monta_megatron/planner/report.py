@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from monta_megatron.planner.layout_ranking import RankedLayout
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
+from monta_megatron.planner.training_memory import TrainingMemory
+from monta_megatron.quantities import counted, size_text
 
 WIDTH = 80
 MAX_LAYOUTS = 20
@@ -15,16 +17,16 @@ PHASES = {
 }
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """The decision, then every chain, then the choice stage by stage."""
+def plan_lines(plan: Plan, memory: TrainingMemory | None = None) -> list[str]:
+    """The decision and what a training holds, then every chain, then the choice by stages."""
     situation = plan.situation
     time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f} us"
-    chunks = f"{plan.num_chunks} chunk" + ("s" if plan.num_chunks > 1 else "")
+    chunks = counted(plan.num_chunks, "chunk")
     lines = [
         *_field(
             "exchange",
             f"EP {situation.ep} x ETP {situation.etp} over "
-            f"{len(set(situation.nodes))} node(s) of {situation.cluster}",
+            f"{counted(len(set(situation.nodes)), 'node')} of {situation.cluster}",
         ),
         *_field(
             "tokens",
@@ -34,6 +36,7 @@ def plan_lines(plan: Plan) -> list[str]:
         *rate_lines(plan),
         *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[situation.phase]}"),
         *_field("why", plan.reason),
+        *([] if memory is None else _field("memory", memory.describe())),
         *(line for note in plan.notes for line in _field("note", note)),
         "",
         *_candidate_lines(plan),
@@ -52,18 +55,18 @@ def rate_lines(plan: Plan) -> list[str]:
     ]
 
 
-def layout_lines(layouts: Sequence[RankedLayout]) -> list[str]:
-    """One line per layout, the best first."""
+def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> list[str]:
+    """One line per layout, the best first, and the memory that the best one takes."""
     head = (
         f"{'TP':>3} {'EP':>4} {'ETP':>4} {'tokens':>8}  {'chain':<22}{'chunks':>6} "
-        f"{'us/1k':>9} {'peak':>8} {'state':>8}"
+        f"{'us/1k':>9} {'peak':>8} {'needs':>8}"
     )
     lines = [head]
     for each in layouts[:MAX_LAYOUTS]:
         lines.append(
             f"{each.tp:>3} {each.ep:>4} {each.etp:>4} {each.tokens_per_rank:>8,}  "
             f"{each.chain:<22}{each.num_chunks:>6} {each.us_per_1k_tokens:>9,.0f} "
-            f"{_gigabytes(each.peak_bytes):>8} {_gigabytes(each.state_bytes):>8}"
+            f"{size_text(each.peak_bytes):>8} {size_text(each.needed_bytes):>8}"
         )
     if len(layouts) > MAX_LAYOUTS:
         lines.append(f"and {len(layouts) - MAX_LAYOUTS} more, all of them with --json")
@@ -72,27 +75,33 @@ def layout_lines(layouts: Sequence[RankedLayout]) -> list[str]:
         "",
         *_wrapped(
             "tokens: of a rank. us/1k: exchange of one layer and micro-batch, per 1,000 of them. "
-            "peak: held by the exchange on a rank. state: weights, gradients, optimizer on a rank; "
-            "activations come on top. Name a layout (--tp --ep --etp) to see its decision."
+            "peak: held by the exchange on a rank. needs: that, weights, gradients, optimizer and "
+            "the inputs of all layers, the least that training holds on a rank. Name a layout "
+            "(--tp --ep --etp) to see its decision."
         ),
+        *_wrapped(f"The first needs {memory.describe()}."),
     ]
 
 
 def _candidate_lines(plan: Plan) -> Iterable[str]:
     """The best number of chunks of every chain, and why it was not chosen."""
     yield f"{'chain':<23}{'chunks':>6}{'us':>12}{'inter':>12}{'intra':>12}{'peak':>12}"
-    shown: dict[str, Candidate] = {}
+    by_chain: dict[str, list[Candidate]] = {}
     for entry in plan.candidates:
-        if entry.rejected is None or entry.chain not in shown:
-            shown[entry.chain] = entry
-    for entry in shown.values():
+        by_chain.setdefault(entry.chain, []).append(entry)
+    # The choice, else the fastest of those that are not the same as another chain.
+    shown = [
+        min(entries, key=lambda each: (each.rejected is not None, each.same_as is not None))
+        for entries in by_chain.values()
+    ]
+    for entry in sorted(shown, key=plan.candidates.index):
         if entry.predicted_us is None:
             yield f"{entry.chain:<23}{'-':>6}"
         else:
             yield (
                 f"{entry.chain:<23}{entry.num_chunks:>6}{entry.predicted_us:>12,.0f}"
-                f"{_gigabytes(entry.inter_bytes):>12}{_gigabytes(entry.intra_bytes):>12}"
-                f"{_gigabytes(entry.peak_bytes):>12}"
+                f"{size_text(entry.inter_bytes):>12}{size_text(entry.intra_bytes):>12}"
+                f"{size_text(entry.peak_bytes):>12}"
             )
         yield from _wrapped(entry.rejected or "chosen", indent="    ")
     hidden = len(plan.candidates) - len(shown)
@@ -105,7 +114,7 @@ def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
     for stage in stages:
         yield (
             f"{stage.walk:<19}{stage.stage:<25}{stage.resource:<9}{stage.alone_us:>9,.0f}"
-            f"{_gigabytes(stage.inter_bytes):>9}{_gigabytes(stage.intra_bytes):>9}"
+            f"{size_text(stage.inter_bytes):>9}{size_text(stage.intra_bytes):>9}"
         )
     yield "bytes are those of all ranks of one exchange; peak is that of one rank"
 
@@ -122,17 +131,3 @@ def _wrapped(text: str, first: str | None = None, indent: str = "") -> list[str]
         subsequent_indent=indent,
         break_on_hyphens=False,
     )
-
-
-def _gigabytes(num_bytes: float | None) -> str:
-    """Bytes in three digits and a unit (1 GB is 1e9 bytes); "-" for none."""
-    if not num_bytes:
-        return "-"
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return (
-                f"{num_bytes / size:.3g} {unit}"
-                if num_bytes < 999.5 * size
-                else f"{num_bytes / size:.0f} {unit}"
-            )
-    return f"{num_bytes:.0f} B"

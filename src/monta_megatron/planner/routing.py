@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
+from monta_megatron.quantities import counted
 from monta_megatron.topology.layout import Layout
 
 
@@ -121,7 +122,7 @@ class UniformRouting(ExpectedRouting):
         """See `Routing`."""
         if self.group_topk == self.num_groups:
             return "uniform"
-        return f"uniform in {self.group_topk} of {self.num_groups} groups"
+        return f"uniform in {self.group_topk} of {counted(self.num_groups, 'group')}"
 
     @property
     def list_width(self) -> int:

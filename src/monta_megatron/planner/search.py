@@ -4,7 +4,7 @@ Steps: bind the chain to the expected rows, convert them to bytes, price the sta
 schedule, add up the walks. The space is small, so all of it is searched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Candidate, Phase, Plan, Situation, exchange_of
 from monta_megatron.planner.tier_rates import tier_rates
 from monta_megatron.planner.workload import Workload
+from monta_megatron.quantities import counted
 
 NUM_CHUNKS = (1, 2, 4, 8)
 MARGIN = 0.03
@@ -58,10 +59,14 @@ def plan(
         for chunks in (1,) if chain.serial else num_chunks:
             prices.append(price_chain(workload, cluster, chain, chunks, phase, gathered_counts))
     prices.sort(key=lambda price: (price.total_us, price.plainness))
+    # The plainest of those that do the same is the one that counts.
+    plainest: dict[Hashable, ChainPrice] = {}
+    for price in prices:
+        plainest.setdefault(_work_of(price), price)
 
     allowed = [
         price
-        for price in prices
+        for price in plainest.values()
         if memory_limit_bytes is None or price.peak_bytes <= memory_limit_bytes
     ]
     if or_least and prices and not allowed:
@@ -89,7 +94,10 @@ def plan(
         situation=situation,
         stages=stage_costs(choice),
         candidates=(
-            *(_candidate(price, choice, memory_limit_bytes, margin) for price in prices),
+            *(
+                _candidate(price, plainest[_work_of(price)], choice, memory_limit_bytes, margin)
+                for price in prices
+            ),
             *refused,
         ),
         notes=tuple(
@@ -122,11 +130,31 @@ def slowest_plan(
     return slowest, workload
 
 
+def _work_of(price: ChainPrice) -> Hashable:
+    """What it does, whatever its chain is called: the work of every walk, and what it holds.
+
+    A chain's stages that have nothing to do on a layout are no part of it.
+    """
+    works = tuple(
+        (work.resource, work.times_us, work.launch_us)
+        for walk in price.walks
+        for work in walk.works
+    )
+    return works, price.peak_bytes
+
+
 def _candidate(
-    price: ChainPrice, choice: ChainPrice, memory_limit_bytes: float | None, margin: float
+    price: ChainPrice,
+    plainest: ChainPrice,
+    choice: ChainPrice,
+    memory_limit_bytes: float | None,
+    margin: float,
 ) -> Candidate:
+    same_as = None if price is plainest else f"{plainest.chain.name} in {_chunks(plainest)}"
     if price is choice:
         rejected = None
+    elif plainest is choice:
+        rejected = f"the same as {same_as} at this layout"
     elif memory_limit_bytes is not None and price.peak_bytes > memory_limit_bytes:
         rejected = (
             f"needs {price.peak_bytes / 1e9:.3g} GB on a rank, over the limit of "
@@ -141,9 +169,10 @@ def _candidate(
         )
     else:
         resource, busy_us = price.busiest()
-        rejected = (
-            f"{_percent(price.total_us / choice.total_us)} slower; {resource} {busy_us:,.0f} us"
-        )
+        why = f"{resource} {busy_us:,.0f} us"
+        if same_as is not None:
+            why = f"the same as {same_as} at this layout"
+        rejected = f"{_percent(price.total_us / choice.total_us)} slower; {why}"
     moved = price.bytes_by_tier()
     return Candidate(
         chain=price.chain.name,
@@ -154,6 +183,7 @@ def _candidate(
         intra_bytes=moved["intra"],
         peak_bytes=price.peak_bytes,
         rejected=rejected,
+        same_as=same_as,
     )
 
 
@@ -200,4 +230,4 @@ def _percent(ratio: float) -> str:
 
 
 def _chunks(price: ChainPrice) -> str:
-    return "1 chunk" if price.num_chunks == 1 else f"{price.num_chunks} chunks"
+    return counted(price.num_chunks, "chunk")

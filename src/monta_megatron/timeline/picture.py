@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron import pictures
+from monta_megatron.quantities import counted
 from monta_megatron.timeline.spans import LANE_NAMES, LANES, Lane, Span, Timeline, Track, rows_of
 
 WIDTH_INCHES, ROW_INCHES, DPI = 13.0, 0.19, 110
@@ -61,7 +62,7 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
     height_inches = 0.8 + num_panels * (0.7 + ROW_INCHES * len(rows))
     left_out = sum(len(timeline.tracks[max_ranks:]) for timeline in timelines)
     if left_out:
-        title += f"; {left_out} more ranks are not drawn"
+        title += f"; {counted(left_out, 'more rank')} not drawn"
 
     with pictures.figure(path, (WIDTH_INCHES, height_inches), DPI) as figure:
         panels = figure.subplots(num_panels, COLUMNS, sharex=True, sharey=True, squeeze=False)

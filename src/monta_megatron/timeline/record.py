@@ -18,6 +18,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
+from monta_megatron.quantities import counted
 from monta_megatron.ranks.joined import join, wait_for_all
 from monta_megatron.ranks.this_rank import ThisRank
 from monta_megatron.timeline.clock import Clock
@@ -115,10 +116,10 @@ def _title(bench: Bench, chain: str, num_chunks: int) -> str:
     rate = "" if emulated is None else f" at {emulated.inter_mbit:g} Mbit/s"
     return (
         f"{pipeline_name(chain, num_chunks)}, recorded on {len(bench.nodes)} {ranks} of "
-        f"{len(set(bench.nodes))} node(s){rate}: TP {settings.tp}, EP {settings.ep}, "
+        f"{counted(len(set(bench.nodes)), 'node')}{rate}: TP {settings.tp}, EP {settings.ep}, "
         f"ETP {settings.etp}, top-{settings.topk} of {settings.num_experts} experts, "
-        f"{settings.routing} routing, H {settings.hidden}, {settings.tokens:,} tokens per rank, "
-        f"{settings.dtype}"
+        f"{settings.routing} routing, H {settings.hidden}, "
+        f"{counted(settings.tokens, 'token')} per rank, {settings.dtype}"
     )
 
 

@@ -46,7 +46,8 @@ def edited(data: dict[str, Any], path: tuple[str | int, ...], value: object) -> 
 
 def run(tmp_path: Path, flags: tuple[str, ...] = (), **files: object) -> int:
     """`monta plan` on the good files, but for those that are given: data, text or bytes."""
-    arguments = ["plan"]
+    # DeepSeek-V3 on 16 ranks: what is tried here is not whether it fits.
+    arguments = ["plan", "--ignore-memory"]
     for name, data in {**DATA, **files}.items():
         path = tmp_path / f"{name}.yaml"
         if isinstance(data, bytes):
@@ -246,7 +247,7 @@ def test_a_bad_file(
         (("--inter-rate-ratio", "-1"), ["--inter-rate-ratio", "got '-1'", "> 0"]),
         (("--memory-limit-gb", "0.001"), ["memory_limit: got 0.001 GB", "must be at least"]),
         (("--routing", "zipf"), ["--routing: got 'zipf'", "uniform"]),
-        (("--routing", "node-limited", "--ep", "8"), ["--routing: got node-limited", "1 node(s)"]),
+        (("--routing", "node-limited", "--ep", "8"), ["--routing: got node-limited", "on 1 node"]),
         (("--phase", "backward"), ["--phase", "invalid choice: 'backward'"]),
         (("--eep", "8"), ["unrecognized arguments: --eep"]),
         (("--model", "missing.yaml"), ["missing.yaml: cannot be read: No such file"]),

@@ -209,6 +209,25 @@ def test_reasons_say_how_much_faster_and_slower() -> None:
     assert found.reason.startswith(f"{ratio:.2f}x as fast as {others[0].chain} in ")
 
 
+def test_what_does_the_same_is_no_rival() -> None:
+    found = plan(workload_of(8, num_experts=8, topk=2), H100)
+    # At ETP 1 there is nothing to gather: in one chunk it is the plain alltoall.
+    same = {
+        (entry.chain, entry.num_chunks): entry.same_as
+        for entry in found.candidates
+        if entry.same_as
+    }
+    assert same == {("alltoall_allgather", 1): "alltoall in 1 chunk"}
+    assert found.chain == "alltoall" and not found.reason.startswith("1.00x")
+    # The chain is listed by what is its own.
+    (line,) = (line for line in plan_lines(found) if line.startswith("alltoall_allgather"))
+    assert line.split()[1] == "2"
+    # Nor is it one where both are beaten.
+    beaten = plan(workload_of(16), H100)
+    (entry,) = (entry for entry in beaten.candidates if entry.same_as)
+    assert str(entry.rejected).endswith("% slower; the same as alltoall in 1 chunk at this layout")
+
+
 def test_bytes_are_those_of_all_ranks_by_tier() -> None:
     # A pair goes out with 4 bytes of probability and comes back without; 512 pairs for each rank,
     # of which 8 are on the other node and 7 on this one.

@@ -13,9 +13,10 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.cli import main
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.layout_ranking import rank_layouts, state_bytes
+from monta_megatron.planner.layout_ranking import rank_layouts
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.training_memory import state_bytes
 from monta_megatron.planner.workload import Workload, workloads_of
 
 MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
@@ -92,6 +93,21 @@ def test_out_is_a_plan_that_loads(capsys: pytest.CaptureFixture[str], tmp_path: 
     document = json.loads(output(capsys, "--json", "--ep", "8", "--out", str(path)))
     loaded = Plan.load(path)
     assert (loaded.chain, loaded.num_chunks) == (document["chain"], document["num_chunks"])
+
+
+def test_out_says_what_it_wrote_and_overwrites_only_when_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    words = ["plan", *MIXTRAL, *A800, "--ep", "8", "--out", str(path)]
+    assert main(words) == 0
+    assert capsys.readouterr().err == f"monta plan: wrote {path}\n"
+    path.write_text("mine")
+    assert main(words) == 2
+    assert f"--out: got {path}, must not exist; --force overwrites it" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert main([*words, "--force"]) == 0
+    assert Plan.load(path).chain == "alltoall"
 
 
 def test_a_slower_network_costs_more(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,206 @@
+"""Whether a training fits into the memory of a rank: its state, its activations and its exchange.
+
+It counts what has to be held at the least, so that no layout is refused that could train: pipeline
+stages that are alike, and of every layer its input alone, from which the rest is recomputed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.search import slowest_plan
+from monta_megatron.planner.workload import Workload
+from monta_megatron.quantities import size_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldState:
+    """What a training holds, as its settings decide.
+
+    Attributes:
+        bytes_per_parameter: on every rank of a data parallel group.
+        sharded_bytes_per_parameter: divided among the ranks of that group.
+        num_micro_batches: of an iteration; None if there are enough to fill the pipeline.
+        layers_per_input: layers of which one input is kept; None if none stays on the device.
+    """
+
+    bytes_per_parameter: float
+    sharded_bytes_per_parameter: float
+    num_micro_batches: int | None = None
+    layers_per_input: int | None = 1
+
+
+# The distributed optimizer. Mixed precision: weights in 16 bits and gradients in 32 on every rank;
+# master weights and two moments in 32 bits, sharded.
+MIXED_PRECISION = HeldState(bytes_per_parameter=2 + 4, sharded_bytes_per_parameter=3 * 4)
+# Weights, gradients and moments in 32 bits; there are no master weights.
+FULL_PRECISION = HeldState(bytes_per_parameter=4 + 4, sharded_bytes_per_parameter=2 * 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingMemory:
+    """What a training holds on one rank, at the least.
+
+    Attributes:
+        state_bytes: weights, gradients and optimizer state.
+        activation_bytes: the inputs of the layers, for all micro-batches in the pipeline.
+        exchange_bytes: the most that the executor holds at once; see `memory.peak_bytes`.
+        available_bytes: what a rank may use; None where the cluster file does not say.
+        ignored: whether the user goes on without what is available.
+    """
+
+    state_bytes: float
+    activation_bytes: float
+    exchange_bytes: float = 0.0
+    available_bytes: float | None
+    ignored: bool = False
+
+    @property
+    def needed_bytes(self) -> float:
+        """All of it."""
+        return self.state_bytes + self.activation_bytes + self.exchange_bytes
+
+    @property
+    def left_bytes(self) -> float | None:
+        """What is left for the exchange, or lacks if below 0; None where nothing limits it."""
+        if self.available_bytes is None or self.ignored:
+            return None
+        return self.available_bytes - self.state_bytes - self.activation_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough of it, as far as that is known and asked for."""
+        return self.left_bytes is None or self.exchange_bytes <= self.left_bytes
+
+    @property
+    def parts(self) -> str:
+        """What is held, and how much of it."""
+        return (
+            f"weights, gradients and optimizer {size_text(self.state_bytes)}, layer inputs "
+            f"{size_text(self.activation_bytes)} (all else recomputed), exchange "
+            f"{size_text(self.exchange_bytes)}"
+        )
+
+    def describe(self) -> str:
+        """What is needed of what is available, by part."""
+        if self.available_bytes is None:
+            of = "a rank's memory (no check, as the cluster file has no memory_gb_per_rank)"
+        else:
+            of = f"a rank's {size_text(self.available_bytes)}"
+            of += ", ignored as asked" if self.ignored else ""
+        return f"{size_text(self.needed_bytes)} of {of}, at the least: {self.parts}"
+
+    def document(self) -> dict[str, Any]:
+        """The fields of a JSON document."""
+        return {
+            "state_bytes": self.state_bytes,
+            "activation_bytes": self.activation_bytes,
+            "exchange_bytes": self.exchange_bytes,
+            "needed_bytes": self.needed_bytes,
+            "available_bytes": self.available_bytes,
+            "ignored": self.ignored,
+        }
+
+
+def plan_within_memory(
+    workloads: Sequence[Workload],
+    cluster: Cluster,
+    memory: TrainingMemory,
+    *,
+    where: str,
+    memory_limit_bytes: float | None = None,
+    or_least: bool = False,
+    **settings: Any,
+) -> tuple[Plan, Workload, TrainingMemory]:
+    """`search.slowest_plan` with the chains that leave a training enough memory.
+
+    Args:
+        workloads: the exchanges of the layout.
+        cluster: the cluster it runs on.
+        memory: what the training holds beside them.
+        where: the layout, for messages.
+        memory_limit_bytes, or_least: as in `search.plan`, a limit of the user's beside that of the
+            memory.
+        settings: passed to `search.plan`.
+
+    Returns:
+        The plan, its workload, and the memory with its exchange.
+
+    Raises:
+        ValueError: no chain can run, or it does not fit; says what is needed.
+    """
+    left = memory.left_bytes
+    if left is not None and (memory_limit_bytes is None or left < memory_limit_bytes):
+        # Where every chain holds more, the one that holds the least says what is needed.
+        memory_limit_bytes, or_least = max(left, 0.0), True
+    plan, workload = slowest_plan(
+        workloads, cluster, memory_limit_bytes=memory_limit_bytes, or_least=or_least, **settings
+    )
+    choice = plan.chosen
+    assert choice is not None, "it has just been made"
+    memory = replace(memory, exchange_bytes=choice.peak_bytes or 0.0)
+    if not memory.fits:
+        raise ValueError(
+            f"{where}: needs {size_text(memory.needed_bytes)} on a rank, at the least "
+            f"({memory.parts}), must be at most {size_text(memory.available_bytes)}, "
+            f"memory_gb_per_rank of {cluster.name}; take more ranks or a larger pp, ep or tp, or "
+            "go on with --ignore-memory"
+        )
+    return plan, workload, memory
+
+
+def training_memory(
+    model: Model,
+    cluster: Cluster,
+    layout: ParallelLayout,
+    workloads: Sequence[Workload],
+    *,
+    held: HeldState | None = None,
+    ignore_memory: bool = False,
+) -> TrainingMemory:
+    """What a training holds beside its exchange.
+
+    Args:
+        model: what is trained.
+        cluster: the cluster it is trained on.
+        layout: how the ranks are grouped.
+        workloads: the exchanges of the layout, with its tokens.
+        held: None for the distributed optimizer in the precision of the model.
+        ignore_memory: go on without what is available.
+    """
+    if held is None:
+        held = FULL_PRECISION if model.dtype == "fp32" else MIXED_PRECISION
+    tokens = max(workload.tokens_per_rank for workload in workloads)
+    return TrainingMemory(
+        state_bytes=state_bytes(model, layout, held),
+        activation_bytes=tokens
+        * model.hidden_size
+        * model.value_bytes
+        * _inputs(model, layout, held),
+        available_bytes=cluster.memory_bytes_per_rank,
+        ignored=ignore_memory,
+    )
+
+
+def state_bytes(model: Model, layout: ParallelLayout, held: HeldState = MIXED_PRECISION) -> float:
+    """Bytes of weights, gradients and optimizer state on one rank, if pipeline stages are alike."""
+    experts = min(model.num_expert_parameters, model.num_parameters_billions * 1e9)
+    dense = model.num_parameters_billions * 1e9 - experts
+    total = 0.0
+    for parameters, parts in ((dense, layout.tp), (experts, layout.ep * layout.etp)):
+        own = parameters / (parts * layout.pp)
+        data_parallel = layout.world_size / (parts * layout.pp)
+        total += own * (held.bytes_per_parameter + held.sharded_bytes_per_parameter / data_parallel)
+    return total
+
+
+def _inputs(model: Model, layout: ParallelLayout, held: HeldState) -> float:
+    """Layer inputs that a rank of the first stage holds: of its layers, for every micro-batch."""
+    if held.layers_per_input is None:
+        return 0.0
+    in_flight = layout.pp if held.num_micro_batches is None else held.num_micro_batches
+    return model.num_layers / layout.pp / held.layers_per_input * min(in_flight, layout.pp)
