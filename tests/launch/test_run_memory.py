@@ -8,11 +8,11 @@ import pytest
 from monta_megatron import strict_yaml
 from monta_megatron.cli import main
 from monta_megatron.launch.arguments import from_words
-from monta_megatron.launch.memory import held_state, shortened
+from monta_megatron.launch.memory import held_state
 from monta_megatron.launch.prepare import prepare
 from monta_megatron.launch.run_config import RunLayout
 from monta_megatron.planner.model import Model
-from monta_megatron.planner.training_memory import HeldState
+from monta_megatron.planner.training_memory import HeldState, state_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
@@ -72,11 +72,10 @@ def test_inputs_of_layers(words: str, num_micro_batches: int, layers_per_input: 
 
 def test_a_part_of_the_model_is_a_part_of_its_state() -> None:
     model = strict_yaml.load(Model, CONFIGS / "models" / "deepseek_v3.yaml")
-    for layers in (1, 2, 4, 61):
-        part = shortened(model, from_words(["--num-layers", str(layers)]))
-        assert part.num_parameters_billions == model.num_parameters_billions * layers / 61
-        assert part.num_moe_layers <= layers
-    assert shortened(model, {}) == model
+    layout = LAYOUT.parallel
+    whole = state_bytes(model, layout, held_state(from_words(["--bf16"]), LAYOUT))
+    part = held_state(from_words(["--bf16", "--num-layers", "2"]), LAYOUT)
+    assert state_bytes(model, layout, part) == pytest.approx(whole * 2 / 61)
 
 
 def test_a_run_that_does_not_fit_is_refused(

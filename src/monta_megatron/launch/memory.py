@@ -1,11 +1,8 @@
 """What a run holds on a rank, from Megatron's arguments: the least that they allow."""
 
-from dataclasses import replace
-
 from monta_megatron.flags import fraction
 from monta_megatron.launch.arguments import Arguments, converted, whole
 from monta_megatron.launch.run_config import RunLayout
-from monta_megatron.planner.model import Model
 from monta_megatron.planner.training_memory import HeldState
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -28,8 +25,8 @@ def held_state(arguments: Arguments, layout: RunLayout) -> HeldState:
         # Another name than these is Megatron's to refuse.
         return DTYPE_BYTES.get(text(name, "fp32"), 1)
 
-    def number(name: str, default: int) -> int:
-        return whole(arguments[name]) if name in arguments else default
+    def number(name: str) -> int | None:
+        return whole(arguments[name]) if name in arguments else None
 
     # Step 1: weights, gradients and optimizer state of a parameter.
     low_precision = "bf16" in arguments or "fp16" in arguments
@@ -61,26 +58,12 @@ def held_state(arguments: Arguments, layout: RunLayout) -> HeldState:
     if any(name in arguments for name in ACTIVATIONS_OFFLOADED):
         layers_per_input = None
     elif text("recompute-method", "") == "uniform":
-        layers_per_input = number("recompute-num-layers", 1)
-    data_parallel = layout.parallel.world_size // (layout.tp * layout.pp * layout.cp)
-    samples = number("micro-batch-size", 1) * data_parallel
+        layers_per_input = number("recompute-num-layers") or 1
+    samples = (number("micro-batch-size") or 1) * layout.parallel.dp
     return HeldState(
         bytes_per_parameter=on_every_rank,
         sharded_bytes_per_parameter=sharded,
-        num_micro_batches=-(-number("global-batch-size", samples) // samples),
+        num_micro_batches=-(-(number("global-batch-size") or samples) // samples),
         layers_per_input=layers_per_input,
-    )
-
-
-def shortened(model: Model, arguments: Arguments) -> Model:
-    """The model with as many layers as the run has, so that a part of it can be tried."""
-    if "num-layers" not in arguments:
-        return model
-    num_layers = whole(arguments["num-layers"])
-    part = num_layers / model.num_layers
-    return replace(
-        model,
-        num_layers=num_layers,
-        num_moe_layers=int(model.num_moe_layers * part),
-        num_parameters_billions=model.num_parameters_billions * part,
+        num_layers=number("num-layers"),
     )

@@ -11,7 +11,7 @@ from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.flags import positive
 from monta_megatron.launch.arguments import DISPATCHER, Arguments, converted, whole
-from monta_megatron.launch.memory import held_state, shortened
+from monta_megatron.launch.memory import held_state
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.names import one_of
 from monta_megatron.options import AUTO, DISPATCHER_TYPE
@@ -148,7 +148,7 @@ def _memory(
 ) -> TrainingMemory:
     """What the run holds beside its exchange, as Megatron's arguments say."""
     return training_memory(
-        shortened(model, arguments),
+        model,
         cluster,
         config.layout.parallel,
         workloads,

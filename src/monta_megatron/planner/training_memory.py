@@ -26,12 +26,14 @@ class HeldState:
         sharded_bytes_per_parameter: divided among the ranks of that group.
         num_micro_batches: of an iteration; None if there are enough to fill the pipeline.
         layers_per_input: layers of which one input is kept; None if none stays on the device.
+        num_layers: of the part of the model that is trained; None for all of it.
     """
 
     bytes_per_parameter: float
     sharded_bytes_per_parameter: float
     num_micro_batches: int | None = None
     layers_per_input: int | None = 1
+    num_layers: int | None = None
 
 
 # The distributed optimizer. Mixed precision: weights in 16 bits and gradients in 32 on every rank;
@@ -180,7 +182,7 @@ def training_memory(
         activation_bytes=tokens
         * model.hidden_size
         * model.value_bytes
-        * _inputs(model, layout, held),
+        * _num_inputs(model, layout, held),
         available_bytes=cluster.memory_bytes_per_rank,
         ignored=ignore_memory,
     )
@@ -188,19 +190,27 @@ def training_memory(
 
 def state_bytes(model: Model, layout: ParallelLayout, held: HeldState = MIXED_PRECISION) -> float:
     """Bytes of weights, gradients and optimizer state on one rank, if pipeline stages are alike."""
-    experts = min(model.num_expert_parameters, model.num_parameters_billions * 1e9)
-    dense = model.num_parameters_billions * 1e9 - experts
+    num_parameters = model.num_parameters_billions * 1e9
+    experts = min(model.num_expert_parameters, num_parameters)
     total = 0.0
-    for parameters, parts in ((dense, layout.tp), (experts, layout.ep * layout.etp)):
+    for parameters, parts in (
+        (num_parameters - experts, layout.tp),
+        (experts, layout.ep * layout.etp),
+    ):
         own = parameters / (parts * layout.pp)
         data_parallel = layout.world_size / (parts * layout.pp)
         total += own * (held.bytes_per_parameter + held.sharded_bytes_per_parameter / data_parallel)
-    return total
+    return total * _num_layers(model, held) / model.num_layers
 
 
-def _inputs(model: Model, layout: ParallelLayout, held: HeldState) -> float:
+def _num_inputs(model: Model, layout: ParallelLayout, held: HeldState) -> float:
     """Layer inputs that a rank of the first stage holds: of its layers, for every micro-batch."""
     if held.layers_per_input is None:
         return 0.0
     in_flight = layout.pp if held.num_micro_batches is None else held.num_micro_batches
-    return model.num_layers / layout.pp / held.layers_per_input * min(in_flight, layout.pp)
+    layers = _num_layers(model, held) / layout.pp
+    return layers / held.layers_per_input * min(in_flight, layout.pp)
+
+
+def _num_layers(model: Model, held: HeldState) -> int:
+    return model.num_layers if held.num_layers is None else held.num_layers
