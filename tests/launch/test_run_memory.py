@@ -16,8 +16,8 @@ from monta_megatron.planner.training_memory import HeldState, state_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
-# The file has PP 2: with one stage, 16 ranks hold 96 GB each without the distributed optimizer.
-ONE_STAGE = ("--pipeline-model-parallel-size", "1", "--use-distributed-optimizer", "false")
+# The file has PP 2 and EP 8.
+ONE_STAGE = ("--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "4")
 LAYOUT = RunLayout(nodes=2, ranks_per_node=8, tp=2, pp=4)
 
 

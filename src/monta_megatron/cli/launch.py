@@ -39,8 +39,8 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to `monta`."""
     parser = commands.add_parser(
         "launch",
-        usage="monta launch [-h] --config FILE [--dry-run] [--start HOW] [--force] [--json]\n"
-        "                    [--run-directory DIR] [--ignore-memory]\n"
+        usage="monta launch [-h] --config FILE [--dry-run] [--start HOW] [--json]\n"
+        "                    [--run-directory DIR] [--force] [--ignore-memory]\n"
         "                    [-- MEGATRON ARGUMENTS]",
         help="start a Megatron training from one YAML",
         description="Check a run file and its Megatron arguments against Megatron's own parser, "
