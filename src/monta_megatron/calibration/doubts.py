@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from monta_megatron.planner.curves import Curve
+from monta_megatron.quantities import counted
 
 # A median of fewer is one run's luck.
 LEAST_ROUNDS = 5
@@ -20,7 +21,7 @@ def doubts_of(rounds: int, curves: Iterable[Curve]) -> Iterator[str]:
     """
     if rounds < LEAST_ROUNDS:
         yield (
-            f"calibrated in {rounds} round{'s' if rounds > 1 else ''}, medians need "
+            f"calibrated in {counted(rounds, 'round')}, medians need "
             f"{LEAST_ROUNDS}: calibrate again with more --budget-seconds"
         )
     for curve in curves:
@@ -42,4 +43,4 @@ def _fault_of(curve: Curve) -> str | None:
 
 
 def _ranks(curve: Curve) -> str:
-    return "1 rank" if curve.group_size == 1 else f"{curve.group_size} ranks"
+    return counted(curve.group_size, "rank")
