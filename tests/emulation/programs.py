@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from monta_megatron import strict_yaml
 from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.planner.cluster import Cluster
 
 RANK = int(os.environ.get("RANK", "0"))
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -23,7 +25,8 @@ def write() -> None:
     os.write(1, BYTES_OF_RANK_0 if RANK == 0 else b"a line on standard output\n")
     names = ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "MONTA_CPU_RANKS", "OMP_NUM_THREADS")
     told = {name: os.environ[name] for name in names}
-    print(json.dumps({"host": socket.gethostname(), **told}), file=sys.stderr)
+    costs = strict_yaml.load(Cluster, os.environ["MOE_MONTA_CLUSTER"]).name
+    print(json.dumps({"host": socket.gethostname(), "costs": costs, **told}), file=sys.stderr)
 
 
 def incast() -> None:

@@ -86,6 +86,7 @@ def test_outputs_hosts_and_environment() -> None:
     for rank, values in told.items():
         assert values == {
             "host": f"node{rank // 2}",
+            "costs": f"2 x 2 emulated at {MBIT} Mbit/s, not calibrated",
             "GLOO_SOCKET_IFNAME": "nic0",
             "LOCAL_WORLD_SIZE": "2",
             "MONTA_CPU_RANKS": "1",

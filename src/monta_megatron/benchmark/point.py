@@ -24,6 +24,7 @@ from monta_megatron.benchmark.timing import time_interleaved, wait_for_all
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.benchmark.workload import Batch, make_batch
 from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.emulation.costs import default_costs
 from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.integration.bench_layer import (
     Experts,
@@ -228,10 +229,12 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
     layout = exchange_layout(shape, nodes)
     batch = make_batch(settings, layout, task.this_rank.rank, device)
     skipped: dict[str, str] = {}
+    # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
+    costs = default_costs(task.emulated) if cluster is None and task.emulated else cluster
     if settings.ablation:
-        candidates = build_ablation(settings, task.cluster, shape, layout, batch)
+        candidates = build_ablation(settings, costs, shape, layout, batch)
     else:
-        candidates, skipped = build_candidates(settings, task.cluster, shape, layout, batch)
+        candidates, skipped = build_candidates(settings, costs, shape, layout, batch)
     return Bench(
         task=task,
         shape=shape,

@@ -19,9 +19,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from monta_megatron import strict_yaml
 from monta_megatron.emulation import link_rate, network, sandbox
 from monta_megatron.emulation.cluster import ENVIRONMENT_VARIABLE, EmulatedCluster
+from monta_megatron.emulation.costs import default_costs
 from monta_megatron.emulation.network import PRIVATE_DIRECTORY, in_node
+from monta_megatron.files import write_whole
 from monta_megatron.quantities import counted
 
 # After one node has failed, the others get this long to fail too and to report why.
@@ -34,6 +37,7 @@ _LAST_WORDS_SECONDS = 2.0
 _EXPECTED_SHARE = 0.9
 
 _EXIT_STATUSES = PRIVATE_DIRECTORY / ".exit_statuses"
+_COSTS = PRIVATE_DIRECTORY / ".cluster.yaml"
 
 _START_NODE = """
 import os, socket, sys
@@ -111,6 +115,7 @@ def _report(cluster: EmulatedCluster) -> None:
 def _run(cluster: EmulatedCluster, command: Sequence[str], stdout_rank: int | None) -> int:
     """Run the command on every node; returns the exit status of the first rank to fail."""
     _EXIT_STATUSES.touch()
+    write_whole(_COSTS, strict_yaml.dump(default_costs(cluster)))
     forwarder = _Forwarder()
     with _rank_pipes(cluster, forwarder):
         nodes = [_start_node(cluster, node, command, stdout_rank) for node in range(cluster.nodes)]
@@ -148,6 +153,8 @@ def _start_node(
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "MONTA_CPU_RANKS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            # What a training's planner takes, unless it is told otherwise.
+            "MOE_MONTA_CLUSTER": os.environ.get("MOE_MONTA_CLUSTER", str(_COSTS)),
             ENVIRONMENT_VARIABLE: cluster.to_json(),
         },
         stdin=subprocess.DEVNULL,
