@@ -17,11 +17,13 @@ from monta_megatron.benchmark.settings import parse_settings
 from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians, spread
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.model import Model
 from monta_megatron.planner.search import plan
 from monta_megatron.ranks.this_rank import find_this_rank, is_first_rank
 from monta_megatron.topology.layout import Layout
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
+MODEL = Path(__file__).parents[2] / "configs/models/mixtral_8x7b.yaml"
 # Two nodes of two ranks, eight experts; rows of 4 values of 4 bytes, so a pair costs 16 + 4 bytes
 # there and 16 back.
 FLAT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
@@ -141,6 +143,23 @@ def test_settings_have_defaults() -> None:
     assert not named.skip_refused
     # "all" includes the chain beside it.
     assert parse_settings({**BASE, "chains": "alltoall,all"}, 4) == parse_settings(BASE, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_name", "row_bytes"),
+    [("fp32", "float32", 64), ("bf16", "bfloat16", 32), ("fp16", "float16", 32)],
+)
+def test_a_dtype_has_megatron_s_name_or_pytorch_s(
+    name: str, torch_name: str, row_bytes: int
+) -> None:
+    settings = [
+        parse_settings({**BASE, "hidden": "16", "dtype": dtype}, 4) for dtype in (name, torch_name)
+    ]
+    assert settings[0] == settings[1]
+    assert (settings[0].dtype, settings[0].row_bytes) == (torch_name, row_bytes)
+    model = strict_yaml.read(MODEL)
+    both = [strict_yaml.build(Model, {**model, "dtype": dtype}, "") for dtype in (name, torch_name)]
+    assert [each.value_bytes for each in both] == [row_bytes // 16] * 2
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,9 @@ def test_a_job_that_would_start_over_is_not_requeued(capsys: pytest.CaptureFixtu
     (note,) = (note for note in json.loads(said.out)["notes"] if "not requeued" in note)
     assert note.endswith("without --load")
     assert f"note: {note}" in said.err
+    # A plan says by which rates it was made.
+    assert "rate: network 47 GB/s (376 Gb/s) per NIC" in said.err
+    assert json.loads(said.out)["plan"]["rates"][0]["rate"] == "47 GB/s"
 
 
 def test_start_by_nodes() -> None:

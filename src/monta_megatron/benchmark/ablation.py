@@ -9,10 +9,10 @@ import torch
 from monta_megatron.benchmark import traffic
 from monta_megatron.benchmark.ablation_steps import CHAIN, FIXED_NUM_CHUNKS
 from monta_megatron.benchmark.candidates import Candidate, build_dispatcher, stock_candidate
-from monta_megatron.benchmark.flags import DTYPE_BYTES
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.workload import Batch, concatenate, make_batch
 from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.dtypes import DTYPE_BYTES
 from monta_megatron.integration.bench_layer import LayerShape, whole_group_dispatcher
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.topology.layout import Layout

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 
 from monta_megatron.benchmark import traffic
-from monta_megatron.benchmark.flags import DTYPE_BYTES
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.traffic import Traffic
 from monta_megatron.benchmark.workload import Batch
 from monta_megatron.chains import CHAINS
+from monta_megatron.dtypes import DTYPE_BYTES
 from monta_megatron.integration.bench_layer import (
     Experts,
     LayerShape,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from monta_megatron.dtypes import DTYPE_BYTES, torch_name
 from monta_megatron.flags import listed, name_of, positive, whole
 from monta_megatron.planner import ROUTINGS
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 PHASES: "tuple[Phase, ...]" = ("forward", "forward_backward")
 STOCK = ("alltoall", "allgather")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 ALL_CHAINS = "all"
 
 
@@ -45,13 +45,17 @@ def _chains() -> Sequence[str]:
     return (*CHAINS, AUTO, ALL_CHAINS)
 
 
+def _dtype(text: str) -> str:
+    return torch_name(name_of(lambda: DTYPE_BYTES)(text))
+
+
 # What may differ between the points of a sweep.
 POINT_FLAGS = {
     "experts": Flag("N", "experts of the layer", whole(1)),
     "top-k": Flag("N", "experts of each token", whole(1)),
     "hidden": Flag("N", "hidden size", whole(1)),
     "tokens": Flag("N", "tokens of each rank", whole(1)),
-    "dtype": Flag("NAME", "float32 or bfloat16", name_of(lambda: DTYPE_BYTES), "float32"),
+    "dtype": Flag("NAME", "fp32, bf16 or fp16", _dtype, "fp32"),
     "tp": Flag("N", "tensor parallel size", whole(1), "1"),
     "ep": Flag("N", "expert parallel size (default: all ranks over --etp)", whole(1)),
     "etp": Flag("N", "expert tensor parallel size (default: --tp)", whole(1)),

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from monta_megatron.benchmark.flags import DTYPE_BYTES
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.traffic import PROBS_BYTES
 from monta_megatron.chains import CHAINS
+from monta_megatron.dtypes import DTYPE_BYTES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.named_routing import expected_routing
 from monta_megatron.planner.plan import Phase

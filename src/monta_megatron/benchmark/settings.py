@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from monta_megatron.benchmark.flags import ALL_CHAINS, DTYPE_BYTES, FLAGS, SWITCHES
+from monta_megatron.benchmark.flags import ALL_CHAINS, FLAGS, SWITCHES
 from monta_megatron.chains import CHAINS
+from monta_megatron.dtypes import DTYPE_BYTES
 from monta_megatron.options import AUTO
 from monta_megatron.planner.plan import Phase
 
@@ -20,7 +21,7 @@ class Settings:
         topk: experts of each token.
         hidden: hidden size.
         tokens: tokens of each rank.
-        dtype: dtype of the rows; probabilities are fp32.
+        dtype: PyTorch's name of the dtype of the rows; probabilities are fp32.
         tp: tensor parallel size.
         ep: expert parallel size.
         etp: expert tensor parallel size.

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron import pictures
-from monta_megatron.benchmark.flags import DTYPE_BYTES
 from monta_megatron.benchmark.report import Row
 from monta_megatron.benchmark.summary import FACTORS, Measured, measured_points
 from monta_megatron.chains import CHAINS
+from monta_megatron.dtypes import DTYPE_BYTES
 from monta_megatron.options import AUTO
 from monta_megatron.quantities import counted
 

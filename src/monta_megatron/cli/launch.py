@@ -134,6 +134,8 @@ def _say(prepared: "Run", command: list[str]) -> None:
             f"plan: {plan.chain} in {counted(plan.num_chunks, 'chunk')}, "
             f"{plan.predicted_us or 0:,.0f} us per layer and micro-batch, predicted"
         )
+        for rate in plan.rates:
+            _tell(f"rate: {rate}")
     for note in prepared.notes:
         _tell(f"note: {note}")
     _tell(f"directory: {prepared.directory}")
@@ -147,6 +149,8 @@ def _tell(line: str) -> None:
 
 
 def _document(prepared: "Run", command: list[str]) -> dict[str, Any]:
+    from monta_megatron.strict_yaml import plain
+
     plan = prepared.plan
     return {
         "name": prepared.config.name,
@@ -168,6 +172,7 @@ def _document(prepared: "Run", command: list[str]) -> dict[str, Any]:
             "num_chunks": plan.num_chunks,
             "predicted_us": plan.predicted_us,
             "reason": plan.reason,
+            "rates": plain(plan.rates),
         },
         "memory": None if prepared.memory is None else prepared.memory.document(),
         "notes": prepared.notes,

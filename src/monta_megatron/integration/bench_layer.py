@@ -76,6 +76,7 @@ class LayerShape:
             gradient_accumulation_fusion=False,
             params_dtype=self.dtype,
             bf16=self.dtype == torch.bfloat16,
+            fp16=self.dtype == torch.float16,
         )
 
 

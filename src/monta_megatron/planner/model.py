@@ -4,13 +4,10 @@ Fields are named as Megatron-Core names them.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
+from monta_megatron.dtypes import DTYPE_BYTES, Dtype
 from monta_megatron.strict_yaml import PositiveFloat, PositiveInt, Text
 
-Dtype = Literal["bf16", "fp16", "fp32"]
-
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # No model has so many parameters besides its experts: the number was not written in billions.
 MOST_TIMES_EXPERTS = 1_000
 

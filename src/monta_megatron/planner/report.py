@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 
 from monta_megatron.planner.layout_ranking import RankedLayout
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
+from monta_megatron.planner.tier_rates import TIER_NAMES
 from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.quantities import counted, size_text
 
 WIDTH = 80
 MAX_LAYOUTS = 20
-TIER_NAMES = {"inter": "network", "intra": "node link", "memory": "memory"}
 PHASES = {
     "forward": "dispatch + combine, forward",
     "forward_backward": "dispatch + combine, forward + backward",

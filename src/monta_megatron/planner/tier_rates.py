@@ -8,6 +8,8 @@ from monta_megatron.planner.curves import TIERS, Operation, Tier
 from monta_megatron.planner.rate import Rate
 from monta_megatron.strict_yaml import Text
 
+TIER_NAMES: dict[Tier, str] = {"inter": "network", "intra": "node link", "memory": "memory"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TierRate:
@@ -22,6 +24,9 @@ class TierRate:
     tier: Tier
     rate: Rate
     basis: Text
+
+    def __str__(self) -> str:
+        return f"{TIER_NAMES[self.tier]} {self.rate.in_both_units} {self.basis}"
 
 
 def tier_rates(cluster: Cluster) -> tuple[TierRate, ...]:

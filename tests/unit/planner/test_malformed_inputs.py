@@ -99,7 +99,7 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ("model", ("hidden_size",), None, ["hidden_size: got None", "an integer >= 1"]),
     ("model", ("name",), 3, ["name: got 3", "a text that is not empty"]),
     ("model", ("source",), "  ", ["source: got ' '", "a text that is not empty"]),
-    ("model", ("dtype",), "fp8", ["dtype: got 'fp8'", "one of bf16, fp16, fp32"]),
+    ("model", ("dtype",), "fp8", ["dtype: got 'fp8'", "one of float32,", "bf16, fp16"]),
     ("cluster", ("links",), {"inter": 1}, ["links: got {'inter': 1}", "a list"]),
     ("cluster", ("links", 0), "inter", ["links[0]: got 'inter'", "a mapping with the keys tier"]),
     # Rates: the unit is part of the value, and bits are not bytes.
