@@ -59,7 +59,7 @@ def test_every_plan_shows_its_rates(tmp_path: Path, capsys: pytest.CaptureFixtur
     model, cluster = CONFIGS / "models/olmoe_1b_7b.yaml", CONFIGS / "clusters/h100_8x_ndr.yaml"
     command = ["plan", "--model", str(model), "--cluster", str(cluster), "--world-size", "8"]
     out = tmp_path / "plan.yaml"
-    for flags in (["--ep", "8", "--out", str(out)], []):
+    for flags in (["--ep", "8", "--out", str(out), "--force"], []):
         assert main([*command, *flags]) == 0
         shown = capsys.readouterr().out
         assert "network   47 GB/s (376 Gb/s) per NIC, 8 for 8 ranks, datasheet\n" in shown
