@@ -15,6 +15,7 @@ MODEL, CLUSTER = (
     CONFIGS / "models" / "mixtral_8x7b.yaml",
     CONFIGS / "clusters" / "a800_2x8_ib200.yaml",
 )
+RUN = CONFIGS / "runs" / "mixtral_8x7b.yaml"
 PLAN = f"plan --model {MODEL} --cluster {CLUSTER}"
 BENCH = "bench --experts 8 --top-k 2 --hidden 32 --tokens 16"
 SIMULATE = f"simulate --model {MODEL} --cluster {CLUSTER} --ep 8"
@@ -44,6 +45,8 @@ CASES = [
     (f"{PLAN} --ep 8 --tp 1 --routing node-limited", ["--routing", "node-limited"]),
     (f"{PLAN} --routing node-limited", ["--routing", "node-limited", "beside a layout"]),
     (f"{PLAN} --memory-limit-gb 0.000001", ["world_size", "no (tp, ep, etp) fits"]),
+    (f"{PLAN} --phase forwards", ["--phase", "'forwards'", "did you mean forward?"]),
+    (f"{PLAN} --ep 8 --routing {CONFIGS}", ["configs", "no router_trace_rank*.jsonl", "folder"]),
     (f"{PLAN} --phase backward", ["--phase", "'backward'", "forward"]),
     (f"{PLAN} --inter-rate-ratio 0", ["--inter-rate-ratio", "'0'", "> 0"]),
     (f"{PLAN} --ep 8 --memory-limit-gb 0.000001", ["memory_limit", "must be at least"]),
@@ -71,13 +74,22 @@ CASES = [
     (f"{CALIBRATE} --budget-seconds nan", ["--budget-seconds", "'nan'", "> 0"]),
     (f"{CALIBRATE} --plot {MODEL}", ["--plot", "mixtral", "cannot be made"]),
     (f"{CALIBRATE} --nics-per-node 0", ["--nics-per-node", "'0'", ">= 1"]),
+    (f"{CALIBRATE} --budget-second=s", ["--budget-seconds", "'s'", "> 0"]),
+    (f"{CALIBRATE} --seconds 10", ["unrecognized", "--seconds"]),
     ("emulate", ["--nodes", "required"]),
+    (f"{EMULATE} --nic-per noed -- x.py", ["--nic-per", "'noed'", "did you mean node?"]),
     (f"{EMULATE} --nodes 1 -- x.py", ["--nodes", "got 1", "from 2"]),
     (f"{EMULATE} --inter-mbit 0 -- x.py", ["--inter-mbit", "got 0", "from 1"]),
     (EMULATE, ["CMD", "missing", "-m MODULE"]),
     (f"{EMULATE} -- nowhere.py", ["CMD", "'nowhere.py'", "exists"]),
     ("launch", ["--config", "required"]),
     ("launch --config nowhere.yaml", ["nowhere.yaml", "No such file"]),
+    (f"launch --config {RUN} --start sbach", ["--start", "'sbach'", "did you mean sbatch?"]),
+    (
+        f"launch --config {RUN} --start none -- --moe-monta-plan {MODEL}",
+        ["mixtral_8x7b.yaml", "unknown key"],
+    ),
+    (f"launch --config {RUN} -- --moe-monta-plan nowhere.yaml", ["nowhere.yaml", "No such file"]),
     (f"launch --config {MODEL}", ["mixtral_8x7b.yaml", "unknown key"]),
     (f"launch --config {MODEL} --start here", ["--start", "'here'", "torchrun"]),
     ("timeline", ["RECORDING", "--model", "--record", "none given"]),
@@ -99,6 +111,7 @@ CASES = [
     (f"{SIMULATE} --sweep tokens=1,2 --plot {MODEL}", ["--plot", "mixtral", "cannot be made"]),
     ("doctor --fix", ["unrecognized", "--fix"]),
     ("completion", ["shell", "required"]),
+    ("completion bahs", ["'bahs'", "did you mean bash?"]),
     ("completion fish", ["'fish'", "bash", "zsh"]),
 ]
 

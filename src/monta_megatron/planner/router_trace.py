@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.sampled_routing import SampledRouting
+from monta_megatron.quantities import counted
 
 # Enough tokens for shares within half a percent; the rest of a long trace is not read.
 MAX_TOKENS_PER_FILE = 32768
@@ -43,7 +44,7 @@ def traced_routing(folder: str | Path, model: Model) -> SampledRouting:
     num_tokens, least = sum(map(len, maps)), least_tokens(model)
     if num_tokens < least:
         raise ValueError(
-            f"{folder}: got {num_tokens or 'no'} tokens, must be at least {least:,} for top-"
+            f"{folder}: got {counted(num_tokens, 'token')}, must be at least {least:,} for top-"
             f"{model.moe_router_topk} of {model.num_experts} experts, as each has to be chosen "
             f"about {LEAST_CHOICES} times; trace more steps"
         )
