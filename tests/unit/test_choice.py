@@ -1,6 +1,7 @@
 """From a configuration to a choice of chain."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,16 @@ def test_an_exchange_on_more_nodes_than_the_cluster_has_is_refused() -> None:
     spread = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 1, 2, 3))
     with pytest.raises(ValueError, match=r"has 2 nodes, must have at least the 4 of the exch"):
         choose(Options(cluster=cluster), config(), spread, pairs_only=False)
+
+
+def test_a_doubtful_calibration_is_said() -> None:
+    cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a800_2x8_ib200.yaml")
+    doubtful = replace(cluster, doubts=("calibrated in 1 round",))
+    for costs, said in ((cluster, False), (doubtful, True)):
+        choice = choose(Options(cluster=costs), config(), LAYOUT, pairs_only=False)
+        assert isinstance(choice, PlannedChoice)
+        assert ("whose calibration is doubtful" in choice.decide(64).reason) is said
+        assert ("calibrated in 1 round" in plan(choice.workload, costs).notes) is said
 
 
 @pytest.mark.parametrize(

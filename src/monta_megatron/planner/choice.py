@@ -126,11 +126,12 @@ class PlannedChoice:
     def _plan(self, tokens: int) -> Decision:
         found = plan_for(self, tokens)
         assert found.chosen is not None and found.chosen.peak_bytes is not None, "it was priced"
+        doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
         return Decision(
             chain=CHAINS[found.chain],
             num_chunks=found.num_chunks,
-            reason=f"planned on {self.cluster.name} for up to {counted(tokens, 'token')} per rank: "
-            f"{found.reason}; holds up to {found.chosen.peak_bytes / 1e9:.3g} GB",
+            reason=f"planned on {self.cluster.name}{doubtful} for up to "
+            f"{counted(tokens, 'token')} per rank: {found.reason}; holds up to {found.chosen.peak_bytes / 1e9:.3g} GB",
         )
 
 
