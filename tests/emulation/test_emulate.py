@@ -127,6 +127,11 @@ def test_status_of_the_first_rank_to_fail_and_json() -> None:
     assert printed["exit_status"] == 7
     assert printed["cluster"]["inter_mbit"] == MBIT
     assert within(printed["cluster"]["measured_inter_gbit_s"] * 1000)
+    # One line says why, and torchrun says no more than one for each node.
+    lines = result.stderr.decode().splitlines()
+    assert lines[-1] == "monta emulate: rank 3 ended first, with exit status 7: no more of this"
+    assert sum("torchrun" in line for line in lines) <= 2
+    assert not any("Traceback" in line or "ChildFailedError" in line for line in lines)
 
 
 @pytest.mark.parametrize(

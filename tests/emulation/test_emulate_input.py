@@ -1,8 +1,10 @@
 """What `monta emulate` refuses: one line that says why, exit status 2, nothing started."""
 
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from monta_megatron.emulation import sandbox
 
 GOOD = ["--nodes", "2", "--ranks-per-node", "2", "--inter-mbit", "500"]
 CMD = ["--", __file__]
+BENCH = ["bench", "--experts", "8", "--top-k", "2", "--hidden", "32", "--tokens", "16"]
 
 
 def changed(name: str, value: str) -> list[str]:
@@ -38,6 +41,18 @@ def changed(name: str, value: str) -> list[str]:
         ([*GOOD, "--"], ["CMD", "missing", "script", "-m MODULE"]),
         ([*GOOD, "--", "-m"], ["CMD", "'-m'", "module"]),
         ([*GOOD, "--", "absent.py"], ["CMD", "'absent.py'", "exists"]),
+        ([*GOOD, "--", "-m", "absent.module"], ["CMD", "-m absent.module", "finds"]),
+        ([*GOOD, "--", "-m", "monta_megatron.clii", "bench"], ["CMD", "monta_megatron.clii"]),
+        ([*GOOD, "--", "-m", "json"], ["CMD", "'-m json'"]),
+        ([*GOOD, "--", "-m", "a..b"], ["CMD", "'-m a..b'"]),
+        ([*GOOD, "-m", "monta_megatron", "bench"], ["CMD", "`--` is missing", "-- -m monta_meg"]),
+        ([*GOOD, "--", "monta", "bnech"], ["'bnech'", "did you mean bench?"]),
+        ([*GOOD, "--", "monta", "bench", "--expert", "few"], ["--experts", "'few'"]),
+        ([*GOOD, "--", "-m", "monta_megatron.cli", "bench", "--top-k", "0"], ["--top-k", "'0'"]),
+        ([*GOOD, "--", "monta", "bench"], ["--experts", "not given"]),
+        ([*GOOD, "--", "monta", *BENCH, "--ep", "3"], ["--ep", "got 3", "divides the 4 ranks"]),
+        ([*GOOD, "--", "monta", *BENCH, "--cluster", "absent"], ["absent", "No such file"]),
+        ([*GOOD, "--", "bench", "--experts", "8"], ["CMD", "'bench'", "monta COMMAND"]),
         (GOOD[2:], ["--nodes", "required"]),
     ],
 )
@@ -55,6 +70,45 @@ def test_bad_input_is_one_line_and_status_2(
     assert line.startswith("monta")
     for word in expected:
         assert word in line
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(200, 200), (250, 250), (2, 250)])
+def test_more_ranks_than_open_files(
+    nodes: int,
+    ranks_per_node: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
+    sizes = ["--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
+    assert cli.main(["emulate", *sizes, "--inter-mbit", "500", *CMD]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--nodes, --ranks-per-node: got {nodes} x {ranks_per_node}, which need" in line
+    assert "must be at most 1000" in line and "ulimit -n" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["monta", *BENCH],
+        ["monta", "bench", "--report", "results.jsonl"],
+        ["-m", "monta_megatron", *BENCH],
+        ["-m", "monta_megatron.cli", *BENCH],
+        ["-m", "json.tool", "--help"],
+        ["-m", "beside_me"],
+        [__file__, "anything"],
+    ],
+)
+def test_commands_that_are_started(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(sandbox, "run", lambda command: started.append(command) or 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_me.py").touch()
+    assert cli.main(["emulate", *GOOD, "--", *words]) == 0
+    expected = ["-m", "monta_megatron", *words[1:]] if words[0] == "monta" else words
+    assert started[0][-len(expected) :] == expected
 
 
 @pytest.mark.parametrize("absent", ["ip", "tc", "unshare", "mount"])

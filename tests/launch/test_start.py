@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 LAUNCH = [sys.executable, "-m", "monta_megatron.cli", "launch"]
@@ -80,6 +81,34 @@ def test_what_megatron_s_validation_refuses_starts_nothing_unless_forced(tmp_pat
     assert result.returncode == 0 and "--max-position-embeddings 64" in result.stdout
     assert "note: Megatron's validation refuses this" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+# One rank of four fails, the others would go on.
+FAILING = """
+import os, time
+if os.environ["RANK"] == "2":
+    raise ValueError("no data on this rank")
+time.sleep(100)
+"""
+
+
+@needs_megatron
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_the_last_line_says_why_a_run_failed(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(FAILING)
+    data = yaml.safe_load(CONFIG.read_text())
+    for name in ("model", "cluster"):
+        data[name] = str((CONFIG.parent / data[name]).resolve())
+    data["script"] = "fail.py"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(data))
+    result = launch(tmp_path, "--config", "run.yaml")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == "monta launch: failed, with exit status 1: ValueError: no data on this rank"
+    # The rank's own traceback, and one line of torchrun's.
+    lines = [line for line in result.stdout.splitlines() if "OMP_NUM_THREADS" not in line]
+    assert len(lines) < 10, result.stdout
+    assert lines[-1] == "torchrun: rank 2 ended first, with exit status 1"
 
 
 RUN_AND_LOG = """

@@ -45,11 +45,12 @@ def test_shells_of_two_nodes() -> None:
     assert places == [[0, 4, 0, 2], [1, 4, 1, 2], [2, 4, 0, 2], [3, 4, 1, 2]]
 
 
-def test_shell_of_one_node_has_torchruns_status() -> None:
+def test_shell_of_one_node_has_the_status_of_the_rank_that_failed() -> None:
     failing = start(f"--ranks-per-node 2 -- {RANKS} fail")
     _, errors = failing.communicate(timeout=LIMIT_S)
-    assert failing.returncode == 1
-    assert "exitcode  : 3" in errors
+    assert failing.returncode == 3
+    assert errors.splitlines()[-1] == "torchrun: rank 1 ended first, with exit status 3"
+    assert "Traceback" not in errors and "closing signal" not in errors
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,15 @@ def configurations() -> Iterator[Preloaded]:
         ("moe_monta_num_chunks=True", ["moe_monta_num_chunks", "got True"]),
         ("moe_monta_ranks_per_node=0", ["moe_monta_ranks_per_node", "got 0"]),
         ("overlap_dispatch_backward_with_experts_wgrad=True", ["not supported with"]),
+        (
+            "moe_monta_chain='alltoall_dedup', expert_tensor_parallel_size=2",
+            ["moe_monta_chain: alltoall_dedup cannot run here", "expert_tensor_parallel_size is 2"],
+        ),
+        # Without a size of its own it is that of tensor parallelism.
+        (
+            "moe_monta_chain='hierarchical_alltoall', tensor_model_parallel_size=2",
+            ["moe_monta_chain: hierarchical_alltoall cannot run", "alltoall_allgather"],
+        ),
     ],
 )
 def test_bad_options_in_code_are_value_errors(

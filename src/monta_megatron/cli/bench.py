@@ -50,7 +50,21 @@ def add_parser(commands: Any) -> None:
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, check=check)
+
+
+def check(parsed: argparse.Namespace, world_size: int) -> None:
+    """Refuse before any rank starts what `run` would refuse on every rank.
+
+    Raises:
+        ValueError: a flag, or a file that it names, is wrong.
+    """
+    from monta_megatron.planner.cluster_file import load_cluster
+
+    if parsed.report is None:
+        _points(parsed, world_size)
+        if parsed.cluster is not None:
+            load_cluster(parsed.cluster)
 
 
 def run(parsed: argparse.Namespace) -> int:

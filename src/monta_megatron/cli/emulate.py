@@ -1,8 +1,11 @@
 """`monta emulate`: run a command under torchrun on nodes that are network namespaces."""
 
 import argparse
+import resource
 import signal
 import sys
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,7 @@ _MAX_INTER_MBIT = 100_000
 EXAMPLE = """\
 example:
   monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
-      -m monta_megatron.cli bench --experts 64 --top-k 8 \\
-      --hidden 1024 --tokens 512
+      monta bench --experts 64 --top-k 8 --hidden 1024 --tokens 512
 """
 
 
@@ -59,7 +61,11 @@ def add_parser(commands: Any) -> None:
         "cmd",
         nargs=argparse.REMAINDER,
         metavar="-- CMD",
-        help="a Python script or -m MODULE, with its arguments",
+        help="a Python script, -m MODULE or monta COMMAND, with its arguments",
+    )
+    # What who forgets the `--` writes.
+    parser.add_argument(
+        "-m", dest="without_dashes", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )
     parser.set_defaults(run=run)
 
@@ -72,7 +78,13 @@ def run(parsed: argparse.Namespace) -> int:
     _check_range("--nodes", parsed.nodes, 2, _MAX_NODES)
     _check_range("--ranks-per-node", parsed.ranks_per_node, 1, _MAX_RANKS_PER_NODE)
     _check_range("--inter-mbit", parsed.inter_mbit, 1, _MAX_INTER_MBIT)
-    command = _checked_command(parsed.cmd)
+    if parsed.without_dashes is not None:
+        raise ValueError(
+            "CMD: `--` is missing, must be before it: monta emulate ... -- -m "
+            + " ".join(parsed.without_dashes[:2])
+        )
+    command = _checked_command(parsed.cmd, parsed.nodes * parsed.ranks_per_node)
+    _check_open_files(parsed.nodes, parsed.ranks_per_node)
     cluster = EmulatedCluster(
         nodes=parsed.nodes,
         ranks_per_node=parsed.ranks_per_node,
@@ -95,18 +107,64 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _checked_command(words: list[str]) -> list[str]:
+def _checked_command(words: list[str], num_ranks: int) -> list[str]:
+    """What torchrun starts on every node, as far as it can be checked here.
+
+    Args:
+        words: what follows the flags.
+        num_ranks: how many ranks run it.
+
+    Raises:
+        ValueError: it cannot start.
+        SystemExit: it is a command of ours with a mistake, which has been reported.
+    """
     command = words[1:] if words[:1] == ["--"] else words
+    rule = "a Python script that exists, -m MODULE, or monta COMMAND"
     if not command:
-        raise ValueError("CMD: missing, must be a Python script or -m MODULE after `--`")
-    if command[0] == "-m":
-        if len(command) == 1:
-            raise ValueError("CMD: got '-m' alone, must be followed by a module's name")
-    elif not Path(command[0]).is_file():
-        raise ValueError(
-            f"CMD: got {command[0]!r}, must be a Python script that exists or -m MODULE"
-        )
+        raise ValueError(f"CMD: missing, must be {rule}, after `--`")
+    if command[0] == "monta":
+        command = ["-m", "monta_megatron", *command[1:]]
+    if command[0] != "-m":
+        if not Path(command[0]).is_file():
+            raise ValueError(f"CMD: got {command[0]!r}, must be {rule}")
+        return command
+    if len(command) == 1:
+        raise ValueError("CMD: got '-m' alone, must be followed by a module's name")
+    module, *arguments = command[1:]
+    if module in ("monta_megatron", "monta_megatron.cli"):
+        from monta_megatron.cli import build_parser
+
+        inner = build_parser().parse_args(arguments)
+        if "check" in inner:
+            inner.check(inner, num_ranks)
+    elif not _is_module(module):
+        raise ValueError(f"CMD: got '-m {module}', must be a module that {sys.executable} finds")
     return command
+
+
+def _is_module(name: str) -> bool:
+    """Whether `python -m NAME` finds something, in this folder first; nothing is imported."""
+    first, *rest = name.split(".")
+    if not all(part.isidentifier() for part in (first, *rest)):
+        return False
+    found = PathFinder.find_spec(first, [str(Path.cwd())]) or find_spec(first)
+    path = first
+    while found is not None and (rest or found.submodule_search_locations is not None):
+        # A package runs by its __main__.
+        path = f"{path}.{rest.pop(0) if rest else '__main__'}"
+        found = PathFinder.find_spec(path, found.submodule_search_locations or [])
+    return found is not None
+
+
+def _check_open_files(nodes: int, ranks_per_node: int) -> None:
+    """Two for what each rank writes, one for each node, and what Python has open anyway."""
+    needed = 2 * nodes * ranks_per_node + nodes + 64
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise ValueError(
+            f"--nodes, --ranks-per-node: got {nodes} x {ranks_per_node}, which need {needed} open "
+            f"files, must be at most {limit}: take fewer ranks, or raise the limit (ulimit -n)"
+        )
 
 
 def _check_range(name: str, value: float, low: int, high: int) -> None:

@@ -108,18 +108,30 @@ def run(parsed: argparse.Namespace) -> int:
         _tell(f"submitted job {document['job']}; it writes {prepared.directory}/logs")
     elif start != "none":
         output = sys.stderr.buffer if parsed.json else sys.stdout.buffer
+        interrupted = False
         try:
             status = run_and_log(command, prepared.directory / "logs" / "run.log", output)
         except KeyboardInterrupt as interrupt:
+            interrupted = True
             _tell("interrupted; every rank has ended")
             status = 128 + int(interrupt.args[0])
         summary = summary_of(prepared)
         document["summary"] = asdict(summary)
         for line in summary.lines():
             _tell(line)
+        if status != 0 and not interrupted:
+            _tell(f"failed, {_why(status, Path(summary.log))}")
     if parsed.json:
         print(json.dumps({**document, "exit_status": status}, indent=2))
     return status
+
+
+def _why(status: int, log: Path) -> str:
+    from monta_megatron.ranks.cause import cause_of, ended
+
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        cause = cause_of(lines)
+    return ended(status) if cause is None else f"{ended(status)}: {cause}"
 
 
 def _say(prepared: "Run", command: list[str]) -> None:

@@ -6,7 +6,8 @@ Runs as the first process of a sandbox (sandbox.py):
 
 Rank 0's standard output passes through untouched; everything else goes to standard error, line by
 line, labelled with the node and rank that it comes from. With --json the document is the only thing
-on standard output, and rank 0's output is treated like that of the others.
+on standard output, and rank 0's output is treated like that of the others. Where a rank fails, the
+last line says which was the first, and why.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -26,12 +28,16 @@ from monta_megatron.emulation.costs import default_costs
 from monta_megatron.emulation.network import PRIVATE_DIRECTORY, in_node
 from monta_megatron.files import write_whole
 from monta_megatron.quantities import counted
+from monta_megatron.ranks.cause import cause_of, ended
+from monta_megatron.texts import shown
 
 # After one node has failed, the others get this long to fail too and to report why.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 # The longest wait for output of processes that outlive their launcher.
 _LAST_WORDS_SECONDS = 2.0
+# Of each rank, to tell why it failed: a traceback, and what a library prints as it ends.
+_LAST_LINES = 200
 
 # A link that reaches less than this share of its setting is limited by the machine.
 _EXPECTED_SHARE = 0.9
@@ -55,7 +61,7 @@ exec 2>"$0/.rank$RANK"
 shift 2
 "$@"
 status=$?
-echo "$status" >>"$0/.exit_statuses"
+echo "$RANK $status" >>"$0/.exit_statuses"
 exit "$status"
 """
 
@@ -88,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"monta emulate: {text}\n".encode())
+    os.write(2, f"{shown(f'monta emulate: {text}')}\n".encode())
 
 
 def _measured(cluster: EmulatedCluster) -> EmulatedCluster:
@@ -124,8 +130,14 @@ def _run(cluster: EmulatedCluster, command: Sequence[str], stdout_rank: int | No
             forwarder.add(process.stderr, f"[node {node}]")
         launcher_status = _wait(nodes)
     forwarder.finish()
-    statuses = (int(line) for line in _EXIT_STATUSES.read_text().split())
-    return next(filter(None, statuses), launcher_status)
+    for line in _EXIT_STATUSES.read_text().splitlines():
+        rank, status = map(int, line.split())
+        if status != 0:
+            said = forwarder.last_lines(_label(cluster, rank))
+            cause = cause_of(said) or next(filter(str.strip, reversed(said)), "it said nothing")
+            _say(f"rank {rank} ended first, {ended(status)}: {cause}")
+            return status
+    return launcher_status
 
 
 def _start_node(
@@ -138,7 +150,7 @@ def _start_node(
         *(str(stdout_rank), sys.executable, "-u", *command),
     ]
     torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "monta_megatron.ranks.torchrun"),
         *("--nnodes", str(cluster.nodes), "--node-rank", str(node)),
         *("--nproc-per-node", str(cluster.ranks_per_node)),
         *("--master-addr", cluster.address(0), "--master-port", "29500", "--local-addr", address),
@@ -188,8 +200,12 @@ def _rank_pipes(cluster: EmulatedCluster, forwarder: "_Forwarder") -> Iterator[N
             path = PRIVATE_DIRECTORY / f".rank{rank}"
             os.mkfifo(path)
             stack.callback(os.close, os.open(path, os.O_RDWR))
-            forwarder.add(path.open("rb"), f"[node {rank // cluster.ranks_per_node} rank {rank}]")
+            forwarder.add(path.open("rb"), _label(cluster, rank))
         yield
+
+
+def _label(cluster: EmulatedCluster, rank: int) -> str:
+    return f"[node {rank // cluster.ranks_per_node} rank {rank}]"
 
 
 class _Forwarder:
@@ -197,10 +213,12 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
+        self._last_lines: dict[str, deque[str]] = {}
 
     def add(self, lines: Iterable[bytes], label: str) -> None:
         """Start copying from a source."""
-        thread = threading.Thread(target=self._copy, args=(lines, label.encode()), daemon=True)
+        last_lines = self._last_lines[label] = deque(maxlen=_LAST_LINES)
+        thread = threading.Thread(target=self._copy, args=(lines, label, last_lines), daemon=True)
         thread.start()
         self._threads.append(thread)
 
@@ -210,10 +228,16 @@ class _Forwarder:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def last_lines(self, label: str) -> list[str]:
+        """The end of what a source has said."""
+        return list(self._last_lines[label])
+
     @staticmethod
-    def _copy(lines: Iterable[bytes], label: bytes) -> None:
+    def _copy(lines: Iterable[bytes], label: str, last_lines: "deque[str]") -> None:
         for line in lines:
-            os.write(2, label + b" " + line.rstrip(b"\n") + b"\n")
+            line = line.rstrip(b"\n")
+            last_lines.append(line.decode(errors="replace"))
+            os.write(2, label.encode() + b" " + line + b"\n")
 
 
 if __name__ == "__main__":

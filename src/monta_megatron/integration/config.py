@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from monta_megatron.chains import Chain
 from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
 from monta_megatron.integration.duties import check_duties
 from monta_megatron.integration.versions import check_megatron_version
@@ -20,6 +21,7 @@ from monta_megatron.options import (
     Options,
     defaults_from_environment,
 )
+from monta_megatron.topology.layout import Layout
 
 
 def extend_transformer_config(transformer_config: ModuleType) -> None:
@@ -51,7 +53,7 @@ def check_config(config: Any) -> None:
         config: a TransformerConfig, or parsed arguments.
     """
     check_megatron_version()
-    Options.of(config)
+    options = Options.of(config)
     check_duties(config)
     num_experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
     ep_size = getattr(config, "expert_model_parallel_size", None) or 1
@@ -60,6 +62,24 @@ def check_config(config: Any) -> None:
             f"num_experts: got {num_experts}, must be a multiple of "
             f"expert_model_parallel_size ({ep_size})"
         )
+    _check_chain(options.named_chain, ep_size, _etp_size(config))
+
+
+def _etp_size(config: Any) -> int:
+    # Megatron's default.
+    etp_size = getattr(config, "expert_tensor_parallel_size", None)
+    return etp_size or getattr(config, "tensor_model_parallel_size", None) or 1
+
+
+def _check_chain(chain: Chain | None, ep_size: int, etp_size: int) -> None:
+    """Refuse a named chain that runs on no nodes; what depends on the nodes comes later."""
+    if chain is None:
+        return
+    one_node = (0,) * (ep_size * etp_size)
+    layout = Layout(ep=ep_size, etp=etp_size, num_local_experts=1, rank=0, nodes=one_node)
+    reason = chain.refusal(layout)
+    if reason is not None:
+        raise ValueError(f"moe_monta_chain: {chain.name} cannot run here: {reason}")
 
 
 def _with_subclasses(base: type) -> list[Any]:

@@ -150,7 +150,7 @@ while (($# > 0)); do
 done
 check_count --ranks-per-node "$ranks_per_node"
 (($# > 0)) || die "no script after --"
-torchrun=("$python" -m torch.distributed.run --nproc-per-node "$ranks_per_node")
+torchrun=("$python" -m monta_megatron.ranks.torchrun --nproc-per-node "$ranks_per_node")
 
 # The steps of salloc's own shell and of batch scripts have reserved numbers, the highest ones.
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
