@@ -2,6 +2,7 @@
 
 MONTA_CPU_RANKS=1 torchrun --nproc-per-node 4 -m monta_megatron.cli bench --experts 16 ...
 monta emulate --nodes 2 ... -- -m monta_megatron.cli bench ...
+monta emulate --nodes 2 ... -- monta bench ...
 """
 
 import shlex
@@ -21,7 +22,8 @@ def monta_arguments(command: str) -> list[list[str]]:
         if word in ("|", ">"):
             words = words[:position]
             break
-    starts = [place for place, word in enumerate(words) if word == "monta"][:1]
+    starts = [place for place, word in enumerate(words) if word == "monta"]
+    starts = [place for place in starts if place == starts[0] or words[place - 1] == "--"]
     starts += [place + 1 for place in range(len(words) - 1) if words[place : place + 2] == MODULE]
     return [words[start + 1 :] for start in starts]
 
