@@ -131,7 +131,8 @@ class PlannedChoice:
             chain=CHAINS[found.chain],
             num_chunks=found.num_chunks,
             reason=f"planned on {self.cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank: {found.reason}; holds up to {found.chosen.peak_bytes / 1e9:.3g} GB",
+            f"{counted(tokens, 'token')} per rank: {found.reason}; holds up to "
+            f"{found.chosen.peak_bytes / 1e9:.3g} GB",
         )
 
 
