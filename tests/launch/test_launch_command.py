@@ -142,6 +142,11 @@ def test_a_given_plan_is_kept_with_the_run(tmp_path: Path) -> None:
     planned.save(path)
     run = ready(QUICKSTART, *PLAN_GIVEN, str(path))
     assert run.plan == planned and f"no plan made: {path} is used" in run.notes
+    other = ["--moe-monta-cluster", str(CONFIGS / "clusters" / "emulated_2x8_500mbit.yaml")]
+    (note,) = (
+        each for each in ready(QUICKSTART, *PLAN_GIVEN, str(path), *other).notes if "used" in each
+    )
+    assert "made by the costs of emulated 2x4, 500 Mbit/s and not of emulated 2x8" in note
     for words, said in (
         (["--expert-model-parallel-size", "4", *ETP_1], r"situation\.ep: .* for 2, used with 4"),
         (["--seq-length", "64"], r"situation\.tokens_per_rank: .* for 256, used with 128"),

@@ -127,6 +127,8 @@ def _given_plan(
     used = f"no plan made: {given.value} is used"
     if cluster is None:
         return plan, None, [f"{used}, and memory is not checked, as there is no cluster file"]
+    if cluster.name != plan.situation.cluster:
+        used += f", made by the costs of {plan.situation.cluster} and not of {cluster.name}"
     _, _, memory = plan_within_memory(
         workloads,
         cluster,
