@@ -392,6 +392,8 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _refused("a key must be a text", key_node)
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise _refused("<< is not known here, its keys must be written out", key_node)
             key = self.construct_object(key_node)
             if key in seen:
                 raise _refused(f"key {key!r} is written twice", key_node)

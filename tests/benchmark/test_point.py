@@ -70,7 +70,7 @@ def test_limit_of_a_point(
     settings = parse_settings({**BASE, "tp": "1"}, 4)
     assert settings.row_bytes == 64
     emulated = EmulatedCluster(
-        nodes=2, ranks_per_node=2, nic_per=nic_per, inter_mbit=500, measured_inter_gbit_s=1.0
+        nodes=2, ranks_per_node=2, nic_per=nic_per, inter_mbit=500, measured_inter_gbit_per_s=1.0
     )
     bench: Any = SimpleNamespace(
         task=SimpleNamespace(settings=settings, emulated=emulated),
@@ -79,5 +79,5 @@ def test_limit_of_a_point(
         batch=SimpleNamespace(routing_map=torch.from_numpy(routing_map((0, 2, 4), (4, 5)))),
     )
     assert Bench._limit_ms(bench, backward) == pytest.approx(limit_ms)
-    bench.task.emulated = replace(emulated, measured_inter_gbit_s=None)
+    bench.task.emulated = replace(emulated, measured_inter_gbit_per_s=None)
     assert Bench._limit_ms(bench, backward) is None

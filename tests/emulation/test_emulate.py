@@ -101,9 +101,9 @@ def test_incast_of_three_nodes_is_one_nic_and_rates_are_measured() -> None:
     assert within(float(result.stdout))
     rates = re.search(r"one stream reaches ([\d.]+) Gbit/s between nodes, ([\d.]+) Gbit", said)
     assert rates is not None, said
-    inter_gbit_s, intra_gbit_s = map(float, rates.groups())
-    assert within(inter_gbit_s * 1000)
-    assert intra_gbit_s >= 5 * inter_gbit_s
+    inter_gbit_per_s, intra_gbit_per_s = map(float, rates.groups())
+    assert within(inter_gbit_per_s * 1000)
+    assert intra_gbit_per_s >= 5 * inter_gbit_per_s
 
 
 def test_every_rank_uses_its_nic() -> None:
@@ -126,7 +126,7 @@ def test_status_of_the_first_rank_to_fail_and_json() -> None:
     printed = json.loads(result.stdout)
     assert printed["exit_status"] == 7
     assert printed["cluster"]["inter_mbit"] == MBIT
-    assert within(printed["cluster"]["measured_inter_gbit_s"] * 1000)
+    assert within(printed["cluster"]["measured_inter_gbit_per_s"] * 1000)
     # One line says why, and torchrun says no more than one for each node.
     lines = result.stderr.decode().splitlines()
     assert lines[-1] == "monta emulate: rank 3 ended first, with exit status 7: no more of this"

@@ -169,7 +169,7 @@ class Bench:
         """The least time that the links between nodes allow; None if unknown or nothing crosses."""
         settings, emulated, layout = self.task.settings, self.task.emulated, self.layout
         num_nodes = len(set(self.nodes))
-        if emulated is None or emulated.measured_inter_gbit_s is None or num_nodes == 1:
+        if emulated is None or emulated.measured_inter_gbit_per_s is None or num_nodes == 1:
             return None
         crossing = torch.zeros(num_nodes, num_nodes, dtype=torch.long)
         crossing[layout.nodes[layout.rank]] = torch.from_numpy(
@@ -178,8 +178,8 @@ class Bench:
         dist.all_reduce(crossing)
         if not crossing.any():
             return None
-        node_gbit_s = emulated.measured_inter_gbit_s * emulated.nics_per_node
-        return traffic.limit_ms(crossing.numpy(), settings.row_bytes, node_gbit_s, backward)
+        node_gbit_per_s = emulated.measured_inter_gbit_per_s * emulated.nics_per_node
+        return traffic.limit_ms(crossing.numpy(), settings.row_bytes, node_gbit_per_s, backward)
 
 
 def prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:

@@ -148,7 +148,7 @@ def rows_that_cross(
 
 
 def limit_ms(
-    crossing: NDArray[np.int64], row_bytes: int, node_gbit_s: float, backward: bool
+    crossing: NDArray[np.int64], row_bytes: int, node_gbit_per_s: float, backward: bool
 ) -> float:
     """The least time in which the rows that must cross can cross.
 
@@ -161,9 +161,9 @@ def limit_ms(
     Args:
         crossing: [nodes, nodes] rows from each node to each other.
         row_bytes: bytes of one hidden row.
-        node_gbit_s: rate of one node's network in one direction, 1e9 bit/s.
+        node_gbit_per_s: rate of one node's network in one direction, 1e9 bit/s.
         backward: count the backward pass too.
     """
     busiest_rows = int(max(crossing.sum(axis=1).max(), crossing.sum(axis=0).max()))
-    one_way_ms = busiest_rows * row_bytes * 8 / (node_gbit_s * 1e6)
+    one_way_ms = busiest_rows * row_bytes * 8 / (node_gbit_per_s * 1e6)
     return one_way_ms * (4 if backward else 2)

@@ -4,7 +4,7 @@
 what it runs on:
 
     cluster = EmulatedCluster.from_environment()   # None outside `monta emulate`
-    cluster.measured_inter_gbit_s                  # of one NIC
+    cluster.measured_inter_gbit_per_s                  # of one NIC
     cluster.sent_bytes()                           # by this node's NICs so far
 """
 
@@ -29,16 +29,16 @@ class EmulatedCluster:
         ranks_per_node: number of ranks on each.
         nic_per: whether a node has one NIC, or one for each of its ranks.
         inter_mbit: limit of each NIC, in each direction, in 1e6 bits per second.
-        measured_inter_gbit_s: rate that one TCP stream reached between two nodes, payload only.
-        measured_intra_gbit_s: the same inside a node.
+        measured_inter_gbit_per_s: rate that one TCP stream reached between two nodes, payload only.
+        measured_intra_gbit_per_s: the same inside a node.
     """
 
     nodes: int
     ranks_per_node: int
     nic_per: Literal["node", "rank"]
     inter_mbit: float
-    measured_inter_gbit_s: float | None = None
-    measured_intra_gbit_s: float | None = None
+    measured_inter_gbit_per_s: float | None = None
+    measured_intra_gbit_per_s: float | None = None
 
     @classmethod
     def from_json(cls, text: str) -> "EmulatedCluster":

@@ -101,13 +101,13 @@ def _measured(cluster: EmulatedCluster) -> EmulatedCluster:
     first, second = (in_node(name) for name in cluster.node_names[:2])
     return dataclasses.replace(
         cluster,
-        measured_inter_gbit_s=link_rate.measure_gbit_s(second, first, cluster.address(1)),
-        measured_intra_gbit_s=link_rate.measure_gbit_s(first, first, cluster.address(0)),
+        measured_inter_gbit_per_s=link_rate.measure_gbit_per_s(second, first, cluster.address(1)),
+        measured_intra_gbit_per_s=link_rate.measure_gbit_per_s(first, first, cluster.address(0)),
     )
 
 
 def _report(cluster: EmulatedCluster) -> None:
-    inter, intra = cluster.measured_inter_gbit_s, cluster.measured_intra_gbit_s
+    inter, intra = cluster.measured_inter_gbit_per_s, cluster.measured_intra_gbit_per_s
     assert inter is not None and intra is not None, cluster
     _say(
         f"{counted(cluster.nodes, 'node')} x {counted(cluster.ranks_per_node, 'rank')}, one NIC "

@@ -18,7 +18,7 @@ _TIMEOUT_SECONDS = 10.0
 _BUFFER_BYTES = 1 << 20
 
 
-def measure_gbit_s(receiver: Sequence[str], sender: Sequence[str], address: str) -> float:
+def measure_gbit_per_s(receiver: Sequence[str], sender: Sequence[str], address: str) -> float:
     """Payload per second of one stream, in 1e9 bits.
 
     Args:

@@ -200,6 +200,7 @@ FILES: list[tuple[str, object, list[str]]] = [
     ("model", "a: {b: 1, c: 2, b: 3}", ["is no plain YAML in line 1", "'b' is written twice"]),
     ("model", "1: a\n1.0: b\n", ["in line 2", "key 1.0 is written twice"]),
     ("model", "[1, 2]: a\n", ["is no plain YAML in line 1", "a key must be a text"]),
+    ("model", "a: &a {b: 1}\nc: {<<: *a}\n", ["in line 2", "<< is not known here"]),
     ("model", "{a: 1}: a\n", ["is no plain YAML in line 1", "a key must be a text"]),
     # Several keys at once, wherever they are missing.
     ("layout", "tp: 2\npp: x\n", ["pp: got 'x'"]),
