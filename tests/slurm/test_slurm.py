@@ -165,4 +165,4 @@ def test_one_task_per_rank(slurm: Cluster, tmp_path: Path) -> None:
 def test_exit_status_of_a_rank_is_the_job_s(slurm: Cluster, tmp_path: Path) -> None:
     command = ("--nodes=2", str(START), "--ranks-per-node", "1", "--", str(RANKS), "fail")
     fields = slurm.wait(slurm.submit(tmp_path, *command), JOB_LIMIT_S)
-    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "1:0")
+    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "3:0")

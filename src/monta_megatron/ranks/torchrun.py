@@ -27,9 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         print(f"torchrun: rank {rank} ended first, {ended(status)}", file=sys.stderr)
         return status
-    except SignalException as error:
-        # It has ended the ranks.
-        return 128 + int(error.sigval)
+    except SignalException:
+        # It has ended the ranks. A step of Slurm takes the highest status of its nodes, which is to
+        # be that of the rank that failed, not of the nodes that were ended for it.
+        return 1
     return 0
 
 
