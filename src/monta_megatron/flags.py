@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from monta_megatron.names import one_of
+from monta_megatron.texts import PRINTABLE
 
 T = TypeVar("T")
 
@@ -18,6 +19,13 @@ def whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def printable(text: str) -> str:
+    """Reads a text that may be shown and written to files."""
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be {PRINTABLE}")
+    return text
 
 
 def positive(text: str) -> float:

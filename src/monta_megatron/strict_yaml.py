@@ -145,6 +145,15 @@ def build(cls: type[T], data: Any, file: str, key: str = "") -> T:
     return value
 
 
+def check_texts(data: Any, file: str) -> None:
+    """Check plain data of any form, such as JSON, for texts that are to reach a terminal.
+
+    Raises:
+        ValueError: one line that names the file, the key and the text that is not printable.
+    """
+    _value(Any, data, _Place(file, ""))
+
+
 def dump(instance: Any) -> str:
     """A dataclass as YAML that `load` reads back to an equal one; defaults are written too."""
     return yaml.dump(plain(instance), Dumper=_Dumper, sort_keys=False, width=100)
@@ -220,7 +229,9 @@ def _value(kind: Any, data: Any, place: _Place) -> Any:
     if isinstance(data, str) and not data.isprintable():
         raise place.refuse(data, PRINTABLE)
     if kind is Any:
-        return list(_tuple((Any, ...), data, place)) if isinstance(data, list) else data
+        if isinstance(data, list):
+            return list(_tuple((Any, ...), data, place))
+        return _mapping(Any, data, place) if isinstance(data, Mapping) else data
     if origin is Annotated:
         return _ruled(kind, data, place)
     if origin in (Union, types.UnionType):

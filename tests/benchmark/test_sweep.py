@@ -17,7 +17,7 @@ from monta_megatron.benchmark.report import Row
 from monta_megatron.benchmark.settings import parse_settings
 from monta_megatron.benchmark.summary import measured_points, summarise
 from monta_megatron.benchmark.summary_tables import summary_lines
-from monta_megatron.benchmark.sweep import Results, read_sweep
+from monta_megatron.benchmark.sweep import Results, read_reports, read_sweep
 from monta_megatron.benchmark.sweep_plots import points_by_size
 from monta_megatron.emulation.cluster import EmulatedCluster
 
@@ -205,6 +205,14 @@ def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
     path.write_text("nothing\n")
     with pytest.raises(ValueError, match=r"out.jsonl: must hold one JSON document per line"):
         Results.open(path)
+
+
+def test_a_report_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    report = {"settings": {}, "meta": {"skipped": {"flex": "a\x1b[2J"}}, "rows": []}
+    path.write_text(json.dumps(report) + "\n")
+    with pytest.raises(ValueError, match=r"line 1: meta\.skipped\.flex: got 'a\\x1b\[2J', must be"):
+        read_reports(path)
 
 
 def test_results_hold_a_point_of_the_same_settings_and_cluster(tmp_path: Path) -> None:

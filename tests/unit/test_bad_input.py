@@ -76,6 +76,7 @@ CASES = [
     (f"{CALIBRATE} --nics-per-node 0", ["--nics-per-node", "'0'", ">= 1"]),
     (f"{CALIBRATE} --budget-second=s", ["--budget-seconds", "'s'", "> 0"]),
     (f"{CALIBRATE} --seconds 10", ["unrecognized", "--seconds"]),
+    (f"{CALIBRATE} --name a\x1b[2J", ["--name", r"'a\x1b[2J'", "printable"]),
     ("emulate", ["--nodes", "required"]),
     (f"{EMULATE} --nic-per noed -- x.py", ["--nic-per", "'noed'", "did you mean node?"]),
     (f"{EMULATE} --nodes 1 -- x.py", ["--nodes", "got 1", "from 2"]),

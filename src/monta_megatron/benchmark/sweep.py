@@ -125,12 +125,13 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     """The lines of a file that `Results` has written.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file holds something else, or a text that is not printable.
     """
     reports = read_json_lines(path)
     for number, report in enumerate(reports, 1):
         if not isinstance(report, dict) or not {"settings", "meta", "rows"} <= set(report):
             raise ValueError(f"{path}: line {number} is no report of monta bench")
+        strict_yaml.check_texts(report, f"{path}: line {number}")
     return reports
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.output import only_the_report
-from monta_megatron.flags import positive, whole
+from monta_megatron.flags import positive, printable, whole
 from monta_megatron.quantities import counted
 
 if TYPE_CHECKING:
@@ -42,7 +42,10 @@ def add_parser(commands: Any) -> None:
         help="about (default: %(default)g); every point is measured at least once",
     )
     parser.add_argument(
-        "--name", metavar="TEXT", help="of the cluster (default: what it is made of)"
+        "--name",
+        metavar="TEXT",
+        type=printable,
+        help="of the cluster (default: what it is made of)",
     )
     parser.add_argument(
         "--ranks-per-node",

@@ -3,12 +3,15 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from monta_megatron.integration.config import check_config
 from monta_megatron.integration.dispatcher_type import is_monta
 from monta_megatron.options import OPTION_NAMES, Options, defaults_from_environment
 from monta_megatron.ranks.this_rank import report
+
+# Not empty once Megatron has validated a command line in this process.
+_checked: list[bool] = []
 
 
 def patch_arguments(arguments: Any) -> None:
@@ -67,14 +70,26 @@ def _check_plan(args: Any) -> None:
         raise ValueError(f"moe_monta_plan: {misfit}")
 
 
+def refuse(error: ValueError) -> NoReturn:
+    """End a training, whose command line was checked here, with one line and exit status 2.
+
+    Raises:
+        ValueError: the error itself, where code that is no such training may handle it.
+    """
+    if not _checked:
+        raise error
+    report(f"monta: error: {error}")
+    raise SystemExit(2) from None
+
+
 def _checking_options(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
+        _checked.append(True)
         try:
             check_arguments(args)
         except ValueError as error:
-            report(f"monta: error: {error}")
-            raise SystemExit(2) from None
+            refuse(error)
         return original(args, *more, **kwargs)
 
     return validate_args

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from monta_megatron.integration.arguments import refuse
 from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
 
 
@@ -39,7 +40,8 @@ def build_with_monta(
         config: its TransformerConfig; the dispatcher keeps it.
 
     Raises:
-        ValueError: the 1F1B overlap schedule takes this layer for one of stock's.
+        ValueError: the 1F1B overlap schedule takes this layer for one of stock's, or the dispatcher
+            cannot run here; the latter ends a training with one line and exit status 2.
     """
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -58,12 +60,15 @@ def build_with_monta(
             construct(layer, config, *args, **kwargs)
     else:
         construct(layer, config, *args, **kwargs)
-    dispatcher = MontaTokenDispatcher(
-        layer.num_local_experts,
-        layer.local_expert_indices,
-        config=config,
-        pg_collection=kwargs["pg_collection"],
-    )
+    try:
+        dispatcher = MontaTokenDispatcher(
+            layer.num_local_experts,
+            layer.local_expert_indices,
+            config=config,
+            pg_collection=kwargs["pg_collection"],
+        )
+    except ValueError as error:
+        refuse(error)
     if layer.token_dispatcher.shared_experts is not None:
         dispatcher.set_shared_experts(layer.token_dispatcher.shared_experts)
     if hasattr(layer, "_training_token_dispatcher"):

@@ -1,0 +1,44 @@
+"""What becomes of a refusal when a layer is built: a ValueError in code, one line in a training."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from monta_megatron.integration import arguments, dispatcher
+from monta_megatron.integration.layer import build_with_monta
+
+pytestmark = pytest.mark.old_end
+
+REASON = "moe_monta_chain: hierarchical_alltoall cannot run here: uneven nodes"
+
+
+def build() -> None:
+    layer = SimpleNamespace(num_local_experts=1, local_expert_indices=[0])
+    config = SimpleNamespace(moe_token_dispatcher_type="monta")
+
+    def construct(*args: Any, **kwargs: Any) -> None:
+        """Megatron's constructor, which does not matter here."""
+
+    with mock.patch.object(dispatcher, "MontaTokenDispatcher", side_effect=ValueError(REASON)):
+        build_with_monta(construct, layer, config, pg_collection=object())
+
+
+def test_in_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "_checked", [])
+    with pytest.raises(ValueError, match=REASON):
+        build()
+
+
+def test_in_a_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(arguments, "_checked", [])
+    module = SimpleNamespace(validate_args=lambda args: args)
+    arguments.patch_arguments(module)
+    module.validate_args(SimpleNamespace(moe_token_dispatcher_type="alltoall"))
+    with pytest.raises(SystemExit) as end:
+        build()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"monta: error: {REASON}\n"
