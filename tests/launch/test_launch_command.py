@@ -243,6 +243,8 @@ def test_the_summary_is_what_the_log_says() -> None:
         "bytes per layer and micro-batch, as planned: 1,081,344 between nodes, 2,162,688 inside",
         f"log: {run.directory}/logs/run.log",
     ]
+    (run.directory / "logs" / "run.log").write_text(line.format(1, "9.5", "nan"))
+    assert json.loads(json.dumps(summary_of(run).document(), allow_nan=False))["last_loss"] == "nan"
     (run.directory / "logs" / "run.log").write_text("monta: chain alltoall, 1 chunk: why\n")
     assert summary_of(run).planned_inter_bytes is None
 

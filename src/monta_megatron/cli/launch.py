@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ def run(parsed: argparse.Namespace) -> int:
             _tell("interrupted; every rank has ended")
             status = 128 + int(interrupt.args[0])
         summary = summary_of(prepared)
-        document["summary"] = asdict(summary)
+        document["summary"] = summary.document()
         for line in summary.lines():
             _tell(line)
         if status != 0 and not interrupted:

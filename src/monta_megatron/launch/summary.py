@@ -1,8 +1,10 @@
 """What a run has come to, from its log: the lines that Megatron and the dispatcher print."""
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from monta_megatron.launch.prepare import Run
 
@@ -39,6 +41,13 @@ class Summary:
     planned_inter_bytes: float | None
     planned_intra_bytes: float | None
     log: str
+
+    def document(self) -> dict[str, Any]:
+        """All of it for JSON, which knows no NaN: a loss that is none is a text."""
+        return {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
 
     def lines(self) -> list[str]:
         """One line for each thing that is known."""
