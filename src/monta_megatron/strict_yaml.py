@@ -2,8 +2,8 @@
 
 What a file may hold is written once, as the annotations of a dataclass: an unknown key, a missing
 one, a wrong type or a value that breaks its rule is a one-line `ValueError` that names the file,
-the path of the key, the value and the rule. Tags that would make Python objects are refused, and
-so is a file that would take long to read.
+the path of the key, the value and the rule. Tags, some of which make Python objects, are refused,
+and so is a file that would take long to read.
 
     @dataclass(frozen=True, kw_only=True)
     class Link:
@@ -46,6 +46,8 @@ T = TypeVar("T")
 # Characters of a value, and of what YAML's own errors say, that an error shows.
 LONGEST_VALUE = 60
 LONGEST_PROBLEM = 200
+# Missing keys that an error names.
+MOST_SHOWN = 20
 # Beyond these a file is refused before it takes a second. The largest real ones, calibrations and
 # plans of thousands of ranks, hold half of it.
 MOST_BYTES = 250_000
@@ -140,7 +142,9 @@ def build(cls: type[T], data: Any, file: str, key: str = "") -> T:
     place = _Place(file, key)
     missing = _check_keys(cls, data, place)
     if missing:
-        raise _Place(file, ", ".join(missing)).error("missing, must be given")
+        more = f" and {len(missing) - MOST_SHOWN} more" if len(missing) > MOST_SHOWN else ""
+        keys = ", ".join(missing[:MOST_SHOWN]) + more
+        raise _Place(file, keys).error("missing, must be given")
     value: T = _value(cls, data, place)
     return value
 
@@ -378,6 +382,8 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             self._count(self._num_values_of.get(event.anchor, 1), event)
             return super().compose_node(parent, index)
+        if event.tag is not None:
+            raise _refused(f"tag {event.tag} is not known here; quotes make a text", event)
         before = self._num_values
         self._count(1, event)
         self._num_levels += 1
@@ -397,6 +403,13 @@ class _Loader(yaml.SafeLoader):
                 "included",
                 event,
             )
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value: int = super().construct_yaml_int(node)
+        # Python refuses to write out the longest ones, in an error too.
+        if value.bit_length() > 63:
+            raise _refused("an integer must have at most 63 bits", node)
+        return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -426,6 +439,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(rf"({_pattern})$"), [*"-+0123456789."])
 

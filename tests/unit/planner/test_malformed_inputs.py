@@ -185,6 +185,10 @@ FILES: list[tuple[str, object, list[str]]] = [
     ("model", b"\x7fELF\x02\x01\x01\x00\xff\xfe", ["is no text file"]),
     ("model", b"name: \x00\n", ["is no plain YAML"]),
     ("model", "hidden_size: " + "9" * 5_000, ["is no plain YAML"]),
+    ("model", f"hidden_size: 0x{'f' * 9_000}", ["in line 1", "an integer must have at most 63"]),
+    ("model", "name: !!str 1\n", ["in line 1", "tag tag:yaml.org,2002:str is not known here"]),
+    ("model", "hidden_size: !!int ''\n", ["in line 1", "tag", "is not known here"]),
+    ("cluster", {"links": [{}] * 100}, ["links[0].tier", "and 487 more: missing, must be given"]),
     # What would take long to read or to show.
     ("model", LAUGHS, ["is no plain YAML in line 4", "too many values", "10,000", "alias"]),
     ("model", LAUGHS + "? *a9\n: 1\n", ["too many values"]),
