@@ -65,7 +65,7 @@ class Known:
         return f"{command} {self.more}".strip()
 
 
-EMULATE = r"monta emulate --nodes \d+ .* -- -m monta_megatron\.cli"
+EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
 KNOWN = (
     Known(pattern=r"monta (doctor|plan .*|simulate .*|timeline --model .*)"),
     Known(pattern=r"mkdir .*|monta completion .*"),

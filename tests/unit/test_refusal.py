@@ -16,15 +16,19 @@ pytestmark = pytest.mark.old_end
 REASON = "moe_monta_chain: hierarchical_alltoall cannot run here: uneven nodes"
 
 
-def build() -> None:
+def build(reports: bool = True) -> None:
     layer = SimpleNamespace(num_local_experts=1, local_expert_indices=[0])
     config = SimpleNamespace(moe_token_dispatcher_type="monta")
 
     def construct(*args: Any, **kwargs: Any) -> None:
         """Megatron's constructor, which does not matter here."""
 
-    with mock.patch.object(dispatcher, "MontaTokenDispatcher", side_effect=ValueError(REASON)):
-        build_with_monta(construct, layer, config, pg_collection=object())
+    groups = SimpleNamespace(tp_ep=None)
+    with (
+        mock.patch.object(dispatcher, "MontaTokenDispatcher", side_effect=ValueError(REASON)),
+        mock.patch.object(dispatcher, "reports_for_stage", return_value=reports),
+    ):
+        build_with_monta(construct, layer, config, pg_collection=groups)
 
 
 def test_in_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,12 +37,17 @@ def test_in_code(monkeypatch: pytest.MonkeyPatch) -> None:
         build()
 
 
-def test_in_a_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("reports", [True, False])
+def test_in_a_training(
+    reports: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All ranks of a pipeline stage end alike; the first one says why."""
     monkeypatch.setattr(arguments, "_checked", [])
+    monkeypatch.setattr(arguments, "linger", lambda: None)
     module = SimpleNamespace(validate_args=lambda args: args)
     arguments.patch_arguments(module)
     module.validate_args(SimpleNamespace(moe_token_dispatcher_type="alltoall"))
     with pytest.raises(SystemExit) as end:
-        build()
+        build(reports)
     assert end.value.code == 2
-    assert capsys.readouterr().err == f"monta: error: {REASON}\n"
+    assert capsys.readouterr().err == (f"monta: error: {REASON}\n" if reports else "")

@@ -2,13 +2,15 @@
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from monta_megatron.integration.config import check_config
 from monta_megatron.integration.dispatcher_type import is_monta
 from monta_megatron.options import OPTION_NAMES, Options, defaults_from_environment
-from monta_megatron.ranks.this_rank import report
+from monta_megatron.ranks.this_rank import linger, report
+from monta_megatron.texts import shown
 
 # Not empty once Megatron has validated a command line in this process.
 _checked: list[bool] = []
@@ -70,15 +72,22 @@ def _check_plan(args: Any) -> None:
         raise ValueError(f"moe_monta_plan: {misfit}")
 
 
-def refuse(error: ValueError) -> NoReturn:
+def refuse(error: ValueError, reports: bool) -> NoReturn:
     """End a training, whose command line was checked here, with one line and exit status 2.
+
+    Args:
+        error: which the other ranks of the pipeline stage have too.
+        reports: whether this rank says so.
 
     Raises:
         ValueError: the error itself, where code that is no such training may handle it.
     """
     if not _checked:
         raise error
-    report(f"monta: error: {error}")
+    if reports:
+        print(shown(f"monta: error: {error}"), file=sys.stderr, flush=True)
+    else:
+        linger()
     raise SystemExit(2) from None
 
 
@@ -89,7 +98,8 @@ def _checking_options(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             check_arguments(args)
         except ValueError as error:
-            refuse(error)
+            report(f"monta: error: {error}")
+            raise SystemExit(2) from None
         return original(args, *more, **kwargs)
 
     return validate_args

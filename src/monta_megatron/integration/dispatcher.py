@@ -82,7 +82,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         check_duties(config)
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.options = Options.of(config)
-        self._reports = _reports_for_stage(self.tp_ep_group, pg_collection)
+        self._reports = reports_for_stage(self.tp_ep_group, pg_collection)
         self.layout, self.choice, agreement = on_every_exchange(
             self._set_up, getattr(pg_collection, "expt_dp", None)
         )
@@ -449,7 +449,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return self._counts.pairs
 
 
-def _reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
+def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
     """Whether this rank reports for its pipeline stage: the first rank of its first exchange."""
     exchanges = getattr(pg_collection, "expt_dp", None)
     if exchanges is None:

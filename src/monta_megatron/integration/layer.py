@@ -45,7 +45,7 @@ def build_with_monta(
     """
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
-    from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+    from monta_megatron.integration.dispatcher import MontaTokenDispatcher, reports_for_stage
 
     if not is_monta(config) and getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise ValueError(
@@ -68,7 +68,8 @@ def build_with_monta(
             pg_collection=kwargs["pg_collection"],
         )
     except ValueError as error:
-        refuse(error)
+        groups = kwargs["pg_collection"]
+        refuse(error, reports_for_stage(groups.tp_ep, groups))
     if layer.token_dispatcher.shared_experts is not None:
         dispatcher.set_shared_experts(layer.token_dispatcher.shared_experts)
     if hasattr(layer, "_training_token_dispatcher"):
