@@ -169,7 +169,7 @@ def test_cluster_of_other_nodes_is_one_line(ranks: ForkedRanks, tmp_path: Path) 
     result = ranks.run(*MONTA_BENCH, *flags.split())
     assert result.returncode == 2
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("monta bench: ")]
-    assert "--cluster: got one of 1 ranks per node, must have 4 as this launch" in line
+    assert "--cluster: got one of 1 rank per node, must have 4 as this launch" in line
 
 
 def run_alone(arguments: str) -> subprocess.CompletedProcess[str]:
