@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from linear_pipeline import Stage, operation_of
 
 from monta_megatron.calibration.cluster_file import Machine, excess_of, make_cluster, slowdowns
 from monta_megatron.calibration.doubts import doubts_of
@@ -32,7 +33,7 @@ MACHINE = Machine(
     ranks_per_node=4,
     nics_per_node=1,
     memory_gb_per_rank=None,
-    copies_block_host=True,
+    on_cpu=True,
     counts_to_host_us=0.0,
     source="by hand",
 )
@@ -150,7 +151,7 @@ def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
     ]
     for task in (*alone, COUNTS, WALKS, WALKS_IN_CHUNKS):
         samples.append(Sample(task=task.name, us=100.0, launch_us=100.0))
-    gpu = replace(MACHINE, copies_block_host=False, memory_gb_per_rank=80.0)
+    gpu = replace(MACHINE, on_cpu=False, memory_gb_per_rank=80.0)
     cluster = make_cluster(gpu, points, pairs, samples)
     assert cluster.launch.copy_us == 8
     assert all(time > 0 for curve in cluster.curves for time in curve.times_us)
@@ -164,7 +165,7 @@ def test_the_copy_of_the_counts_is_not_counted_twice() -> None:
         Sample(task=task.name, us=100.0, launch_us=LAUNCH_US)
         for task in (*alone, COUNTS, WALKS, WALKS_IN_CHUNKS)
     ]
-    gpu = replace(MACHINE, copies_block_host=False, counts_to_host_us=30.0)
+    gpu = replace(MACHINE, on_cpu=False, counts_to_host_us=30.0)
     launch = make_cluster(gpu, points, pairs, samples).launch
     assert (launch.counts_to_host_us, launch.counts_us) == (30, 70)
 
@@ -193,10 +194,11 @@ def test_slowdowns_from_the_schedule_they_give(first: float, second: float) -> N
 
     def excess(first_us: float, second_us: float) -> float:
         works = [
-            Work(stage="first", resource="inter", times_us=(0.0, first_us), depth=0),
-            Work(stage="second", resource="memory", times_us=(second_us, 0.0), depth=0),
+            Work(stage="first", resource="inter", times_us=(first_us,)),
+            Work(stage="second", resource="memory", times_us=(second_us,)),
         ]
-        both_us = simulate(works, lambda one, other: factors.get((one, other), 2.0)).total_us
+        stages = [operation_of(at, at, 0, [Stage(work, 0) for work in works]) for at in range(2)]
+        both_us = simulate(stages, works, lambda *pair: factors.get(pair, 2.0)).total_us
         return excess_of(first_us, second_us, both_us)
 
     found = slowdowns(excess(20.0, 5.0), excess(5.0, 20.0))

@@ -25,7 +25,7 @@ from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.walk import Exchange
+from monta_megatron.exchange.state import Exchange
 from monta_megatron.topology.layout import Layout
 
 ROUTINGS = (

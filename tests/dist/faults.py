@@ -1,6 +1,5 @@
 """Faults to plant in the executor: each one must make a test fail, or the tests prove nothing."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,14 +8,14 @@ from unittest import mock
 import torch
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.lanes import DISPATCH_BACKWARD
-from monta_megatron.exchange import autograd, walk
+from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
+from monta_megatron.exchange import autograd, executor, operations, state
 from monta_megatron.exchange.payload import Lanes
 
 
 def two_rows_swapped() -> Any:
     """The first two rows of every copy into place change places."""
-    original = walk._row_indices
+    original = state._row_indices
 
     def swapped(*args: Any) -> tuple[torch.Tensor, ...]:
         indices = [index.clone() for index in original(*args)]
@@ -25,32 +24,30 @@ def two_rows_swapped() -> Any:
                 index[:2] = index[:2].flip(0)
         return tuple(indices)
 
-    return mock.patch.object(walk, "_row_indices", swapped)
+    return mock.patch.object(state, "_row_indices", swapped)
 
 
 def last_chunk_skipped() -> Any:
     """The rows of the last chunk never reach their place."""
-    put, allocate_outputs = walk._Pipeline._put, walk._Pipeline._allocate_outputs
+    put = operations.put
 
-    def skip(self: Any, bound: Any, chunk: int) -> None:
-        if chunk < self.exchange.bound.num_chunks - 1:
-            put(self, bound, chunk)
-        else:
-            self._wait(chunk)
+    def skip(now: Any, operation: Any) -> Any:
+        (output,) = operation.writes
+        is_first = output not in now._messages
+        for lane in now.allocate(output):
+            if is_first:
+                # Fresh memory may still hold the right rows, of the run with stock.
+                lane.fill_(torch.nan)
+        if operation.chunk < now.exchange.bound.num_chunks - 1:
+            return put(now, operation)
+        return []
 
-    def allocate_as_nan(self: Any) -> Lanes:
-        # Fresh memory may still hold the right rows, of the run with stock.
-        outputs = allocate_outputs(self)
-        for lane in outputs.tensors():
-            lane.fill_(torch.nan)
-        return outputs
-
-    return mock.patch.multiple(walk._Pipeline, _put=skip, _allocate_outputs=allocate_as_nan)
+    return mock.patch.object(executor, "OPERATIONS", {**operations.OPERATIONS, "put": skip})
 
 
 def probability_gradients_dropped() -> Any:
     """The backward pass of dispatch forgets one lane."""
-    original = walk.run
+    original = executor.run
 
     def run(exchange: Any, way: Any, lanes: Lanes) -> Lanes:
         result = original(exchange, way, lanes)
@@ -63,17 +60,22 @@ def probability_gradients_dropped() -> Any:
 
 def wrong_split() -> Any:
     """Every rank sends the first peer a row that belongs to the second, and expects no other."""
-    original = walk._Pipeline._collective
+    original_rows, original_splits = BoundProgram.rows, BoundProgram.splits
 
-    def collective(self: Any, bound: Any, group: Any, chunk: int) -> Any:
-        send, receive = bound.send.copy(), bound.receive.copy()
-        send[:, 0] += 1
-        send[:, 1] -= 1
-        receive += {0: 1, 1: -1}.get(group.rank, 0)
-        wrong = dataclasses.replace(bound, send=send, receive=receive)
-        return original(self, wrong, group, chunk)
+    def more(self: BoundProgram) -> int:
+        return {0: 1, 1: -1}.get(self.bound.layout.rank, 0)
 
-    return mock.patch.object(walk._Pipeline, "_collective", collective)
+    def rows(self: BoundProgram, buffer: Any) -> float:
+        num_peers = self.bound.layout.ep if buffer.name == "alltoall" else 0
+        return original_rows(self, buffer) + num_peers * more(self)
+
+    def splits(self: BoundProgram, operation: Any) -> tuple[list[int], list[int]]:
+        send, receive = original_splits(self, operation)
+        send[0] += 1
+        send[1] -= 1
+        return send, [count + more(self) for count in receive]
+
+    return mock.patch.multiple(BoundProgram, rows=rows, splits=splits)
 
 
 def serial_loop() -> Any:

@@ -302,7 +302,7 @@ def record_of_walks(case: Case, num_chunks: int) -> list[tuple[str, str, str, in
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     layer.token_dispatcher.monitor.recorder = steps = StepList()
     forward_backward(case, layer)
-    return [tuple(step) for step in steps]
+    return [(step.action, step.walk, step.stage, step.chunk) for step in steps]
 
 
 def record_with_fault(case: Case, num_chunks: int, fault: str) -> list[tuple[str, str, str, int]]:
@@ -581,28 +581,29 @@ def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, floa
     import signal
     import time
 
-    from monta_megatron.exchange import walk
+    from monta_megatron.exchange import executor
+    from monta_megatron.exchange.state import ExchangeError
 
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     forward_backward(case, layer)
-    original = walk._Pipeline._collective
+    original = executor.OPERATIONS
 
-    def collective(self: Any, bound: Any, group: Any, chunk: int) -> Any:
-        if chunk == 1 and dist.get_rank() == victim:
+    def alltoall(state: Any, operation: Any) -> Any:
+        if operation.chunk == 1 and dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, bound, group, chunk)
+        return original["alltoall"](state, operation)
 
-    walk._Pipeline._collective = collective
+    executor.OPERATIONS = {**original, "alltoall": alltoall}
     begin = time.monotonic()
     try:
         forward_backward(case, layer)
-    except walk.ExchangeError as error:
+    except ExchangeError as error:
         answer = str(error), time.monotonic() - begin
         # Megatron would end with this error, and so close its connections to the other ranks.
         dist.destroy_process_group()
         return answer
     finally:
-        walk._Pipeline._collective = original
+        executor.OPERATIONS = original
     return "", time.monotonic() - begin
 
 
@@ -612,7 +613,7 @@ def end_in_exchange_of_counts(case: Case, victim: int, stops: bool) -> tuple[str
     import signal
     import time
 
-    from monta_megatron.exchange.walk import ExchangeError
+    from monta_megatron.exchange.state import ExchangeError
 
     layer = build_layer(case, "monta")
     forward_backward(case, layer)

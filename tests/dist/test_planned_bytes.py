@@ -13,7 +13,8 @@ from test_exchange_properties import DTYPES, runnable
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.gathered import gathered_widths
-from monta_megatron.chains.lanes import FORWARD_BACKWARD, RowFormat
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.planner.traffic import walk_traffic
 
@@ -65,12 +66,14 @@ def planned_bytes(case: Case, rank: int) -> BytesByWalk:
         hidden_size=case.hidden,
         value_bytes=case.torch_dtype.itemsize,
         prob_bytes=getattr(torch, case.probs_dtype).itemsize,
-        list_width=routing.list_width,
+        sum_bytes=max(4, case.torch_dtype.itemsize, getattr(torch, case.probs_dtype).itemsize),
     )
     return {
         walk.name: {
             key: count
-            for key, count in walk_traffic(bound, row, walk, case.num_blocks)
+            for key, count in walk_traffic(
+                lower(bound, walk, row, routing.list_width, "host"), case.num_blocks
+            )
             .bytes_by_stage()
             .items()
             if count

@@ -14,6 +14,6 @@ class StepList(list[Step]):
         self.append(step)
 
     def watch(
-        self, works: Sequence[torch.distributed.Work], walk: str, stage: str, chunk: int
+        self, works: Sequence[torch.distributed.Work], walk: str, operation: int
     ) -> list[torch.distributed.Work]:
         return list(works)

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from linear_pipeline import Stage, operation_of
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.lower import order_operations
+from monta_megatron.chains.program import Policy
 from monta_megatron.cli import main
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
+from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
 from monta_megatron.timeline.overlap import overlaps, table
 from monta_megatron.timeline.predicted import predict
@@ -69,20 +73,22 @@ def test_predicted_spans_are_those_of_the_schedule(
     for walk in price.walks:
         transposed = walk.walk in ("combine", "dispatch_backward")
         ran = {
-            (span.stage, span.chunk): span
+            (span.stage, span.operation): span
             for span in track.spans
             if span.walk == walk.walk and span.action == "run"
         }
         # What comes before is one after the other, and ends where the pipeline begins.
         before_us = sum(work.launch_us + sum(work.times_us) for work in walk.before)
         first_us = walk_start_us + before_us
-        for number, work in enumerate(walk.pipeline):
-            for turn in range(4):
-                found = ran.pop((work.stage, 3 - turn if transposed else turn))
+        for number, series in enumerate(walk.program.series):
+            for turn, operation in enumerate(series):
+                work = walk.pipeline[number]
+                found = ran.pop((work.stage, operation.number))
+                assert found.chunk == (3 - turn if transposed else turn)
                 assert found.lane == work.resource
-                starts_us, ends_us = walk.schedule.starts_us, walk.schedule.ends_us
-                assert found.start_us == pytest.approx(first_us + starts_us[number][turn])
-                assert found.end_us == pytest.approx(first_us + ends_us[number][turn])
+                times = walk.schedule.times[operation.number]
+                assert found.start_us == pytest.approx(first_us + times.start_us)
+                assert found.end_us == pytest.approx(first_us + times.end_us)
         assert set(ran) == {(work.stage, None) for work in (*walk.before, *walk.after)}
         walk_start_us += walk.total_us
     assert walk_start_us == pytest.approx(price.total_us)
@@ -113,22 +119,22 @@ def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:
     (track,) = predicted.tracks
     launches = [span for span in track.spans if span.lane == "host"]
     assert len(rows_of(launches)) == 1
-    by_key = {(span.walk, span.stage, span.chunk): span for span in launches}
+    by_key = {(span.walk, span.stage, span.operation): span for span in launches}
     for ran in track.spans:
         if ran.lane != "host":
-            assert by_key[ran.walk, ran.stage, ran.chunk].end_us <= ran.start_us + 1e-6
+            assert by_key[ran.walk, ran.stage, ran.operation].end_us <= ran.start_us + 1e-6
 
 
 STEPS = (
-    ("begin", "dispatch", "copy", 0, 0.0),
-    ("end", "dispatch", "copy", 0, 2.0),
-    ("begin", "dispatch", "alltoall", 0, 2.0),
-    ("start", "dispatch", "alltoall", 0, 2.5),
-    ("end", "dispatch", "alltoall", 0, 3.0),
-    ("begin", "dispatch", "order", 0, 3.0),
-    ("wait", "dispatch", "alltoall", 0, 3.1),
-    ("ready", "dispatch", "alltoall", 0, 9.0),
-    ("end", "dispatch", "order", 0, 10.0),
+    ("begin", "dispatch", 0, "copy", 0, 0.0),
+    ("end", "dispatch", 0, "copy", 0, 2.0),
+    ("begin", "dispatch", 1, "alltoall", 0, 2.0),
+    ("start", "dispatch", 1, "alltoall", 0, 2.5),
+    ("end", "dispatch", 1, "alltoall", 0, 3.0),
+    ("begin", "dispatch", 2, "order", 0, 3.0),
+    ("wait", "dispatch", 1, "alltoall", 0, 3.1),
+    ("ready", "dispatch", 1, "alltoall", 0, 9.0),
+    ("end", "dispatch", 2, "order", 0, 10.0),
 )
 
 
@@ -138,23 +144,27 @@ def fields(spans: list[Span]) -> list[tuple[str, str, str, float, float]]:
 
 def test_spans_of_a_copy_a_collective_and_the_copy_that_waits_for_it() -> None:
     steps = [TimedStep(*step, step[-1]) for step in STEPS]
-    lanes: Any = {
-        ("dispatch", "copy"): "memory",
-        ("dispatch", "alltoall"): "inter",
-        ("dispatch", "order"): "memory",
-    }
+    stages = [
+        Stage(Work(stage=name, resource=resource, times_us=(0.0,)), 0)
+        for name, resource in (("copy", "memory"), ("alltoall", "inter"), ("order", "memory"))
+    ]
+    plain = [operation_of(number, number, 0, stages) for number in range(3)]
     # It was through at 8, and noticed at 9.
-    ends_us = {("dispatch", "alltoall", 0): 8.0}
-    assert fields(spans_of(steps, ends_us, lanes, copies_block_host=True)) == [
+    ends_us = {("dispatch", 1): 8.0}
+
+    def operations(policy: Policy) -> Any:
+        found = order_operations(plain, [[], [0], [1]], policy)
+        return {("dispatch", each.number): each for each in found}
+
+    assert fields(spans_of(steps, ends_us, operations("host"))) == [
         ("copy", "memory", "run", 0.0, 2.0),
         ("alltoall", "inter", "run", 2.5, 8.0),
         ("alltoall", "host", "launch", 2.5, 3.0),
         ("alltoall", "host", "wait", 3.1, 9.0),
         ("order", "memory", "run", 9.0, 10.0),
     ]
-    # Where the device copies, the host only launches. A stage without a lane moves nothing.
-    del lanes["dispatch", "copy"]
-    assert fields(spans_of(steps, ends_us, lanes, copies_block_host=False)) == [
+    # Where the device copies, the host only launches.
+    assert fields(spans_of(steps[2:], ends_us, operations("streams"))) == [
         ("alltoall", "inter", "run", 2.5, 8.0),
         ("alltoall", "host", "launch", 2.0, 3.0),
         ("order", "memory", "run", 9.0, 10.0),
@@ -166,17 +176,26 @@ def test_a_transposed_gather_is_summed_before_what_comes_next() -> None:
     steps = [
         TimedStep(*step, step[-1])
         for step in (
-            ("begin", "combine", "alltoall", 1, 0.0),
-            ("wait", "combine", "allgather", 1, 1.0),
-            ("ready", "combine", "allgather", 1, 4.0),
-            ("start", "combine", "alltoall", 1, 6.0),
-            ("end", "combine", "alltoall", 1, 7.0),
+            ("begin", "combine", 1, "sum of allgather", 1, 0.0),
+            ("wait", "combine", 0, "allgather", 1, 1.0),
+            ("ready", "combine", 0, "allgather", 1, 4.0),
+            ("end", "combine", 1, "sum of allgather", 1, 6.0),
+            ("begin", "combine", 2, "alltoall", 1, 6.0),
+            ("start", "combine", 2, "alltoall", 1, 6.0),
+            ("end", "combine", 2, "alltoall", 1, 7.0),
         )
     ]
-    lanes: Any = {("combine", "sum of allgather"): "memory", ("combine", "alltoall"): "inter"}
+    names = (("allgather", "intra"), ("sum of allgather", "memory"), ("alltoall", "inter"))
+    stages = [
+        Stage(Work(stage=name, resource=resource, times_us=(0.0,)), 0) for name, resource in names
+    ]
+    plain = [operation_of(number, number, 1, stages) for number in range(3)]
+    operations = {
+        ("combine", each.number): each for each in order_operations(plain, [[], [0], [1]], "host")
+    }
     found = {
         each.stage: (each.start_us, each.end_us)
-        for each in spans_of(steps, {("combine", "alltoall", 1): 9.0}, lanes, True)
+        for each in spans_of(steps, {("combine", 2): 9.0}, operations)
         if each.action == "run"
     }
     assert found == {"sum of allgather": (4.0, 6.0), "alltoall": (6.0, 9.0)}

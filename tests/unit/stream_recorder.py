@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from monta_megatron.exchange import streams, walk
+from monta_megatron.exchange import operations, state, streams
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.monitor import Monitor, Step
 
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, make_streams: Callable[[torch.device, int], streams.Streams] = streams.CudaStreams
+        self, make_streams: Callable[[torch.device], streams.Streams] = streams.CudaStreams
     ) -> None:
         super().__init__()
         self._steps = StepList()
@@ -179,9 +179,9 @@ class Recorder(TorchDispatchMode):
                 "record_stream",
                 lambda tensor, stream: self._buffer_of(tensor).recorded.add(stream),
             ),
+            mock.patch.object(state, "streams_for", self._make_streams),
             mock.patch.multiple(
-                walk,
-                streams_for=self._make_streams,
+                operations,
                 start_all_to_all=self._start_all_to_all,
                 start_all_gather=self._start_all_gather,
             ),

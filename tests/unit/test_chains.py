@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.chains.cut import cut, first_blocks
+from monta_megatron.chains.lower import lower, parts_per_sum, pipeline_offsets
+from monta_megatron.chains.program import COMBINE, Policy, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll, Segments
 from monta_megatron.topology.layout import Layout
 
@@ -89,25 +91,34 @@ def test_the_last_chunk_is_smaller_and_comes_first_on_the_way_back() -> None:
     ]
     counts = Counts(sent=np.full((2, 2), 1.5), received=np.full((2, 2, 2), 1.5))
     bound = CHAIN.bind(layout_of(2, 2, 2), counts, num_chunks=2)
-    assert bound.walked(transpose=True)[2].send.tolist() == [[1.0, 1.0], [2.0, 2.0]]
-    assert [bound.chunk(turn, transpose=True) for turn in range(2)] == [1, 0]
+    row = RowFormat(hidden_size=8, value_bytes=4, prob_bytes=0, sum_bytes=4)
+    back = lower(bound, COMBINE, row, list_width=0)
+    exchange = [each for each in back.program.operations if each.stage == "alltoall"]
+    assert [back.splits(each)[1] for each in exchange] == [[1.0, 1.0], [2.0, 2.0]]
+    assert [each.chunk for each in exchange] == [1, 0]
+
+
+def offsets(bound: BoundChain, transpose: bool, policy: Policy) -> list[int]:
+    shapes = bound.shapes[::-1] if transpose else bound.shapes
+    return pipeline_offsets(shapes, bound.layout.crossing_groups, policy)
 
 
 def test_depth_trails_by_one_step_per_collective() -> None:
     counts = Counts(sent=np.ones((2, 1), int), received=np.ones((2, 2, 1), int))
     bound = CHAIN.bind(layout_of(2, 2, 1), counts, num_chunks=2)
-    for copies_block_host in (False, True):
-        assert bound.depths(transpose=False, copies_block_host=copies_block_host) == [0, 0, 1, 2]
-        assert bound.depths(transpose=True, copies_block_host=copies_block_host) == [0, 0, 1, 2]
+    policy: Policy
+    for policy in ("streams", "host"):
+        assert offsets(bound, transpose=False, policy=policy) == [0, 0, 1, 2]
+        assert offsets(bound, transpose=True, policy=policy) == [0, 0, 1, 2]
 
 
 def test_a_host_that_moves_rows_itself_does_not_put_them_off() -> None:
     # The AllToAll crosses nodes, the AllGather stays on one.
     counts = Counts(sent=np.ones((2, 1), int), received=np.ones((2, 2, 1), int))
     bound = CHAIN.bind(layout_of(2, 2, 1, ranks_per_node=2), counts, num_chunks=2)
-    assert bound.depths(transpose=False, copies_block_host=True) == [0, 0, 1, 1]
-    assert bound.depths(transpose=True, copies_block_host=True) == [0, 0, 0, 1]
-    assert bound.depths(transpose=False, copies_block_host=False) == [0, 0, 1, 2]
+    assert offsets(bound, transpose=False, policy="host") == [0, 0, 1, 1]
+    assert offsets(bound, transpose=True, policy="host") == [0, 0, 0, 1]
+    assert offsets(bound, transpose=False, policy="streams") == [0, 0, 1, 2]
     pack, exchange, gather, order = range(4)
     assert order_of_issue([0, 0, 1, 1], num_chunks=2) == [
         *[(pack, 0), (exchange, 0)],
@@ -120,31 +131,29 @@ def test_every_rank_takes_the_same_steps_where_only_some_groups_cross_nodes() ->
     """ETP 4 on nodes of 6: of ranks 0-3, 4-7 and 8-11 only those in the middle lie on two nodes."""
     counts = Counts(sent=np.ones((3, 1), int), received=np.ones((4, 3, 1), int))
     for transpose in (False, True):
-        depths = [
-            CHAIN.bind(layout_of(3, 4, 1, rank, ranks_per_node=6), counts, num_chunks=2).depths(
-                transpose, copies_block_host=True
+        steps = [
+            offsets(
+                CHAIN.bind(layout_of(3, 4, 1, rank, ranks_per_node=6), counts, num_chunks=2),
+                transpose,
+                policy="host",
             )
             for rank in range(12)
         ]
-        assert all(each == depths[0] for each in depths)
+        assert all(each == steps[0] for each in steps)
 
 
 def test_a_group_of_one_rank_takes_no_step() -> None:
     counts = Counts(sent=np.ones((2, 1), int), received=np.ones((1, 2, 1), int))
     bound = CHAIN.bind(layout_of(2, 1, 1), counts, num_chunks=2)
-    assert bound.depths(transpose=False, copies_block_host=False) == [0, 0, 1, 1]
-    assert bound.depths(transpose=True, copies_block_host=False) == [0, 0, 0, 1]
+    assert offsets(bound, transpose=False, policy="streams") == [0, 0, 1, 1]
+    assert offsets(bound, transpose=True, policy="streams") == [0, 0, 0, 1]
 
 
 def test_the_parts_of_an_expert_are_added_first_as_in_stock() -> None:
-    def copies_per_sum(etp: int, num_copies: int) -> int:
-        counts = Counts(sent=np.ones((2, 1), int), received=np.ones((etp, 2, 1), int))
-        return CHAIN.bind(layout_of(2, etp, 1), counts, 1).copies_per_sum(num_copies)
-
-    assert copies_per_sum(etp=2, num_copies=4) == 2
+    assert parts_per_sum(etp=2, num_parts=4) == 2
     # Nothing to nest: one expert's parts alone, or experts that are not cut.
-    assert copies_per_sum(etp=2, num_copies=2) == 2
-    assert copies_per_sum(etp=1, num_copies=4) == 4
+    assert parts_per_sum(etp=2, num_parts=2) == 2
+    assert parts_per_sum(etp=1, num_parts=4) == 4
 
 
 def test_num_chunks_below_one_is_refused() -> None:

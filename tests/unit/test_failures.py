@@ -7,9 +7,9 @@ from stream_recorder import Recorder
 from test_stream_safety import LAYOUTS, PLAIN, make_exchange, make_inputs
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.exchange import walk
+from monta_megatron.exchange import operations
 from monta_megatron.exchange.autograd import dispatch
-from monta_megatron.exchange.walk import ExchangeError
+from monta_megatron.exchange.state import ExchangeError
 
 
 @pytest.mark.parametrize("where", ["start", "wait"])
@@ -22,9 +22,9 @@ def test_a_failed_collective_is_named(where: str) -> None:
     failing = closed if where == "start" else mock.Mock(**{"wait.side_effect": closed})
     with (
         mock.patch.object(
-            walk, "start_all_to_all", side_effect=[mock.Mock(), failing, mock.Mock()]
+            operations, "start_all_to_all", side_effect=[mock.Mock(), failing, mock.Mock()]
         ),
-        mock.patch.object(walk, "start_all_gather"),
+        mock.patch.object(operations, "start_all_gather"),
         pytest.raises(ExchangeError) as error,
     ):
         dispatch(exchange, *make_inputs(exchange, routing_map))

@@ -1,15 +1,21 @@
-"""What a walk holds at most on a GPU: the formula is what the executor allocates."""
+"""What a pass holds at most: the liveness of its buffers is what the executor allocates."""
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import test_stream_safety as layers
+import torch
 from stream_recorder import Recorder
 from test_stream_safety import CASES, LAYOUTS, Routing, make_exchange, run_layer
 
 from monta_megatron.chains import CHAINS, BoundChain
-from monta_megatron.chains.lanes import FORWARD_BACKWARD, RowFormat, Walk
-from monta_megatron.exchange import autograd, walk
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.program import FORWARD_BACKWARD, Pass, RowFormat
+from monta_megatron.exchange import autograd, executor
+from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.state import Exchange
+from monta_megatron.exchange.streams import CudaStreams, HostStreams, Streams
 from monta_megatron.planner.memory import peak_bytes
 
 HIDDEN = 512
@@ -17,17 +23,20 @@ NUM_CHUNKS = (1, 2, 3, 4, 6)
 
 
 def measure(
-    chain_name: str, layout_name: str, num_chunks: int
+    chain_name: str,
+    layout_name: str,
+    num_chunks: int,
+    streams: Callable[[torch.device], Streams] = CudaStreams,
 ) -> tuple[dict[str, int], BoundChain, int]:
     """Bytes at the peak of each walk beyond its input; the bound chain; the longest list."""
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
     routing_map = Routing(num_tokens=192).map(layout.num_experts)
-    recorder = Recorder()
+    recorder = Recorder(streams)
     peaks: dict[str, int] = {}
 
-    def run(exchange: walk.Exchange, way: Walk, lanes: walk.Lanes) -> walk.Lanes:
+    def run(exchange: Exchange, way: Pass, lanes: Lanes) -> Lanes:
         before = recorder.forget_peak(lanes.tensors())
-        outputs = walk.run(exchange, way, lanes)
+        outputs = executor.run(exchange, way, lanes)
         peaks[way.name] = recorder.peak_bytes - before
         return outputs
 
@@ -46,12 +55,22 @@ def test_peak_bytes(chain_name: str, layout_name: str) -> None:
     serial: dict[str, int] = {}
     for num_chunks in NUM_CHUNKS[:1] if CHAINS[chain_name].serial else NUM_CHUNKS:
         peaks, bound, width = measure(chain_name, layout_name, num_chunks)
-        row = RowFormat(hidden_size=HIDDEN, value_bytes=4, prob_bytes=4, list_width=width)
+        row = RowFormat(hidden_size=HIDDEN, value_bytes=4, prob_bytes=4, sum_bytes=4)
         for way in FORWARD_BACKWARD:
-            expected = peak_bytes(bound, row, way)
+            expected = peak_bytes(lower(bound, way, row, width))
             # Rows weigh 2,048 bytes here, their indices and lists a few times 8.
             assert expected <= peaks[way.name] <= 1.03 * expected, (num_chunks, way.name)
         serial = serial or peaks
         for name, peak in peaks.items():
             # Chunks of pairs are packed, where one of all pairs is sent as it lies.
             assert peak <= 1.55 * serial[name], (num_chunks, name)
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_a_host_gives_memory_back_as_soon_as_it_was_read(chain_name: str, layout_name: str) -> None:
+    num_chunks = 1 if CHAINS[chain_name].serial else 4
+    peaks, bound, width = measure(chain_name, layout_name, num_chunks, lambda *_: HostStreams())
+    row = RowFormat(hidden_size=HIDDEN, value_bytes=4, prob_bytes=4, sum_bytes=4)
+    for way in FORWARD_BACKWARD:
+        expected = peak_bytes(lower(bound, way, row, width, "host"))
+        assert expected <= peaks[way.name] <= 1.03 * expected, way.name

@@ -14,17 +14,19 @@ from unittest import mock
 
 import pytest
 import torch
-from stream_recorder import Entry, Finding, Recorder, times_in_one_queue
+from stream_recorder import Entry, Finding, RecordedStream, Recorder, times_in_one_queue
 
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
-from monta_megatron.chains.lanes import FORWARD_BACKWARD, RowFormat, message_bytes_by_stage
+from monta_megatron.chains import lower as lower_module
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll
-from monta_megatron.exchange import walk
+from monta_megatron.exchange import executor, operations
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting
+from monta_megatron.exchange.state import Exchange, State
 from monta_megatron.exchange.streams import CudaStreams, Ready
-from monta_megatron.exchange.walk import Exchange
 from monta_megatron.topology.layout import Layout
 
 NUM_LOCAL_EXPERTS = 2
@@ -227,8 +229,8 @@ class NoWait(CudaStreams):
 class PreviousEvent(CudaStreams):
     """The consumer waits for the chunk before."""
 
-    def __init__(self, device: torch.device, num_stages: int) -> None:
-        super().__init__(device, num_stages)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self.previous: dict[torch.cuda.Stream, Ready] = {}
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
@@ -239,7 +241,9 @@ class PreviousEvent(CudaStreams):
 
 
 class NoFork(CudaStreams):
-    def fork(self) -> None: ...
+    def fork(self, num_streams: int) -> None:
+        with mock.patch.object(RecordedStream, "wait_event"):
+            super().fork(num_streams)
 
 
 class NoJoin(CudaStreams):
@@ -248,10 +252,6 @@ class NoJoin(CudaStreams):
 
 class NoKeep(CudaStreams):
     def keep(self, tensors: list[torch.Tensor]) -> None: ...
-
-
-class NoHold(CudaStreams):
-    def hold(self, tensors: list[torch.Tensor]) -> None: ...
 
 
 class AllocatesOnStages(CudaStreams):
@@ -278,7 +278,6 @@ class WaitAtOnce(CudaStreams):
         (PreviousEvent, "race"),
         (NoFork, "race"),
         (NoJoin, "race"),
-        (NoHold, "reuse"),
         (AllocatesOnStages, "reuse"),
     ],
 )
@@ -287,6 +286,51 @@ def test_a_planted_fault_is_found(
 ) -> None:
     findings: list[Finding] = record(chain_name, LAYOUTS[layout_name], 3, streams=streams).findings
     assert kind in {finding.kind for finding in findings}
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_memory_given_back_before_the_join_is_found(chain_name: str, layout_name: str) -> None:
+    program = lower_module._structure
+
+    def released_at_last_read(*structure: Any) -> Program:
+        made = program(*structure)
+        buffers = (
+            each if each.release == "caller" else each._replace(release="last read")
+            for each in made.buffers
+        )
+        return dataclasses.replace(made, buffers=tuple(buffers))
+
+    with mock.patch.object(lower_module, "_structure", released_at_last_read):
+        findings = record(chain_name, LAYOUTS[layout_name], 3).findings
+    assert "reuse" in {finding.kind for finding in findings}
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_a_window_that_is_not_waited_for_is_found(chain_name: str, layout_name: str) -> None:
+    """Memory that the chunk before the last still uses is overwritten."""
+    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
+    if chain.serial:
+        return
+    program = lower_module._structure
+
+    def without_waits_for_reuse(*structure: Any) -> Program:
+        made = program(*structure)
+        slots: dict[int, list[int]] = {}
+        operations = []
+        for operation in made.operations:
+            earlier: set[int] = set()
+            for number in operation.writes:
+                slot = made.buffers[number].slot
+                for before in slots.setdefault(slot, []):
+                    earlier |= {each.number for each in made.operations if before in each.reads}
+                slots[slot].append(number)
+            waits = tuple(each for each in operation.waits if each not in earlier)
+            operations.append(operation._replace(waits=waits))
+        return dataclasses.replace(made, operations=tuple(operations))
+
+    with mock.patch.object(lower_module, "_structure", without_waits_for_reuse):
+        findings = record(chain_name, layout, 5).findings
+    assert "race" in {finding.kind for finding in findings}
 
 
 @pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
@@ -334,14 +378,15 @@ def test_as_many_messages_are_sent_as_are_priced(
     sent = Counter((walk, stage) for walk, _, stage, _ in order_of(recorder))
     routing_map = PLAIN.map(layout.num_experts)
     exchange = make_exchange(CHAINS[chain_name], layout, routing_map, num_chunks, recorder)
-    row = RowFormat(hidden_size=HIDDEN, value_bytes=4, prob_bytes=4, list_width=PLAIN.topk)
-    bound, priced = exchange.bound, {}
+    row = RowFormat(hidden_size=HIDDEN, value_bytes=4, prob_bytes=4, sum_bytes=4)
+    priced: Counter[tuple[str, str]] = Counter()
     for way in FORWARD_BACKWARD:
-        messages = message_bytes_by_stage(bound, row, way)
-        for entry, of_row in zip(bound.walked(way.transpose), messages, strict=True):
-            if isinstance(entry.stage, AllToAll | AllGather) and entry.send.shape[1] > 1:
-                priced[way.name, entry.stage.name] = len(of_row) * bound.num_chunks
-    assert dict(sent) == priced
+        bound = lower(exchange.bound, way, row, PLAIN.topk)
+        for operation in bound.program.operations:
+            if operation.kind in ("alltoall", "allgather"):
+                message = bound.program.buffers[operation.writes[0]]
+                priced[way.name, operation.stage] += len(bound.message_bytes(message))
+    assert sent == priced
 
 
 @pytest.mark.parametrize("num_local_experts", [1, 2])
@@ -361,8 +406,8 @@ def test_messages_are_contiguous_whatever_the_gradients(
     exchange = make_exchange(CHAINS[chain_name], layout, routing_map, 2, Recorder())
     expert_outputs = torch.ones(int(exchange.bound.num_expert_rows), HIDDEN, requires_grad=True)
     with (
-        mock.patch.object(walk, "start_all_to_all", start),
-        mock.patch.object(walk, "start_all_gather", start),
+        mock.patch.object(operations, "start_all_to_all", start),
+        mock.patch.object(operations, "start_all_gather", start),
     ):
         expert_inputs = dispatch(exchange, *make_inputs(exchange, routing_map))
         torch.autograd.backward([each.sum() for each in expert_inputs])
@@ -384,16 +429,17 @@ def test_collectives_are_issued_in_one_order_on_every_rank(
 
 
 def test_a_chunk_that_is_left_out_because_it_is_empty_is_found() -> None:
-    advance = walk._Pipeline.advance
+    def start_if_rows(state: State, operation: Operation, *_: Any) -> list[Any]:
+        send, receive = state.bound.splits(operation)
+        if any(send) or any(receive):
+            return start(state, operation)
+        state.allocate(operation.writes[0])
+        return []
 
-    def advance_with_rows(self: walk._Pipeline, position: int, chunk: int) -> None:
-        bound = self.stages[position]
-        is_collective = isinstance(bound.stage, AllToAll | AllGather)
-        if not is_collective or bound.send[chunk].any() or bound.receive[chunk].any():
-            advance(self, position, chunk)
-
+    start = operations.OPERATIONS["alltoall"]
+    with_rows = {**operations.OPERATIONS, "alltoall": start_if_rows}
     expected = order_of(sound("hierarchical_alltoall", "ep4", 5))
-    with mock.patch.object(walk._Pipeline, "advance", advance_with_rows):
+    with mock.patch.object(executor, "OPERATIONS", with_rows):
         few = record("hierarchical_alltoall", LAYOUTS["ep4"], 5, Routing(num_tokens=2))
     assert order_of(few) != expected
 

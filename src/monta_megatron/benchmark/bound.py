@@ -17,11 +17,11 @@ from monta_megatron.benchmark.settings import Settings
 from monta_megatron.benchmark.timing import time_interleaved
 from monta_megatron.benchmark.workload import Batch
 from monta_megatron.chains import CHAINS, BoundChain, Counts
-from monta_megatron.chains.stages import AllGather, BoundStage, Place
+from monta_megatron.chains.stages import BoundStage, Place
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.walk import Exchange
+from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.bench_layer import exchange_groups
 from monta_megatron.topology.layout import Layout
 
@@ -127,17 +127,10 @@ def _alone(serial: BoundChain, stage: BoundStage) -> BoundChain:
         rows = np.full((1, 1), num_rows)
         return BoundStage(stage=Place(name="end"), send=rows, receive=rows)
 
-    before, after = end(int(_rows_before(stage))), end(int(stage.receive.sum()))
-    is_last = isinstance(stage.stage, Place)
-    stages = (before, stage) if is_last else (before, stage, after)
-    return replace(serial, stages=stages, num_source_rows=int(_rows_before(stage)))
-
-
-def _rows_before(stage: BoundStage) -> float:
-    """Number of rows that go into a stage; an AllGather sends the same ones to every peer."""
-    if isinstance(stage.stage, AllGather):
-        return float(stage.send[0, 0])
-    return float(stage.send.sum())
+    num_rows = int(stage.rows_before.sum())
+    before, after = end(num_rows), end(int(stage.rows_after.sum()))
+    stages = (before, stage) if stage is serial.stages[-1] else (before, stage, after)
+    return replace(serial, stages=stages, num_source_rows=num_rows)
 
 
 def _walks(exchange: Exchange, batch: Batch, backward: bool) -> Callable[[], None]:

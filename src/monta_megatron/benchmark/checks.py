@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from monta_megatron.benchmark.candidates import Candidate, Passed, run_candidate
 from monta_megatron.benchmark.workload import Batch
-from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.integration.bench_layer import Experts
 from monta_megatron.topology.layout import Layout
@@ -128,8 +127,7 @@ def num_partial_hops(candidate: Candidate, layout: Layout) -> int:
     """Number of exchanges that carry partial sums, each rounded to the rows' dtype."""
     if candidate.rows == "pairs":
         return int(layout.etp > 1)
-    stages = candidate.dispatcher.chain.stages
-    return sum(isinstance(stage, AllToAll | AllGather) for stage in stages)
+    return len(candidate.dispatcher.chain.groups)
 
 
 def error_bound(dtype: torch.dtype, num_hops: int, once_rms: float, stock_rms: float) -> float:

@@ -17,7 +17,7 @@ from monta_megatron.calibration.points import (
     Point,
 )
 from monta_megatron.calibration.record import Sample
-from monta_megatron.chains.lanes import FORWARD_BACKWARD
+from monta_megatron.chains.program import FORWARD_BACKWARD
 from monta_megatron.planner.cluster import COLLECTIVES, FINDS, Cluster, Contention, HostCosts
 from monta_megatron.planner.curves import Curve, fit
 
@@ -35,7 +35,7 @@ class Machine:
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share.
         memory_gb_per_rank: 1e9 bytes of a GPU; None on CPU ranks, which share the host's.
-        copies_block_host: whether ranks are CPU ranks.
+        on_cpu: whether ranks are CPU ranks.
         counts_to_host_us: time of a copy of some integers to the host, with the wait for it.
         source: when and with what it was measured.
     """
@@ -45,7 +45,7 @@ class Machine:
     ranks_per_node: int
     nics_per_node: int
     memory_gb_per_rank: float | None
-    copies_block_host: bool
+    on_cpu: bool
     counts_to_host_us: float
     source: str
 
@@ -75,7 +75,7 @@ def make_cluster(
         source=machine.source,
         launch=launch,
         memory_gb_per_rank=machine.memory_gb_per_rank,
-        copies_block_host=machine.copies_block_host,
+        copies_block_host=machine.on_cpu,
         curves=curves,
         contention=tuple(_contention(machine, each, by_task) for each in pairs),
         doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),
@@ -110,7 +110,7 @@ def _launch(
     more_us = times_us[WALKS_IN_CHUNKS.name] - times_us[WALKS.name]
     stage_us = max(more_us / (num_walks * (NUM_WALK_CHUNKS - 1) * NUM_WALK_STAGES), 0.0)
     # Where copies run on the host, their time is not launch time.
-    blocks = machine.copies_block_host
+    blocks = machine.on_cpu
     return HostCosts(
         collective_us=least(*COLLECTIVES),
         copy_us=0.0 if blocks else least(*(BYTES_PER_ROW.keys() - {*FINDS, "sum"})),

@@ -32,7 +32,7 @@ from monta_megatron.exchange.counting import Counting, lists_of
 from monta_megatron.exchange.groups import new_local_group
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.payload import Payload
-from monta_megatron.exchange.walk import Exchange
+from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.permutation import permute, unpermute
 from monta_megatron.topology.layout import Layout
 

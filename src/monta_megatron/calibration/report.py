@@ -30,7 +30,7 @@ def lines(cluster: Cluster) -> list[str]:
         "walk:",
         f"{launch.walk_us:.0f} us, and {launch.counts_us:.0f} us to count and bind for a dispatch",
     ]
-    if cluster.copies_block_host:
+    if launch.first_collective_us + launch.first_copy_us + launch.first_find_us > 0:
         text.append(
             f"more for the first chunk: {launch.first_collective_us:.0f} us of a collective, "
             f"{launch.first_copy_us:.0f} of a copy,"

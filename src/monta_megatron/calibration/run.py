@@ -92,7 +92,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     shape = shape_of(nodes)
     machine = _machine(settings, shape, device)
     points = all_points(shape, NUM_SIZES[device.type])
-    ranks_per_core = _ranks_per_core() if machine.copies_block_host else 1.0
+    ranks_per_core = _ranks_per_core() if machine.on_cpu else 1.0
 
     # Step 2: what an earlier calibration has left.
     identity = _identity(machine, ranks_per_core)
@@ -185,7 +185,7 @@ def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
         memory_gb_per_rank=None
         if on_cpu
         else torch.cuda.get_device_properties(device).total_memory / 1e9,
-        copies_block_host=on_cpu,
+        on_cpu=on_cpu,
         counts_to_host_us=0.0 if on_cpu else _counts_to_host_us(device),
         source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
     )
@@ -203,7 +203,7 @@ def _ranks_per_core() -> float:
 def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
     """What two calibrations must have in common for their samples to be put together."""
     # Another job has other nodes; CPU ranks measure their machine itself.
-    on_cpu = machine.copies_block_host
+    on_cpu = machine.on_cpu
     return {
         "name": machine.name,
         "num_nodes": machine.num_nodes,

@@ -4,9 +4,6 @@
 
 It wins where few ranks share the experts and top-k is close to their number, so that most tokens
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
-
-On a GPU all chunks live until the walk has been issued, so dispatch holds at most G + 2P rows
-beyond its input (G gathered, P pairs).
 """
 
 import numpy as np

@@ -3,8 +3,7 @@
     A2A(EP) then AG(ETP) then Place (into expert order)
 
 The plainest chain: it wins where there is one tier, where messages are tiny, and at top-1. Its
-stages are those of `alltoall_allgather`, which pipelines them. Dispatch holds at most A + 2G rows
-beyond its input (A received, G gathered), or 2A at ETP 1.
+stages are those of `alltoall_allgather`, which pipelines them.
 """
 
 from monta_megatron.chains import alltoall_allgather

@@ -18,10 +18,6 @@ Hand-worked: EP 2, ETP 1, L = 2, two chunks; this rank holds rows [a a b b b b |
 experts 0 1 | 2 3. Chunk 0 takes two thirds of each count, plus a third of a row for the second
 expert of a rank, rounded down: 1 of a, 3 of b, 0 of c, 1 of d. Chunk 1 takes the rest. So A2A
 sends [4, 1] rows, then [2, 2].
-
-On a GPU all chunks live until the walk has been issued, so dispatch holds at most S + A + 2G rows
-beyond its input (S sent, A received, G gathered), or S + 2A at ETP 1. One chunk is sent as it lies,
-which saves S.
 """
 
 import numpy as np

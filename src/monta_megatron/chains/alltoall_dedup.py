@@ -4,9 +4,6 @@
 
 It wins where EP lies in one tier and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
-
-On a GPU all chunks live until the walk has been issued, so dispatch holds at most D + A + 2P rows
-beyond its input (D sent, A received, P pairs).
 """
 
 import numpy as np

@@ -8,10 +8,11 @@ size, ETP = expert tensor parallel size, L = local experts per EP rank.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from monta_megatron.chains.stages import (
     AllGather,
@@ -20,8 +21,12 @@ from monta_megatron.chains.stages import (
     Replicate,
     RowCounts,
     Stage,
+    StageShape,
 )
-from monta_megatron.topology.layout import Layout
+from monta_megatron.topology.layout import GroupName, Layout
+
+Rows: TypeAlias = Literal["pairs", "tokens"]
+Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +77,8 @@ def order_of_issue(depths: Sequence[int], num_chunks: int) -> list[tuple[int, in
     Stage s of chunk c is issued in step c + depths[s]; within a step, stages go in order.
 
     Args:
-        depths: how many steps each stage of a walk trails the first; see `BoundChain.depths`.
-        num_chunks: C; chunks are numbered in the order of the walk, see `BoundChain.chunk`.
+        depths: how many steps each stage of a pass trails the first; see `pipeline_offsets`.
+        num_chunks: C; chunks are numbered in the order in which the pass takes them.
     """
     return [
         (position, step - depth)
@@ -99,17 +104,24 @@ class Chain:
     """
 
     name: str
-    rows: Literal["pairs", "tokens"]
+    rows: Rows
     stages: tuple[Stage, ...]
     bind_stages: Callable[[Layout, Any, int], tuple[BoundStage, ...]]
     refusal: Callable[[Layout], str | None] = lambda layout: None
     serial: bool = False
-    order: Callable[[Sequence[int], int], list[tuple[int, int]]] = order_of_issue
+    order: Order = order_of_issue
 
     @property
     def parts(self) -> tuple[str, ...]:
         """What the chain copies tokens for, in order: "node", "rank", "expert"."""
         return tuple(stage.part for stage in self.stages if isinstance(stage, Replicate))
+
+    @property
+    def groups(self) -> tuple[GroupName, ...]:
+        """The groups of its collectives, in order."""
+        return tuple(
+            stage.group for stage in self.stages if isinstance(stage, AllToAll | AllGather)
+        )
 
     def bind(self, layout: Layout, counts: Counts | TokenCounts, num_chunks: int) -> "BoundChain":
         """Rows per stage, chunk and peer for these counts.
@@ -171,66 +183,19 @@ class BoundChain:
         """Rows of the whole tensor on the experts' side."""
         return self.rows_per_local_expert.sum().item()
 
-    @property
-    def packs(self) -> bool:
-        """Whether the lanes share messages: they do wherever rows are copied on the way in."""
-        return self.num_chunks > 1 or self.chain.rows == "tokens"
+    @cached_property
+    def rows_by_boundary(self) -> RowCounts:
+        """[N + 1, C] rows before the first stage, between two stages, and after the last one."""
+        before = [stage.rows_before for stage in self.stages]
+        return np.stack([*before, self.stages[-1].rows_after])
 
     @cached_property
-    def turns_back(self) -> bool:
-        """Whether transposed walks take the chunks from the last to the first: the small one first.
+    def rows_at(self) -> list[list[float]]:
+        """The same as numbers of Python, integers at run time."""
+        rows: list[list[float]] = self.rows_by_boundary.tolist()
+        return rows
 
-        After a single collective there is only a copy to hide, and with a small first chunk the
-        large ones would be in memory together with the output.
-        """
-        return self.depths(transpose=False, copies_block_host=False)[-1] > 1
-
-    def depths(self, transpose: bool, copies_block_host: bool) -> list[int]:
-        """[N] how many steps each stage of a walk trails the first one.
-
-        One step for every collective before it, so that each collective has two chunks under way.
-        A copy needs no step of its own, because it runs together with the stage after it; nor does
-        a group of one rank, where nothing moves.
-
-        Where the host itself moves what stays on a node, it can do nothing else meanwhile, so
-        nothing trails a collective inside a node: a chunk that waited there would only reach the
-        network, or its place, later. If no collective leaves its node, all of them are trailed:
-        ranks that are not equally far along then wait less for each other.
-
-        Args:
-            transpose: the walk goes through the stages from the last to the first.
-            copies_block_host: the host moves what stays on a node, as CPU ranks do; see above.
-        """
-        stages = self.stages[::-1] if transpose else self.stages
-        groups = [
-            bound.stage.group
-            if isinstance(bound.stage, AllToAll | AllGather) and bound.send.shape[1] > 1
-            else None
-            for bound in stages
-        ]
-        trailed = set(groups) - {None}
-        if copies_block_host:
-            trailed = trailed & self.layout.crossing_groups or trailed
-        return [0, *accumulate(int(group in trailed) for group in groups[:-1])]
-
-    def copies_per_sum(self, num_copies: int) -> int:
-        """How many adjacent copies of a row are summed first, before those sums are added up.
-
-        The ETP parts of each expert's output, as in stock; all copies if there is no such nesting.
-        """
-        etp = self.layout.etp
-        return etp if 1 < etp < num_copies and num_copies % etp == 0 else num_copies
-
-    def chunk(self, turn: int, transpose: bool) -> int:
-        """The chunk that a walk takes in this turn."""
-        return self.num_chunks - 1 - turn if transpose and self.turns_back else turn
-
-    def walked(self, transpose: bool) -> tuple[BoundStage, ...]:
-        """The stages of a walk in its order, each with its chunks in the order of the walk."""
-        if not transpose:
-            return self.stages
-        order = slice(None, None, -1 if self.turns_back else 1)
-        return tuple(
-            replace(stage, send=stage.send[order], receive=stage.receive[order])
-            for stage in self.stages[::-1]
-        )
+    @cached_property
+    def shapes(self) -> tuple[StageShape, ...]:
+        """What does not depend on the counts."""
+        return tuple(stage.shape for stage in self.stages)

@@ -5,9 +5,6 @@
 It wins where EP spans nodes, top-k is high and nodes have few ranks: most tokens that reach a
 node are wanted by most of its ranks. Its transpose carries a partial sum per (token, rank) inside
 the node and one per (token, node) between them: two hops.
-
-On a GPU all chunks live until the walk has been issued, so dispatch holds at most D + A + G + 2P
-rows beyond its input (D sent along the rail, A received, G gathered in the node, P pairs).
 """
 
 from monta_megatron.chains.chain import Chain, TokenCounts

@@ -5,10 +5,6 @@
 
 It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
 per (token, rank) inside the node and one per (token, node) between them: two hops.
-
-On a GPU all chunks live until the walk has been issued, so dispatch holds at most D + A + R + Q +
-2P rows beyond its input (D sent along the rail, A received, R sent in the node, Q received, P
-pairs).
 """
 
 from monta_megatron.chains import alltoall_dedup

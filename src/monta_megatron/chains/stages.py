@@ -12,9 +12,8 @@ executor runs, the cost model prices and the timeline draws. Nothing here needs 
 Notation: C = number of chunks, P = ranks of the stage's group.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +106,25 @@ class ExpertRange:
     num_parts: int
 
 
+# Where a `Place` finds or puts the rows of a chunk: nowhere else than they lie, in one run of the
+# whole tensor, or row by row.
+Placement: TypeAlias = Literal["none", "slice", "index"]
+
+
+class StageShape(NamedTuple):
+    """What is known of a bound stage without its counts.
+
+    Attributes:
+        stage: what is done.
+        placement: where a `Place` finds or puts its rows.
+        group_size: ranks of a collective's group.
+    """
+
+    stage: Stage
+    placement: Placement
+    group_size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class BoundStage:
     """One stage with its row counts, as this rank sees it going forward.
@@ -127,16 +145,25 @@ class BoundStage:
     segments: Segments | None = None
     parts: ExpertRange | None = None
 
+    @property
+    def rows_before(self) -> RowCounts:
+        """[C] rows that go into the stage; an AllGather sends the same ones to every peer."""
+        if isinstance(self.stage, AllGather):
+            return self.send[:, 0]
+        return self.send.sum(axis=1)
 
-def first_place_copies(stages: Sequence[BoundStage]) -> bool:
-    """Whether a walk's first `Place` copies each chunk's rows."""
-    # Not if they are one run of the tensor, nor if they are summed next, which reads them in place.
-    segments = stages[0].segments
-    return (
-        segments is not None
-        and not segments.is_slice
-        and not isinstance(stages[1].stage, Replicate)
-    )
+    @property
+    def rows_after(self) -> RowCounts:
+        """[C] rows that come out of it."""
+        return self.receive.sum(axis=1)
+
+    @property
+    def shape(self) -> "StageShape":
+        """What does not depend on the counts."""
+        placement: Placement = "none"
+        if self.segments is not None:
+            placement = "slice" if self.segments.is_slice else "index"
+        return StageShape(stage=self.stage, placement=placement, group_size=self.send.shape[1])
 
 
 def bind_gather(stage: AllGather, receive: RowCounts, position: int) -> BoundStage:

@@ -39,6 +39,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="write the plan, for --moe-monta-plan")
     parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
+    parser.add_argument(
+        "--program", action="store_true", help="show every operation of the chosen chain's passes"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
@@ -46,6 +49,7 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print the decision, or the ranking."""
     from monta_megatron import strict_yaml
+    from monta_megatron.planner.program_table import program_lines, program_of
     from monta_megatron.planner.report import layout_lines, plan_lines, rate_lines
     from monta_megatron.planner.search import MARGIN
 
@@ -57,7 +61,8 @@ def run(parsed: argparse.Namespace) -> int:
         "margin": MARGIN if parsed.margin is None else parsed.margin,
     }
     asked = planning.read(parsed, **settings)
-    plan, _, memory = planning.plan_asked(parsed, asked, **settings)
+    plan, workload, memory = planning.plan_asked(parsed, asked, **settings)
+    programs = program_of(plan, workload, asked.cluster) if parsed.program else {}
     if parsed.out is not None:
         plan.save(parsed.out)
         print(f"monta plan: wrote {parsed.out}", file=sys.stderr)
@@ -65,6 +70,10 @@ def run(parsed: argparse.Namespace) -> int:
         document = strict_yaml.plain(plan)
         document["memory"] = memory.document()
         document["layouts"] = None if asked.ranking is None else strict_yaml.plain(asked.ranking)
+        if parsed.program:
+            document["operations"] = {
+                walk: [strict_yaml.plain(row) for row in rows] for walk, rows in programs.items()
+            }
         print(json.dumps(document, indent=2))
     else:
         found = (
@@ -72,5 +81,7 @@ def run(parsed: argparse.Namespace) -> int:
             if asked.ranking is None
             else [*rate_lines(plan), "", *layout_lines(asked.ranking, memory)]
         )
+        if parsed.program:
+            found += ["", *program_lines(programs)]
         print("\n".join([f"{asked.model.name} on {asked.cluster.name}", "", *found]))
     return 0

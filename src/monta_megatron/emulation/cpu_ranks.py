@@ -72,6 +72,7 @@ def install() -> None:
     _install_generator()
     _install_device_mode()
     gloo_collectives.install()
+    after_import("monta_megatron.exchange.autograd", _run_outside_device_mode)
     _install_megatron_changes()
     _say("CPU ranks stand in for CUDA and Gloo for NCCL: numbers are right, times are a CPU's")
 
@@ -205,6 +206,17 @@ def _install_generator() -> None:
 
 
 # Tensors on the device
+
+
+def _run_outside_device_mode(autograd: Any) -> None:
+    """The mode below searches every call for "cuda", which does not occur in a pass."""
+    run = autograd.run
+
+    def run_outside(*arguments: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return run(*arguments)
+
+    autograd.run = run_outside
 
 
 class _CpuForCuda(TorchFunctionMode):

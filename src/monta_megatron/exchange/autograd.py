@@ -1,6 +1,6 @@
-"""Dispatch and combine as autograd functions: each one's backward is the other's walk.
+"""Dispatch and combine as autograd functions: each one's backward is the other's pass.
 
-Neither saves its inputs, so that a schedule may free them once the walk has returned.
+Neither saves its inputs, so that a schedule may free them once the pass has returned.
 """
 
 from typing import Any
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from monta_megatron.chains.lanes import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
+from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
+from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.payload import Lanes
-from monta_megatron.exchange.walk import Exchange, run
+from monta_megatron.exchange.state import Exchange
 
 
 class _Dispatch(torch.autograd.Function):

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.topology.layout import Layout
 from monta_megatron.topology.nodes import (
@@ -70,12 +69,7 @@ def peer_groups(
     """
     ranks = dist.get_process_group_ranks(megatron_groups["tp_ep"])
     node_of = dict(zip(ranks, layout.nodes, strict=True))
-    names = {
-        stage.group
-        for chain in chains
-        for stage in chain.stages
-        if isinstance(stage, AllToAll | AllGather)
-    }
+    names = {name for chain in chains for name in chain.groups}
     groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
     # The same order on every rank.
     for name in ("node", "rail"):

@@ -9,19 +9,29 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch.autograd import profiler
 
+from monta_megatron.chains.program import Operation
+
 Action = Literal["begin", "start", "wait", "ready", "end"]
 _NO_RANGE = nullcontext()
 
 
 class Step(NamedTuple):
-    """What happened to a chunk in a stage of a walk.
+    """What happened to an operation of a pass.
 
-    A stage begins and ends a chunk; in between it may wait until the stage before it is ready and
-    start a collective. `wait` and `ready` name the stage that is waited for.
+    It begins and ends; in between it may wait until others are ready and start a collective. `wait`
+    and `ready` name the operation that is waited for.
+
+    Attributes:
+        action: what happened.
+        walk: name of the pass.
+        operation: its number in the program of the pass.
+        stage: its stage.
+        chunk: its chunk.
     """
 
     action: Action
     walk: str
+    operation: int
     stage: str
     chunk: int
 
@@ -33,7 +43,7 @@ class Recorder(Protocol):
         """Record that this step happens now."""
 
     def watch(
-        self, works: Sequence[torch.distributed.Work], walk: str, stage: str, chunk: int
+        self, works: Sequence[torch.distributed.Work], walk: str, operation: int
     ) -> list[torch.distributed.Work]:
         """Watch a collective that was just started; returns what to wait for in its place."""
 
@@ -58,30 +68,31 @@ class Monitor:
             totals[tier] += num_bytes
         return totals
 
-    def note(self, action: Action, walk: str, stage: str, chunk: int) -> None:
+    def note(self, action: Action, walk: str, operation: Operation) -> None:
         """Pass a step to the recorder, if there is one."""
         if self.recorder is not None:
-            self.recorder.note(Step(action, walk, stage, chunk))
+            self.recorder.note(
+                Step(action, walk, operation.number, operation.stage, operation.chunk)
+            )
 
     def watch(
-        self, works: list[torch.distributed.Work], walk: str, stage: str, chunk: int
+        self, works: list[torch.distributed.Work], walk: str, operation: Operation
     ) -> list[torch.distributed.Work]:
         """Let the recorder, if any, watch a collective; returns what to wait for in its place."""
         if self.recorder is None:
             return works
-        return self.recorder.watch(works, walk, stage, chunk)
+        return self.recorder.watch(works, walk, operation.number)
 
-    def range(
-        self, walk: str, chain: str, stage: str, chunk: int
-    ) -> AbstractContextManager[object]:
-        """Context that names a chunk's stage in a profile (NVTX with `emit_nvtx`) and times it."""
+    def range(self, walk: str, chain: str, operation: Operation) -> AbstractContextManager[object]:
+        """Context that names an operation in a profile (NVTX with `emit_nvtx`) and times it."""
         if self.recorder is None and not profiler._is_profiler_enabled:
             return _NO_RANGE
-        return self._range(walk, chain, stage, chunk)
+        return self._range(walk, chain, operation)
 
     @contextmanager
-    def _range(self, walk: str, chain: str, stage: str, chunk: int) -> Iterator[None]:
-        with profiler.record_function(f"monta {walk}: {chain}, {stage}, chunk {chunk}"):
-            self.note("begin", walk, stage, chunk)
+    def _range(self, walk: str, chain: str, operation: Operation) -> Iterator[None]:
+        name = f"monta {walk}: {chain}, {operation.stage}, chunk {operation.chunk}"
+        with profiler.record_function(name):
+            self.note("begin", walk, operation)
             yield
-            self.note("end", walk, stage, chunk)
+            self.note("end", walk, operation)

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from monta_megatron.chains.lanes import offsets_bytes
+from monta_megatron.chains.program import offsets_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Payload:
         num_copies: int,
         dtype: torch.dtype,
         own: "OwnPart | None",
-        copies_per_sum: int,
+        parts_per_sum: int,
     ) -> None:
         """Add up, in `dtype`, the copies that lie one after the other in `messages`; round once.
 
@@ -117,14 +117,14 @@ class Payload:
             num_copies: how many copies of every row there are.
             dtype: least dtype of the sum; the result is in the lane's own dtype.
             own: this rank's copy of the rows, which was never rounded, or None.
-            copies_per_sum: see `BoundChain.copies_per_sum`.
+            parts_per_sum: see `chains.lower.parts_per_sum`.
         """
         copies = self.lanes(messages)
         for into, lane in zip(self.lanes(total).tensors(), copies.tensors(), strict=True):
             # [num_copies * N, ...] -> [num_copies, N, ...]
             parts = lane.unflatten(0, (num_copies, into.shape[0]))
             sum_dtype = torch.promote_types(dtype, lane.dtype)
-            sums = (each.sum(dim=0, dtype=sum_dtype) for each in parts.split(copies_per_sum))
+            sums = (each.sum(dim=0, dtype=sum_dtype) for each in parts.split(parts_per_sum))
             whole = next(sums)
             for each in sums:
                 whole += each

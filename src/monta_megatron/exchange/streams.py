@@ -1,9 +1,11 @@
 """The seam between the executor and the device: streams, events and the lifetime of buffers.
 
-Each stage has a side stream of its own, so that chunk i+1's AllToAll, chunk i's AllGather and
-chunk i-1's copies can run at once. On CPU ranks there are no streams: a collective runs in the
-background of its process group, and the host waits for it where its result is first needed.
-Either way the executor makes the same calls; only `BoundChain.depths` differs.
+Stages that trail the first one by equally many steps are issued on one side stream: with two
+collectives there are three, so that chunk i+1's AllToAll, chunk i's AllGather and chunk i-1's
+copies can run at once; collectives run on streams of their groups' own. On CPU ranks there are no
+streams: a collective runs in the background of its process group, and the host waits for it where
+its result is first needed. Either way the executor makes the same calls; what differs lies in the
+program (`chains.lower`).
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from monta_megatron.chains.program import Policy
+
 # Waits for what a stage started: blocks the current stream on a GPU, the host on CPU ranks.
 Ready = Callable[[], object]
 
@@ -21,65 +25,59 @@ class Streams(Protocol):
     """What the executor asks of a device.
 
     Attributes:
-        copies_block_host: the host itself moves what stays on a node; see `BoundChain.depths`.
+        policy: how programs are executed here.
     """
 
-    copies_block_host: bool
+    policy: Policy
 
-    def fork(self) -> None:
-        """Make every side stream wait for what the caller's stream has been given so far."""
+    def fork(self, num_streams: int) -> None:
+        """Make so many side streams wait for what the caller's stream has been given so far."""
 
     def join(self) -> None:
         """Make the caller's stream wait for everything issued on the side streams."""
 
-    def on(self, position: int) -> AbstractContextManager[Any]:
-        """Context in which stage `position` launches its work."""
+    def on(self, stream: int) -> AbstractContextManager[Any]:
+        """Context in which operations are issued on a side stream."""
 
     def on_caller(self) -> AbstractContextManager[Any]:
         """Context in which the memory of messages and outputs is allocated.
 
         Since the fork the caller's stream has been given nothing to do but what an allocation does
         itself, so memory freed on it can be used at once. Memory allocated on a side stream could
-        be reused by walks only.
+        be reused by passes only. What is held until the join may be reused from then on, since the
+        caller's stream then comes after every use.
         """
 
-    def hold(self, tensors: list[torch.Tensor]) -> None:
-        """Keep memory of the caller's stream alive until the join.
-
-        From then on that stream comes after every use, so it may reuse the memory at once. The host
-        reaches the join long before the device does, so nothing could be freed earlier anyway."""
-
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        """Called once a stage has launched; returns what its consumer calls before it reads."""
+        """Called once an operation was issued; returns what others call to wait for it."""
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
         """Keep the memory of `tensors` from being reused before the current stream has read them.
 
-        Another stage has made them, for several walks."""
+        Another operation has made them, for several passes."""
 
 
 class HostStreams:
     """CPU ranks: no streams; copies run at once, collectives in the background."""
 
-    copies_block_host = True
+    policy: Policy = "host"
 
-    def fork(self) -> None: ...
+    def fork(self, num_streams: int) -> None: ...
 
     def join(self) -> None: ...
 
-    def on(self, position: int) -> AbstractContextManager[Any]:
-        # The stand-ins of CPU ranks search every call for "cuda", which does not occur here.
-        return torch._C.DisableTorchFunction()
+    def on(self, stream: int) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def on_caller(self) -> AbstractContextManager[Any]:
         return nullcontext()
-
-    def hold(self, tensors: list[torch.Tensor]) -> None: ...
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         def wait() -> None:
             for work in works:
                 work.wait()
+            # They hold their tensors.
+            works.clear()
 
         return wait
 
@@ -87,19 +85,19 @@ class HostStreams:
 
 
 class CudaStreams:
-    """One side stream per stage, ordered by events; nothing here blocks the host."""
+    """Side streams, ordered by events; nothing here blocks the host."""
 
-    copies_block_host = False
+    policy: Policy = "streams"
 
-    def __init__(self, device: torch.device, num_stages: int) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._caller = torch.cuda.current_stream(device)
-        # With the caller's priority: the 1F1B schedule may give its communication a higher one.
-        self._streams = [
-            _side_stream(device, position, self._caller.priority) for position in range(num_stages)
-        ]
-        self._held: list[torch.Tensor] = []
+        self._streams: list[torch.cuda.Stream] = []
 
-    def fork(self) -> None:
+    def fork(self, num_streams: int) -> None:
+        # With the caller's priority: the 1F1B schedule may give its communication a higher one.
+        priority = self._caller.priority
+        self._streams = [_side_stream(self._device, each, priority) for each in range(num_streams)]
         event = self._caller.record_event()
         for stream in self._streams:
             stream.wait_event(event)
@@ -107,10 +105,9 @@ class CudaStreams:
     def join(self) -> None:
         for stream in self._streams:
             self._caller.wait_stream(stream)
-        self._held.clear()
 
-    def on(self, position: int) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._streams[position])
+    def on(self, stream: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[stream])
 
     @contextmanager
     def on_caller(self) -> Iterator[None]:
@@ -120,9 +117,6 @@ class CudaStreams:
         # and after the allocation itself if that is one of the stream's operations.
         if torch.are_deterministic_algorithms_enabled() or _allocates_in_order():
             torch.cuda.current_stream().wait_stream(self._caller)
-
-    def hold(self, tensors: list[torch.Tensor]) -> None:
-        self._held += tensors
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         if not works:
@@ -150,11 +144,16 @@ def _allocates_in_order() -> bool:
 
 
 @cache
-def _side_stream(device: torch.device, position: int, priority: int) -> torch.cuda.Stream:
-    """The side stream for stage `position` of every walk, made once and shared by all layers."""
+def _side_stream(device: torch.device, number: int, priority: int) -> torch.cuda.Stream:
+    """A side stream of every pass, made once and shared by all layers."""
     return torch.cuda.Stream(device, priority=priority)
 
 
-def streams_for(device: torch.device, num_stages: int) -> Streams:
-    """The streams for a walk over `num_stages` stages, on the device that holds the rows."""
-    return CudaStreams(device, num_stages) if device.type == "cuda" else HostStreams()
+def policy_for(device: torch.device) -> Policy:
+    """How programs are executed on the device that holds the rows."""
+    return CudaStreams.policy if device.type == "cuda" else HostStreams.policy
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams for a pass on the device that holds the rows."""
+    return CudaStreams(device) if device.type == "cuda" else HostStreams()

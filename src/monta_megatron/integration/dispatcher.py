@@ -34,7 +34,7 @@ from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting, GatheredCounts, lists_of
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.walk import Exchange, ExchangeError
+from monta_megatron.exchange.state import Exchange, ExchangeError
 from monta_megatron.integration.agreement import agree, on_every_exchange
 from monta_megatron.integration.choice import choose_alike, rule_of
 from monta_megatron.integration.duties import check_duties

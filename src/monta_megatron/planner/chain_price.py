@@ -6,12 +6,12 @@ from functools import cached_property
 from monta_megatron.chains import Chain
 from monta_megatron.chains.cut import blocks_for
 from monta_megatron.chains.gathered import gathered_widths
-from monta_megatron.chains.lanes import (
+from monta_megatron.chains.program import (
     DISPATCH,
     DISPATCH_BACKWARD,
     FORWARD,
     FORWARD_BACKWARD,
-    Walk,
+    Pass,
 )
 from monta_megatron.planner.alike_ranks import priced_ranks
 from monta_megatron.planner.cluster import Cluster
@@ -22,12 +22,12 @@ from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, price_walk
 from monta_megatron.planner.traffic import CollectiveTraffic, WalkTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
 
-WALKS: dict[Phase, tuple[Walk, ...]] = {
+WALKS: dict[Phase, tuple[Pass, ...]] = {
     "forward": FORWARD,
     "forward_backward": FORWARD_BACKWARD,
 }
 # The walks that hold most, one per direction: the other two move the same rows with fewer lanes.
-HEAVIEST: dict[Phase, tuple[Walk, ...]] = {
+HEAVIEST: dict[Phase, tuple[Pass, ...]] = {
     "forward": FORWARD,
     "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
 }
@@ -115,24 +115,26 @@ def price_chain(
     bound = [workload.bind(chain, num_chunks, layout) for layout in ranks.layouts]
     if gathered_counts is None:
         gathered_counts = sum(gathered_widths((chain,), workload.layout, blocks_for(num_chunks)))
+    programs = [
+        [workload.lower(each, walk, cluster.policy) for each in bound] for walk in WALKS[phase]
+    ]
     traffic = tuple(
-        tuple(
-            walk_traffic(each, workload.row, walk, gathered_counts, cluster.copies_block_host)
-            for each in bound
-        )
-        for walk in WALKS[phase]
+        tuple(walk_traffic(each, gathered_counts) for each in of_walk) for of_walk in programs
     )
     return ChainPrice(
         chain=chain,
         num_chunks=num_chunks,
         walks=tuple(
-            price_walk(walk, of_walk, cluster, ranks.nic_starts)
-            for walk, of_walk in zip(WALKS[phase], traffic, strict=True)
+            price_walk(of_walk[0].program, moved, cluster, ranks.nic_starts)
+            for of_walk, moved in zip(programs, traffic, strict=True)
         ),
         traffic=traffic,
         num_alike=ranks.num_alike,
         peak_bytes=max(
-            peak_bytes(each, workload.row, walk) for each in bound for walk in HEAVIEST[phase]
+            peak_bytes(each)
+            for walk, of_walk in zip(WALKS[phase], programs, strict=True)
+            if walk in HEAVIEST[phase]
+            for each in of_walk
         ),
     )
 
@@ -152,6 +154,8 @@ def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
                     intra_bytes=0.0,
                 )
             )
+        # What is found before it is copied is one stage.
+        by_stage: dict[str, StageCost] = {}
         for work, *stages in zip(walk.works, *(rank.stages for rank in ranks), strict=True):
             moved = {
                 tier: sum(
@@ -161,14 +165,15 @@ def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
                 )
                 for tier in ("inter", "intra")
             }
-            costs.append(
-                StageCost(
-                    walk=walk.walk,
-                    stage=work.stage,
-                    resource=work.resource,
-                    alone_us=sum(work.times_us) + work.launch_us * len(work.times_us),
-                    inter_bytes=moved["inter"],
-                    intra_bytes=moved["intra"],
-                )
+            before = by_stage.get(work.stage)
+            alone_us = sum(work.times_us) + work.launch_us * len(work.times_us)
+            by_stage[work.stage] = StageCost(
+                walk=walk.walk,
+                stage=work.stage,
+                resource=work.resource,
+                alone_us=alone_us + (0.0 if before is None else before.alone_us),
+                inter_bytes=moved["inter"],
+                intra_bytes=moved["intra"],
             )
+        costs += by_stage.values()
     return tuple(costs)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple
 
+from monta_megatron.chains.program import Policy
 from monta_megatron.planner.curves import OLD_RATE, TIERS, Curve, Kind, Operation, Tier
 from monta_megatron.planner.rate import Rate
 from monta_megatron.strict_yaml import (
@@ -209,6 +210,11 @@ class Cluster:
                 f"{node_link.rate.in_both_units} of tier intra; check bits and bytes, or write "
                 "network_faster_than_node_link: true if it is so"
             )
+
+    @property
+    def policy(self) -> Policy:
+        """How programs are executed on it."""
+        return "host" if self.copies_block_host else "streams"
 
     @property
     def num_ranks(self) -> int:

@@ -6,15 +6,15 @@ is priced; where ranks share a network interface, the busiest interface.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
 import numpy as np
 
-from monta_megatron.chains.lanes import Walk
+from monta_megatron.chains.program import Program
 from monta_megatron.chains.stages import RowCounts
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster import FINDS, Cluster
 from monta_megatron.planner.curves import Operation, Tier
 from monta_megatron.planner.schedule import (
     Schedule,
@@ -40,17 +40,17 @@ class WalkPrice:
     """The time of one walk.
 
     Attributes:
-        walk: its name.
+        program: what runs in chunks.
         host_us: host time besides the stages, spent before them.
-        before: what runs before the pipeline, one after the other, each in one chunk.
-        pipeline: the stages that work on chunks.
-        after: what runs after it, likewise.
-        schedule: schedule of the pipeline.
+        before: what runs before the program, one after the other, each in one chunk.
+        pipeline: the program, series by series.
+        after: what runs after it, as before it.
+        schedule: when the operations of the program run.
         lower_bound_us: lower bound for the whole walk; see `schedule.lower_bound_us`.
         notes: what had to be assumed.
     """
 
-    walk: str
+    program: Program
     host_us: float
     before: tuple[Work, ...]
     pipeline: tuple[Work, ...]
@@ -58,6 +58,11 @@ class WalkPrice:
     schedule: Schedule
     lower_bound_us: float
     notes: tuple[str, ...]
+
+    @property
+    def walk(self) -> str:
+        """Name of the pass."""
+        return self.program.walked.name
 
     @property
     def works(self) -> tuple[Work, ...]:
@@ -73,35 +78,32 @@ class WalkPrice:
 
 
 def price_walk(
-    walk: Walk, ranks: Sequence[WalkTraffic], cluster: Cluster, nic_starts: Sequence[int]
+    program: Program, ranks: Sequence[WalkTraffic], cluster: Cluster, nic_starts: Sequence[int]
 ) -> WalkPrice:
-    """Price one walk.
+    """Price one pass.
 
     Args:
-        walk: one of the four walks.
+        program: its program.
         ranks: what each rank of the exchange moves, in order; a single one stands for all.
         cluster: the cluster whose costs are used.
         nic_starts: the first rank of each network interface; the ranks up to the next one share it.
     """
     notes: dict[str, None] = {}
 
-    def priced(part: str) -> tuple[Work, ...]:
+    def priced(part: str, stage_us: float = 0.0) -> tuple[Work, ...]:
         by_stage = zip(*(getattr(rank, part) for rank in ranks), strict=True)
-        works = tuple(_work(stages, cluster, nic_starts, notes) for stages in by_stage)
-        if part != "pipeline":
-            return works
-        stage_us = cluster.launch.stage_us
-        return tuple(replace(work, launch_us=work.launch_us + stage_us) for work in works)
+        return tuple(_work(stages, cluster, nic_starts, stage_us, notes) for stages in by_stage)
 
-    before, pipeline, after = priced("before"), priced("pipeline"), priced("after")
-    host_us = cluster.launch.walk_us + (cluster.launch.counts_us if walk.ids else 0.0)
+    before, after = priced("before"), priced("after")
+    pipeline = priced("pipeline", cluster.launch.stage_us)
+    host_us = cluster.launch.walk_us + (cluster.launch.counts_us if program.walked.ids else 0.0)
     return WalkPrice(
-        walk=walk.name,
+        program=program,
         host_us=host_us,
         before=before,
         pipeline=pipeline,
         after=after,
-        schedule=simulate(pipeline, cluster.factor, cluster.copies_block_host),
+        schedule=simulate(program.operations, pipeline, cluster.factor),
         lower_bound_us=host_us
         + serial_us(before)
         + lower_bound_us(pipeline, cluster.factor)
@@ -110,8 +112,8 @@ def price_walk(
     )
 
 
-def resource_of(stages: Sequence[StageTraffic]) -> Tier:
-    """What a stage occupies, on any cluster, from what every rank does in it."""
+def _resource_of(stages: Sequence[StageTraffic]) -> Tier:
+    """What a stage occupies, from what every rank does in it."""
     if isinstance(stages[0], CopyTraffic):
         return "memory"
     groups = [stage.peers for stage in cast(Sequence[CollectiveTraffic], stages)]
@@ -123,42 +125,27 @@ def _work(
     stages: Sequence[StageTraffic],
     cluster: Cluster,
     nic_starts: Sequence[int],
+    stage_us: float,
     notes: dict[str, None],
 ) -> Work:
-    """One stage, from what every rank does in it."""
-    first, resource = stages[0], resource_of(stages)
+    """One series, or what surrounds the program, from what every rank does in it."""
+    first, resource, launch = stages[0], _resource_of(stages), cluster.launch
+    launch_us = launch.start_us(first.operation)
     if isinstance(first, CopyTraffic):
-        times, launch_us = _copy_times(cast(Sequence[CopyTraffic], stages), cluster, notes)
-        operations = tuple(first.moved_bytes)
+        copies = cast(Sequence[CopyTraffic], stages)
+        moved = _busiest([[rank.moved_bytes for rank in copies]], range(len(copies)))
+        times = _times_us(cluster, first.operation, "memory", moved, 1, 1, notes)
     else:
         collectives = cast(Sequence[CollectiveTraffic], stages)
         times = _collective_times(collectives, resource, cluster, nic_starts, notes)
-        launch_us = cluster.launch.start_us(first.operation) * len(first.message_bytes)
-        operations = (first.operation,)
-        if first.stage == GATHER_OF_COUNTS:
-            launch_us += cluster.launch.counts_to_host_us
-    times[0] += sum(cluster.launch.first_us(operation) for operation in operations)
-    return Work(
-        stage=first.stage,
-        resource=resource,
-        times_us=tuple(times),
-        depth=first.depth,
-        launch_us=launch_us,
-    )
-
-
-def _copy_times(
-    ranks: Sequence[CopyTraffic], cluster: Cluster, notes: dict[str, None]
-) -> tuple[list[float], float]:
-    """[C] us, and the host time to launch all operations of one chunk."""
-    times: list[float] = []
-    launch_us = 0.0
-    for operation in ranks[0].moved_bytes:
-        moved = _busiest([[rank.moved_bytes[operation] for rank in ranks]], range(len(ranks)))
-        found = _times_us(cluster, operation, "memory", moved, 1, 1, notes)
-        times = [sum(pair) for pair in zip(times, found, strict=True)] if times else found
-        launch_us += cluster.launch.start_us(operation)
-    return times, launch_us
+        launch_us *= len(first.message_bytes)
+    if first.stage == GATHER_OF_COUNTS:
+        launch_us += launch.counts_to_host_us
+    if first.operation not in FINDS:
+        # What is found and then copied is one stage to the host.
+        launch_us += stage_us
+    times[0] += launch.first_us(first.operation)
+    return Work(stage=first.stage, resource=resource, times_us=tuple(times), launch_us=launch_us)
 
 
 def _collective_times(
@@ -178,8 +165,7 @@ def _collective_times(
         """[C] us for all messages, one after the other, as a GPU stream or a host handles them."""
         row_bytes = sum(first.message_bytes)
         messages = first.message_bytes
-        if cluster.copies_block_host and tier == "inter":
-            # Between nodes, the messages of CPU ranks are under way at the same time.
+        if first.messages_overlap and tier == "inter":
             messages = (row_bytes,)
         by_message = [
             _times_us(

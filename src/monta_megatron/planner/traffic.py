@@ -1,13 +1,12 @@
-"""The bytes that each stage of a walk moves, by chunk and tier, from the bound chain.
+"""The bytes that each operation of a pass moves, by chunk and tier, from its program.
 
-The rows come from `chain.bind`, which the executor runs too, and the bytes of a row from
-`chains.lanes`; nothing about a chain is written down a second time here. For integer counts the
-bytes equal what the executor's monitor counts.
+Rows, bytes of a row and what is done come from the program, which the executor runs too. For
+integer counts the bytes equal what the executor's monitor counts.
 
 Notation: C = number of chunks, S = ranks of the exchange, P = ranks of a stage's group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeAlias
@@ -15,17 +14,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import BoundChain
-from monta_megatron.chains.lanes import RowFormat, Walk, message_bytes_by_stage
-from monta_megatron.chains.stages import (
-    AllGather,
-    AllToAll,
-    BoundStage,
-    Place,
-    Replicate,
-    RowCounts,
-    first_place_copies,
-)
+from monta_megatron.chains.program import BoundProgram, Buffer, Kind
+from monta_megatron.chains.program import Operation as ProgramOperation
+from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.curves import Operation
 from monta_megatron.topology.layout import GroupName, Layout
 
@@ -66,40 +57,40 @@ class Peers:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyTraffic:
-    """One stage of a walk on one rank, in its memory.
+    """What one rank does in its memory: one series of a program, or what surrounds it.
 
     Attributes:
-        stage: name of the chain's stage, or of what runs before or after the chain.
-        depth: how many steps it trails the first stage; see `BoundChain.depths`.
-        moved_bytes: operation -> [C] bytes read and written, one operation after the other.
+        stage: name of the stage, or of what runs before or after the program.
+        operation: what is done.
+        moved_bytes: [C] bytes read and written.
     """
 
     stage: str
-    depth: int
-    moved_bytes: Mapping[Operation, RowCounts]
+    operation: Operation
+    moved_bytes: RowCounts
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTraffic:
-    """One collective of a walk on one rank.
+    """One collective on one rank, likewise.
 
     Attributes:
-        stage: name of the chain's stage, or of what runs before or after the chain.
-        depth: how many steps it trails the first stage.
+        stage: name of the stage, or of what runs before or after the program.
         operation: the collective.
         peers: its group.
-        message_bytes: bytes of a row in each of the messages that are sent one after the other.
+        message_bytes: bytes of a row in each of its messages.
         sent_bytes: tier -> [C] bytes that leave this rank for others.
         received_bytes: tier -> [C] bytes that arrive at it from others.
+        messages_overlap: its messages are under way at the same time, not one after the other.
     """
 
     stage: str
-    depth: int
     operation: Operation
     peers: Peers
     message_bytes: tuple[int, ...]
     sent_bytes: Mapping[str, RowCounts]
     received_bytes: Mapping[str, RowCounts]
+    messages_overlap: bool = False
 
 
 StageTraffic: TypeAlias = CopyTraffic | CollectiveTraffic
@@ -107,12 +98,12 @@ StageTraffic: TypeAlias = CopyTraffic | CollectiveTraffic
 
 @dataclass(frozen=True, kw_only=True)
 class WalkTraffic:
-    """One walk of one rank.
+    """One pass of one rank.
 
     Attributes:
-        before: what runs before the pipeline, one after the other.
-        pipeline: the stages that work on chunks, in the walk's order.
-        after: what runs after it, likewise.
+        before: what runs before the program, one after the other.
+        pipeline: the program, a series of operations after the other.
+        after: what runs after it, one after the other.
     """
 
     before: tuple[StageTraffic, ...]
@@ -121,11 +112,11 @@ class WalkTraffic:
 
     @property
     def stages(self) -> tuple[StageTraffic, ...]:
-        """All stages, in order."""
+        """Everything, in order."""
         return (*self.before, *self.pipeline, *self.after)
 
     def bytes_by_stage(self) -> dict[tuple[str, str], float]:
-        """(stage, tier) -> bytes of the chain's stages, as the executor's monitor counts them."""
+        """(stage, tier) -> bytes of the program, as the executor's monitor counts them."""
         return {
             (stage.stage, tier): sent.sum().item()
             for stage in self.pipeline
@@ -134,60 +125,84 @@ class WalkTraffic:
         }
 
 
-def walk_traffic(
-    bound: BoundChain,
-    row: RowFormat,
-    walk: Walk,
-    gathered_counts: int,
-    copies_block_host: bool = False,
-) -> WalkTraffic:
-    """Everything that one rank does in one walk.
+def walk_traffic(bound: BoundProgram, gathered_counts: int) -> WalkTraffic:
+    """Everything that one rank does in one pass.
 
     Args:
-        bound: the chain with this rank's rows.
-        row: the sizes of a row's values.
-        walk: one of the four walks.
+        bound: the program with this rank's rows.
         gathered_counts: integers that are gathered from every rank; see `chains.gathered`.
-        copies_block_host: see `BoundChain.depths`.
     """
-    stages = bound.walked(walk.transpose)
-    depths = bound.depths(walk.transpose, copies_block_host)
-    message_bytes = message_bytes_by_stage(bound, row, walk)
-    row_bytes = [sum(messages) for messages in message_bytes]
-    pipeline: list[StageTraffic] = []
-    for position, stage in enumerate(stages):
-        kind, depth, behind = stage.stage, depths[position], row_bytes[position]
-        if isinstance(kind, Place):
-            if first_place_copies(stages) if position == 0 else stage.segments is not None:
-                moved = 2 * behind * stage.send[:, 0]
-                # The last one writes to places all over the tensor, the first one reads from them.
-                puts = position > 0 and stage.segments is not None and not stage.segments.is_slice
-                pipeline.append(_copy(kind.name, depth, **{"put" if puts else "copy": moved}))
-        elif isinstance(kind, Replicate):
-            rows, copies = stage.send[:, 0], stage.receive.sum(axis=1)
-            if walk.transpose:
-                summed = row_bytes[position - 1] * copies + behind * rows
-                pipeline.append(_copy(kind.name, depth, sum=summed))
-                continue
-            copied = 2 * behind * copies
-            if walk.ids:
-                find: Operation = "find" if kind.part == "expert" else "find_lists"
-                found = FIND_PASSES[find] * FIND_VALUE_BYTES * row.list_width * rows
-                pipeline.append(_copy(kind.name, depth, **{find: found}, copy=copied))
-            else:
-                pipeline.append(_copy(kind.name, depth, copy=copied))
-        else:
-            peers = peers_of(bound.layout, kind.group)
-            if peers.size == 1:
-                continue
-            messages = message_bytes[position]
-            pipeline.append(_collective(stage, peers, messages, depth, walk.transpose))
-            if walk.transpose and isinstance(kind, AllGather):
-                # The next stage sums the copies of a row that came from all ranks.
-                summed = behind * (peers.size + 1) * stage.send[:, peers.position]
-                pipeline.append(_copy(f"sum of {kind.name}", depths[position + 1], sum=summed))
-    before, after = _around(bound, row, walk, gathered_counts)
-    return WalkTraffic(before=before, pipeline=tuple(pipeline), after=after)
+    before, after = _around(bound, gathered_counts)
+    pipeline = tuple(TRAFFIC[series[0].kind](bound, series) for series in bound.program.series)
+    return WalkTraffic(before=before, pipeline=pipeline, after=after)
+
+
+def _bytes_of(bound: BoundProgram, series: Sequence[ProgramOperation], buffer: Buffer) -> RowCounts:
+    """[C] bytes of each chunk's rows in a buffer like this one."""
+    rows = bound.bound.rows_by_boundary[buffer.boundary][[each.chunk for each in series]]
+    return buffer.copies * sum(bound.message_bytes(buffer)) * rows
+
+
+def _moves(bound: BoundProgram, series: Sequence[ProgramOperation]) -> StageTraffic:
+    """A copy reads what it writes."""
+    first = series[0]
+    written = _bytes_of(bound, series, bound.program.buffers[first.writes[0]])
+    # Writing to places all over a tensor is slower than reading from them.
+    is_put = first.kind == "put" and bound.bound.shapes[first.position].placement == "index"
+    return CopyTraffic(
+        stage=first.stage, operation="put" if is_put else "copy", moved_bytes=2 * written
+    )
+
+
+def _sums(bound: BoundProgram, series: Sequence[ProgramOperation]) -> StageTraffic:
+    """A sum reads all copies, or parts, and writes one row for them."""
+    first, buffers = series[0], bound.program.buffers
+    read = _bytes_of(bound, series, buffers[first.reads[0]])
+    written = _bytes_of(bound, series, buffers[first.writes[0]])
+    return CopyTraffic(stage=first.stage, operation="sum", moved_bytes=read + written)
+
+
+def _finds(bound: BoundProgram, series: Sequence[ProgramOperation]) -> StageTraffic:
+    """Copies are found from the lists of experts alone."""
+    first = series[0]
+    operation: Operation = "find" if first.kind == "find_copies" else "find_lists"
+    list_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * bound.list_width
+    rows = bound.bound.rows_by_boundary[first.position][[each.chunk for each in series]]
+    return CopyTraffic(stage=first.stage, operation=operation, moved_bytes=list_bytes * rows)
+
+
+def _exchanges(bound: BoundProgram, series: Sequence[ProgramOperation]) -> StageTraffic:
+    first = series[0]
+    assert first.group is not None, f"{first.kind} is no collective"
+    chunks = [each.chunk for each in series]
+    stage = bound.bound.stages[first.position]
+    send, receive = stage.send[chunks], stage.receive[chunks]
+    if bound.program.walked.transpose:
+        send, receive = receive, send
+    peers = peers_of(bound.bound.layout, first.group)
+    message_bytes = bound.message_bytes(bound.program.buffers[first.writes[0]])
+    return CollectiveTraffic(
+        stage=first.stage,
+        operation="allgather" if first.kind == "allgather" else "alltoall",
+        peers=peers,
+        message_bytes=message_bytes,
+        sent_bytes=_by_tier(peers, sum(message_bytes) * send),
+        received_bytes=_by_tier(peers, sum(message_bytes) * receive),
+        messages_overlap=first.host == "starts",
+    )
+
+
+TRAFFIC: Mapping[Kind, Callable[[BoundProgram, Sequence[ProgramOperation]], StageTraffic]] = {
+    "pack": _moves,
+    "find_lists": _finds,
+    "find_copies": _finds,
+    "duplicate": _moves,
+    "reduce": _sums,
+    "alltoall": _exchanges,
+    "allgather": _exchanges,
+    "reduce_parts": _sums,
+    "put": _moves,
+}
 
 
 @lru_cache(maxsize=4096)
@@ -205,55 +220,38 @@ def peers_of(layout: Layout, group: GroupName) -> Peers:
     )
 
 
-def _copy(stage: str, depth: int, **moved_bytes: RowCounts) -> CopyTraffic:
-    return CopyTraffic(stage=stage, depth=depth, moved_bytes=moved_bytes)  # type: ignore[arg-type]
-
-
-def _collective(
-    stage: BoundStage, peers: Peers, message_bytes: tuple[int, ...], depth: int, transpose: bool
-) -> CollectiveTraffic:
-    assert isinstance(stage.stage, AllToAll | AllGather)
-    send, receive = (stage.receive, stage.send) if transpose else (stage.send, stage.receive)
-    gathers = isinstance(stage.stage, AllGather) and not transpose
-    return CollectiveTraffic(
-        stage=stage.stage.name,
-        depth=depth,
-        operation="allgather" if gathers else "alltoall",
-        peers=peers,
-        message_bytes=message_bytes,
-        sent_bytes=_by_tier(peers, sum(message_bytes) * send),
-        received_bytes=_by_tier(peers, sum(message_bytes) * receive),
-    )
-
-
 def _by_tier(peers: Peers, num_bytes: RowCounts) -> dict[str, RowCounts]:
     """[C, P] -> tier -> [C]."""
     return {"inter": num_bytes @ peers.inter, "intra": num_bytes @ peers.intra}
 
 
 def _around(
-    bound: BoundChain, row: RowFormat, walk: Walk, gathered_counts: int
+    program: BoundProgram, gathered_counts: int
 ) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
-    """What the dispatcher and Megatron do before and after the pipeline of a walk.
+    """What the dispatcher and Megatron do before and after the program of a pass.
 
     Dispatch counts, gathers the counts, and makes lists of experts if rows are tokens. If rows are
     pairs, Megatron permutes tokens into pairs before dispatch and sums pairs into tokens after
-    combine; the backward walks do the transposes.
+    combine; the backward passes do the transposes.
     """
+    bound, walked, row = program.bound, program.program.walked, program.program.row
     before: list[StageTraffic] = []
     after: list[StageTraffic] = []
     sends_pairs = bound.chain.rows == "pairs"
-    tokens = np.array([bound.num_source_rows / (row.list_width if sends_pairs else 1)])
+    pairs = np.array([bound.num_source_rows])
+    tokens = pairs / program.list_width if sends_pairs else pairs
+
+    def add(into: list[StageTraffic], stage: str, operation: Operation, moved: RowCounts) -> None:
+        into.append(CopyTraffic(stage=stage, operation=operation, moved_bytes=moved))
+
     peers = peers_of(bound.layout, "tp_ep")
-    if walk.ids:
-        size_of_map = bound.layout.num_experts * tokens
-        before.append(_copy("count", 0, count=COUNT_MAP_BYTES * size_of_map))
-    if walk.ids and peers.size > 1:
-        num_bytes = COUNT_BYTES * gathered_counts
-        moved = _by_tier(peers, np.full((1, peers.size), num_bytes))
+    size_of_map = bound.layout.num_experts * tokens
+    if walked.ids:
+        add(before, "count", "count", COUNT_MAP_BYTES * size_of_map)
+    if walked.ids and peers.size > 1:
+        moved = _by_tier(peers, np.full((1, peers.size), COUNT_BYTES * gathered_counts))
         gather = CollectiveTraffic(
             stage=GATHER_OF_COUNTS,
-            depth=0,
             operation="allgather",
             peers=peers,
             message_bytes=(COUNT_BYTES,),
@@ -261,12 +259,11 @@ def _around(
             received_bytes=moved,
         )
         before.append(gather)
-    if walk.ids and not sends_pairs:
-        before.append(_copy("lists of experts", 0, lists=LIST_MAP_BYTES * size_of_map))
-    if sends_pairs:
-        pairs = np.array([bound.num_source_rows])
-        if walk.transpose:
-            after.append(_copy("unpermute", 0, unpermute=row.hidden_bytes * (pairs + tokens)))
-        else:
-            before.append(_copy("permute", 0, permute=2 * row.hidden_bytes * pairs))
+    if walked.ids and not sends_pairs:
+        add(before, "lists of experts", "lists", LIST_MAP_BYTES * size_of_map)
+    hidden_bytes = row.hidden_size * row.value_bytes
+    if sends_pairs and walked.transpose:
+        add(after, "unpermute", "unpermute", hidden_bytes * (pairs + tokens))
+    elif sends_pairs:
+        add(before, "permute", "permute", 2 * hidden_bytes * pairs)
     return tuple(before), tuple(after)

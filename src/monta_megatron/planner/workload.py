@@ -5,11 +5,15 @@ from dataclasses import dataclass, replace
 
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.cut import blocks_for
-from monta_megatron.chains.lanes import RowFormat
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.program import BoundProgram, Pass, Policy, RowFormat
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.topology.layout import Layout
+
+# Sums are in fp32, or in what is wider.
+LEAST_SUM_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ class Workload:
             hidden_size=self.hidden_size,
             value_bytes=self.value_bytes,
             prob_bytes=self.prob_bytes,
-            list_width=self.routing.list_width,
+            sum_bytes=max(LEAST_SUM_BYTES, self.value_bytes, self.prob_bytes),
         )
 
     def bind(self, chain: Chain, num_chunks: int, layout: Layout | None = None) -> BoundChain:
@@ -71,6 +75,10 @@ class Workload:
         layout = replace(self.layout, rank=0) if layout is None else layout
         counts = self.routing.counts(chain, layout, self.tokens_per_rank, blocks_for(num_chunks))
         return chain.bind(layout, counts, num_chunks)
+
+    def lower(self, bound: BoundChain, walked: Pass, policy: Policy) -> BoundProgram:
+        """The program of one pass over the chain."""
+        return lower(bound, walked, self.row, self.routing.list_width, policy)
 
 
 def workloads_of(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from monta_megatron.chains.program import Operation
 from monta_megatron.planner.chain_price import TIER_NAMES
 from monta_megatron.planner.curves import TIERS, Tier
 from monta_megatron.strict_yaml import Text
@@ -31,6 +32,7 @@ class Span:
         walk: dispatch, combine, or the backward pass of one of them.
         stage: a stage of the chain, or what comes before or after it.
         chunk: None where it is done for all chunks at once.
+        operation: its number in the program of the pass; None for what surrounds the program.
         lane: the resource that it occupies.
         action: "run" on a resource; "launch" of an operation by the host, or its "wait" for one.
         start_us: time since the start of the timeline's first span.
@@ -44,6 +46,7 @@ class Span:
     action: Literal["run", "launch", "wait"]
     start_us: float
     end_us: float
+    operation: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,27 +80,28 @@ class TimedStep(NamedTuple):
 
     Attributes:
         action: begin, start, wait, ready or end.
-        walk, stage, chunk: what it is a step of.
+        walk, operation, stage, chunk: what it is a step of.
         host_us: when the host reached it.
         device_us: when the device reached it; on CPU ranks the same.
     """
 
     action: str
     walk: str
+    operation: int
     stage: str
     chunk: int
     host_us: float
     device_us: float
 
 
-Key: TypeAlias = tuple[str, str, int]
+# The name of a pass, and an operation of its program.
+Key: TypeAlias = tuple[str, int]
 
 
 def spans_of(
     steps: Sequence[TimedStep],
     ends_us: Mapping[Key, float],
-    lanes: Mapping[tuple[str, str], Tier],
-    copies_block_host: bool,
+    operations: Mapping[Key, Operation],
 ) -> list[Span]:
     """The spans of one rank from the steps that its executor noted.
 
@@ -106,60 +110,52 @@ def spans_of(
 
     Args:
         steps: the steps, in the order in which they were noted.
-        ends_us: by walk, stage and chunk, when each collective finished.
-        lanes: by walk and stage, the resource; a stage that moves nothing has none.
-        copies_block_host: whether copies block the host, as on CPU ranks.
+        ends_us: when each collective finished.
+        operations: what was run.
     """
     spans: list[Span] = []
 
-    def add(step: TimedStep, stage: str, lane: Lane, start_us: float, end_us: float) -> None:
-        action: Literal["run", "launch", "wait"] = "run"
-        if lane == "host":
-            action = "wait" if step.action == "ready" else "launch"
+    def add(
+        step: TimedStep,
+        lane: Lane,
+        action: Literal["run", "launch", "wait"],
+        start_us: float,
+        end_us: float,
+    ) -> None:
         spans.append(
             Span(
                 walk=step.walk,
-                stage=stage,
+                stage=step.stage,
                 chunk=step.chunk,
                 lane=lane,
                 action=action,
                 start_us=start_us,
                 end_us=end_us,
+                operation=step.operation,
             )
         )
 
     launch_us = input_us = wait_us = 0.0
-    waited_for, is_collective = "", False
     for step in steps:
-        key = (step.walk, step.stage)
+        key = (step.walk, step.operation)
+        operation = operations[key]
         if step.action == "begin":
             launch_us, input_us = step.host_us, step.device_us
-            waited_for, is_collective = "", False
         elif step.action == "wait":
             wait_us = step.host_us
         elif step.action == "ready":
-            input_us, waited_for = step.device_us, step.stage
-            if copies_block_host:
-                add(step, step.stage, "host", wait_us, step.host_us)
+            input_us = step.device_us
+            if operation.host != "enqueues":
+                add(step, "host", "wait", wait_us, step.host_us)
         elif step.action == "start":
-            # Between the arrival of a collective's input and its start, the input is summed.
-            summed = f"sum of {waited_for}"
-            if (step.walk, summed) in lanes:
-                add(step, summed, "memory", input_us, step.device_us)
-            if key in lanes:
-                end_us = ends_us[step.walk, step.stage, step.chunk]
-                add(step, step.stage, lanes[key], step.device_us, end_us)
-            is_collective = True
-            if copies_block_host:
+            add(step, operation.resource, "run", step.device_us, ends_us[key])
+            if operation.host == "starts":
                 launch_us = step.host_us
         else:
-            if not is_collective:
-                # A last stage that moves nothing may still sum.
-                stage = step.stage if key in lanes else f"sum of {waited_for}"
-                if (step.walk, stage) in lanes:
-                    add(step, stage, lanes[step.walk, stage], input_us, step.device_us)
-            if key in lanes and (is_collective or not copies_block_host):
-                add(step, step.stage, "host", launch_us, step.host_us)
+            if operation.resource == "memory":
+                add(step, "memory", "run", input_us, step.device_us)
+            if operation.host != "runs":
+                add(step, "host", "launch", launch_us, step.host_us)
     return spans
 
 

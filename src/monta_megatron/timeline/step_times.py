@@ -31,7 +31,7 @@ class Taken:
 
     Attributes:
         steps: the steps, in the order in which they were noted.
-        ends_us: by walk, stage and chunk, when each collective finished.
+        ends_us: when each collective finished.
     """
 
     steps: list[TimedStep]
@@ -40,8 +40,6 @@ class Taken:
 
 class HostRecorder:
     """Records the times of a CPU rank; an `exchange.monitor.Recorder`."""
-
-    copies_block_host = True
 
     def __init__(self) -> None:
         self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -56,9 +54,7 @@ class HostRecorder:
         at_us = now_us()
         self._steps.append(TimedStep(*step, host_us=at_us, device_us=at_us))
 
-    def watch(
-        self, works: Sequence[dist.Work], walk: str, stage: str, chunk: int
-    ) -> list[dist.Work]:
+    def watch(self, works: Sequence[dist.Work], walk: str, operation: int) -> list[dist.Work]:
         """Let a thread wait for a collective; returns a handle that waits for that thread."""
 
         end: Future[None] = Future()
@@ -70,7 +66,7 @@ class HostRecorder:
             except RuntimeError as error:
                 end.set_exception(error)
             else:
-                self._ends_us[walk, stage, chunk] = now_us()
+                self._ends_us[walk, operation] = now_us()
                 end.set_result(None)
 
         self._waits.put(wait)
@@ -90,11 +86,9 @@ class HostRecorder:
 class DeviceRecorder:
     """Records the times of a GPU; an `exchange.monitor.Recorder`."""
 
-    copies_block_host = False
-
     def __init__(self) -> None:
         self._noted: list[tuple[Step, float, torch.cuda.Event]] = []
-        self._streams: dict[Key, torch.cuda.Stream] = {}
+        self._collectives: set[Key] = set()
         self._ends: dict[Key, torch.cuda.Event] = {}
         torch.cuda.synchronize()
         self._origin = _event(torch.cuda.current_stream())
@@ -103,17 +97,15 @@ class DeviceRecorder:
 
     def note(self, step: Step) -> None:
         """Record that a step happens now on the host, and when the current stream reaches it."""
-        key = step[1:]
-        if step.action == "ready" and key in self._streams:
-            # The stream that launched it has waited for it too, and for nothing after it.
-            self._ends[key] = _event(self._streams[key])
-        self._noted.append((step, now_us(), _event(torch.cuda.current_stream())))
+        event, key = _event(torch.cuda.current_stream()), (step.walk, step.operation)
+        if step.action == "ready" and key in self._collectives:
+            # The stream that is the first to wait for it has it behind itself now.
+            self._ends.setdefault(key, event)
+        self._noted.append((step, now_us(), event))
 
-    def watch(
-        self, works: Sequence[dist.Work], walk: str, stage: str, chunk: int
-    ) -> list[dist.Work]:
-        """Remember the stream on which a collective was launched."""
-        self._streams[walk, stage, chunk] = torch.cuda.current_stream()
+    def watch(self, works: Sequence[dist.Work], walk: str, operation: int) -> list[dist.Work]:
+        """Remember that it is a collective."""
+        self._collectives.add((walk, operation))
         return list(works)
 
     def take(self) -> Taken:
@@ -126,7 +118,7 @@ class DeviceRecorder:
             ],
             ends_us={key: self._us(event) for key, event in self._ends.items()},
         )
-        self._noted, self._streams, self._ends = [], {}, {}
+        self._noted, self._collectives, self._ends = [], set(), {}
         return taken
 
     def _us(self, event: torch.cuda.Event) -> float:

@@ -191,3 +191,30 @@ def test_what_does_not_fit_into_memory_is_no_layout() -> None:
     assert state_bytes(model, ParallelLayout(world_size=128, ep=8)) == pytest.approx(
         experts / 8 * (6 + 12 / 16) + dense * (6 + 12 / 128)
     )
+
+
+def test_the_program_is_what_the_executor_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--tp", "8", "--ep", "2", "--etp", "8", "--program")
+    document = json.loads(output(capsys, *flags, "--json"))
+    names = ["dispatch", "combine", "combine_backward", "dispatch_backward"]
+    assert list(document["operations"]) == names
+    for operations in document["operations"].values():
+        assert [each["number"] for each in operations] == list(range(len(operations)))
+        for each in operations:
+            assert {"operation", "chunk", "reads", "writes", "rows", "bytes"} <= each.keys()
+            assert {"resource", "group"} <= each.keys()
+    # What the AllToAlls send is what the plan says that they send.
+    (choice,) = (entry for entry in document["candidates"] if entry["rejected"] is None)
+    crossing = sum(
+        each["bytes"]
+        for operations in document["operations"].values()
+        for each in operations
+        if each["resource"] == "inter"
+    )
+    # Of each rank's two EP peers one is itself.
+    assert choice["inter_bytes"] == pytest.approx(16 * crossing / 2)
+    lines = output(capsys, *flags).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert (
+        sum("reduce_parts sum of allgather" in line for line in lines) == 2 * choice["num_chunks"]
+    )

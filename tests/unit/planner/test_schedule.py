@@ -2,17 +2,58 @@
 
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 import pytest
+from linear_pipeline import Stage, operation_of
 
+from monta_megatron.chains.lower import order_operations
+from monta_megatron.chains.program import Policy
+from monta_megatron.planner import schedule as program_schedule
 from monta_megatron.planner.curves import TIERS, Tier
-from monta_megatron.planner.schedule import (
-    Factor,
-    Work,
-    lower_bound_us,
-    serial_us,
-    simulate,
-)
+from monta_megatron.planner.schedule import Factor, Work, lower_bound_us, serial_us
+
+
+class Schedule(NamedTuple):
+    """[stages][C] when each was launched, started and ended."""
+
+    launched_us: tuple[tuple[float, ...], ...]
+    starts_us: tuple[tuple[float, ...], ...]
+    ends_us: tuple[tuple[float, ...], ...]
+    total_us: float
+
+
+def simulate(stages: Sequence[Stage], factor: Factor, copies_block_host: bool = False) -> Schedule:
+    """Run stages one after the other on each chunk, each on a stream or in a group of its own."""
+    policy: Policy = "host" if copies_block_host else "streams"
+    num_chunks = len(stages[0].work.times_us) if stages else 0
+    keys = sorted(
+        (chunk + stage.depth, number, chunk)
+        for number, stage in enumerate(stages)
+        for chunk in range(num_chunks)
+    )
+    numbers = {(stage, chunk): at for at, (_, stage, chunk) in enumerate(keys)}
+    needs = [[] if stage == 0 else [numbers[stage - 1, chunk]] for _, stage, chunk in keys]
+    operations = [
+        operation_of(at, stage, chunk, stages) for at, (_, stage, chunk) in enumerate(keys)
+    ]
+    works = [stage.work for stage in stages]
+    found = program_schedule.simulate(order_operations(operations, needs, policy), works, factor)
+    by_stage = [
+        [found.times[numbers[stage, chunk]] for chunk in range(num_chunks)]
+        for stage in range(len(stages))
+    ]
+    return Schedule(
+        *(
+            tuple(tuple(getattr(times, field) for times in row) for row in by_stage)
+            for field in ("launched_us", "start_us", "end_us")
+        ),
+        total_us=found.total_us,
+    )
+
+
+def works_of(stages: Sequence[Stage]) -> list[Work]:
+    return [stage.work for stage in stages]
 
 
 def free(first: Tier, second: Tier) -> float:
@@ -25,10 +66,12 @@ def shared(first: Tier, second: Tier) -> float:
     return 2.0 if first == second else 1.0
 
 
-def works(*stages: tuple[Tier, tuple[float, ...]], launch_us: float = 0.0) -> list[Work]:
+def works(*stages: tuple[Tier, tuple[float, ...]], launch_us: float = 0.0) -> list[Stage]:
     """Stages with their times, each a step behind the one before it."""
     return [
-        Work(stage=f"s{depth}", resource=resource, times_us=times, depth=depth, launch_us=launch_us)
+        Stage(
+            Work(stage=f"s{depth}", resource=resource, times_us=times, launch_us=launch_us), depth
+        )
         for depth, (resource, times) in enumerate(stages)
     ]
 
@@ -92,7 +135,7 @@ def test_by_hand_where_copies_block_the_host() -> None:
     # A copy of 15 before each collective of 10: the host copies chunk 1 while chunk 0 is on its
     # way, but cannot launch chunk 0's collective before its copy, nor two copies at once.
     stages = works(("memory", (15.0, 15.0)), ("inter", (10.0, 10.0)))
-    stages = [Work(**{**vars(work), "depth": 0}) for work in stages]
+    stages = [stage._replace(depth=0) for stage in stages]
     schedule = simulate(stages, free, copies_block_host=True)
     assert schedule.ends_us == ((15.0, 30.0), (25.0, 40.0))
     # A launch of 2 is the host's work too: the second one takes 3 beside the first collective,
@@ -108,19 +151,21 @@ def test_by_hand_where_copies_block_the_host() -> None:
     assert simulate(stages, free).total_us == 15.0
 
 
-def random_works(draw: Random, launches: bool) -> list[Work]:
+def random_works(draw: Random, launches: bool) -> list[Stage]:
     num_stages, num_chunks = draw.randint(1, 6), draw.randint(1, 9)
     depth, found = 0, []
     for stage in range(num_stages):
         resource = draw.choice(TIERS)
         times = tuple(draw.choice([0.0, draw.uniform(0, 50)]) for _ in range(num_chunks))
         found.append(
-            Work(
-                stage=str(stage),
-                resource=resource,
-                times_us=times,
-                depth=depth,
-                launch_us=draw.uniform(0, 9) if launches else 0.0,
+            Stage(
+                Work(
+                    stage=str(stage),
+                    resource=resource,
+                    times_us=times,
+                    launch_us=draw.uniform(0, 9) if launches else 0.0,
+                ),
+                depth,
             )
         )
         depth += draw.randint(0, 1)
@@ -152,7 +197,7 @@ def test_without_contention_it_is_the_recurrence() -> None:
     draw = Random(0)
     for _ in range(1_000):
         stages = random_works(draw, launches=False)
-        expected = recurrence_us([work.times_us for work in stages])
+        expected = recurrence_us([stage.work.times_us for stage in stages])
         schedule = simulate(stages, free)
         for ends, row in zip(schedule.ends_us, expected, strict=True):
             assert ends == pytest.approx(row, abs=1e-6)
@@ -165,8 +210,8 @@ def test_between_the_busiest_resource_and_one_after_the_other(copies_block_host:
         stages = random_works(draw, launches=case % 2 == 0)
         factor = random_factor(draw)
         total_us = simulate(stages, factor, copies_block_host).total_us
-        assert total_us >= lower_bound_us(stages, factor) * (1 - 1e-9)
-        assert total_us <= serial_us(stages) * (1 + 1e-9)
+        assert total_us >= lower_bound_us(works_of(stages), factor) * (1 - 1e-9)
+        assert total_us <= serial_us(works_of(stages)) * (1 + 1e-9)
 
 
 def test_stages_and_chunks_keep_their_order() -> None:
@@ -179,7 +224,7 @@ def test_stages_and_chunks_keep_their_order() -> None:
             zip(schedule.starts_us, schedule.ends_us, strict=True)
         ):
             for chunk, start in enumerate(starts):
-                shares = copies_block_host and stages[stage].resource != "memory"
+                shares = copies_block_host and stages[stage].work.resource != "memory"
                 before = starts if shares else ends
                 assert chunk == 0 or start >= before[chunk - 1] - 1e-9
                 assert stage == 0 or start >= schedule.ends_us[stage - 1][chunk] - 1e-9

@@ -9,29 +9,41 @@ from measured_routing import MeasuredRouting
 
 from monta_megatron.calibration.points import BYTES_PER_ROW, HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 from monta_megatron.chains import CHAINS, BoundChain
-from monta_megatron.chains.lanes import COMBINE, DISPATCH, FORWARD_BACKWARD, offsets_bytes
+from monta_megatron.chains.program import (
+    COMBINE,
+    DISPATCH,
+    FORWARD_BACKWARD,
+    Pass,
+    offsets_bytes,
+)
+from monta_megatron.planner import traffic as program_traffic
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
-from monta_megatron.planner.traffic import CollectiveTraffic, CopyTraffic, walk_traffic
+from monta_megatron.planner.traffic import CollectiveTraffic, CopyTraffic, WalkTraffic
 from monta_megatron.planner.workload import Workload
 
 
-def bytes_of(workload: Workload, chain: str, num_chunks: int, walk: object = DISPATCH) -> dict:
+def walk_traffic(
+    workload: Workload, bound: BoundChain, walk: Pass, gathered_counts: int
+) -> WalkTraffic:
+    return program_traffic.walk_traffic(workload.lower(bound, walk, "streams"), gathered_counts)
+
+
+def bytes_of(workload: Workload, chain: str, num_chunks: int, walk: Pass = DISPATCH) -> dict:
     """(stage, tier) -> bytes that rank 0 sends."""
     bound = workload.bind(CHAINS[chain], num_chunks)
-    traffic = walk_traffic(bound, workload.row, walk, num_chunks)  # type: ignore
+    traffic = walk_traffic(workload, bound, walk, num_chunks)
     return {key: count for key, count in traffic.bytes_by_stage().items() if count}
 
 
-def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, walk: object) -> dict:
+def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, walk: Pass) -> dict:
     """(stage, operation) -> bytes that the copies of rank 0 read and write."""
     bound = workload.bind(CHAINS[chain], num_chunks)
-    traffic = walk_traffic(bound, workload.row, walk, num_chunks)  # type: ignore[arg-type]
+    traffic = walk_traffic(workload, bound, walk, num_chunks)
     return {
-        (stage.stage, operation): count.sum()
+        (stage.stage, stage.operation): stage.moved_bytes.sum()
         for stage in traffic.stages
         if isinstance(stage, CopyTraffic)
-        for operation, count in stage.moved_bytes.items()
     }
 
 
@@ -108,7 +120,7 @@ def test_what_is_sent_is_received(chain: str) -> None:
     num_chunks = 1 if CHAINS[chain].serial else 3
     ranks = every_rank(workload, chain, num_chunks)
     for walk in FORWARD_BACKWARD:
-        traffic = [walk_traffic(each, workload.row, walk, 3) for each in ranks]
+        traffic = [walk_traffic(workload, each, walk, 3) for each in ranks]
         for stages in zip(*(rank.pipeline for rank in traffic), strict=True):
             if isinstance(stages[0], CollectiveTraffic):
                 for tier in ("inter", "intra"):
@@ -152,10 +164,10 @@ def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan() -> None:
     for chain in ("alltoall", "allgather"):
         for walk in (DISPATCH, COMBINE):
             bound = workload.bind(CHAINS[chain], 1)
-            traffic = walk_traffic(bound, workload.row, walk, 1)
+            traffic = walk_traffic(workload, bound, walk, 1)
             for stage in (*traffic.before, *traffic.after):
                 if isinstance(stage, CopyTraffic):
-                    found |= {name: count.sum() for name, count in stage.moved_bytes.items()}
+                    found[stage.operation] = stage.moved_bytes.sum()
     assert found == {
         name: 1024 * BYTES_PER_ROW[name] for name in ("count", "lists", "permute", "unpermute")
     }
@@ -164,10 +176,12 @@ def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan() -> None:
 def test_copies_that_the_executor_does_not_make_are_free() -> None:
     workload = workload_of(16, tokens=1024)
 
-    def copies(chain: str, num_chunks: int, walk: object) -> list[str]:
+    def copies(chain: str, num_chunks: int, walk: Pass) -> list[str]:
         bound = workload.bind(CHAINS[chain], num_chunks)
-        traffic = walk_traffic(bound, workload.row, walk, num_chunks)  # type: ignore[arg-type]
-        return [stage.stage for stage in traffic.stages if isinstance(stage, CopyTraffic)]
+        traffic = walk_traffic(workload, bound, walk, num_chunks)
+        stages = (stage.stage for stage in traffic.stages if isinstance(stage, CopyTraffic))
+        # What is found before it is copied is one stage.
+        return list(dict.fromkeys(stages))
 
     # One chunk in Megatron's own order goes out as it lies; chunks are packed.
     assert copies("alltoall", 1, DISPATCH) == ["count", "permute", "order"]
@@ -195,7 +209,10 @@ def test_dispatch_and_its_backward_hold_most(chain: str) -> None:
     for num_chunks in (1,) if CHAINS[chain].serial else (1, 2, 4):
         workload = workload_of(16, tokens=1000)
         bound = workload.bind(CHAINS[chain], num_chunks)
-        peaks = {walk.name: peak_bytes(bound, workload.row, walk) for walk in FORWARD_BACKWARD}
+        peaks = {
+            walk.name: peak_bytes(workload.lower(bound, walk, "streams"))
+            for walk in FORWARD_BACKWARD
+        }
         assert max(peaks, key=lambda name: peaks[name]).startswith("dispatch"), peaks
 
 
@@ -204,7 +221,7 @@ def test_the_peak_is_that_of_the_fullest_rank_in_its_fullest_walk(chain: str) ->
     workload = uneven_workload()
     num_chunks = 1 if CHAINS[chain].serial else 3
     peaks = [
-        peak_bytes(bound, workload.row, walk)
+        peak_bytes(workload.lower(bound, walk, "streams"))
         for bound in every_rank(workload, chain, num_chunks)
         for walk in FORWARD_BACKWARD
     ]

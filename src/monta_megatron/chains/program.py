@@ -1,0 +1,270 @@
+"""What a pass does, written down once: its operations in the order of issue, and their buffers.
+
+A layer has four passes over a chain: dispatch, combine, and the backward pass of each. `lower`
+turns a bound chain into the program of one pass. The executor runs it, the planner prices it,
+memory is the liveness of its buffers, the timeline draws it: none of them derives anything of it a
+second time. No torch.
+
+Notation: C = number of chunks, H = hidden size, W = longest list of experts of any token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeAlias
+
+from monta_megatron.chains.chain import BoundChain
+from monta_megatron.topology.layout import GroupName
+
+ALIGNMENT_BYTES = 16
+ID_BYTES = 4
+
+# How a program is executed: "host" on CPU ranks, where the host itself copies and waits; "streams"
+# on devices, to which it hands everything in advance.
+Policy: TypeAlias = Literal["host", "streams"]
+# What an operation occupies: the network between nodes, the link inside a node, memory.
+Resource: TypeAlias = Literal["inter", "intra", "memory"]
+Kind: TypeAlias = Literal[
+    "pack",
+    "find_lists",
+    "find_copies",
+    "duplicate",
+    "reduce",
+    "alltoall",
+    "allgather",
+    "reduce_parts",
+    "put",
+]
+# When a buffer's memory is given back: to the next chunk but W - 1 once it was read ("window"), at
+# the end of the pass ("join"), once it was read for the last time ("last read"); a "caller" has its
+# own, and what is found about copies is kept for the passes that follow ("exchange").
+Release: TypeAlias = Literal["window", "join", "last read", "caller", "exchange"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One of the four passes over a chain, and which columns it carries besides the hidden rows."""
+
+    name: str
+    transpose: bool
+    probs: bool = False
+    ids: bool = False
+
+
+DISPATCH = Pass(name="dispatch", transpose=False, probs=True, ids=True)
+COMBINE = Pass(name="combine", transpose=True)
+DISPATCH_BACKWARD = Pass(name="dispatch_backward", transpose=True, probs=True)
+COMBINE_BACKWARD = Pass(name="combine_backward", transpose=False)
+
+FORWARD = (DISPATCH, COMBINE)
+FORWARD_BACKWARD = (DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD)
+
+
+class RowFormat(NamedTuple):
+    """The values of a row.
+
+    Attributes:
+        hidden_size: H.
+        value_bytes: bytes of each hidden value.
+        prob_bytes: bytes of each probability; 0 in a pass that carries none.
+        sum_bytes: bytes of each hidden value in a sum, before it is rounded for the wire.
+    """
+
+    hidden_size: int
+    value_bytes: int
+    prob_bytes: int
+    sum_bytes: int
+
+
+class Column(NamedTuple):
+    """Values of one kind in every row.
+
+    Attributes:
+        name: "rows" for the hidden values, "probs" or "ids".
+        width: number of values; None for one for each of the W experts in a token's list.
+        value_bytes: bytes of each.
+    """
+
+    name: Literal["rows", "probs", "ids"]
+    width: int | None
+    value_bytes: int
+
+
+class Buffer(NamedTuple):
+    """Rows in memory.
+
+    Attributes:
+        number: its place in `Program.buffers`.
+        name: the stage that writes it.
+        chunk: whose rows it holds; None for those of all chunks.
+        boundary: how many stages of the chain lie before these rows.
+        copies: how many times it holds them.
+        columns: what a row consists of; none for what is found about copies.
+        packed: the columns share one message; else each has its own.
+        release: when its memory is given back.
+        slot: buffers with the same slot use the same memory, one after the other.
+        last_read: the last operation that reads it.
+    """
+
+    number: int
+    name: str
+    chunk: int | None
+    boundary: int
+    copies: int
+    columns: tuple[Column, ...]
+    packed: bool
+    release: Release
+    slot: int
+    last_read: int
+
+
+class Operation(NamedTuple):
+    """One thing that is done for one chunk.
+
+    Attributes:
+        number: its place in the order of issue.
+        kind: what is done.
+        stage: the chain's stage, as messages and pictures name it.
+        position: that stage's place in the chain.
+        chunk: whose rows are worked on.
+        series: operations that do the same for other chunks have the same number here.
+        reads: buffers that it reads.
+        writes: buffers that it writes; its message comes first.
+        resource: what it occupies.
+        group: the group of a collective, or of the sum over ranks that a "reduce" is part of.
+        stream: the side stream on which it is issued, on a device.
+        waits: operations that its stream, or the host, has to wait for before it.
+        after: operations that end before it starts, on a device.
+        launch_after: operations that end before the host gets to it.
+        host: whether the host only enqueues it, runs it itself, or starts it, with work like a
+            copy's, and goes on.
+        parts_per_sum: in "reduce_parts", how many adjacent parts are summed first.
+    """
+
+    number: int
+    kind: Kind
+    stage: str
+    position: int
+    chunk: int
+    series: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    resource: Resource
+    group: GroupName | None
+    stream: int
+    waits: tuple[int, ...]
+    after: tuple[int, ...]
+    launch_after: tuple[int, ...]
+    host: Literal["enqueues", "runs", "starts"]
+    parts_per_sum: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The structure of a pass: all that does not depend on counts.
+
+    Attributes:
+        walked: the pass.
+        row: the sizes of a row's values.
+        operations: in the order of issue, which is the same on every rank.
+        buffers: the input comes first.
+        output: the buffer that the pass leaves behind.
+        waits_at_end: operations that nothing has waited for, and that the output needs.
+        num_streams: side streams that the operations name.
+    """
+
+    walked: Pass
+    row: RowFormat
+    operations: tuple[Operation, ...]
+    buffers: tuple[Buffer, ...]
+    output: int
+    waits_at_end: tuple[int, ...]
+    num_streams: int
+
+    @cached_property
+    def series(self) -> tuple[tuple[Operation, ...], ...]:
+        """Operations that do the same, each for its chunk, in the order of issue."""
+        by_number: dict[int, list[Operation]] = {}
+        for operation in self.operations:
+            by_number.setdefault(operation.series, []).append(operation)
+        return tuple(tuple(by_number[number]) for number in sorted(by_number))
+
+    @cached_property
+    def awaited(self) -> frozenset[int]:
+        """Operations that something waits for."""
+        waits = (operation.waits for operation in self.operations)
+        return frozenset(number for numbers in (*waits, self.waits_at_end) for number in numbers)
+
+    @cached_property
+    def slots(self) -> dict[int, list[Buffer]]:
+        """slot -> the buffers that use it."""
+        found: dict[int, list[Buffer]] = {}
+        for buffer in self.buffers:
+            found.setdefault(buffer.slot, []).append(buffer)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundProgram:
+    """A program with the rows of one rank and one micro-batch.
+
+    Attributes:
+        program: the structure.
+        bound: the chain with its rows.
+        list_width: W; 0 where a row is a permuted token.
+    """
+
+    program: Program
+    bound: BoundChain
+    list_width: int
+
+    def rows(self, buffer: Buffer) -> float:
+        """Rows in a buffer; an integer at run time."""
+        if buffer.chunk is None:
+            bound = self.bound
+            return bound.num_expert_rows if buffer.boundary else bound.num_source_rows
+        rows: float = self.bound.rows_at[buffer.boundary][buffer.chunk]
+        return buffer.copies * rows
+
+    def message_bytes(self, buffer: Buffer) -> tuple[int, ...]:
+        """Bytes of a row in each of its messages."""
+        sizes = [
+            (self.list_width if width is None else width, value_bytes)
+            for _, width, value_bytes in buffer.columns
+        ]
+        if buffer.packed:
+            return (offsets_bytes(sizes)[-1],)
+        return tuple(num_values * value_bytes for num_values, value_bytes in sizes)
+
+    def num_bytes(self, buffer: Buffer) -> float:
+        """Bytes of a buffer."""
+        return sum(self.message_bytes(buffer)) * self.rows(buffer)
+
+    def splits(self, operation: Operation) -> tuple[list[int], list[int]]:
+        """Rows that a collective sends to each peer, and rows that it receives from each."""
+        stage = self.bound.stages[operation.position]
+        sides = (
+            (stage.receive, stage.send)
+            if self.program.walked.transpose
+            else (stage.send, stage.receive)
+        )
+        send, receive = (side[operation.chunk].tolist() for side in sides)
+        return send, receive
+
+
+def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
+    """Where each column of a packed row begins, followed by the size of the row.
+
+    Args:
+        columns: (number of values, bytes of a value) of each column.
+    """
+    offsets, end = [], 0
+    for num_values, value_bytes in columns:
+        end = _round_up(end, value_bytes)
+        offsets.append(end)
+        end += num_values * value_bytes
+    return [*offsets, _round_up(end, ALIGNMENT_BYTES)]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

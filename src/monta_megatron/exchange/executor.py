@@ -1,0 +1,38 @@
+"""The executor: runs the program of a pass. It decides nothing; see `chains.lower`."""
+
+from monta_megatron.chains.program import Pass
+from monta_megatron.exchange.operations import OPERATIONS
+from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.state import Exchange, State
+
+
+def run(exchange: Exchange, walked: Pass, lanes: Lanes) -> Lanes:
+    """Apply the chain, or its transpose, to all rows.
+
+    Args:
+        exchange: what moves.
+        walked: the pass.
+        lanes: contiguous, on the source side, or on the experts' side for a transpose.
+
+    Returns:
+        The lanes on the other side, without ids. They share no memory with the input unless no
+        stage of the chain moves anything (every group has one rank, one chunk, one local expert).
+
+    Raises:
+        ExchangeError: a collective failed or timed out.
+    """
+    state = State(exchange, walked, lanes)
+    program, streams, monitor = state.bound.program, state.streams, exchange.monitor
+    streams.fork(program.num_streams)
+    for operation in program.operations:
+        with (
+            streams.on(operation.stream),
+            monitor.range(walked.name, exchange.bound.chain.name, operation),
+        ):
+            state.wait(operation.waits)
+            state.issued(operation, OPERATIONS[operation.kind](state, operation))
+    if program.waits_at_end:
+        with streams.on(program.num_streams - 1):
+            state.wait(program.waits_at_end)
+    streams.join()
+    return state.lanes(program.output)

@@ -1,0 +1,220 @@
+"""What one micro-batch exchanges, and the state of a pass over it: messages, and what was started.
+
+Notation: C = number of chunks, W = longest list of experts of any token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from monta_megatron.chains.chain import BoundChain
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.program import Buffer, Column, Operation, Pass, RowFormat
+from monta_megatron.chains.stages import Segments
+from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.payload import Lanes, Payload
+from monta_megatron.exchange.streams import Ready, streams_for
+
+
+class ExchangeError(RuntimeError):
+    """A collective failed; the message names chain, stage, chunk and group."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exchange:
+    """One micro-batch's exchange, made before dispatch, kept for combine and both backward passes.
+
+    Attributes:
+        bound: the chain with this micro-batch's rows.
+        groups: the process group for every group name of the chain.
+        sum_dtype: dtype of the sums over copies of a row, at least fp32. Megatron reduces over the
+            expert tensor parallel group in the dtype of the probabilities.
+        monitor: counts bytes; tells its recorder, if it has one, what is issued.
+        list_width: W; 0 where rows are pairs.
+        row_indices: by place in the chain, for each `Place` that copies, the rows of each chunk in
+            the whole tensor; made at first use, shared by all passes.
+        copies: by place in the chain and chunk, what is copied; found by dispatch, shared likewise.
+    """
+
+    bound: BoundChain
+    groups: Mapping[str, PeerGroup]
+    sum_dtype: torch.dtype
+    monitor: Monitor
+    list_width: int = 0
+    row_indices: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    copies: dict[tuple[int, int], Copies] = field(default_factory=dict)
+
+
+class State:
+    """One pass under way.
+
+    Attributes:
+        exchange: what moves.
+        bound: the program of the pass with this micro-batch's rows.
+        streams: where operations are issued.
+        sum_dtype: dtype of the sums over copies of a row.
+    """
+
+    def __init__(self, exchange: Exchange, walked: Pass, lanes: Lanes) -> None:
+        rows, probs = lanes.rows, lanes.probs
+        stages = exchange.bound.stages
+        self.exchange = exchange
+        self.streams = streams_for(rows.device)
+        self.sum_dtype = torch.promote_types(exchange.sum_dtype, rows.dtype)
+        row = RowFormat(
+            hidden_size=rows.shape[1],
+            value_bytes=rows.itemsize,
+            prob_bytes=0 if probs is None else probs.itemsize,
+            sum_bytes=self.sum_dtype.itemsize,
+        )
+        self.bound = lower(exchange.bound, walked, row, exchange.list_width, self.streams.policy)
+        self._device = rows.device
+        self._dtypes = {
+            ("rows", row.sum_bytes): self.sum_dtype,
+            ("rows", row.value_bytes): rows.dtype,
+            ("probs", row.prob_bytes): rows.dtype if probs is None else probs.dtype,
+            ("ids", torch.int32.itemsize): torch.int32,
+        }
+        self._first = len(stages) - 1 if walked.transpose else 0
+        self._messages: dict[int, list[torch.Tensor]] = {0: lanes.tensors()}
+        self._slots: dict[int, list[torch.Tensor]] = {}
+        self._payloads: dict[object, Payload] = {}
+        self._started: dict[int, Ready] = {}
+
+    @property
+    def walk(self) -> str:
+        """Name of the pass."""
+        return self.bound.program.walked.name
+
+    def payload(self, number: int) -> Payload:
+        """How a row lies in the messages of a buffer."""
+        buffer = self.bound.program.buffers[number]
+        key = (buffer.columns, buffer.packed)
+        if key not in self._payloads:
+            self._payloads[key] = Payload(
+                shapes=tuple(self._shape(column) for column in buffer.columns),
+                dtypes=tuple(self._dtypes[each.name, each.value_bytes] for each in buffer.columns),
+                packed=buffer.packed,
+                device=self._device,
+            )
+        return self._payloads[key]
+
+    def allocate(self, number: int) -> list[torch.Tensor]:
+        """The messages of a buffer that is about to be written."""
+        buffer = self.bound.program.buffers[number]
+        if number not in self._messages:
+            if buffer.release == "window":
+                whole = self._slots.get(buffer.slot)
+                if whole is None:
+                    users = self.bound.program.slots[buffer.slot]
+                    whole = self._allocate(buffer, max(map(self._num_rows, users)))
+                    self._slots[buffer.slot] = whole
+                self._messages[number] = [each[: self._num_rows(buffer)] for each in whole]
+            else:
+                self._messages[number] = self._allocate(buffer, self._num_rows(buffer))
+        return self._messages[number]
+
+    def lanes(self, number: int) -> Lanes:
+        """The columns of a buffer."""
+        return self.payload(number).lanes(self._messages[number])
+
+    def messages(self, operation: Operation) -> list[torch.Tensor]:
+        """The messages that an operation reads; of the whole input, its chunk's run of rows."""
+        messages = self._messages[operation.reads[0]]
+        segments = self.exchange.bound.stages[self._first].segments
+        if operation.reads[0] == 0 and segments is not None and segments.is_slice:
+            return [message[segments.slice_of(operation.chunk)] for message in messages]
+        return messages
+
+    def read(self, operation: Operation) -> tuple[Lanes, torch.Tensor | None]:
+        """The columns that an operation reads, and its chunk's rows of them, if not all."""
+        lanes = self.payload(operation.reads[0]).lanes(self.messages(operation))
+        segments = self.exchange.bound.stages[self._first].segments
+        if operation.reads[0] != 0 or segments is None or segments.is_slice:
+            return lanes, None
+        return lanes, self.rows_in_place(self._first, operation.chunk)
+
+    def rows_in_place(self, position: int, chunk: int) -> torch.Tensor:
+        """[rows of the chunk] int64: where the `Place` at `position` finds or puts them."""
+        indices = self.exchange.row_indices
+        if position not in indices:
+            segments = self.exchange.bound.stages[position].segments
+            assert segments is not None, f"the rows of stage {position} lie in order"
+            indices[position] = _row_indices(segments, self._device)
+        index = indices[position][chunk]
+        self.streams.keep([index])
+        return index
+
+    def group(self, operation: Operation) -> PeerGroup:
+        """The group of a collective."""
+        assert operation.group is not None, f"{operation.kind} is no collective"
+        return self.exchange.groups[operation.group]
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """Let the current stream, or the host, wait for operations."""
+        monitor = self.exchange.monitor
+        for number in numbers:
+            operation = self.bound.program.operations[number]
+            monitor.note("wait", self.walk, operation)
+            try:
+                self._started[number]()
+            except RuntimeError as error:
+                raise self.failure(operation, error) from error
+            monitor.note("ready", self.walk, operation)
+            self._ended(operation)
+
+    def issued(self, operation: Operation, works: list[torch.distributed.Work]) -> None:
+        """Keep what was started for those who wait for it."""
+        if operation.number in self.bound.program.awaited:
+            self._started[operation.number] = self.streams.ready(works)
+        if not works:
+            self._ended(operation)
+
+    def failure(self, operation: Operation, error: Exception) -> ExchangeError:
+        """The error of a collective that failed."""
+        bound, group = self.exchange.bound, self.group(operation)
+        return ExchangeError(
+            f"{self.walk}: chain {bound.chain.name}, stage {operation.stage}, "
+            f"chunk {operation.chunk + 1} of {bound.num_chunks}, group {group.name} "
+            f"(rank {group.rank} of {group.size}) failed: {error}"
+        )
+
+    def _ended(self, operation: Operation) -> None:
+        """Let go of what is released at its last read; all else is held until the join."""
+        for number in operation.reads:
+            buffer = self.bound.program.buffers[number]
+            if buffer.release == "last read" and buffer.last_read == operation.number:
+                self._messages.pop(number, None)
+
+    def _allocate(self, buffer: Buffer, num_rows: int) -> list[torch.Tensor]:
+        with self.streams.on_caller():
+            return self.payload(buffer.number).allocate(num_rows)
+
+    def _num_rows(self, buffer: Buffer) -> int:
+        return int(self.bound.rows(buffer))
+
+    def _shape(self, column: Column) -> tuple[int, ...]:
+        if column.name == "rows":
+            return (column.width or 0,)
+        return (self.exchange.list_width,) if column.width is None else ()
+
+
+def _row_indices(segments: Segments, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Row numbers of every chunk from its runs; one copy to the device, and no sync.
+
+    [C, N] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
+    """
+    lengths = segments.lengths.ravel()
+    total = int(lengths.sum())
+    # A row is its run's start plus its distance from the run's first row in the result.
+    shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
+    runs = torch.from_numpy(np.stack([shifts, lengths]))
+    if device.type == "cuda":
+        runs = runs.pin_memory().to(device, non_blocking=True)
+    shift_of_row = torch.repeat_interleave(runs[0], runs[1], output_size=total)
+    rows = torch.arange(total, device=device) + shift_of_row
+    return rows.split(segments.lengths.sum(axis=1).tolist())

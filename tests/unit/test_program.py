@@ -1,0 +1,173 @@
+"""Programs: by hand, one structure for all counts, and one truth for all readers."""
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+
+import monta_megatron
+from monta_megatron import strict_yaml
+from monta_megatron.chains import CHAINS, BoundChain, Counts
+from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.program import (
+    COMBINE,
+    DISPATCH,
+    FORWARD_BACKWARD,
+    Kind,
+    Policy,
+    RowFormat,
+)
+from monta_megatron.exchange.operations import OPERATIONS
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import ParallelLayout, exchanges
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.search import plan
+from monta_megatron.planner.traffic import TRAFFIC
+from monta_megatron.planner.workload import Workload
+from monta_megatron.topology.layout import Layout
+
+SOURCES = Path(monta_megatron.__file__).parent
+CONFIGS = Path(__file__).parents[2] / "configs"
+BF16 = RowFormat(hidden_size=8, value_bytes=2, prob_bytes=4, sum_bytes=4)
+
+
+def bound_chain(rows: int = 3, num_chunks: int = 2) -> BoundChain:
+    """2 nodes of 2 ranks at EP 2 x ETP 2, as rank 0 sees them; each expert gets so many rows."""
+    layout = Layout(ep=2, etp=2, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
+    counts = Counts(sent=np.full((2, 2), rows), received=np.full((2, 2, 2), rows))
+    return CHAINS["alltoall_allgather"].bind(layout, counts, num_chunks)
+
+
+def listed(bound: BoundChain, policy: Policy) -> list[tuple[str, str, int]]:
+    program = lower(bound, COMBINE, BF16, 0, policy).program
+    return [(each.kind, each.stage, each.chunk) for each in program.operations]
+
+
+def test_combine_by_hand() -> None:
+    # Transposed, from the last chunk to the first. The parts that an AllGather's transpose brings
+    # are summed by the stage that sends the sums on; chunk 0's parts are under way meanwhile.
+    assert listed(bound_chain(), "streams") == [
+        ("pack", "order", 1),
+        ("alltoall", "allgather", 1),
+        ("pack", "order", 0),
+        ("alltoall", "allgather", 0),
+        ("reduce_parts", "sum of allgather", 1),
+        ("alltoall", "alltoall", 1),
+        ("reduce_parts", "sum of allgather", 0),
+        ("alltoall", "alltoall", 0),
+        ("put", "pack", 1),
+        ("put", "pack", 0),
+    ]
+    # A host moves what stays on its node itself, and puts nothing off for it.
+    assert listed(bound_chain(), "host") == [
+        ("pack", "order", 1),
+        ("alltoall", "allgather", 1),
+        ("reduce_parts", "sum of allgather", 1),
+        ("alltoall", "alltoall", 1),
+        ("pack", "order", 0),
+        ("alltoall", "allgather", 0),
+        ("reduce_parts", "sum of allgather", 0),
+        ("alltoall", "alltoall", 0),
+        ("put", "pack", 1),
+        ("put", "pack", 0),
+    ]
+
+
+def test_memory_is_used_again_after_the_turns_in_which_it_is_read() -> None:
+    """Dispatch in 6 chunks. Steps: pack and A2A in c, AG in c + 1, order in c + 2."""
+    program = lower(bound_chain(rows=66, num_chunks=6), DISPATCH, BF16, 0).program
+    slots: dict[str, list[int]] = {}
+    for buffer in program.buffers:
+        slots.setdefault(buffer.name, []).append(buffer.slot)
+    # The A2A of a chunk, which reads what was packed, is waited for a step later; its result is
+    # read by the AllGather a step later, which is waited for another step later.
+    assert {name: len(set(found)) for name, found in slots.items()} == {
+        "input": 1,
+        "pack": 2,
+        "alltoall": 3,
+        "allgather": 2,
+        "output": 1,
+    }
+    assert slots["pack"] == slots["pack"][:2] * 3
+
+
+def test_columns_share_a_message_where_rows_are_copied() -> None:
+    bound = lower(bound_chain(), DISPATCH, BF16, 0)
+    pack = bound.program.operations[0]
+    # 8 bf16 values and an fp32 probability: 20 bytes, aligned to 32; in place, one after the other.
+    assert bound.message_bytes(bound.program.buffers[pack.writes[0]]) == (32,)
+    assert bound.message_bytes(bound.program.buffers[bound.program.output]) == (16, 4)
+
+
+def test_one_structure_serves_all_counts_widths_and_ranks() -> None:
+    few, many = bound_chain(rows=1), bound_chain(rows=50)
+    other = dataclasses.replace(few, layout=dataclasses.replace(few.layout, rank=3))
+    first = lower(few, DISPATCH, BF16, list_width=2)
+    assert lower(many, DISPATCH, BF16, list_width=7).program is first.program
+    assert lower(other, DISPATCH, BF16, list_width=2).program is first.program
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int) -> None:
+    layout = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
+    assert set(OPERATIONS) == set(TRAFFIC) == set(get_args(Kind))
+    model = strict_yaml.load(Model, CONFIGS / "models/olmoe_1b_7b.yaml")
+    workload = Workload.of(model, layout, 512)
+    for chain in CHAINS.values():
+        bound = workload.bind(chain, 1 if chain.serial else num_chunks)
+        for walk in FORWARD_BACKWARD:
+            program = workload.lower(bound, walk, policy).program
+            for operation in program.operations:
+                # Whatever something waits for was issued before it.
+                before = (*operation.waits, *operation.after, *operation.launch_after)
+                assert all(number < operation.number for number in before)
+
+
+def test_long_sequences_hold_a_window_of_chunks() -> None:
+    """131,072 tokens per rank, Qwen3-235B at EP 16 on two nodes."""
+    model = strict_yaml.load(Model, CONFIGS / "models/qwen3_235b_a22b.yaml")
+    cluster = strict_yaml.load(Cluster, CONFIGS / "clusters/h100_8x_ndr.yaml")
+    (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
+    workload = Workload.of(model, place, 131_072)
+
+    found = plan(workload, cluster)
+    held = {(each.chain, each.num_chunks): each.peak_bytes or 0.0 for each in found.candidates}
+    # 17.2 GB: the pairs as they arrive, and in expert order.
+    assert held["alltoall", 1] == pytest.approx(2 * 8 * 131_072 * 8192, rel=0.01)
+    assert held["hierarchical_alltoall", 1] > 2 * held["alltoall", 1]
+    assert (found.chain, found.num_chunks) == ("hierarchical_alltoall", 8)
+    assert held["hierarchical_alltoall", 8] <= 1.3 * held["alltoall", 1]
+
+
+def test_only_binding_and_lowering_know_the_kinds_of_stages() -> None:
+    stages = {"Place", "Replicate", "AllToAll", "AllGather"}
+    found = {
+        path.relative_to(SOURCES).as_posix()
+        for path in SOURCES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "isinstance"
+        and stages & {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+    }
+    assert found == {"chains/chain.py", "chains/lower.py", "chains/stages.py"}
+
+
+def test_nothing_waits_for_what_is_issued_later_in_any_order() -> None:
+    """As in the benchmark's ablation, where all chunks are packed before the first one is sent."""
+
+    def places_apart(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
+        order = order_of_issue(offsets, num_chunks)
+        return sorted(order, key=lambda issued: (issued[0] > 0, issued[0] == len(offsets) - 1))
+
+    bound = bound_chain(rows=66, num_chunks=6)
+    chain = dataclasses.replace(bound.chain, order=places_apart)
+    program = lower(dataclasses.replace(bound, chain=chain), DISPATCH, BF16, 0).program
+    assert [each.stage for each in program.operations[:6]] == ["pack"] * 6
+    for operation in program.operations:
+        assert all(number < operation.number for number in (*operation.waits, *operation.after))
