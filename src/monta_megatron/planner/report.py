@@ -36,7 +36,7 @@ def plan_lines(plan: Plan, memory: TrainingMemory | None = None) -> list[str]:
         *rate_lines(plan),
         *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[situation.phase]}"),
         *_field("why", plan.reason),
-        *([] if memory is None else _field("memory", memory.describe())),
+        *([] if memory is None else _field("needs", memory.describe())),
         *(line for note in plan.notes for line in _field("note", note)),
         "",
         *_candidate_lines(plan),
