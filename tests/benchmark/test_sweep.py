@@ -272,7 +272,7 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
     # Step 2: the same command again.
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    assert f"{len(kept)} of 3 points are there already" in done.stderr
+    assert f"{len(kept)} of 3 points kept from before" in done.stderr
     lines = out.read_text().splitlines(keepends=True)
     assert lines[: len(kept)] == kept
     document = json.loads(done.stdout)
