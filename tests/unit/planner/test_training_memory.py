@@ -77,7 +77,7 @@ def test_a_chain_that_leaves_too_little_gives_way() -> None:
     assert (free.chain, free.num_chunks) == ("hierarchical_alltoall", 2)
     assert (plan.chain, plan.num_chunks) == ("hierarchical_alltoall", 4)
     assert memory.fits and memory.exchange_bytes < 400e6 < needed.exchange_bytes
-    with pytest.raises(ValueError, match=r"^layout: needs 51.\d GB on a rank, at the least"):
+    with pytest.raises(ValueError, match=r"^layout: needs 51 GB on a rank, at the least"):
         plan_in((beside + 100e6) / 1e9)
     ignoring, memory = plan_in((beside + 100e6) / 1e9, ignore_memory=True)
     assert ignoring.chain == free.chain and memory.ignored
