@@ -1,6 +1,6 @@
 """`with_monta` on every spec that the installed Megatron has."""
 
-import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -118,7 +118,9 @@ def test_every_spec_with_an_moe_layer_gets_our_dispatcher(all_specs: dict[str, A
         assert repr(spec) == before, name
         assert type(changed[name]) is type(spec), name
     found = " ".join(changed)
-    for part in ("block_spec", "layer_local_spec", "moe_module_spec", "hybrid|mamba"):
+    # Megatron's hybrid specs import Triton, which PyTorch's build for CPUs does not bring.
+    hybrid = ("hybrid|mamba",) if importlib.util.find_spec("triton") else ()
+    for part in ("block_spec", "layer_local_spec", "moe_module_spec", *hybrid):
         assert re.search(part, found), found
 
 
