@@ -199,8 +199,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A range in a profile is no work of the device.
-        if self._is_muted or func.namespace == "profiler":
+        # A range in a profile is no work of the device, nor is the question where a tensor is.
+        if self._is_muted or func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         self.find_freed()
         name = str(func.overloadpacket).removeprefix("aten.")
@@ -318,21 +318,22 @@ class Recorder(TorchDispatchMode):
         own = input_.split(send)[group.rank]
         if set(receive) != {own.shape[0]}:
             own = None
-        return self._collective(output, input_, own, group)
+        return self.collective(output, input_, own, group)
 
     def _start_all_gather(
         self, output: torch.Tensor, input_: torch.Tensor, receive: list[int], group: PeerGroup
     ) -> RecordedWork:
-        return self._collective(output, input_, input_, group)
+        return self.collective(output, input_, input_, group)
 
-    def _collective(
+    def collective(
         self,
         output: torch.Tensor,
         input_: torch.Tensor,
         share: torch.Tensor | None,
         group: PeerGroup,
     ) -> RecordedWork:
-        with self._muted():
+        """Record a collective in which every rank sends `share`; None if values do not matter."""
+        with self.muted():
             if share is None:
                 output.zero_()
             else:
@@ -346,7 +347,7 @@ class Recorder(TorchDispatchMode):
         self._run(stream, entry, [input_], [output])
         return RecordedWork(self, stream.record_event())
 
-    def _muted(self) -> AbstractContextManager[Any]:
+    def muted(self) -> AbstractContextManager[Any]:
         return mock.patch.object(self, "_is_muted", True)
 
 

@@ -1,0 +1,81 @@
+"""One rank of a world of 16 to 128 ranks, in one process: its groups, and what all ranks count.
+
+The groups are torch's fake ones, whose collectives move nothing. Ranks differ in their tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.exchange.counting import Counting
+from monta_megatron.topology.layout import FLAT_GROUPS, Layout
+
+NUM_TOKENS = 48
+TOPK = 8
+RANKS_PER_NODE = 8
+# On the second node, at neither of its ends; with ETP 2, the second rank of its experts.
+RANK = 13
+# (EP, ETP) -> this rank's place.
+LAYOUTS = {
+    (ep, etp): Layout(
+        ep=ep,
+        etp=etp,
+        num_local_experts=4,
+        rank=RANK,
+        nodes=tuple(rank // RANKS_PER_NODE for rank in range(ep * etp)),
+    )
+    for ep in (16, 64)
+    for etp in (1, 2)
+}
+
+_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+@contextmanager
+def fake_world() -> Iterator[None]:
+    """Context in which this process is one of as many ranks as the largest layout has."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world_size = max(len(layout.nodes) for layout in LAYOUTS.values())
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _made.clear()
+
+
+def megatron_groups(layout: Layout) -> dict[str, dist.ProcessGroup]:
+    """The groups that Megatron makes."""
+    groups: dict[str, dist.ProcessGroup] = {}
+    for name in FLAT_GROUPS:
+        ranks = tuple(layout.members(name, layout.rank))
+        if ranks not in _made:
+            _made[ranks] = dist.new_group(list(ranks))
+        groups[name] = _made[ranks]
+    return groups
+
+
+def routing_map(num_tokens: int, num_experts: int, padded: bool = False) -> torch.Tensor:
+    """[T, E] bool; padded as Megatron does for quantization: experts take multiples of 16 tokens.
+
+    The first tokens that an expert has not got fill it up, so theirs are the longest lists.
+    """
+    generator = torch.Generator().manual_seed(num_tokens)
+    chosen = torch.rand(num_tokens, num_experts, generator=generator).topk(TOPK, dim=1).indices
+    routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, chosen, True)
+    if padded:
+        missing = -routed.sum(dim=0) % 16
+        routed |= (~routed).cumsum(dim=0) <= missing
+    return routed
+
+
+def gathered_counts(counting: Counting, padded: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank copies of the counts of all ranks, and its own map."""
+    layout = counting.layout
+    maps = [routing_map(NUM_TOKENS - less, layout.num_experts, padded) for less in range(3)]
+    lines = [counting.count(each) for each in maps]
+    table = torch.stack([lines[rank % 3] for rank in range(len(layout.nodes))])
+    return counting.select(table), maps[layout.rank % 3]

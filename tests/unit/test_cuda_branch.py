@@ -1,0 +1,221 @@
+"""What the executor does on a GPU, without one: every chain and pass, and no wait of the host.
+
+Passes run directly, since autograd's engine needs a driver. The counts are those of real routing
+maps; the rows are fake tensors on "cuda" (see fake_device), the process groups torch's fake ones.
+"""
+
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_device import FakeDevice, HostWaitsError
+from fake_world import LAYOUTS, TOPK, fake_world, gathered_counts, megatron_groups
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.gathered import counted_blocks
+from monta_megatron.chains.program import (
+    COMBINE,
+    COMBINE_BACKWARD,
+    DISPATCH,
+    DISPATCH_BACKWARD,
+    FORWARD_BACKWARD,
+    Operation,
+)
+from monta_megatron.chains.stages import Place
+from monta_megatron.exchange import executor
+from monta_megatron.exchange.counting import Counting, lists_of
+from monta_megatron.exchange.executor import run
+from monta_megatron.exchange.groups import peer_groups
+from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.state import Exchange, State
+
+HIDDEN = 32
+NUM_BLOCKS = 6
+NUM_CHUNKS = 3
+ROW_INDICES = "exchange.state._row_indices"
+CASES = [
+    (chain.name, ep, etp)
+    for chain in CHAINS.values()
+    for (ep, etp), layout in LAYOUTS.items()
+    # On 128 ranks, those alone that have something to do in an expert tensor parallel group.
+    if chain.refusal(layout) is None and (ep * etp <= 64 or "etp" in chain.groups)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with fake_world():
+        yield
+
+
+def make_exchange(
+    chain_name: str, ep: int, etp: int, device: FakeDevice, padded: bool = False
+) -> tuple[Exchange, torch.Tensor]:
+    """A micro-batch's exchange, and its routing map on the host."""
+    chain, layout = CHAINS[chain_name], LAYOUTS[ep, etp]
+    blocks = counted_blocks([chain], NUM_BLOCKS)
+    counting = Counting(chains=(chain,), layout=layout, num_blocks=blocks)
+    copied, routed = gathered_counts(counting, padded)
+    gathered = counting.read(copied.numpy())
+    counts = gathered.pairs if chain.rows == "pairs" else gathered.tokens
+    assert counts is not None
+    exchange = Exchange(
+        bound=chain.bind(layout, counts, 1 if chain.serial else NUM_CHUNKS),
+        groups=peer_groups([chain], layout, megatron_groups(layout)),
+        sum_dtype=torch.float32,
+        monitor=device.recorder.monitor,
+        list_width=gathered.list_width,
+    )
+    return exchange, routed
+
+
+def source_lanes(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> Lanes:
+    """The columns that dispatch is given."""
+    num_rows = int(exchange.bound.num_source_rows)
+    rows = torch.empty(num_rows, HIDDEN, dtype=dtype, device="cuda")
+    if not exchange.list_width:
+        return Lanes(rows=rows, probs=torch.empty(num_rows, device="cuda"))
+    on_device = torch.empty(routed.shape, dtype=torch.bool, device="cuda")
+    probs, ids = lists_of(on_device, torch.empty(routed.shape, device="cuda"), exchange.list_width)
+    return Lanes(rows=rows, probs=probs, ids=ids)
+
+
+def run_layer(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> None:
+    """All four passes, and what they leave behind."""
+    source = source_lanes(exchange, routed, dtype)
+    assert source.probs is not None
+    num_expert_rows = int(exchange.bound.num_expert_rows)
+    expert = run(exchange, DISPATCH, source)
+    expect(expert.rows, (num_expert_rows, HIDDEN), dtype)
+    expect(expert.probs, (num_expert_rows,), torch.float32)
+    output = run(exchange, COMBINE, Lanes(rows=torch.empty_like(expert.rows)))
+    expect(output.rows, tuple(source.rows.shape), dtype)
+    gradients = run(exchange, COMBINE_BACKWARD, Lanes(rows=torch.empty_like(output.rows)))
+    expect(gradients.rows, (num_expert_rows, HIDDEN), dtype)
+    probs_gradient = torch.empty(num_expert_rows, device="cuda")
+    input_gradients = run(
+        exchange, DISPATCH_BACKWARD, Lanes(rows=gradients.rows, probs=probs_gradient)
+    )
+    expect(input_gradients.rows, tuple(source.rows.shape), dtype)
+    expect(input_gradients.probs, tuple(source.probs.shape), torch.float32)
+
+
+def expect(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert tensor is not None and tensor.is_cuda
+    assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("chain_name", "ep", "etp"), CASES)
+def test_the_host_waits_for_nothing(
+    chain_name: str, ep: int, etp: int, dtype: torch.dtype, padded: bool
+) -> None:
+    device = FakeDevice(listed=[ROW_INDICES])
+    exchange, routed = make_exchange(chain_name, ep, etp, device, padded)
+    if exchange.list_width:
+        assert (exchange.list_width > 2 * TOPK) == padded
+    stages = exchange.bound.stages
+    with device:
+        run_layer(exchange, routed, dtype)
+        del exchange, routed
+    # One copy for each stage that puts rows into another order, whatever passes there are.
+    permutes = [
+        each
+        for each in stages
+        if isinstance(each.shape.stage, Place)
+        and each.segments is not None
+        and not each.segments.is_slice
+    ]
+    assert device.crossings == [f"{ROW_INDICES} copies to the device"] * len(permutes)
+    assert device.recorder.findings == []
+    passes = {each.step.walk for each in device.recorder.collectives() if each.step is not None}
+    assert passes == {each.name for each in FORWARD_BACKWARD}
+
+
+def on_host(rows: torch.Tensor) -> torch.Tensor:
+    return torch.ones(rows.shape, dtype=rows.dtype)
+
+
+FAULTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    # A value, or a size, of the device.
+    "item": (lambda rows: rows[0, 0].item(), "_local_scalar_dense asks the device for a value"),
+    "int": (lambda rows: int(rows[0, 0]), "_local_scalar_dense asks"),
+    "tolist": (lambda rows: rows[0].tolist(), "_local_scalar_dense asks"),
+    "if": (lambda rows: 1 if (rows > 0).any() else 0, "asks the device for a value"),
+    "equal": (lambda rows: torch.equal(rows, rows), "equal asks the device for a value"),
+    "nonzero": (lambda rows: rows.nonzero(), "nonzero asks the device for a size"),
+    "masked_select": (lambda rows: rows.masked_select(rows > 0), "masked_select asks"),
+    "unique": (lambda rows: rows.unique(), "_unique2 asks the device for a size"),
+    "repeat_interleave": (
+        lambda rows: torch.repeat_interleave(rows[:, 0], rows[:, 0].long()),
+        "repeat_interleave asks the device for a size",
+    ),
+    "mask": (lambda rows: rows[rows > 0], "index asks the device how much a mask selects"),
+    "mask_put": (lambda rows: rows.__setitem__(rows > 0, rows[0, :1]), "index_put_ asks"),
+    # Copies between host and device.
+    "cpu": (lambda rows: rows.cpu(), "a blocking copy to the host"),
+    "to_cpu": (lambda rows: rows.to("cpu"), "a blocking copy to the host"),
+    "to_cpu_unlisted": (
+        lambda rows: rows.to("cpu", non_blocking=True),
+        "copies to the host: not listed",
+    ),
+    "into_cpu": (lambda rows: on_host(rows).copy_(rows), "a blocking copy to the host"),
+    "into_pageable": (
+        lambda rows: on_host(rows).copy_(rows, non_blocking=True),
+        "a copy to the host of pageable memory",
+    ),
+    "tensor": (lambda rows: torch.tensor([1], device=rows.device), "a blocking copy to the device"),
+    "new_tensor": (lambda rows: rows.new_tensor([1.0]), "a blocking copy to the device"),
+    "blocking": (lambda rows: on_host(rows).pin_memory().to(rows.device), "a blocking copy"),
+    "pageable": (
+        lambda rows: on_host(rows).to(rows.device, non_blocking=True),
+        "a copy to the device of pageable memory",
+    ),
+    "pinned_unlisted": (
+        lambda rows: on_host(rows).pin_memory().to(rows.device, non_blocking=True),
+        "copies to the device: not listed",
+    ),
+    "list": (lambda rows: rows[[0]], "a blocking copy to the device"),
+    "index": (lambda rows: rows[torch.zeros(1).long()], "index takes tensors of the host and"),
+    # Waits.
+    "event": (
+        lambda rows: torch.cuda.current_stream().record_event().synchronize(),
+        "waits for the device: not listed",
+    ),
+    "stream": (lambda rows: torch.cuda.current_stream().synchronize(), "waits for the device"),
+    "device": (lambda rows: torch.cuda.synchronize(), "waits for the device"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_wait_is_found(fault: str) -> None:
+    plant, message = FAULTS[fault]
+    duplicate = executor.OPERATIONS["duplicate"]
+
+    def with_fault(state: State, operation: Operation) -> list[dist.Work]:
+        plant(state.read(operation)[0].rows)
+        return duplicate(state, operation)
+
+    device = FakeDevice(listed=[ROW_INDICES])
+    exchange, routed = make_exchange("hierarchical_alltoall", 16, 1, device)
+    operations = {**executor.OPERATIONS, "duplicate": with_fault}
+    with (
+        mock.patch.object(executor, "OPERATIONS", operations),
+        pytest.raises(HostWaitsError, match=message),
+        device,
+    ):
+        run_layer(exchange, routed, torch.bfloat16)
+
+
+def test_a_pageable_copy_in_place_of_the_listed_one_is_found() -> None:
+    device = FakeDevice(listed=[ROW_INDICES])
+    exchange, routed = make_exchange("hierarchical_alltoall", 16, 1, device)
+    with (
+        pytest.raises(HostWaitsError, match="a copy to the device of pageable memory"),
+        device,
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+    ):
+        run_layer(exchange, routed, torch.bfloat16)

@@ -1,0 +1,160 @@
+"""The dispatcher's phases on a GPU, without one: it copies its counts once, and waits once.
+
+Megatron's own permutation is replaced by its sizes, as its fused kernel would return them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+import torch
+from fake_device import FakeDevice, HostWaitsError
+from fake_world import LAYOUTS, RANKS_PER_NODE, TOPK, fake_world, gathered_counts, megatron_groups
+from megatron.core.transformer.moe import token_dispatcher as stock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from stream_recorder import RecordedStream
+
+from monta_megatron import register
+from monta_megatron.chains import CHAINS
+from monta_megatron.integration import agreement, dispatcher, nodes
+from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+
+HIDDEN = 32
+LAYOUT = LAYOUTS[16, 1]
+COPY = "integration.dispatcher._copy_counts_to_host"
+WAIT = "integration.dispatcher._maybe_dtoh_and_synchronize"
+ROW_INDICES = "exchange.state._row_indices"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with fake_world():
+        yield
+
+
+def make_dispatcher(chain_name: str) -> MontaTokenDispatcher:
+    """A layer's dispatcher; all ranks say what this one says."""
+    register()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=LAYOUT.num_experts,
+        moe_router_topk=TOPK,
+        moe_token_dispatcher_type="monta",
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        expert_model_parallel_size=LAYOUT.ep,
+        add_bias_linear=False,
+        moe_monta_chain=chain_name,
+        moe_monta_ranks_per_node=RANKS_PER_NODE,
+    )
+    groups = megatron_groups(LAYOUT)
+    alike = {"gather_objects": lambda own, group: [own] * group.size()}
+    collection = SimpleNamespace(ep=groups["ep"], expt_tp=groups["etp"], tp_ep=groups["tp_ep"])
+    first, number = LAYOUT.first_expert, LAYOUT.num_local_experts
+    with mock.patch.multiple(agreement, **alike), mock.patch.multiple(nodes, **alike):
+        return MontaTokenDispatcher(number, list(range(first, first + number)), config, collection)
+
+
+@contextmanager
+def a_layer(chain_name: str) -> Iterator[tuple[MontaTokenDispatcher, torch.Tensor, FakeDevice]]:
+    """A dispatcher on a device, and its routing map on the host."""
+    with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
+        made = make_dispatcher(chain_name)
+        copied, routed = gathered_counts(made._counting)
+        device = FakeDevice(listed=[COPY, WAIT, ROW_INDICES], host_values=copied.numpy())
+        made.monitor = device.recorder.monitor
+        made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
+        with device, mock.patch.multiple(stock, permute=permute, unpermute=unpermute):
+            yield made, routed, device
+
+
+def permute(tokens: Any, routing_map: Any, *, num_out_tokens: int, **_: Any) -> tuple[Any, ...]:
+    rows = tokens.new_empty(num_out_tokens, HIDDEN)
+    return rows, rows.new_empty(num_out_tokens), routing_map, None, None
+
+
+def unpermute(rows: Any, *_: Any, restore_shape: Any, **__: Any) -> torch.Tensor:
+    return rows.new_empty(restore_shape)
+
+
+def forward(made: MontaTokenDispatcher, routed: torch.Tensor) -> None:
+    """The six phases; the experts do nothing."""
+    num_tokens, num_experts = routed.shape
+    hidden_states = torch.empty(num_tokens, 1, HIDDEN, device="cuda", requires_grad=True)
+    probs = torch.empty(num_tokens, num_experts, device="cuda", requires_grad=True)
+    on_device = torch.empty(routed.shape, dtype=torch.bool, device="cuda")
+    rows, row_probs = made.dispatch_preprocess(hidden_states, on_device, probs)
+    rows, row_probs = made.token_dispatch(rows, row_probs)
+    rows, tokens_per_expert, row_probs = made.dispatch_postprocess(rows, row_probs)
+    assert row_probs.shape == rows.shape[:1] and row_probs.is_cuda
+    assert tokens_per_expert.shape == (LAYOUT.num_local_experts,) and not tokens_per_expert.is_cuda
+    output = made.combine_postprocess(made.token_combine(made.combine_preprocess(rows * 1)))
+    assert output.shape == hidden_states.shape and output.is_cuda
+
+
+@pytest.mark.parametrize("chain_name", CHAINS)
+def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None:
+    with a_layer(chain_name) as (made, routed, device):
+        forward(made, routed)
+        made.exchange_counts = None
+    of_counts = [each for each in device.crossings if not each.startswith(ROW_INDICES)]
+    assert of_counts == [
+        f"{COPY} copies to the host",
+        f"{WAIT} waits for the device",
+        f"{WAIT} reads a copy",
+    ]
+    queue = device.recorder.queue
+    assert [each.name for each in queue if each.stream == "counts"] == ["wait", "_to_copy"]
+    # It runs behind the counting, and what it reads is held for it.
+    assert device.recorder.findings == []
+
+
+@pytest.mark.parametrize(
+    ("move", "message"),
+    [
+        (lambda counts: counts.cpu(), "a blocking copy to the host"),
+        (
+            lambda counts: torch.empty(counts.shape, dtype=counts.dtype).copy_(counts, True),
+            "a copy to the host of pageable memory",
+        ),
+        (lambda counts: counts[counts > 0], "index asks the device how much a mask selects"),
+    ],
+    ids=["blocking", "pageable", "mask"],
+)
+def test_a_copy_that_stops_the_host_is_found(move: Any, message: str) -> None:
+    with (
+        pytest.raises(HostWaitsError, match=message),
+        a_layer("hierarchical_alltoall") as (made, routed, _),
+        mock.patch.object(
+            dispatcher, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
+        ),
+    ):
+        forward(made, routed)
+
+
+def test_a_copy_that_does_not_wait_for_the_counting_is_found() -> None:
+    with (
+        a_layer("hierarchical_alltoall") as (made, routed, device),
+        mock.patch.object(made.cuda_dtoh_stream, "wait_stream"),
+    ):
+        forward(made, routed)
+    assert {each.kind for each in device.recorder.findings} == {"race"}
+
+
+def test_counts_that_are_not_held_for_their_copy_are_found() -> None:
+    def move(counts: torch.Tensor, record_stream: bool) -> torch.Tensor:
+        return stock.maybe_move_tensor_to_cpu(counts)
+
+    with a_layer("hierarchical_alltoall") as (made, routed, device):
+        with mock.patch.object(dispatcher, "maybe_move_tensor_to_cpu", move):
+            forward(made, routed)
+        made.exchange_counts = None
+    assert {each.kind for each in device.recorder.findings} == {"reuse"}
