@@ -3,13 +3,15 @@
 from unittest import mock
 
 import pytest
+import torch
 from stream_recorder import Recorder
-from test_stream_safety import LAYOUTS, PLAIN, make_exchange, make_inputs
+from test_stream_safety import LAYOUTS, PLAIN, make_exchange, make_inputs, run_layer
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import operations
 from monta_megatron.exchange.autograd import dispatch
 from monta_megatron.exchange.state import ExchangeError
+from monta_megatron.exchange.streams import CudaStreams, Ready
 
 
 @pytest.mark.parametrize("where", ["start", "wait"])
@@ -32,3 +34,25 @@ def test_a_failed_collective_is_named(where: str) -> None:
         "dispatch: chain alltoall_allgather, stage alltoall, chunk 2 of 3, group ep (rank 0 of 2) "
         "failed: connection closed by peer"
     )
+
+
+class FailingEvent(CudaStreams):
+    """The device has failed by the time that a stream waits for a copy."""
+
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+        def wait() -> None:
+            raise RuntimeError("device-side assert triggered")
+
+        return super().ready(works) if works else wait
+
+
+def test_a_failed_copy_is_named() -> None:
+    """A copy has no group."""
+    layout = LAYOUTS["ep4"]
+    routing_map = PLAIN.map(layout.num_experts)
+    recorder = Recorder(FailingEvent)
+    exchange = make_exchange(CHAINS["alltoall_dedup"], layout, routing_map, 5, recorder)
+    with recorder, pytest.raises(ExchangeError) as error:
+        run_layer(exchange, routing_map)
+    assert str(error.value).startswith("dispatch: chain alltoall_dedup, stage copy per ")
+    assert str(error.value).endswith(" of 5 failed: device-side assert triggered")

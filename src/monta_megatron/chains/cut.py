@@ -18,8 +18,8 @@ def cut(rows: RowCounts, num_chunks: int) -> RowCounts:
     remainders of neighbouring experts fall into different chunks; without that the last chunk
     would collect them all.
 
-    The last chunk is smaller because nothing hides what comes after its collective; see also
-    `BoundChain.turns_back`.
+    The last chunk is smaller because nothing hides what comes after its collective; transposed
+    passes take it first (`chains/lower.py`).
 
     Args:
         rows: [..., L] counts.

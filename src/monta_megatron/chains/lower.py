@@ -16,8 +16,9 @@ for, in every pass. Collectives are issued in the same order on every rank, what
 chunk without rows is sent too.
 
 Memory of a chunk is used again by the chunk that comes W turns later ("streams"). W is the least
-number with which that does not hold anything up: whatever waits for the buffer's readers anyway is
-issued before the operation that overwrites it.
+number with which a single launch queue is not held up earlier: whatever waits for the buffer's
+readers anyway is issued before the operation that overwrites it. An operation may start later than
+with memory of its own; the planner prices that.
 """
 
 from collections.abc import Iterable, Sequence

@@ -12,7 +12,8 @@ from monta_megatron.flags import fraction, positive
 EXAMPLE = """\
 examples:
   monta plan --model configs/models/deepseek_v3.yaml \\
-      --cluster configs/clusters/h100_8x_ndr.yaml --ep 64
+      --cluster configs/clusters/h100_8x_ndr.yaml --world-size 1024 \\
+      --ep 64 --pp 16
   monta plan --model configs/models/mixtral_8x7b.yaml \\
       --cluster configs/clusters/a800_2x8_ib200.yaml --json
 """

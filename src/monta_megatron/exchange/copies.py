@@ -31,11 +31,6 @@ class Copies:
     row_starts: torch.Tensor
     width: int
 
-    @property
-    def keeps_lists(self) -> bool:
-        """Whether a copy keeps a list of experts, rather than being for a single expert."""
-        return self.pairs.dim() == 2
-
     def tensors(self) -> list[torch.Tensor]:
         """Everything that lies on the device."""
         return [self.row, self.pairs, self.by_row, self.row_starts]

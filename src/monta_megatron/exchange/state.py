@@ -175,12 +175,14 @@ class State:
             self._ended(operation)
 
     def failure(self, operation: Operation, error: Exception) -> ExchangeError:
-        """The error of a collective that failed."""
-        bound, group = self.exchange.bound, self.group(operation)
+        """The error of an operation that failed; a copy, waited for on a device, has no group."""
+        bound, ranks = self.exchange.bound, ""
+        if operation.group is not None:
+            group = self.group(operation)
+            ranks = f", group {group.name} (rank {group.rank} of {group.size})"
         return ExchangeError(
             f"{self.walk}: chain {bound.chain.name}, stage {operation.stage}, "
-            f"chunk {operation.chunk + 1} of {bound.num_chunks}, group {group.name} "
-            f"(rank {group.rank} of {group.size}) failed: {error}"
+            f"chunk {operation.chunk + 1} of {bound.num_chunks}{ranks} failed: {error}"
         )
 
     def _ended(self, operation: Operation) -> None:

@@ -13,7 +13,7 @@ from monta_megatron.launch.prepare import Run
 ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|")
 TIME_MS = re.compile(r"elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
 LOSS = re.compile(r"\blm loss: (-?\d+(?:\.\d+)?(?:E[-+]\d+)?|nan|-?inf)(?=[\s|])", re.IGNORECASE)
-# The dispatcher's line: `monta: chain alltoall, 1 chunk, EP 8 x ETP 1 over 2 node(s): why`.
+# The dispatcher's line: `monta: chain alltoall, 1 chunk, EP 8 x ETP 1 over 2 nodes: why`.
 CHAIN = re.compile(r"^monta(?:, rank \d+)?: chain ([^:]+)", re.MULTILINE)
 
 
