@@ -61,7 +61,7 @@ def lower(
         bound: the chain with one rank's rows.
         walked: the pass.
         row: the sizes of a row's values.
-        list_width: W; 0 where a row is a permuted token.
+        list_width: W; see `BoundProgram`.
         policy: how the program is executed.
     """
     layout = bound.layout

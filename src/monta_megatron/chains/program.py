@@ -211,7 +211,8 @@ class BoundProgram:
     Attributes:
         program: the structure.
         bound: the chain with its rows.
-        list_width: W; 0 where a row is a permuted token.
+        list_width: W. Where a row is a permuted token no column has that width; the planner gives
+            the rows per token, by which it counts the tokens, and the executor 0.
     """
 
     program: Program
