@@ -7,9 +7,9 @@ def peak_bytes(bound: BoundProgram) -> float:
     """The peak of a pass's output, messages and sums.
 
     Sums are counted in fp32; on a GPU the peak is lower in low precision, see `Copies.sum_by_row`.
-    On CPU ranks it is higher there, by the copies in fp32 from which such a sum is made. Indices are
-    left out: in a chain of tokens they take 8 bytes for each expert in the list of a row, kept until
-    backward.
+    On CPU ranks it is higher there, by the copies in fp32 from which such a sum is made. Indices
+    are left out: in a chain of tokens they take 8 bytes for each expert in the list of a row, kept
+    until backward.
 
     Returns:
         Bytes on this rank beyond the pass's input.
