@@ -2,7 +2,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-plot = ["matplotlib", "rich"]
+plot = ["matplotlib"]
 completion = ["shtab"]
 test = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3", *plot, *completion]
 
@@ -17,7 +17,7 @@ setup(
     package_dir={"": "src"},
     packages=find_packages("src"),
     package_data={"monta_megatron.launch": ["start.sh"]},
-    install_requires=["torch>=2.6", "megatron-core>=0.16,<0.20", "numpy", "pyyaml"],
+    install_requires=["torch>=2.6", "megatron-core>=0.16,<0.20", "numpy", "pyyaml", "rich"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "plot": plot,

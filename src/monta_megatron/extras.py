@@ -6,7 +6,7 @@ name could answer. What an extra consists of can be installed wherever this pack
 
 LIBRARIES = {
     "te": ("transformer-engine[pytorch]",),
-    "plot": ("matplotlib", "rich"),
+    "plot": ("matplotlib",),
     "completion": ("shtab",),
 }
 

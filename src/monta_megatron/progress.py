@@ -1,56 +1,37 @@
-"""Progress on standard error of the first rank: a bar where rich is installed, else lines."""
+"""Progress of a long piece of work on standard error: a bar on a terminal, elsewhere lines."""
 
-import importlib.util
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TypeAlias
+
+from monta_megatron.tables import has_rich
 
 SECONDS_BETWEEN_LINES = 5.0
 
+Show: TypeAlias = Callable[[str, int, int], None]
 
-class Progress(Protocol):
-    """What a long measurement reports."""
+
+class Progress:
+    """What a long piece of work reports, phase by phase.
+
+    Args:
+        show: (name of the phase, steps done, steps in all) -> None; without it nothing is shown.
+    """
+
+    def __init__(self, show: Show = lambda text, done, total: None) -> None:
+        self._show = show
 
     def phase(self, text: str, total: int) -> None:
         """A new phase of `total` steps begins."""
+        self._text, self._done, self._total = text, 0, total
+        self._show(text, 0, total)
 
     def step(self) -> None:
         """One more step is done."""
-
-
-class NoProgress:
-    """Shows nothing: for every rank but the first."""
-
-    def phase(self, text: str, total: int) -> None: ...
-
-    def step(self) -> None: ...
-
-
-class LineProgress:
-    """Prints a line every few seconds.
-
-    Args:
-        command: the sub-command of `monta`, named in front of each line.
-    """
-
-    def __init__(self, command: str) -> None:
-        self._command = command
-        self._text, self._done, self._total, self._said_s = "", 0, 0, 0.0
-
-    def phase(self, text: str, total: int) -> None:
-        self._text, self._done, self._total, self._said_s = text, 0, total, time.monotonic()
-        self._say(text)
-
-    def step(self) -> None:
         self._done += 1
-        if time.monotonic() - self._said_s > SECONDS_BETWEEN_LINES:
-            self._said_s = time.monotonic()
-            self._say(f"{self._text}: {self._done} of {self._total}")
-
-    def _say(self, text: str) -> None:
-        print(f"monta {self._command}: {text}", file=sys.stderr, flush=True)
+        self._show(self._text, self._done, self._total)
 
 
 @contextmanager
@@ -62,47 +43,47 @@ def show_progress(command: str, is_first_rank: bool) -> Iterator[Progress]:
         is_first_rank: whether this rank shows it; the others are silent.
     """
     if not is_first_rank:
-        yield NoProgress()
-    elif importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
-        yield LineProgress(command)
+        yield Progress()
+    elif sys.stderr.isatty() and has_rich():
+        with _bar() as show:
+            yield Progress(show)
     else:
-        with _bar() as progress:
-            yield progress
+        yield Progress(_lines(command))
+
+
+def _lines(command: str) -> Show:
+    """Prints a line when a phase begins, and then every few seconds."""
+    said_s = 0.0
+
+    def show(text: str, done: int, total: int) -> None:
+        nonlocal said_s
+        if done == 0 or time.monotonic() - said_s > SECONDS_BETWEEN_LINES:
+            said_s = time.monotonic()
+            state = f"{text}: {done} of {total}" if done else text
+            print(f"monta {command}: {state}", file=sys.stderr, flush=True)
+
+    return show
 
 
 @contextmanager
-def _bar() -> Iterator[Progress]:
+def _bar() -> Iterator[Show]:
+    """One bar for all phases, so that any terminal is tall enough."""
     from rich import progress
     from rich.console import Console
 
     columns = (
-        progress.TextColumn("{task.description}"),
+        progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
     )
     # Drawn only between measurements: a thread that draws during them would be measured too.
     with progress.Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
-        yield _BarProgress(bar)
+        task = bar.add_task("")
 
+        def show(text: str, done: int, total: int) -> None:
+            if done == 0:
+                bar.reset(task, description=text, total=total)
+            bar.update(task, completed=done, refresh=True)
 
-class _BarProgress:
-    """A bar for the current phase; the previous one is hidden, so that any terminal is tall enough.
-
-    Args:
-        bar: rich's `Progress`; rich is optional.
-    """
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-        self._task: Any = None
-
-    def phase(self, text: str, total: int) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, visible=False)
-        self._task = self._bar.add_task(text, total=total)
-        self._bar.refresh()
-
-    def step(self) -> None:
-        self._bar.advance(self._task)
-        self._bar.refresh()
+        yield show

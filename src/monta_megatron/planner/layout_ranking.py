@@ -15,7 +15,7 @@ from monta_megatron.planner.training_memory import (
     training_memory,
 )
 from monta_megatron.planner.workload import Workload
-from monta_megatron.progress import NoProgress, Progress
+from monta_megatron.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def rank_layouts(
     found = []
     least: float | None = None
     layouts = list(_layouts(model, cluster, world_size, cp, pp))
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     progress.phase("layouts", len(layouts))
     for layout in layouts:
         progress.step()
