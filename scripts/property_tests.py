@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "dist"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
+from exchanges import check_many
 from pool import Pool
 from test_exchange_properties import NUM_CASES, SHAPES, case_from, run_properties
 
@@ -42,7 +43,7 @@ def main() -> int:
         try:
             if arguments.case is not None:
                 case = case_from(arguments.case)
-                results = pool.run("exchanges:check_many", [case])
+                results = pool.run(check_many, [case])
                 found = {line for result in results for _, line in result}
                 print("\n".join(sorted(found)) or "equal to the reference")
                 return 1 if found else 0

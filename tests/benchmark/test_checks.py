@@ -32,7 +32,7 @@ def test_a_sum_that_is_not_a_number_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
         assert line.startswith("rms error of the output is ")
 
 
-def test_a_gradient_of_probabilities_that_is_not_a_number_is_wrong() -> None:
+def test_a_gradient_of_probabilities_that_is_nan_is_wrong() -> None:
     def passed(gradient: float) -> Passed:
         return Passed(
             expert_rows=torch.ones(2, 4),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from equal import assert_equal
 from test_bench_numbers import BASE, FLAT, routing_map
 
 from monta_megatron.benchmark import point, timing
@@ -21,7 +22,7 @@ def test_every_rank_has_its_own_data_wherever_it_is_made() -> None:
     device = torch.device("cpu")
     first, second, again = (make_batch(settings, FLAT, rank, device) for rank in (0, 1, 0))
     for name in ("hidden", "routing_map", "probs", "output_gradient"):
-        assert torch.equal(getattr(first, name), getattr(again, name)), name
+        assert_equal(getattr(again, name), getattr(first, name), name)
     for name in ("hidden", "probs", "output_gradient"):
         assert not torch.equal(getattr(first, name), getattr(second, name)), name
     assert not torch.equal(first.hidden, first.output_gradient)
@@ -29,7 +30,7 @@ def test_every_rank_has_its_own_data_wherever_it_is_made() -> None:
     assert not first.probs[~first.routing_map].any()
 
 
-def test_times_are_the_slowest_ranks_and_the_warmup_does_not_count(
+def test_times_are_the_slowest_ranks_without_the_warmup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The one other rank takes 1,000 s for each run, in which its NICs send 7 bytes."""

@@ -77,7 +77,7 @@ def test_a_point_counts_the_bytes_that_leave_a_rank_in_its_tier() -> None:
         assert point.num_bytes == to_each_bytes * peers[point.tier, point.group_size]
 
 
-def test_the_second_of_a_pair_ends_long_before_the_first_or_long_after() -> None:
+def test_the_second_of_a_pair_ends_long_before_or_after() -> None:
     def second_over_first(pair: Pair) -> float:
         second, first_us = pair.second, time_us(pair.first.point)
         return second.repeats * time_us(second.point) / first_us
@@ -324,7 +324,7 @@ def test_a_calibrated_file_that_was_cut_short_is_refused(tmp_path: Path) -> None
         load_cluster(path)
 
 
-def test_the_costs_of_a_calibrated_file_are_changed_only_knowingly(tmp_path: Path) -> None:
+def test_costs_of_a_calibrated_file_are_changed_only_knowingly(tmp_path: Path) -> None:
     path, text = tmp_path / "cluster.yaml", CALIBRATED.read_text()
     changed = text.replace("factor: 1.055", "factor: 1.5")
     path.write_text(changed)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from equal import assert_equal, difference
 
 from monta_megatron import reference
 from monta_megatron.chains import CHAINS
@@ -373,15 +374,14 @@ def check(case: Case) -> list[str]:
     expected_gradient = reference.dispatch(data.gradients, maps, data.probs, *shape)[rank]
 
     # Step 1: what only moves is equal to the bit.
-    found = []
+    mismatches = []
     for name, mine, theirs in (
         ("expert rows", ours.expert_rows, expected.rows),
         ("expert probs", ours.expert_probs, expected.probs),
         ("tokens per expert", ours.tokens_per_expert, expected.tokens_per_expert),
         ("combine backward", ours.expert_gradient, expected_gradient.rows),
     ):
-        if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
-            found.append(f"{name} differ")
+        mismatches.append((name, difference(mine, theirs)))
 
     # Step 2: sums are within their roundings.
     # The sum of each entry's terms, and of their absolute values.
@@ -396,14 +396,9 @@ def check(case: Case) -> list[str]:
         ("dispatch backward, rows", ours.token_gradient, total, magnitude),
         ("dispatch backward, probs", ours.prob_gradient, prob_total, prob_magnitude),
     ):
-        if mine.shape != theirs.shape:
-            found.append(f"{name}: shape {tuple(mine.shape)}, not {tuple(theirs.shape)}")
-            continue
-        error = (mine.double() - theirs).abs()
-        # A NaN compares as an error.
-        if not (error <= rounding_bound(case, mine, largest)).all():
-            found.append(f"{name}: off by up to {error.max():.3g}")
-    return [f"rank {rank} of exchange {exchange_index}: {line}" for line in found]
+        mismatches.append((name, difference(mine, theirs, rounding_bound(case, mine, largest))))
+    where = f"rank {rank} of exchange {exchange_index}"
+    return [f"{where}: {name}: {line}" for name, line in mismatches if line is not None]
 
 
 def rounding_bound(case: Case, result: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
@@ -440,7 +435,7 @@ def check_deterministic(case: Case) -> None:
     data = make_data(case, exchange_index)
     first, second = run_walks(case, data), run_walks(case, data)
     for name, value in vars(first).items():
-        assert torch.equal(value, getattr(second, name)), f"{case}: {name} differs on a second run"
+        assert_equal(getattr(second, name), value, f"{case}: {name} of a second run")
 
 
 def adjoint_defects(case: Case) -> dict[str, float]:
@@ -509,7 +504,7 @@ class Errors:
     num_entries: int
 
 
-def errors(case: Case) -> Errors:
+def errors_of(case: Case) -> Errors:
     """Our sums, stock's, and one rounding, against the fp64 reference."""
     exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
     data = make_data(case, exchange_index)
@@ -563,11 +558,3 @@ def bytes_of_dispatch(case: Case) -> tuple[dict[tuple[str, str], int], int]:
     with torch.no_grad():
         dispatch(source.exchange, source.rows(data.tokens[rank]), source.probs, source.ids)
     return dict(source.exchange.monitor.bytes_sent), source.exchange.list_width
-
-
-def check_many_with_fault(cases: list[Case], fault: str) -> list[tuple[int, str]]:
-    """`check_many` with one planted fault (see faults.py)."""
-    import faults
-
-    with faults.planted(fault):
-        return check_many(cases)

@@ -1,8 +1,8 @@
 """Faults to plant in the executor: each one must make a test fail, or the tests prove nothing."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -11,6 +11,9 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
 from monta_megatron.exchange import autograd, executor, operations, state
 from monta_megatron.exchange.payload import Lanes
+
+T = TypeVar("T")
+Fault = Callable[[], AbstractContextManager[Any]]
 
 
 def two_rows_swapped() -> Any:
@@ -88,20 +91,7 @@ def serial_loop() -> Any:
     return mock.patch.dict(vars(CHAINS["alltoall_allgather"]), order=order)
 
 
-FAULTS: dict[str, Callable[[], Any]] = {
-    fault.__name__: fault
-    for fault in (
-        two_rows_swapped,
-        last_chunk_skipped,
-        probability_gradients_dropped,
-        wrong_split,
-        serial_loop,
-    )
-}
-
-
-@contextmanager
-def planted(name: str) -> Iterator[None]:
-    """While this lasts, the executor has the named fault on this rank."""
-    with FAULTS[name]():
-        yield
+def with_fault(fault: Fault, function: Callable[..., T], *args: Any) -> T:
+    """Call a function while the executor of this rank has the fault."""
+    with fault():
+        return function(*args)

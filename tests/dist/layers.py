@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from equal import assert_equal
 from step_list import StepList
 
 HIDDEN = 16
@@ -244,18 +245,14 @@ def forward_backward(case: Case, layer: Any) -> Result:
     )
 
 
-def assert_equal(ours: Result, stock: Result, exact_sums: bool, what: str) -> None:
+def assert_same_results(ours: Result, stock: Result, exact_sums: bool, what: str) -> None:
     """What moves is equal to the bit; sums are too, unless their order differs (ETP > 2)."""
     for name in ("expert_rows", "tokens_per_expert", "expert_probs"):
-        mine, theirs = getattr(ours, name), getattr(stock, name)
-        assert mine.dtype == theirs.dtype, f"{what}: {name}: {mine.dtype} != {theirs.dtype}"
-        assert torch.equal(mine, theirs), f"{what}: {name} differs from stock"
-    sums = {"output": ours.output, "input_gradient": ours.input_gradient, **ours.weight_gradients}
-    expected = {
-        "output": stock.output,
-        "input_gradient": stock.input_gradient,
-        **stock.weight_gradients,
-    }
+        assert_equal(getattr(ours, name), getattr(stock, name), f"{what}: {name}")
+    sums, expected = (
+        {"output": result.output, "input_gradient": result.input_gradient} | result.weight_gradients
+        for result in (ours, stock)
+    )
     assert sums.keys() == expected.keys(), f"{what}: gradients of {sums.keys() ^ expected.keys()}"
     for name, mine in sums.items():
         assert_close(mine, expected[name], exact_sums, f"{what}: {name}")
@@ -263,18 +260,14 @@ def assert_equal(ours: Result, stock: Result, exact_sums: bool, what: str) -> No
 
 def assert_close(mine: torch.Tensor, theirs: torch.Tensor, exact: bool, what: str) -> None:
     """Equal to the bit, or where sums have another order within their rounding."""
-    assert mine.dtype == theirs.dtype, f"{what}: {mine.dtype} != {theirs.dtype}"
-    assert mine.shape == theirs.shape, f"{what}: {mine.shape} != {theirs.shape}"
-    if mine.numel() == 0:
+    if exact or theirs.numel() == 0:
+        assert_equal(mine, theirs, what)
         return
-    difference = (mine - theirs).abs().max().item()
-    if exact:
-        assert torch.equal(mine, theirs), f"{what} differs from stock by {difference:.3g}"
-        return
+    assert mine.dtype == theirs.dtype, f"{what}: {mine.dtype}, expected {theirs.dtype}"
     # A few terms summed in another order, through up to three roundings of partial sums that may
     # be larger than the result.
     bound = 8 * torch.finfo(mine.dtype).eps * theirs.abs().max().item()
-    assert difference <= bound, f"{what} differs from stock by {difference:.3g}"
+    assert_equal(mine, theirs, what, bound)
 
 
 def compare(case: Case, chunks: list[int]) -> dict[str, Any]:
@@ -288,7 +281,7 @@ def compare(case: Case, chunks: list[int]) -> dict[str, Any]:
     for num_chunks in chunks:
         layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
         ours = forward_backward(case, layer)
-        assert_equal(ours, stock, case.exact_sums, f"{case}, {num_chunks} chunks")
+        assert_same_results(ours, stock, case.exact_sums, f"{case}, {num_chunks} chunks")
         report = {
             "dispatcher": type(layer.token_dispatcher).__name__,
             "bytes": layer.token_dispatcher.monitor.bytes_by_tier(),
@@ -305,23 +298,12 @@ def record_of_walks(case: Case, num_chunks: int) -> list[tuple[str, str, str, in
     return [(step.action, step.walk, step.stage, step.chunk) for step in steps]
 
 
-def record_with_fault(case: Case, num_chunks: int, fault: str) -> list[tuple[str, str, str, int]]:
-    """`record_of_walks` with one planted fault (see faults.py)."""
-    import faults
-
-    with faults.planted(fault):
-        return record_of_walks(case, num_chunks)
-
-
-def compare_with_fault(case: Case, num_chunks: int, fault: str) -> str:
-    """`compare` with one planted fault (see faults.py): the error that it led to, or ""."""
-    import faults
-
-    with faults.planted(fault):
-        try:
-            compare(case, [num_chunks])
-        except (AssertionError, RuntimeError, IndexError) as error:
-            return f"{type(error).__name__}: {error}"
+def mismatch(case: Case, num_chunks: int) -> str:
+    """The error that `compare` leads to, or ""."""
+    try:
+        compare(case, [num_chunks])
+    except (AssertionError, RuntimeError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -342,7 +324,7 @@ def compare_padded_for_quantization(case: Case, num_chunks: int) -> None:
         token_dispatcher.get_align_size_for_quantization = align_size
     stock, ours = results
     assert (stock.tokens_per_expert % 16 == 0).all()
-    assert_equal(ours, stock, case.exact_sums, f"{case}, router padding")
+    assert_same_results(ours, stock, case.exact_sums, f"{case}, router padding")
 
 
 def compare_steps(
@@ -359,7 +341,7 @@ def compare_steps(
     for seed, by_rank in enumerate(tokens):
         step = dataclasses.replace(case, num_tokens=by_rank[dist.get_rank()], seed=seed)
         expected = forward_backward(step, stock)
-        assert_equal(forward_backward(step, ours), expected, case.exact_sums, f"step {seed}")
+        assert_same_results(forward_backward(step, ours), expected, case.exact_sums, f"step {seed}")
         decisions.append((ours.token_dispatcher.chain.name, ours.token_dispatcher.num_chunks))
     return decisions
 
@@ -449,7 +431,7 @@ def replay_cuda_graph_attributes(case: Case, num_chunks: int) -> None:
     rows, _, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
     output = dispatcher.combine_preprocess(rows * row_probs[:, None])
     output = dispatcher.combine_postprocess(dispatcher.token_combine(output))
-    assert torch.equal(output, expected)
+    assert_equal(output, expected, "the replayed batch")
 
 
 def train_under_overlap_schedule(case: Case, dispatcher: str) -> dict[str, torch.Tensor]:
@@ -505,7 +487,7 @@ def compare_under_overlap_schedule(case: Case, num_chunks: int) -> None:
     ours = train_under_overlap_schedule(dataclasses.replace(case, options=options), "monta")
     assert ours.keys() == stock.keys()
     for name, mine in ours.items():
-        assert torch.equal(mine, stock[name]), f"{name} differs from stock"
+        assert_equal(mine, stock[name], name)
 
 
 def options_survive_copies(case: Case) -> list[tuple[str, str, int]]:

@@ -8,21 +8,26 @@ fresh pool.
 
 import faulthandler
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from free_ports import free_ports
 
 # Seconds until the ranks have started and imported Megatron: 8 of them share 2 cores.
 START_LIMIT_S = 240.0
+ANSWER_LIMIT_S = 120.0
+
+T = TypeVar("T")
 
 
 class PoolError(AssertionError):
@@ -76,51 +81,54 @@ class Pool:
             self._connections = [by_rank[rank][0] for rank in range(world_size)]
             self._process_ids = [by_rank[rank][1] for rank in range(world_size)]
 
-    def run(self, function: str, *args: Any, limit_s: float = 120.0) -> list[Any]:
-        """Run "module:function" with `args` on every rank; what each rank returned, by rank.
+    def run(
+        self, function: Callable[..., T], *args: Any, limit_s: float = ANSWER_LIMIT_S
+    ) -> list[T]:
+        """Run a function with `args` on every rank; what each rank returned, by rank.
+
+        Args:
+            function: of a module that the ranks can import; they are sent its name.
+            args: anything that can be pickled.
+            limit_s: seconds in which each rank has to answer.
 
         Raises:
-            PoolError: a rank raised, died, or did not answer within `limit_s`.
+            PoolError: a rank raised, died, or did not answer in time.
         """
+        return list(self._run(function, args, limit_s, may_die=False).values())
+
+    def run_on_survivors(self, function: Callable[..., T], *args: Any) -> dict[int, T]:
+        """Like `run`, for a function in which ranks die: what the others returned, by rank."""
+        return self._run(function, args, ANSWER_LIMIT_S, may_die=True)
+
+    def _run(
+        self, function: Callable[..., T], args: tuple[Any, ...], limit_s: float, may_die: bool
+    ) -> dict[int, T]:
+        """What each rank returned, by rank; without those that died if they may."""
+        message = pickle.dumps((function, args))
         for connection in self._connections:
-            connection.send((function, args))
-        results: list[Any] = []
+            connection.send_bytes(message)
+        results: dict[int, T] = {}
         failures: list[str] = []
         for rank, connection in enumerate(self._connections):
             # Once a rank has failed the others may wait for it in a collective.
             wait_s = 5.0 if failures else limit_s
             try:
                 if not connection.poll(wait_s):
-                    failures.append(
-                        f"rank {rank}: no answer after {wait_s:g} s\n{self._stack(rank)}"
-                    )
+                    stack = self._stack(rank)
+                    failures.append(f"rank {rank}: no answer after {wait_s:g} s\n{stack}")
                     continue
                 succeeded, value = connection.recv()
             except (EOFError, ConnectionError) as error:
-                failures.append(f"rank {rank}: died: {type(error).__name__}")
+                if not may_die:
+                    failures.append(f"rank {rank}: died: {type(error).__name__}")
                 continue
             if succeeded:
-                results.append(value)
+                results[rank] = value
             else:
                 failures.append(f"rank {rank}: {value}")
         if failures:
             self.close()
-            raise PoolError(f"{function}{args}\n" + "\n".join(failures))
-        return results
-
-    def run_on_survivors(self, function: str, *args: Any) -> dict[int, Any]:
-        """Like `run`, for a function in which ranks die: what the others returned, by rank."""
-        for connection in self._connections:
-            connection.send((function, args))
-        results: dict[int, Any] = {}
-        for rank, connection in enumerate(self._connections):
-            try:
-                assert connection.poll(120.0), f"rank {rank} hangs\n{self._stack(rank)}"
-                succeeded, value = connection.recv()
-            except (EOFError, ConnectionError):
-                continue
-            assert succeeded, f"rank {rank}: {value}"
-            results[rank] = value
+            raise PoolError(f"{function.__name__}{args}\n" + "\n".join(failures))
         return results
 
     @property
@@ -173,7 +181,6 @@ def _fork_ranks() -> None:
 
 def _serve(rank: int) -> None:
     """Body of one rank: run what the pool sends until the connection closes."""
-    import importlib
     from datetime import timedelta
 
     stack_file = open(Path(os.environ["POOL_STACKS"]) / str(rank), "w")  # noqa: SIM115
@@ -191,13 +198,12 @@ def _serve(rank: int) -> None:
     connection.send((rank, os.getpid()))
     while True:
         try:
-            name, args = connection.recv()
+            message = connection.recv_bytes()
         except EOFError:
             return
         try:
-            module, function = name.split(":")
-            value = getattr(importlib.import_module(module), function)(*args)
-            connection.send((True, value))
+            function, args = pickle.loads(message)
+            connection.send((True, function(*args)))
         except BaseException:  # noqa: BLE001 - the pool has to hear of every failure
             connection.send((False, traceback.format_exc()))
 

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 from conftest import Pools
-from layers import Case
+from layers import (
+    Case,
+    compare_steps,
+    disagree,
+    disagree_later,
+    lookup_us,
+    refusal_of,
+    rows_to_choose_from,
+    save_plan,
+    tokens_decided_by,
+)
 from pool import PoolError
 
 from monta_megatron import strict_yaml
@@ -40,27 +50,25 @@ def test_unequal_tokens_changing_every_step(
     pools: Pools, case: Case, recompute: dict[str, str]
 ) -> None:
     config = {**recompute, "recompute_modules": ["moe"]} if recompute else {}
-    by_rank = pools[4].run(
-        "layers:compare_steps", Case(**{**vars(case), "config": config}), None, TOKENS
-    )
+    by_rank = pools[4].run(compare_steps, Case(**{**vars(case), "config": config}), None, TOKENS)
     assert all(decisions == by_rank[0] for decisions in by_rank)
     assert len(set(by_rank[0])) > 1, "one answer for 1 and for 4,096 tokens"
 
 
 def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
     with pytest.raises(PoolError, match="ranks 0 and 2 differ in num_chunks: 4 and 3"):
-        pools[4].run("layers:disagree", Case(), {2: {"moe_monta_num_chunks": 3}})
+        pools[4].run(disagree, Case(), {2: {"moe_monta_num_chunks": 3}})
     with pytest.raises(
         PoolError, match="ranks 0 and 1 differ in chain: alltoall_allgather and auto"
     ):
-        pools[4].run("layers:disagree", Case(), {1: {"moe_monta_chain": "auto"}})
+        pools[4].run(disagree, Case(), {1: {"moe_monta_chain": "auto"}})
     # Other costs under the same name.
     cluster = AUTO["moe_monta_cluster"]
     dearer = replace(cluster, launch=replace(cluster.launch, copy_us=cluster.launch.copy_us + 1))
     clusters = [{"moe_monta_cluster": each} for each in (cluster, dearer, cluster, cluster)]
     with pytest.raises(PoolError, match="ranks 0 and 1 differ in hash of the costs: "):
         pools[4].run(
-            "layers:disagree",
+            disagree,
             Case(options={"moe_monta_chain": "auto"}),
             dict(enumerate(clusters)),
         )
@@ -80,37 +88,37 @@ def test_ranks_that_exchange_other_rows_are_told(
 ) -> None:
     case = Case(options={"moe_monta_chain": chain})
     other = replace(case, **changes)
-    refusals = pools[4].run("layers:refusal_of", [case, case, other, case], [{}] * 4)
+    refusals = pools[4].run(refusal_of, [case, case, other, case], [{}] * 4)
     assert refusals == [f"moe_monta: {message}; give every rank the same options and files"] * 4
 
 
 def test_ranks_that_come_to_differ_are_told_before_they_exchange(pools: Pools) -> None:
     case = Case(options={"moe_monta_chain": "alltoall_dedup"})
     with pytest.raises(PoolError, match="ranks 0 and 2 differ in num_chunks: 2 and 3"):
-        pools[4].run("layers:disagree_later", case, 2)
+        pools[4].run(disagree_later, case, 2)
 
 
 def test_ranks_that_see_other_nodes_are_told(pools: Pools) -> None:
     chain = {"moe_monta_chain": "hierarchical_allgather"}
     two, one = (chain | {"moe_monta_ranks_per_node": each} for each in (2, 1))
     with pytest.raises(PoolError, match="ranks 0 and 3 differ in ranks_per_node: 2 and 1"):
-        pools[4].run("layers:disagree", Case(), {0: two, 1: two, 2: two, 3: one})
+        pools[4].run(disagree, Case(), {0: two, 1: two, 2: two, 3: one})
     # One that was given it, among others that would ask each other.
     with pytest.raises(PoolError, match="ranks 0 and 1 differ in ranks_per_node: 2 and None"):
-        pools[4].run("layers:disagree", Case(), {0: two, 1: chain, 2: chain, 3: chain})
+        pools[4].run(disagree, Case(), {0: two, 1: chain, 2: chain, 3: chain})
 
 
 def test_padded_to_capacity_all_ranks_choose_for_as_many_tokens(pools: Pools) -> None:
     config = {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}
     # Of 8 experts each takes 4 pairs from every rank: ceil(29 * 2 / 8 / 2) = 32 * 2 / 8 / 2.
     case = Case(routing="router", options=AUTO, config=config)
-    found = pools[4].run("layers:tokens_decided_by", case, [30, 31, 32, 29])
+    found = pools[4].run(tokens_decided_by, case, [30, 31, 32, 29])
     assert found == [[32]] * 4
 
 
-def test_auto_takes_pairs_where_cuda_graphs_capture_the_permutation(pools: Pools) -> None:
+def test_auto_takes_pairs_where_cuda_graphs_capture_permutation(pools: Pools) -> None:
     for captures, rows in ((False, {"pairs", "tokens"}), (True, {"pairs"})):
-        found = pools[4].run("layers:rows_to_choose_from", Case(options=AUTO), captures)
+        found = pools[4].run(rows_to_choose_from, Case(options=AUTO), captures)
         assert found == [rows] * 4
 
 
@@ -118,12 +126,12 @@ def test_a_plan_file_is_followed_and_checked(pools: Pools, tmp_path: Path) -> No
     path = tmp_path / "plan.yaml"
     options = {"moe_monta_plan": str(path), "moe_monta_ranks_per_node": 2}
     case = Case(options=options)
-    chosen = pools[4].run("layers:save_plan", Case(options=AUTO), str(path), 512)
+    chosen = pools[4].run(save_plan, Case(options=AUTO), str(path), 512)
     assert chosen[0][0] in CHAINS
-    for found in pools[4].run("layers:compare_steps", case, None, [[24, 24, 24, 24]]):
+    for found in pools[4].run(compare_steps, case, None, [[24, 24, 24, 24]]):
         assert found == [chosen[0]]
     with pytest.raises(PoolError, match=r"moe_monta_plan: situation\.ep: the plan is for 4, .* 2"):
-        pools[4].run("layers:compare_steps", Case(ep=2, options=options), None, [[4] * 4])
+        pools[4].run(compare_steps, Case(ep=2, options=options), None, [[4] * 4])
 
 
 def test_buckets_are_half_octaves() -> None:
@@ -134,4 +142,4 @@ def test_buckets_are_half_octaves() -> None:
 
 def test_a_choice_that_was_made_costs_nothing(pools: Pools) -> None:
     # 20 us at most; measured far below, so that a busy machine does not fail it.
-    assert min(pools[4].run("layers:lookup_us", Case(options=AUTO))) < 20
+    assert min(pools[4].run(lookup_us, Case(options=AUTO))) < 20

@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import Pools
-from layers import Case
+from layers import Case, compare_many
 
 from monta_megatron.chains import CHAINS
 
@@ -40,4 +40,4 @@ def test_chain(pools: Pools, chain: str, layout: tuple[int, int, int, int], dtyp
         if not (routing == "expert0_empty" and ep * num_local_experts < 4)
     ]
     chunks = [1] if CHAINS[chain].serial else [1, 2, 5]
-    pools[4].run("layers:compare_many", cases, chunks)
+    pools[4].run(compare_many, cases, chunks)

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 from conftest import Pools
-from layers import Case
+from layers import (
+    Case,
+    build_from_spec,
+    compare,
+    compare_padded_for_quantization,
+    compare_steps,
+    compare_under_overlap_schedule,
+    compare_width,
+    compare_without_gradient,
+    options_survive_copies,
+    replay_cuda_graph_attributes,
+)
 from pool import PoolError
 
 from monta_megatron.integration.dispatcher_type import answer_should_free_input
@@ -45,50 +56,50 @@ CHUNKS = [1, 3]
 ROOT = Path(__file__).parents[2]
 
 
-def compare(pools: Pools, case: Case, **config: Any) -> None:
-    pools[4].run("layers:compare", dataclasses.replace(case, config=config), CHUNKS)
+def check(pools: Pools, case: Case, **config: Any) -> None:
+    pools[4].run(compare, dataclasses.replace(case, config=config), CHUNKS)
 
 
 def test_shared_experts(pools: Pools, case: Case) -> None:
-    compare(pools, case, moe_shared_expert_intermediate_size=16)
+    check(pools, case, moe_shared_expert_intermediate_size=16)
 
 
 def test_shared_experts_overlap(pools: Pools, case: Case) -> None:
-    compare(pools, case, moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True)
+    check(pools, case, moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True)
 
 
 def test_capacity_factor(pools: Pools, case: Case) -> None:
-    compare(pools, dataclasses.replace(case, routing="router"), moe_expert_capacity_factor=0.75)
+    check(pools, dataclasses.replace(case, routing="router"), moe_expert_capacity_factor=0.75)
 
 
 @pytest.mark.parametrize("factor", [0.75, 2.0])
 def test_pad_to_capacity(pools: Pools, case: Case, factor: float) -> None:
     case = dataclasses.replace(case, routing="router")
-    compare(pools, case, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=True)
+    check(pools, case, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=True)
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 def test_router_padding(pools: Pools, case: Case, num_chunks: int) -> None:
-    pools[4].run("layers:compare_padded_for_quantization", case, num_chunks)
+    pools[4].run(compare_padded_for_quantization, case, num_chunks)
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 def test_latent_size(pools: Pools, case: Case, num_chunks: int) -> None:
-    pools[4].run("layers:compare_width", case, num_chunks, 12)
+    pools[4].run(compare_width, case, num_chunks, 12)
 
 
 def test_selective_recompute(pools: Pools, case: Case) -> None:
-    compare(pools, case, recompute_granularity="selective", recompute_modules=["moe"])
+    check(pools, case, recompute_granularity="selective", recompute_modules=["moe"])
 
 
 def test_token_count_changes_every_step(pools: Pools, case: Case) -> None:
     tokens = [[24, 3, 0, 7], [1, 0, 0, 0], [0, 0, 0, 0], [100, 100, 100, 100], [2, 50, 1, 9]]
-    pools[4].run("layers:compare_steps", case, 4, tokens)
+    pools[4].run(compare_steps, case, 4, tokens)
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 def test_cuda_graph_attributes_replay(pools: Pools, case: Case, num_chunks: int) -> None:
-    pools[4].run("layers:replay_cuda_graph_attributes", case, num_chunks)
+    pools[4].run(replay_cuda_graph_attributes, case, num_chunks)
 
 
 @pytest.mark.parametrize("num_local_experts", [1, 2])
@@ -114,11 +125,11 @@ def test_overlap_schedule(pools: Pools, case: Case, num_local_experts: int) -> N
         dtype="bfloat16",
         config=config,
     )
-    pools[4].run("layers:compare_under_overlap_schedule", case, 3)
+    pools[4].run(compare_under_overlap_schedule, case, 3)
 
 
 def test_evaluation_without_gradient(pools: Pools, case: Case) -> None:
-    pools[4].run("layers:compare_without_gradient", case, 3)
+    pools[4].run(compare_without_gradient, case, 3)
 
 
 @pytest.mark.parametrize("router_dtype", [None, "fp64"])
@@ -127,23 +138,23 @@ def test_dtype_of_probabilities(
     pools: Pools, case: Case, dtype: str, router_dtype: str | None
 ) -> None:
     case = dataclasses.replace(case, dtype=dtype, routing="router")
-    compare(pools, case, moe_router_dtype=router_dtype)
+    check(pools, case, moe_router_dtype=router_dtype)
 
 
 def test_configuration_made_in_code(pools: Pools) -> None:
-    for built in pools[4].run("layers:options_survive_copies", CASE):
+    for built in pools[4].run(options_survive_copies, CASE):
         assert built == [("MontaTokenDispatcher", "alltoall_allgather", 3)] * 4
 
 
 def test_layer_spec_patches_nothing(pools: Pools) -> None:
-    for built in pools[4].run("layers:build_from_spec", CASE):
+    for built in pools[4].run(build_from_spec, CASE):
         assert built == ("MontaTokenDispatcher", "MoEAlltoAllTokenDispatcher")
 
 
 def test_layer_spec_under_the_overlap_schedule_is_refused(pools: Pools) -> None:
     case = Case(dtype="bfloat16", config={"overlap_moe_expert_parallel_comm": True})
     with pytest.raises(PoolError, match="overlap_moe_expert_parallel_comm: got True, must be Fal"):
-        pools[4].run("layers:build_from_spec", case)
+        pools[4].run(build_from_spec, case)
 
 
 @pytest.mark.parametrize("low_precision", [{}, {"fp8": "hybrid", "first_last_layers_bf16": True}])

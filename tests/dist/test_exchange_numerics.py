@@ -12,7 +12,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 from conftest import Pools
-from exchanges import ROUTINGS, Case, Errors, make_data
+from equal import assert_equal
+from exchanges import (
+    ROUTINGS,
+    Case,
+    Errors,
+    adjoint_defects,
+    bytes_of_dispatch,
+    check_deterministic,
+    check_many,
+    errors_of,
+    make_data,
+)
 
 from monta_megatron import reference
 from monta_megatron.chains import CHAINS
@@ -88,7 +99,7 @@ def test_equals_the_reference(pools: Pools, chain: str, shape: tuple[int, int, i
             chain, shape, dtype=dtype, probs_dtype=probs_dtype, routing=routing, tokens=tokens
         )
         cases.append(in_chunks(case, 1 + position % 5))
-    for found in pools[4].run("exchanges:check_many", cases):
+    for found in pools[4].run(check_many, cases):
         assert not found, "\n".join(f"{cases[position]}: {line}" for position, line in found)
 
 
@@ -99,7 +110,7 @@ def test_transposes(pools: Pools, chain: str, shape: tuple[int, int, int]) -> No
     )
     for num_chunks in (1,) if CHAINS[chain].serial else (1, 3, 5):
         each = in_chunks(case, num_chunks)
-        for defects in pools[4].run("exchanges:adjoint_defects", each):
+        for defects in pools[4].run(adjoint_defects, each):
             for what, defect in defects.items():
                 # Sums of some 1,000 products in fp64 (eps 2.2e-16).
                 assert defect < 1e-13, f"{each}: {what}: {defect:.3g}"
@@ -110,7 +121,7 @@ def test_same_bits_on_every_run(pools: Pools, chain: str, shape: tuple[int, int,
     case = case_of(
         chain, shape, dtype="bfloat16", topk=3, num_local_experts=4, tokens=(40, 64, 0, 17)
     )
-    pools[4].run("exchanges:check_deterministic", in_chunks(case, 5))
+    pools[4].run(check_deterministic, in_chunks(case, 5))
 
 
 # Hops on which partial sums of a token move: each rounds once to the dtype of the wire.
@@ -198,7 +209,7 @@ def test_rounding(
 ) -> None:
     for num_chunks in (1,) if CHAINS[chain].serial else (1, 4):
         case = numerics_case(chain, shape, dtype, num_chunks)
-        rms = Rms.of(pools[4].run("exchanges:errors", case))
+        rms = Rms.of(pools[4].run(errors_of, case))
         if dtype == "bfloat16":
             bound = MARGIN * math.sqrt(1 + HOPS[chain]) * rms.one_rounding
         else:
@@ -287,7 +298,7 @@ def test_bytes(pools: Pools, chain: str, shape: tuple[int, int, int]) -> None:
         for dtype, routing in (("bfloat16", "uniform"), ("float32", "any_number")):
             case = dataclasses.replace(each, dtype=dtype, routing=routing, tokens=(12, 0, 5, 30))
             expected = expected_bytes(case)
-            for rank, (sent, _) in enumerate(pools[4].run("exchanges:bytes_of_dispatch", case)):
+            for rank, (sent, _) in enumerate(pools[4].run(bytes_of_dispatch, case)):
                 assert {key: value for key, value in sent.items() if value} == expected[rank], (
                     f"{case}, rank {rank}"
                 )
@@ -313,7 +324,7 @@ def test_one_copy_per_node_between_nodes(pools: Pools, chain: str) -> None:
     )
     crossed = sum(
         num_bytes
-        for sent, _ in pools[4].run("exchanges:bytes_of_dispatch", case)
+        for sent, _ in pools[4].run(bytes_of_dispatch, case)
         for (_, tier), num_bytes in sent.items()
         if tier == "inter"
     )
@@ -331,8 +342,8 @@ def test_reference_by_hand() -> None:
     first, second = reference.dispatch(tokens, maps, probs, ep=2, etp=1)
     assert first.rows.flatten().tolist() == [1.0, 3.0]
     assert second.rows.flatten().tolist() == [1.0, 2.0]
-    assert torch.equal(first.probs, torch.tensor([0.1, 0.5]))
-    assert torch.equal(second.probs, torch.tensor([0.2, 0.4]))
+    assert_equal(first.probs, torch.tensor([0.1, 0.5]), "probs of the first rank")
+    assert_equal(second.probs, torch.tensor([0.2, 0.4]), "probs of the second rank")
     assert first.tokens_per_expert.tolist() == [2] and second.tokens_per_expert.tolist() == [2]
     outputs = [torch.tensor([[10.0], [30.0]]), torch.tensor([[100.0], [200.0]])]
     combined = reference.combine(outputs, maps, ep=2, etp=1)

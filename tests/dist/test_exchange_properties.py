@@ -12,7 +12,8 @@ from typing import Any
 import hypothesis
 import pytest
 from conftest import Pools
-from exchanges import ROUTINGS, Case
+from exchanges import ROUTINGS, Case, check_many
+from faults import two_rows_swapped, with_fault
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from pool import Pool, PoolError
@@ -103,7 +104,7 @@ def run_properties(pool: Pool, num_cases: int, seed: int) -> None:
         if failures or not fresh:
             return
         try:
-            results = pool.run("exchanges:check_many", fresh)
+            results = pool.run(check_many, fresh)
         except PoolError as error:
             failures.append(str(error))
             return
@@ -157,5 +158,5 @@ def test_a_case_survives_its_command_line() -> None:
 def test_a_wrong_row_is_reported_with_its_case(pools: Pools) -> None:
     """Planted: two rows change places on the way; the report names the case and its command."""
     cases = [Case(chain="hierarchical_alltoall", seed=seed) for seed in range(3)]
-    for found in pools[4].run("exchanges:check_many_with_fault", cases, "two_rows_swapped"):
+    for found in pools[4].run(with_fault, two_rows_swapped, check_many, cases):
         assert {position for position, _ in found} == {0, 1, 2}

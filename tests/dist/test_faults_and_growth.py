@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import Pools
-from layers import Case
+from layers import Case, die_in_dispatch, end_in_exchange_of_counts, many_steps
 from pool import Pool
 
 CASE = Case(ep=4, num_local_experts=2, options={"moe_monta_ranks_per_node": 2})
@@ -14,7 +14,7 @@ GROUP_LIMIT_S = 15.0
     ("chain", "group"),
     [("alltoall_allgather", "ep"), ("hierarchical_alltoall", "rail|node")],
 )
-def test_a_killed_rank_is_reported_by_chain_stage_chunk_and_group(chain: str, group: str) -> None:
+def test_a_killed_rank_is_reported_by_stage_chunk_and_group(chain: str, group: str) -> None:
     pool = Pool(4, group_limit_s=GROUP_LIMIT_S)
     case = Case(
         ep=4,
@@ -22,7 +22,7 @@ def test_a_killed_rank_is_reported_by_chain_stage_chunk_and_group(chain: str, gr
         options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2},
     )
     try:
-        answers = pool.run_on_survivors("layers:die_in_dispatch", case, 4, 3)
+        answers = pool.run_on_survivors(die_in_dispatch, case, 4, 3)
     finally:
         pool.close()
     assert sorted(answers) == [0, 1, 2]
@@ -40,7 +40,7 @@ def test_a_rank_that_ends_or_stops_in_the_exchange_of_counts(chain: str, stops: 
     pool = Pool(4, group_limit_s=limit_s)
     case = Case(ep=4, options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2})
     try:
-        answers = pool.run_on_survivors("layers:end_in_exchange_of_counts", case, 3, stops)
+        answers = pool.run_on_survivors(end_in_exchange_of_counts, case, 3, stops)
     finally:
         pool.close()
     assert sorted(answers) == [0, 1, 2]
@@ -59,7 +59,7 @@ def test_a_thousand_steps_grow_nothing(pools: Pools, chain: str) -> None:
         num_local_experts=2,
         options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2},
     )
-    for samples in pools[4].run("layers:many_steps", case, 2, 1000, limit_s=240.0):
+    for samples in pools[4].run(many_steps, case, 2, 1000, limit_s=240.0):
         # The first quarter warms up allocators and caches.
         _, second, _, last = samples["memory_bytes"]
         assert last - second < 8 * 2**20

@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import Pools
-from layers import Case
+from layers import Case, compare_many, second_derivative
 
 LAYOUTS = [(1, 4, 1), (2, 4, 1), (2, 2, 2), (1, 2, 2), (4, 1, 4), (4, 2, 1)]
 ROUTINGS = ["uniform", "rank0_empty", "expert0_empty", "one_expert", "few_tokens"]
@@ -32,7 +32,7 @@ def test_layer_equals_stock(pools: Pools, tp: int, ep: int, etp: int, dtype: str
             and not (routing == "expert0_empty" and ep * num_local_experts < 3)
         ]
         chunks = CHUNKS[half == (dtype == "float32") :: 2]
-        reports = pools[4].run("layers:compare_many", cases, chunks)
+        reports = pools[4].run(compare_many, cases, chunks)
         for of_rank in reports:
             assert {report["dispatcher"] for report in of_rank} == {"MontaTokenDispatcher"}
     assert sum(report["bytes"]["intra"] for of_rank in reports for report in of_rank) > 0
@@ -40,5 +40,5 @@ def test_layer_equals_stock(pools: Pools, tp: int, ep: int, etp: int, dtype: str
 
 def test_a_second_derivative_is_refused_by_name(pools: Pools) -> None:
     for num_chunks in (1, 3):
-        for error in pools[4].run("layers:second_derivative", Case(), num_chunks):
+        for error in pools[4].run(second_derivative, Case(), num_chunks):
             assert "once_differentiable" in error

@@ -113,7 +113,7 @@ def random_cases() -> list[Case]:
 def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
     cases = random_cases()
     seen: Counter[tuple[str, str]] = Counter()
-    for rank, counted in enumerate(pools[4].run("test_planned_bytes:bytes_of_walks", cases)):
+    for rank, counted in enumerate(pools[4].run(bytes_of_walks, cases)):
         for case, by_walk in zip(cases, counted, strict=True):
             # Where an exchange is smaller than the world, the second one has data of its own.
             if rank < case.size:

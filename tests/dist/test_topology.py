@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 from conftest import Pools
-from layers import Case
+from layers import (
+    Case,
+    compare,
+    groups_with_megatrons_time_limit,
+    nodes_found,
+    refusal_of,
+    reported,
+    sums_around_a_local_group,
+)
 from pool import PoolError
 
 from monta_megatron.planner.choice import uncalibrated
@@ -21,7 +29,7 @@ def found_nodes(
     pools: Pools, node_of_rank: str, variable: str = "GROUP_RANK", **options: Any
 ) -> tuple[int, ...]:
     """The nodes on which all of 4 ranks agree."""
-    (found,) = set(pools[4].run("layers:nodes_found", list(node_of_rank), variable, options))
+    (found,) = set(pools[4].run(nodes_found, list(node_of_rank), variable, options))
     return found
 
 
@@ -45,20 +53,20 @@ CHUNKS = [1, 3]
     ],
 )
 def test_layer_equals_stock(pools: Pools, world_size: int, case: Case) -> None:
-    pools[world_size].run("layers:compare", case, CHUNKS)
+    pools[world_size].run(compare, case, CHUNKS)
 
 
 def test_uneven_nodes_are_refused_where_the_chain_needs_rails(pools: Pools) -> None:
     case = Case(ep=3, options=HIERARCHICAL)
     with pytest.raises(PoolError, match=r"lie on nodes \[0, 0, 1\], not evenly in order"):
-        pools[6].run("layers:compare", case, CHUNKS)
+        pools[6].run(compare, case, CHUNKS)
 
 
 def test_one_exchange_refuses_for_all(pools: Pools) -> None:
     """EP 3 on nodes of 2 and 4 ranks: only the first of two exchanges lies on uneven nodes."""
     case = Case(ep=3, options={"moe_monta_chain": "hierarchical_alltoall"})
     environment = [{"GROUP_RANK": each} for each in "aabbbb"]
-    refusals = pools[6].run("layers:refusal_of", [case] * 6, environment)
+    refusals = pools[6].run(refusal_of, [case] * 6, environment)
     here = "moe_monta_chain: hierarchical_alltoall cannot run here: the ranks of the exchange lie "
     there = [f" (on the exchange of rank {rank})" for rank in range(3)]
     assert refusals == [
@@ -75,7 +83,7 @@ def test_names_of_nodes_on_some_ranks_only(
     pools: Pools, named: list[int], with_name: int, without: int
 ) -> None:
     environment = [{"MONTA_NODE": "a"} if rank in named else {} for rank in range(4)]
-    refusals = pools[4].run("layers:refusal_of", [Case(ep=2)] * 4, environment)
+    refusals = pools[4].run(refusal_of, [Case(ep=2)] * 4, environment)
     first = f"MONTA_NODE: set on rank {with_name} and not on rank {without}, must be set on every "
     assert refusals[0].startswith(first)
     for refusal in refusals:
@@ -105,17 +113,17 @@ def test_a_cluster_file_and_the_hosts(pools: Pools) -> None:
 
 def test_every_pipeline_stage_reports_its_choice(pools: Pools) -> None:
     """Rank 0 may be of a stage without MoE layers."""
-    found = pools[4].run("layers:reported", Case(ep=2, pp=2, options=HIERARCHICAL))
+    found = pools[4].run(reported, Case(ep=2, pp=2, options=HIERARCHICAL))
     chain = "chain hierarchical_alltoall, 4 chunks, EP 2 x ETP 1 over 1 node: as asked for"
     assert found == [[f"monta: {chain}"], [], [f"monta, rank 2: {chain}"], []]
 
 
 def test_megatron_changes_the_time_limit_of_our_groups_too(pools: Pools) -> None:
-    found = pools[4].run("layers:groups_with_megatrons_time_limit", Case(options=HIERARCHICAL))
+    found = pools[4].run(groups_with_megatrons_time_limit, Case(options=HIERARCHICAL))
     assert found == [["node", "rail"]] * 4
 
 
 @pytest.mark.old_end
 def test_a_group_made_by_its_members_alone_disturbs_no_other(pools: Pools) -> None:
     """As where a pipeline stage has no MoE layers: the next group of all ranks still meets."""
-    assert pools[4].run("layers:sums_around_a_local_group") == [(1, 6), (1, 6), (5, 6), (5, 6)]
+    assert pools[4].run(sums_around_a_local_group) == [(1, 6), (1, 6), (5, 6), (5, 6)]

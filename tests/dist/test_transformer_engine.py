@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from layers import Case
+from layers import Case, compare
 from pool import Pool
 
 missing = [
@@ -36,6 +36,6 @@ def test_te_spec_equals_stock(world_size: int) -> None:
         config={"moe_grouped_gemm": True, "moe_permute_fusion": True},
     )
     try:
-        pool.run("layers:compare", case, [1, 3])
+        pool.run(compare, case, [1, 3])
     finally:
         pool.close()

@@ -23,13 +23,13 @@ Test = Callable[..., None]
 def tests(pools: Pools) -> Iterator[dict[str, Test]]:
     """The page's tests, with its chain known to every process."""
     worked_chain.add()
-    pools[4].run("worked_chain:add")
+    pools[4].run(worked_chain.add)
     namespace: dict[str, Test] = {}
     exec(worked_chain.code()[1], namespace)
     yield {name: found for name, found in namespace.items() if name.startswith("test_")}
     worked_chain.remove()
     if pools[4].alive:
-        pools[4].run("worked_chain:remove")
+        pools[4].run(worked_chain.remove)
 
 
 def test_the_code_is_as_short_as_it_is_said_to_be() -> None:

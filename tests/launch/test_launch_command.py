@@ -298,7 +298,7 @@ def test_start_by_nodes() -> None:
         choose_start("torchrun", two, dry_run=True)
 
 
-def test_a_job_that_slurm_does_not_take_is_an_error_in_slurm_s_words() -> None:
+def test_a_job_that_slurm_refuses_is_an_error_in_its_words() -> None:
     assert submit(["bash", "-c", "echo 17"]) == "17"
     refusal = "echo 'sbatch: error: invalid partition' >&2; echo second line >&2; exit 1"
     with pytest.raises(ValueError, match=r"^sbatch: sbatch: error: invalid partition second line$"):

@@ -69,7 +69,7 @@ def test_a_misspelt_argument_starts_nothing(tmp_path: Path) -> None:
 
 @needs_megatron
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_what_megatron_s_validation_refuses_starts_nothing_unless_forced(tmp_path: Path) -> None:
+def test_what_megatron_refuses_starts_nothing_unless_forced(tmp_path: Path) -> None:
     words = ["--config", str(CONFIG), "--dry-run"]
     short = ["--", "--max-position-embeddings", "64"]
     result = launch(tmp_path, *words, *short)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from equal import assert_equal
 
 from monta_megatron.emulation import node_memory
 from monta_megatron.emulation.node_memory import neighbours_of
@@ -32,12 +33,12 @@ def check_all_gather() -> None:
             parts = [part(source, rows, dtype) for source, rows in enumerate(num_rows)]
             output = torch.empty(sum(num_rows), COLUMNS, dtype=dtype)
             dist.all_gather(list(output.split(num_rows)), parts[rank])
-            assert torch.equal(output, torch.cat(parts)), (dtype, num_rows)
+            assert_equal(output, torch.cat(parts), (dtype, num_rows))
             output.zero_()
             work = dist.all_gather(list(output.split(num_rows)), parts[rank], async_op=True)
             work.wait()
             assert work.is_completed()
-            assert torch.equal(output, torch.cat(parts)), (dtype, num_rows, "async")
+            assert_equal(output, torch.cat(parts), (dtype, num_rows, "async"))
 
 
 def check_all_gather_into_tensor() -> None:
@@ -47,10 +48,10 @@ def check_all_gather_into_tensor() -> None:
         for output in (torch.cat(parts), torch.stack(parts)):
             expected = output.clone()
             dist.all_gather_into_tensor(output.zero_(), parts[rank])
-            assert torch.equal(output, expected)
+            assert_equal(output, expected, num_rows)
             work = dist.all_gather_into_tensor(output.zero_(), parts[rank], async_op=True)
             work.wait()
-            assert torch.equal(output, expected)
+            assert_equal(output, expected, (num_rows, "async"))
 
 
 def check_reduce_scatter() -> None:
@@ -66,12 +67,12 @@ def check_reduce_scatter() -> None:
         for inputs in (neighbours, [piece.clone() for piece in neighbours]):
             output = torch.full_like(expected, torch.nan)
             dist.reduce_scatter(output, inputs)
-            assert torch.equal(output, expected), dtype
+            assert_equal(output, expected, dtype)
             output = torch.full_like(expected, torch.nan)
             work = dist.reduce_scatter(output, inputs, async_op=True)
             work.wait()
             work.wait()
-            assert torch.equal(output, expected), (dtype, "async")
+            assert_equal(output, expected, (dtype, "async"))
     largest = torch.empty(2)
     contributions = [torch.full((2,), float(rank)) for _ in range(num_ranks)]
     dist.reduce_scatter(largest, contributions, op=dist.ReduceOp.MAX)
@@ -97,7 +98,7 @@ def check_collectives_of_a_group() -> None:
     parts = [part(0, 1, torch.float32), part(last, 2, torch.float32)]
     output = torch.empty(3, COLUMNS)
     dist.all_gather(list(output.split([1, 2])), parts[group.rank()], group=group)
-    assert torch.equal(output, torch.cat(parts))
+    assert_equal(output, torch.cat(parts), "a group of the first and the last rank")
 
 
 def check_all_to_all_single() -> None:

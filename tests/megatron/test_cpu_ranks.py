@@ -10,7 +10,13 @@ import pytest
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 
 CHECKS = Path(__file__).with_name("cpu_ranks_checks.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    # For tests/support.
+    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+}
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -67,7 +67,7 @@ def printed_iterations(log: str) -> list[int]:
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
-def test_requeued_training_has_the_losses_of_an_uninterrupted_one(
+def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     slurm: Cluster, tmp_path: Path
 ) -> None:
     if importlib.util.find_spec("megatron.training") is None:

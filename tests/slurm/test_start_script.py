@@ -45,7 +45,7 @@ def test_shells_of_two_nodes() -> None:
     assert places == [[0, 4, 0, 2], [1, 4, 1, 2], [2, 4, 0, 2], [3, 4, 1, 2]]
 
 
-def test_shell_of_one_node_has_the_status_of_the_rank_that_failed() -> None:
+def test_on_one_node_the_status_is_of_the_rank_that_failed() -> None:
     failing = start(f"--ranks-per-node 2 -- {RANKS} fail")
     _, errors = failing.communicate(timeout=LIMIT_S)
     assert failing.returncode == 3

@@ -82,7 +82,7 @@ def test_every_stage_and_chunk_of_every_walk_is_there(recording: Recording) -> N
     assert min(span.start_us for record in recording.ranks for span in record.spans) == 0
 
 
-def test_collectives_of_neighbouring_chunks_are_under_way_together(recording: Recording) -> None:
+def test_collectives_of_neighbouring_chunks_overlap(recording: Recording) -> None:
     # These are over in a moment, so what tells is when the host waits for them.
     for record in recording.ranks:
         for walk, (first, second) in COLLECTIVES.items():
@@ -104,7 +104,7 @@ def test_all_ranks_are_in_the_pass_at_the_same_time(recording: Recording) -> Non
         assert max(starts) < min(ends)
 
 
-def test_ranks_of_several_hosts_are_put_on_the_clock_of_the_first(
+def test_ranks_of_several_hosts_are_put_on_the_first_ones_clock(
     ranks: ForkedRanks, tmp_path: Path
 ) -> None:
     script = str(Path(__file__).with_name("record_with_other_clocks.py"))

@@ -142,7 +142,7 @@ def fields(spans: list[Span]) -> list[tuple[str, str, str, float, float]]:
     return [(each.stage, each.lane, each.action, each.start_us, each.end_us) for each in spans]
 
 
-def test_spans_of_a_copy_a_collective_and_the_copy_that_waits_for_it() -> None:
+def test_spans_of_a_collective_and_the_copies_around_it() -> None:
     steps = [TimedStep(*step, step[-1]) for step in STEPS]
     stages = [
         Stage(Work(stage=name, resource=resource, times_us=(0.0,)), 0)

@@ -82,7 +82,7 @@ def test_expected_values_take_the_same_path() -> None:
     assert bound.stages[1].send.tolist() == [[2.0, 2.0], [1.0, 1.0]]
 
 
-def test_the_last_chunk_is_smaller_and_comes_first_on_the_way_back() -> None:
+def test_the_last_chunk_is_smaller_and_first_on_the_way_back() -> None:
     assert [first_blocks(8, chunks).tolist() for chunks in (1, 2, 3, 4)] == [
         [0],
         [0, 5],
@@ -127,7 +127,7 @@ def test_a_host_that_moves_rows_itself_does_not_put_them_off() -> None:
     ]
 
 
-def test_every_rank_takes_the_same_steps_where_only_some_groups_cross_nodes() -> None:
+def test_ranks_take_the_same_steps_if_some_groups_cross_nodes() -> None:
     """ETP 4 on nodes of 6: of ranks 0-3, 4-7 and 8-11 only those in the middle lie on two nodes."""
     counts = Counts(sent=np.ones((3, 1), int), received=np.ones((4, 3, 1), int))
     for transpose in (False, True):

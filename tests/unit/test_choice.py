@@ -53,14 +53,14 @@ def test_auto_plans_for_what_the_configuration_exchanges() -> None:
     assert limited.routing.hits(2).sum() < plain.routing.hits(2).sum()
 
 
-def test_auto_chooses_between_chains_of_pairs_where_tokens_cannot_be_sent() -> None:
+def test_auto_chooses_pairs_where_tokens_cannot_be_sent() -> None:
     pairs = choose(Options(), config(), LAYOUT, pairs_only=True)
     assert {chain.rows for chain in pairs.chains} == {"pairs"}
     both = choose(Options(), config(), LAYOUT, pairs_only=False)
     assert {chain.rows for chain in both.chains} == {"pairs", "tokens"}
 
 
-def test_an_exchange_on_more_nodes_than_the_cluster_has_is_refused() -> None:
+def test_an_exchange_on_more_nodes_than_there_are_is_refused() -> None:
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a800_2x8_ib200.yaml")
     assert choose(Options(cluster=cluster), config(), LAYOUT, pairs_only=False)
     spread = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 1, 2, 3))

@@ -78,7 +78,7 @@ def test_combine_by_hand() -> None:
     ]
 
 
-def test_memory_is_used_again_after_the_turns_in_which_it_is_read() -> None:
+def test_memory_is_used_again_after_the_turns_that_read_it() -> None:
     """Dispatch in 6 chunks. Steps: pack and A2A in c, AG in c + 1, order in c + 2."""
     program = lower(bound_chain(rows=66, num_chunks=6), DISPATCH, BF16, 0).program
     slots: dict[str, list[int]] = {}

@@ -146,7 +146,7 @@ def test_ranks_that_share_an_interface_stay_together() -> None:
     assert shown(priced_ranks(layout, routing, 3)) == ([0, 1, 2, 3, 4, 5], (1,) * 6, (0, 3))
 
 
-def test_parts_of_groups_that_are_not_alike_are_priced_by_themselves() -> None:
+def test_unlike_parts_of_groups_are_priced_by_themselves() -> None:
     """Of 3 ranks with 4 experts each, the second one's lie in two groups evenly."""
     layout = layout_of(3, 1, 3, 12)
     routing = UniformRouting(num_experts=12, topk=3, num_groups=4, group_topk=2)

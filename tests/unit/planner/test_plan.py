@@ -57,7 +57,7 @@ def test_top_1_in_one_node_is_a_plain_alltoall() -> None:
         assert plan(workload_of(8, topk=1), cluster).chain == "alltoall"
 
 
-def test_expert_tensor_parallel_nodes_pipeline_alltoall_and_allgather() -> None:
+def test_expert_tensor_parallelism_pipelines_two_collectives() -> None:
     for tokens in (512, 1024, 8192):
         found = plan(paper_workload(tokens), A800)
         assert found.chain == "alltoall_allgather" and found.num_chunks > 1
@@ -337,7 +337,7 @@ def test_one_byte_over_the_memory_limit_is_too_much() -> None:
     assert "over the limit" in str(entry.rejected)
 
 
-def test_uneven_nodes_and_routings_are_priced_by_their_busiest_rank() -> None:
+def test_uneven_nodes_and_routings_cost_what_the_busiest_does() -> None:
     # EP 3 on nodes of 2: no rails, the flat chains remain.
     uneven = plan(workload_of(3, ranks_per_node=2, num_experts=12, topk=2), A800)
     assert uneven.chain in ("alltoall", "alltoall_allgather", "alltoall_dedup", "allgather")
@@ -347,7 +347,7 @@ def test_uneven_nodes_and_routings_are_priced_by_their_busiest_rank() -> None:
     assert skewed.predicted_us > 1.1 * even.predicted_us
 
 
-def test_ranks_that_share_a_network_interface_are_priced_together() -> None:
+def test_ranks_that_share_a_nic_are_priced_together() -> None:
     """40 rows leave node 0 through its only interface: 30 of rank 0 and 10 of rank 1."""
     # Each rank's tokens: how many, and the expert, hence the rank, to which all of them go.
     maps = tuple(
@@ -374,7 +374,7 @@ def test_ranks_that_share_a_network_interface_are_priced_together() -> None:
 @pytest.mark.parametrize(
     ("inter_gbytes_per_s", "intra_gbytes_per_s", "ranks"), [(1.0, 1e6, 8), (1e6, 1.0, 7)]
 )
-def test_a_collective_in_both_tiers_takes_as_long_as_the_slower_one(
+def test_a_collective_in_both_tiers_takes_the_slower_ones_time(
     inter_gbytes_per_s: float, intra_gbytes_per_s: float, ranks: int
 ) -> None:
     """A rank sends 512 rows to each of 8 ranks on the other node, and to each of 7 on its own."""
@@ -508,7 +508,7 @@ def test_exchanges_that_lie_differently_on_the_nodes() -> None:
     assert half.nodes == (0, 0, 0, 0)
 
 
-def test_a_group_that_crosses_nodes_is_priced_where_others_do_not() -> None:
+def test_a_group_that_crosses_nodes_is_priced_beside_others() -> None:
     """ETP 4 on nodes of 6: of ranks 0-3, 4-7 and 8-11 only those in the middle lie on two nodes."""
     workload = workload_of(3, 4, ranks_per_node=6, num_experts=12, topk=2)
     price = price_chain(workload, H100, CHAINS["alltoall_allgather"], 1, "forward")

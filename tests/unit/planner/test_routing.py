@@ -116,7 +116,7 @@ def test_counts_of_a_tiny_trace_by_hand() -> None:
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_padding_is_a_class_of_its_own_of_which_nothing_is_expected(chain: str) -> None:
+def test_padding_is_a_class_of_which_nothing_is_expected(chain: str) -> None:
     plain = layout_of(ep=4, etp=1, ranks_per_node=2, num_experts=16)
     padded = replace(plain, num_local_experts=8, classes=2)
     routing = UniformRouting(num_experts=16, topk=3)
