@@ -306,7 +306,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     first = parts[0]
     end = first.storage_offset()
     for part in parts:
-        neighbour = part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        neighbour = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not (neighbour and part.is_contiguous() and part.storage_offset() == end):
             return torch.cat([part.reshape(-1) for part in parts])
         end += part.numel()

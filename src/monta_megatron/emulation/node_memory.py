@@ -26,11 +26,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Condition
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+from monta_megatron.torch_private import timeout_of
 
 # torch's own, taken before `gloo_collectives` replaces it by a stand-in.
 _all_gather = dist.all_gather
@@ -240,8 +242,9 @@ class Neighbours:
     # Called on all ranks of the group at once: they tell each other where their memory is.
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
-        options: Any = group._get_backend(torch.device("cpu")).options
-        self._timeout: timedelta = options._timeout
+        timeout = timeout_of(group)
+        assert timeout is not None, "Gloo tells the time limit of a group"
+        self._timeout = timeout
         self._group, self._processes, self.are_whole_group = _meet(group)
         self.positions = frozenset(self._processes)
         # Messages to and from each position so far.

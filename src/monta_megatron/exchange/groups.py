@@ -1,13 +1,9 @@
 """The process groups of an exchange: Megatron's own, and the rails and nodes made from them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
 from monta_megatron.exchange.collectives import PeerGroup
@@ -19,14 +15,16 @@ from monta_megatron.topology.nodes import (
     node_here,
     number_nodes,
 )
+from monta_megatron.torch_private import naming_group, options_of, timeout_of
 
 T = TypeVar("T")
 
 # The settings that Megatron's communicator config file may hold.
 NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
-# Groups are made once per set of ranks and shared by layers; none is freed during training.
-_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+# Groups are made once and shared by layers; none is freed during training. Those from before a
+# restart of torch.distributed, which had another default group, are no longer valid.
+_made: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -74,11 +72,10 @@ def peer_groups(
     # The same order on every rank.
     for name in ("node", "rail"):
         if name in names:
-            members = layout.members(name, layout.rank)
-            key = tuple(ranks[each] for each in members)
-            # Groups from before a restart of torch.distributed are no longer valid.
-            if _made.get(key) not in distributed_c10d._world.pg_map:
-                _made[key] = new_local_group(key, f"monta {name}", megatron_groups["ep"])
+            members = tuple(ranks[each] for each in layout.members(name, layout.rank))
+            key = dist.group.WORLD, members
+            if key not in _made:
+                _made[key] = new_local_group(members, f"monta {name}", megatron_groups["ep"])
             groups[name] = _made[key]
     return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
 
@@ -93,10 +90,10 @@ def new_local_group(
         name: for NCCL's logs; together with the ranks it is unique to the group.
         like: a group whose time limit and NCCL settings the new one takes over.
     """
-    with _named(f"{name} {'_'.join(map(str, ranks))}"):
+    with naming_group(f"{name} {'_'.join(map(str, ranks))}"):
         group = dist.new_group(
             list(ranks),
-            timeout=None if like is None else _timeout_of(like),
+            timeout=None if like is None else timeout_of(like),
             use_local_synchronization=True,
             pg_options=None if like is None else _nccl_options_of(like),
             group_desc=name,
@@ -105,38 +102,10 @@ def new_local_group(
     return group
 
 
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Make `new_group` use this name for a group, without affecting the groups made after it.
-
-    torch names groups by counters that it assumes to be the same on every rank: a group made by all
-    ranks together by the number of groups made before, and a group made by its members alone by
-    that number too, or (2.13) by the number of groups that this rank is in. A pipeline stage
-    without MoE layers makes none of ours, so the next group of all ranks would have two names and
-    hang. If the launch has bound a device, torch would split the group off the default group, which
-    needs all ranks and so hangs too.
-    """
-    world, default = distributed_c10d._world, distributed_c10d._get_default_group()
-    name_of, count = distributed_c10d._hash_ranks_to_str, world.group_count
-    device = default.bound_device_id
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        distributed_c10d._hash_ranks_to_str, world.group_count = name_of, count
-        default.bound_device_id = device
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The time limit for our group: Megatron's for its own (--distributed-timeout-minutes)."""
-    return getattr(_options_of(group), "_timeout", None)
-
-
 def _nccl_options_of(group: dist.ProcessGroup) -> Any:
     """NCCL settings for our group: those of Megatron's own; None if that is not an NCCL group."""
     # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
-    given = _options_of(group)
+    given = options_of(group)
     if not dist.is_nccl_available() or not isinstance(given, dist.ProcessGroupNCCL.Options):
         return None
     options = dist.ProcessGroupNCCL.Options()
@@ -147,13 +116,6 @@ def _nccl_options_of(group: dist.ProcessGroup) -> Any:
         if value is not None:
             setattr(options.config, name, value)
     return options
-
-
-def _options_of(group: dist.ProcessGroup) -> Any:
-    # "nccl", "cpu:gloo,cuda:nccl" and others: what serves GPUs, if anything does.
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    device = cuda if cuda in group._device_types else cpu
-    return getattr(group._get_backend(device), "options", None)
 
 
 def _peer_group(name: str, group: dist.ProcessGroup, node_of: dict[int, int]) -> PeerGroup:

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import profiler
 
 from monta_megatron.chains.program import Operation
+from monta_megatron.torch_private import is_profiling
 
 Action = Literal["begin", "start", "wait", "ready", "end"]
 _NO_RANGE = nullcontext()
@@ -85,7 +86,7 @@ class Monitor:
 
     def range(self, walk: str, chain: str, operation: Operation) -> AbstractContextManager[object]:
         """Context that names an operation in a profile (NVTX with `emit_nvtx`) and times it."""
-        if self.recorder is None and not profiler._is_profiler_enabled:
+        if self.recorder is None and not is_profiling():
             return _NO_RANGE
         return self._range(walk, chain, operation)
 

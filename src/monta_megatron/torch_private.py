@@ -1,0 +1,87 @@
+"""The private names of torch on which this package rests, and what is done with them.
+
+A test goes over `PRIVATE_NAMES` with every supported torch, and finds a use that is not listed.
+All but the patches of the CPU ranks (emulation/), which stay beside the public names that they
+patch, are used in this file alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+from torch.distributed import distributed_c10d
+
+# Where each is, with the parameters of a function in Python, and why it is needed.
+PRIVATE_NAMES = {
+    "torch.distributed.distributed_c10d._hash_ranks_to_str(ranks)": "names a group that its "
+    "members make alone; replaced while we make one",
+    "torch.distributed.distributed_c10d._world": "its `group_count` names the groups that all "
+    "ranks make, so ours must not count",
+    "torch.distributed.ProcessGroup.bound_device_id": "of the default group: makes torch split new "
+    "groups off it, for which all ranks would have to call; put aside while we make one",
+    "torch.distributed.ProcessGroup._device_types": "says whether a group serves GPUs",
+    "torch.distributed.ProcessGroup._get_backend": "holds the options that Megatron gave a group, "
+    "which ours take over",
+    "torch.distributed.ProcessGroupGloo._Options._timeout": "of any backend's options: the group's "
+    "time limit, which ours take over",
+    "torch.autograd.profiler._is_profiler_enabled": "says whether a profile is being taken, so "
+    "that a pass names its operations only then",
+    # The CPU ranks'.
+    "torch.distributed.ProcessGroupGloo._Options": "the only way to let the Gloo groups of a "
+    "process share one device",
+    "torch.distributed.ProcessGroupGloo._Options._devices": "that device",
+    "torch.distributed.ProcessGroupGloo._Options._threads": "the threads of that device",
+    "torch.cuda._initialized": "set, so that torch.cuda seeds at once and waits for no driver",
+    "torch.cuda._is_in_bad_fork": "replaced: once torch was asked for GPUs, it takes every fork "
+    "for broken",
+    "torch.autograd._engine_run_backward(t_outputs, *args, **kwargs)": "wrapped: the mode that "
+    "puts CPU in the place of CUDA is off inside torch.autograd.backward",
+}
+
+
+def is_profiling() -> bool:
+    """Whether a profile is being taken in this process."""
+    return profiler._is_profiler_enabled
+
+
+def options_of(group: dist.ProcessGroup) -> Any:
+    """The options with which a group was made; None if its backend keeps none.
+
+    A group may have a backend for each device: that for GPUs counts, if it has one.
+    """
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    device = cuda if cuda in group._device_types else cpu
+    return getattr(group._get_backend(device), "options", None)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """A group's time limit; None if its backend does not tell it."""
+    return getattr(options_of(group), "_timeout", None)
+
+
+@contextmanager
+def naming_group(name: str) -> Iterator[None]:
+    """Make `new_group` use this name for a group, without affecting the groups made after it.
+
+    torch names groups by counters that it assumes to be the same on every rank: a group made by all
+    ranks together by the number of groups made before, and a group made by its members alone by
+    that number too, or (2.13) by the number of groups that this rank is in. A pipeline stage
+    without MoE layers makes none of ours, so the next group of all ranks would have two names and
+    hang. If the launch has bound a device, torch would split the group off the default group, which
+    needs all ranks and so hangs too.
+    """
+    world, default = distributed_c10d._world, dist.group.WORLD
+    assert default is not None, "torch.distributed is not initialised"
+    name_of, count = distributed_c10d._hash_ranks_to_str, world.group_count
+    device = default.bound_device_id
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str, world.group_count = name_of, count
+        default.bound_device_id = device
