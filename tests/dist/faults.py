@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from monta_megatron.chains import CHAINS
+from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
 from monta_megatron.exchange import autograd, executor, operations, state
 from monta_megatron.exchange.payload import Lanes
@@ -87,8 +87,10 @@ def serial_loop() -> Any:
     def order(depths: Any, num_chunks: int) -> list[tuple[int, int]]:
         return [(stage, chunk) for chunk in range(num_chunks) for stage in range(len(depths))]
 
-    # The chain is frozen.
-    return mock.patch.dict(vars(CHAINS["alltoall_allgather"]), order=order)
+    def in_order(*arguments: Any, **options: Any) -> BoundProgram:
+        return lower(*arguments, **{**options, "order": order})
+
+    return mock.patch.object(state, "lower", in_order)
 
 
 def with_fault(fault: Fault, function: Callable[..., T], *args: Any) -> T:

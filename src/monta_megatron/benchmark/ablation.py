@@ -73,9 +73,8 @@ def build_ablation(
     ]
     # The same chain, but no Place overlaps a collective.
     places_apart = build_dispatcher(settings, cluster, shape, CHAIN, FIXED_NUM_CHUNKS)
-    decision = places_apart.choice.decision
-    chain = replace(decision.chain, order=order_with_places_apart)
-    places_apart.choice = replace(places_apart.choice, decision=replace(decision, chain=chain))
+    bind = places_apart._bind
+    places_apart._bind = lambda *counts: replace(bind(*counts), order=order_with_places_apart)
     ours.append(
         Candidate(kind="monta", requested=CHAIN, dispatcher=places_apart, batch=batch, step=2)
     )

@@ -100,7 +100,6 @@ class Chain:
         bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
         refusal: why the chain cannot run on a layout, or None if it can.
         serial: the chain runs in one chunk.
-        order: (depths of a walk's stages, num_chunks) -> (stage, chunk) in the order of issue.
     """
 
     name: str
@@ -109,7 +108,6 @@ class Chain:
     bind_stages: Callable[[Layout, Any, int], tuple[BoundStage, ...]]
     refusal: Callable[[Layout], str | None] = lambda layout: None
     serial: bool = False
-    order: Order = order_of_issue
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from monta_megatron.chains.chain import BoundChain, Order, Rows
+from monta_megatron.chains.chain import BoundChain, Order, Rows, order_of_issue
 from monta_megatron.chains.program import (
     ID_BYTES,
     BoundProgram,
@@ -54,6 +54,7 @@ def lower(
     row: RowFormat,
     list_width: int,
     policy: Policy = "streams",
+    order: Order = order_of_issue,
 ) -> BoundProgram:
     """The program of one pass; its structure is made once for all counts.
 
@@ -63,11 +64,12 @@ def lower(
         row: the sizes of a row's values.
         list_width: W; see `BoundProgram`.
         policy: how the program is executed.
+        order: (pipeline offsets of the stages, C) -> (stage, chunk) in the order of issue.
     """
     layout = bound.layout
     program = _structure(
         bound.chain.rows,
-        bound.chain.order,
+        order,
         bound.shapes,
         bound.num_chunks,
         layout.etp,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from monta_megatron.chains.chain import BoundChain
+from monta_megatron.chains.chain import BoundChain, Order, order_of_issue
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import Buffer, Column, Operation, Pass, RowFormat
 from monta_megatron.chains.stages import Segments
@@ -35,6 +35,7 @@ class Exchange:
             expert tensor parallel group in the dtype of the probabilities.
         monitor: counts bytes; tells its recorder, if it has one, what is issued.
         list_width: W; 0 where rows are pairs.
+        order: the order of issue; see `lower`.
         row_indices: by place in the chain, for each `Place` that copies, the rows of each chunk in
             the whole tensor; made at first use, shared by all passes.
         copies: by place in the chain and chunk, what is copied; found by dispatch, shared likewise.
@@ -45,6 +46,7 @@ class Exchange:
     sum_dtype: torch.dtype
     monitor: Monitor
     list_width: int = 0
+    order: Order = order_of_issue
     row_indices: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     copies: dict[tuple[int, int], Copies] = field(default_factory=dict)
 
@@ -71,7 +73,14 @@ class State:
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
         )
-        self.bound = lower(exchange.bound, walked, row, exchange.list_width, self.streams.policy)
+        self.bound = lower(
+            exchange.bound,
+            walked,
+            row,
+            exchange.list_width,
+            self.streams.policy,
+            order=exchange.order,
+        )
         self._device = rows.device
         self._dtypes = {
             ("rows", row.sum_bytes): self.sum_dtype,
