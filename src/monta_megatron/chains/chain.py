@@ -60,6 +60,9 @@ class TokenCounts:
         sent_to_nodes: [B, nodes] tokens of this rank for each node.
         for_node: [S, B] tokens of every source for this node.
         for_node_ranks: [S, B, R] tokens of every source for each rank of this node.
+        classes: kinds of pairs, which an expert takes from each source one kind after the other:
+            2 where experts are padded to capacity (routed pairs, then padding), else 1. Each kind
+            counts as an expert of its own, here and in the layout that is bound.
     """
 
     tokens: RowCounts
@@ -69,6 +72,7 @@ class TokenCounts:
     sent_to_nodes: RowCounts | None = None
     for_node: RowCounts | None = None
     for_node_ranks: RowCounts | None = None
+    classes: int = 1
 
 
 def order_of_issue(depths: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
@@ -144,7 +148,7 @@ class Chain:
                     f"{counts.tokens.shape[1]}"
                 )
             num_source_rows = counts.tokens[layout.rank].sum().item()
-            by_class = counts.experts.sum(axis=(0, 1)).reshape(-1, layout.classes)
+            by_class = counts.experts.sum(axis=(0, 1)).reshape(-1, counts.classes)
             rows_per_local_expert = by_class.sum(axis=1)
         return BoundChain(
             chain=self,

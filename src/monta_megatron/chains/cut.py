@@ -62,7 +62,7 @@ def expert_order(runs: RowCounts, source_order: list[int], classes: int) -> Segm
     Args:
         runs: [C, L, S] rows of each chunk, as they lie in it: by expert, then by source.
         source_order: the sources in stock's order, (ETP rank, EP rank), as positions in S.
-        classes: see `Layout`.
+        classes: kinds of pairs, see `TokenCounts`.
 
     Returns:
         Runs in the order (expert, source in stock's order, class, chunk): each after those of the

@@ -98,6 +98,6 @@ def bind_experts(
             stage=ORDER,
             send=total[:, None],
             receive=total[:, None],
-            segments=expert_order(runs, source_order, layout.classes),
+            segments=expert_order(runs, source_order, counts.classes),
         ),
     )

@@ -48,15 +48,17 @@ class Counting:
 
     Attributes:
         chains: the candidates.
-        layout: this rank's place; its experts count once per class, see `Layout`.
+        layout: this rank's place; with several classes, each counts as an expert of its own.
         num_blocks: B, the number of token blocks; 1 if all chains' rows are pairs.
         agreement: hash of what all ranks have to agree on.
+        classes: kinds of pairs, see `TokenCounts`.
     """
 
     chains: tuple[Chain, ...]
     layout: Layout
     num_blocks: int
     agreement: int = 0
+    classes: int = 1
 
     @cached_property
     def by_block(self) -> bool:
@@ -171,7 +173,7 @@ class Counting:
         num_tokens = head[:, :1]
         block = _block_size(num_tokens, self.num_blocks)
         tokens = np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
-        return TokenCounts(tokens=tokens, experts=experts, **fields)
+        return TokenCounts(tokens=tokens, experts=experts, classes=self.classes, **fields)
 
     def _here(self, name: str) -> slice:
         """The parts whose counts this rank needs from every source."""
@@ -185,25 +187,24 @@ class Counting:
 
 
 def lists_of(
-    routing_map: torch.Tensor, probs: torch.Tensor, width: int, classes: int = 1
+    routing_map: torch.Tensor, probs: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts in ascending order, and their probabilities, with no sync.
 
     Args:
-        routing_map: [T, E] bool; [T, E * classes] if there are several classes, see `Layout`.
+        routing_map: [T, E] bool; [T, E * classes] if there are several, see `TokenCounts`.
         probs: [T, E].
         width: W, the longest list on any rank.
-        classes: number of classes per expert.
 
     Returns:
         Probabilities [T, W], 0 beyond the end of a list, and experts [T, W] int32, with one number
         per expert and class, padded with E * classes.
     """
-    num_experts = routing_map.shape[1]
+    num_experts, classes = routing_map.shape[1], routing_map.shape[1] // probs.shape[1]
     descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)
     scores = (routing_map * descending).topk(width, dim=1).values
     ids = num_experts - scores
-    experts = (ids // classes).clamp(max=num_experts // classes - 1)
+    experts = (ids // classes).clamp(max=probs.shape[1] - 1)
     return probs.gather(1, experts.long()) * (scores > 0), ids
 
 

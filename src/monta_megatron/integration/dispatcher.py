@@ -16,6 +16,7 @@ EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N =
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,11 +95,14 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         _share_time_limit(self.groups)
         self.monitor = Monitor()
         rows = {chain.rows for chain in self.choice.chains}
+        # Routed pairs and padding, see `_padded_to_capacity`.
+        classes = 2 if self.drop_and_pad and "tokens" in rows else 1
         self._counting = Counting(
             chains=self.choice.chains,
-            layout=self.layout,
+            layout=replace(self.layout, num_local_experts=classes * self.num_local_experts),
             num_blocks=counted_blocks(self.choice.chains, self.choice.num_blocks),
             agreement=agreement,
+            classes=classes,
         )
         # Whether only the counts, once on the host, decide if tokens or pairs are sent.
         self._is_open = len(rows) > 1
@@ -211,7 +215,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             assert self._counts is not None and self._counts.tokens is not None
             width = self._counts.list_width
             self._exchange = self._bind(self._counts.tokens, width)
-            probs, ids = lists_of(self.routing_map, permuted_probs, width, self.layout.classes)
+            probs, ids = lists_of(self.routing_map, permuted_probs, width)
         self._counts = None
         rows, row_probs = dispatch(self._exchange, permutated_local_input_tokens, probs, ids)
         if self.shared_experts is not None:
@@ -273,19 +277,15 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return layout, choice, agreement
 
     def _find_layout(self) -> Layout:
-        chain = self.options.named_chain
-        sends_tokens = chain is not None and chain.rows == "tokens"
-        classes = 2 if self.drop_and_pad and sends_tokens else 1
         nodes, note = nodes_of_exchange(self.options, self.tp_ep_group)
         if note is not None:
             self._report(note)
         return Layout(
             ep=self.ep_size,
             etp=self.tp_size,
-            num_local_experts=self.num_local_experts * classes,
+            num_local_experts=self.num_local_experts,
             rank=dist.get_group_rank(self.tp_ep_group, dist.get_rank()),
             nodes=nodes,
-            classes=classes,
         )
 
     def _gather(self, counts: torch.Tensor) -> torch.Tensor:
@@ -392,7 +392,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def _bind(self, counts: Any, list_width: int = 0) -> Exchange:
         return Exchange(
-            bound=self.chain.bind(self.layout, counts, self.num_chunks),
+            bound=self.chain.bind(self._counting.layout, counts, self.num_chunks),
             groups=self.groups,
             sum_dtype=torch.promote_types(self.probs.dtype, torch.float32),
             monitor=self.monitor,

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from math import comb
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,11 +65,9 @@ class ExpectedRouting:
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
     ) -> Counts | TokenCounts:
         """See `Routing`."""
-        # [E] -> [E * K]: routed pairs are the first of K classes; no padding is expected.
-        pairs = np.outer(self.pairs, np.eye(1, layout.classes)).ravel()
         own = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
         if chain.rows == "pairs":
-            sent = (tokens_per_rank * pairs).reshape(layout.ep, -1)
+            sent = (tokens_per_rank * self.pairs).reshape(layout.ep, -1)
             shape = (layout.etp, layout.ep, layout.num_local_experts)
             return Counts(sent=sent, received=np.broadcast_to(sent.reshape(-1)[own], shape))
         block = tokens_per_rank / num_blocks
@@ -79,7 +77,7 @@ class ExpectedRouting:
             """[...] -> [S, B, ...]: the same from every source in every block."""
             return np.broadcast_to(counts, (num_sources, num_blocks, *counts.shape))
 
-        fields: dict[str, NDArray[np.float64]] = {}
+        fields: dict[str, Any] = {}
         for part in chain.parts:
             if part == "node":
                 to_nodes = block * self.hits(layout.num_nodes)
@@ -96,7 +94,7 @@ class ExpectedRouting:
                     fields["for_rank"] = everywhere(to_ranks[layout.rank])
         return TokenCounts(
             tokens=everywhere(np.array(block)),
-            experts=everywhere(block * pairs[own]),
+            experts=everywhere(block * self.pairs[own]),
             **fields,
         )
 

@@ -22,9 +22,6 @@ class Layout:
         num_local_experts: L.
         rank: this rank's position among the S = ep * etp ranks of the exchange, ETP fastest.
         nodes: [S] node of every rank of the exchange.
-        classes: kinds of pairs, which an expert takes from each source one kind after the other:
-            2 where experts are padded to capacity (routed pairs, then padding), else 1. Each kind
-            counts as an expert of its own, so L is `classes` times the rank's experts in the layer.
     """
 
     ep: int
@@ -32,7 +29,6 @@ class Layout:
     num_local_experts: int
     rank: int
     nodes: tuple[int, ...]
-    classes: int = 1
 
     @cached_property
     def num_nodes(self) -> int:
@@ -56,7 +52,7 @@ class Layout:
 
     @property
     def num_experts(self) -> int:
-        """Experts of the exchange: each expert of the layer, once per class."""
+        """Experts of the exchange."""
         return self.ep * self.num_local_experts
 
     @property

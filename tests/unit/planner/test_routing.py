@@ -87,8 +87,8 @@ def test_expected_counts_are_the_mean_of_counts(chain: str, rank: int) -> None:
     for routing in (uniform, sampled):
         expected = routing.counts(CHAINS[chain], layout, num_tokens, num_blocks)
         for name, counts in vars(counted).items():
-            if counts is None:
-                assert getattr(expected, name) is None
+            if not isinstance(counts, np.ndarray):
+                assert getattr(expected, name) == counts
                 continue
             assert getattr(expected, name).shape == counts.shape, name
             # Three standard deviations of a share of 3,000 tokens are under 85 of them.
@@ -113,22 +113,6 @@ def test_counts_of_a_tiny_trace_by_hand() -> None:
     assert tokens.sent_to_nodes.tolist() == [[2, 1], [0, 1]]
     assert tokens.for_node.tolist() == [[2, 0], [1, 0]]
     assert routing.list_width == 2
-
-
-@pytest.mark.parametrize("chain", CHAINS)
-def test_padding_is_a_class_of_which_nothing_is_expected(chain: str) -> None:
-    plain = layout_of(ep=4, etp=1, ranks_per_node=2, num_experts=16)
-    padded = replace(plain, num_local_experts=8, classes=2)
-    routing = UniformRouting(num_experts=16, topk=3)
-    for num_chunks in (1,) if CHAINS[chain].serial else (1, 2):
-        bound = [
-            CHAINS[chain].bind(
-                layout, routing.counts(CHAINS[chain], layout, 100, num_chunks), num_chunks
-            )
-            for layout in (plain, padded)
-        ]
-        for one, other in zip(bound[0].stages, bound[1].stages, strict=True):
-            assert one.send.sum(axis=1) == pytest.approx(other.send.sum(axis=1))
 
 
 def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> None:
