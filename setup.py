@@ -14,9 +14,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    package_dir={"": "src"},
-    packages=find_packages("src"),
-    package_data={"monta_megatron.launch": ["start.sh"]},
+    package_dir={"": "src", "monta_megatron.configs": "configs"},
+    packages=[*find_packages("src"), "monta_megatron.configs"],
+    package_data={"monta_megatron.launch": ["start.sh"], "monta_megatron.configs": ["*/*.yaml"]},
     install_requires=["torch>=2.6", "megatron-core>=0.16,<0.20", "numpy", "pyyaml", "rich"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],

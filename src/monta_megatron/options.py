@@ -10,8 +10,10 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, Optional, TypeVar
 
+from monta_megatron import presets
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
@@ -64,7 +66,7 @@ class OptionFields:
         _or_text(int),
     )
     moe_monta_cluster: Optional[str] = _option(  # noqa: UP045
-        "Cluster file, made by `monta calibrate`, by which the planner chooses."
+        "Cluster file, made by `monta calibrate`, or preset by which the planner chooses."
     )
     moe_monta_plan: Optional[str] = _option(  # noqa: UP045
         "Plan file, made by `monta plan`, whose chain and number of chunks are used."
@@ -152,7 +154,7 @@ class Options:
             )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
-            given["cluster"] = _once(load_cluster, given["cluster"])
+            given["cluster"] = _once(load_cluster, presets.find("clusters", given["cluster"]))
         return cls(**given)
 
 
@@ -166,7 +168,7 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
     return defaults
 
 
-def _once(read: Callable[[str], T], path: str) -> T:
+def _once(read: Callable[[str | Path], T], path: str | Path) -> T:
     """What is in a file, read once per process unless it changes: every layer asks for it."""
     try:
         changed = os.stat(path).st_mtime_ns
@@ -177,5 +179,5 @@ def _once(read: Callable[[str], T], path: str) -> T:
 
 
 @cache
-def _as_of(read: Callable[[str], T], path: str, changed: int) -> T:
+def _as_of(read: Callable[[str | Path], T], path: str | Path, changed: int) -> T:
     return read(path)

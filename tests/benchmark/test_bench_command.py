@@ -188,7 +188,11 @@ def run_alone(arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (f"{SMALL} --top-k 9", "--top-k: got 9, must be at most --experts (8)"),
         ("--experts 8", "--top-k: not given, must be an integer >= 1"),
-        (f"{SMALL} --cluster nowhere", "nowhere: cannot be read: No such file or directory"),
+        (
+            f"{SMALL} --cluster a800_2x8_ib",
+            "a800_2x8_ib: cannot be read: No such file or directory, nor a preset; "
+            "did you mean a800_2x8_ib200?",
+        ),
     ],
 )
 def test_bad_flags_are_one_line(arguments: str, message: str) -> None:

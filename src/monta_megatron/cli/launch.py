@@ -27,6 +27,7 @@ examples:
       --moe-token-dispatcher-type alltoall
 """
 
+CONFIG = "a file, or a preset by its name in configs/runs"
 STARTS = {
     "torchrun": "here, on one node",
     "srun": "a step of Slurm",
@@ -48,7 +49,7 @@ def add_parser(commands: Any) -> None:
         "and start it. The exit status is the run's.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="configs/runs/*.yaml")
+    parser.add_argument("--config", metavar="FILE", required=True, help=CONFIG)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the script; write and start nothing"
     )

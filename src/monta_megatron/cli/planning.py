@@ -35,12 +35,13 @@ IGNORE_MEMORY = "go on where a rank's memory is too small for the training"
 
 def add_arguments(parser: Any, needs_model: bool = True) -> None:
     """Add the flags that say what is exchanged, and on which cluster."""
-    parser.add_argument(
-        "--model", metavar="FILE", required=needs_model, help="configs/models/*.yaml"
-    )
-    parser.add_argument(
-        "--cluster", metavar="FILE", required=needs_model, help="configs/clusters/*.yaml"
-    )
+    for name in ("model", "cluster"):
+        parser.add_argument(
+            f"--{name}",
+            metavar="FILE",
+            required=needs_model,
+            help=f"a file, or a preset by its name in configs/{name}s",
+        )
     parser.add_argument("--layout", metavar="FILE", help="YAML with the sizes below")
     for name, text in SIZES.items():
         parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
@@ -96,12 +97,11 @@ def read(parsed: argparse.Namespace, **settings: Any) -> Asked:
     Raises:
         ValueError: a file or flag is wrong, or the layout does not fit.
     """
-    from monta_megatron import strict_yaml
     from monta_megatron.planner.layout_ranking import rank_layouts
-    from monta_megatron.planner.model import Model
+    from monta_megatron.planner.model import load_model
     from monta_megatron.progress import show_progress
 
-    model, cluster = strict_yaml.load(Model, parsed.model), read_cluster(parsed)
+    model, cluster = load_model(parsed.model), read_cluster(parsed)
     ranking, sizes = None, {}
     if parsed.layout is None and (parsed.tp, parsed.ep, parsed.etp) == (None, None, None):
         world_size = cluster.num_ranks if parsed.world_size is None else parsed.world_size

@@ -7,7 +7,6 @@ dispatcher plans again when the number changes.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.flags import positive
 from monta_megatron.launch.arguments import DISPATCHER, Arguments, converted, whole
@@ -18,7 +17,7 @@ from monta_megatron.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model
+from monta_megatron.planner.model import Model, load_model
 from monta_megatron.planner.plan import Plan, exchange_of
 from monta_megatron.planner.search import NUM_CHUNKS
 from monta_megatron.planner.training_memory import (
@@ -169,7 +168,7 @@ def _layout(config: RunConfig, model: Model, file: str) -> ParallelLayout:
 
 
 def _model(path: str, arguments: Arguments) -> Model:
-    model = strict_yaml.load(Model, path)
+    model = load_model(path)
     for name in MODEL_ARGUMENTS:
         if name not in arguments:
             continue

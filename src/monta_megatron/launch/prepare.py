@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from monta_megatron import strict_yaml
+from monta_megatron import presets, strict_yaml
 from monta_megatron.launch.arguments import (
     Arguments,
     check_batch,
@@ -82,6 +82,7 @@ def prepare(
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
+    file = str(presets.find("runs", file))
     config = strict_yaml.load(RunConfig, file)
     command_line = from_words(words)
     directory = free_directory(config.name, directory)
@@ -91,9 +92,10 @@ def prepare(
     folder = Path(file).absolute().parent
     config = replace(
         config,
-        model=_absolute(folder, config.model),
-        cluster=_absolute(folder, config.cluster),
-        script=_absolute(folder, config.script),
+        model=config.model and os.path.abspath(presets.find("models", config.model, folder)),
+        cluster=config.cluster
+        and os.path.abspath(presets.find("clusters", config.cluster, folder)),
+        script=config.script and os.path.normpath(folder / config.script),
     )
     merged = merge(config, file, command_line)
     plan, memory, plan_notes = plan_run(merged.config, merged.arguments, file, ignore_memory)
@@ -153,10 +155,6 @@ def to_run_file(config: RunConfig) -> str:
     for name in ("environment", *SECTIONS):
         changes[name] = {key: escaped(value) for key, value in getattr(config, name).items()}
     return strict_yaml.dump(replace(config, **changes))
-
-
-def _absolute(folder: Path, path: str | None) -> str | None:
-    return None if path is None else os.path.normpath(folder / path)
 
 
 def _script(script: str | None, file: str, dry_run: bool) -> tuple[str, list[str]]:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from monta_megatron import presets
 from monta_megatron.launch.prepare import Run, to_run_file
 from monta_megatron.launch.script import run_script
 from monta_megatron.provenance import commit, versions
@@ -42,6 +43,8 @@ def self_contained(run: Run) -> Run:
         "cluster.yaml": megatron.get("moe-monta-cluster") or config.cluster,
         "plan.yaml": megatron.get("moe-monta-plan"),
     }
+    if files["cluster.yaml"]:
+        files["cluster.yaml"] = presets.find("clusters", str(files["cluster.yaml"]))
     copies = {name: os.path.abspath(str(file)) for name, file in files.items() if file}
     arguments = {
         name: replace(each, value=str(run.directory / COPIED_ARGUMENTS[name]))

@@ -8,7 +8,7 @@ memory may be changed by hand; who changes the costs says so with `checksum: edi
 from pathlib import Path
 from typing import Any
 
-from monta_megatron import strict_yaml
+from monta_megatron import presets, strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import hash_of
 
@@ -17,11 +17,12 @@ EDITED = "edited"
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file.
+    """Read a cluster file, or the preset of that name.
 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
+    path = presets.find("clusters", path)
     data = strict_yaml.read(path)
     if isinstance(data, dict):
         checksum = data.pop("checksum", None)

@@ -4,7 +4,9 @@ Fields are named as Megatron-Core names them.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from monta_megatron import presets, strict_yaml
 from monta_megatron.dtypes import DTYPE_BYTES, Dtype
 from monta_megatron.strict_yaml import PositiveFloat, PositiveInt, Text
 
@@ -121,3 +123,12 @@ class Model:
         """Parameters of all routed experts: two matrices in (gate and up) and one out."""
         per_expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
         return self.num_moe_layers * self.num_experts * per_expert
+
+
+def load_model(path: str | Path) -> Model:
+    """Read a model file, or the preset of that name.
+
+    Raises:
+        ValueError: one line that names the file, the key, the value and the rule.
+    """
+    return strict_yaml.load(Model, presets.find("models", path))
