@@ -295,7 +295,7 @@ def record_of_walks(case: Case, num_chunks: int) -> list[tuple[str, str, str, in
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     layer.token_dispatcher.monitor.recorder = steps = StepList()
     forward_backward(case, layer)
-    return [(step.action, step.walk, step.stage, step.chunk) for step in steps]
+    return [(step.action, step.walk, step.operation.stage, step.operation.chunk) for step in steps]
 
 
 def mismatch(case: Case, num_chunks: int) -> str:

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from linear_pipeline import Stage, operation_of
 
 from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.planner.schedule import Work
 from monta_megatron.timeline.clock import now_us
 from monta_megatron.timeline.step_times import DeviceRecorder
 
 if not torch.cuda.is_available() or torch.version.cuda is None:
     pytest.skip("needs a GPU: events have no times elsewhere", allow_module_level=True)
+
+COPY = Stage(Work(stage="copy", resource="memory", times_us=(0.0,)), 0)
 
 
 def test_events_lie_on_the_hosts_clock_and_in_order() -> None:
@@ -16,7 +20,8 @@ def test_events_lie_on_the_hosts_clock_and_in_order() -> None:
     rows = torch.ones(4096, 4096, device="cuda")
     before_us = now_us()
     for chunk in range(2):
-        with monitor.range("dispatch", "alltoall", "copy", chunk):
+        operation = operation_of(chunk, 0, chunk, [COPY])
+        with monitor.range("dispatch", "alltoall", operation):
             rows = rows @ rows
     taken = monitor.recorder.take()
     after_us = now_us()

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from linear_pipeline import Stage, operation_of
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.lower import order_operations
-from monta_megatron.chains.program import Policy
+from monta_megatron.chains.program import Operation, Policy
 from monta_megatron.cli import main
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
@@ -21,7 +22,7 @@ from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
-from monta_megatron.timeline.overlap import overlaps, table
+from monta_megatron.timeline.overlap import overlap_table, overlaps
 from monta_megatron.timeline.predicted import predict
 from monta_megatron.timeline.spans import Span, TimedStep, Timeline, Track, rows_of, spans_of
 from monta_megatron.timeline.trace import chrome_trace
@@ -125,17 +126,24 @@ def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:
             assert by_key[ran.walk, ran.stage, ran.operation].end_us <= ran.start_us + 1e-6
 
 
+# What happens, to which operation, and when.
 STEPS = (
-    ("begin", "dispatch", 0, "copy", 0, 0.0),
-    ("end", "dispatch", 0, "copy", 0, 2.0),
-    ("begin", "dispatch", 1, "alltoall", 0, 2.0),
-    ("start", "dispatch", 1, "alltoall", 0, 2.5),
-    ("end", "dispatch", 1, "alltoall", 0, 3.0),
-    ("begin", "dispatch", 2, "order", 0, 3.0),
-    ("wait", "dispatch", 1, "alltoall", 0, 3.1),
-    ("ready", "dispatch", 1, "alltoall", 0, 9.0),
-    ("end", "dispatch", 2, "order", 0, 10.0),
+    ("begin", 0, 0.0),
+    ("end", 0, 2.0),
+    ("begin", 1, 2.0),
+    ("start", 1, 2.5),
+    ("end", 1, 3.0),
+    ("begin", 2, 3.0),
+    ("wait", 1, 3.1),
+    ("ready", 1, 9.0),
+    ("end", 2, 10.0),
 )
+
+
+def timed(
+    walk: str, steps: Sequence[tuple[str, int, float]], operations: Sequence[Operation]
+) -> list[TimedStep]:
+    return [TimedStep(action, walk, operations[at], us, us) for action, at, us in steps]
 
 
 def fields(spans: list[Span]) -> list[tuple[str, str, str, float, float]]:
@@ -143,7 +151,6 @@ def fields(spans: list[Span]) -> list[tuple[str, str, str, float, float]]:
 
 
 def test_spans_of_a_collective_and_the_copies_around_it() -> None:
-    steps = [TimedStep(*step, step[-1]) for step in STEPS]
     stages = [
         Stage(Work(stage=name, resource=resource, times_us=(0.0,)), 0)
         for name, resource in (("copy", "memory"), ("alltoall", "inter"), ("order", "memory"))
@@ -152,11 +159,10 @@ def test_spans_of_a_collective_and_the_copies_around_it() -> None:
     # It was through at 8, and noticed at 9.
     ends_us = {("dispatch", 1): 8.0}
 
-    def operations(policy: Policy) -> Any:
-        found = order_operations(plain, [[], [0], [1]], policy)
-        return {("dispatch", each.number): each for each in found}
+    def steps(policy: Policy) -> list[TimedStep]:
+        return timed("dispatch", STEPS, order_operations(plain, [[], [0], [1]], policy))
 
-    assert fields(spans_of(steps, ends_us, operations("host"))) == [
+    assert fields(spans_of(steps("host"), ends_us)) == [
         ("copy", "memory", "run", 0.0, 2.0),
         ("alltoall", "inter", "run", 2.5, 8.0),
         ("alltoall", "host", "launch", 2.5, 3.0),
@@ -164,7 +170,7 @@ def test_spans_of_a_collective_and_the_copies_around_it() -> None:
         ("order", "memory", "run", 9.0, 10.0),
     ]
     # Where the device copies, the host only launches.
-    assert fields(spans_of(steps[2:], ends_us, operations("streams"))) == [
+    assert fields(spans_of(steps("streams")[2:], ends_us)) == [
         ("alltoall", "inter", "run", 2.5, 8.0),
         ("alltoall", "host", "launch", 2.0, 3.0),
         ("order", "memory", "run", 9.0, 10.0),
@@ -173,29 +179,24 @@ def test_spans_of_a_collective_and_the_copies_around_it() -> None:
 
 
 def test_a_transposed_gather_is_summed_before_what_comes_next() -> None:
-    steps = [
-        TimedStep(*step, step[-1])
-        for step in (
-            ("begin", "combine", 1, "sum of allgather", 1, 0.0),
-            ("wait", "combine", 0, "allgather", 1, 1.0),
-            ("ready", "combine", 0, "allgather", 1, 4.0),
-            ("end", "combine", 1, "sum of allgather", 1, 6.0),
-            ("begin", "combine", 2, "alltoall", 1, 6.0),
-            ("start", "combine", 2, "alltoall", 1, 6.0),
-            ("end", "combine", 2, "alltoall", 1, 7.0),
-        )
-    ]
+    steps = (
+        ("begin", 1, 0.0),
+        ("wait", 0, 1.0),
+        ("ready", 0, 4.0),
+        ("end", 1, 6.0),
+        ("begin", 2, 6.0),
+        ("start", 2, 6.0),
+        ("end", 2, 7.0),
+    )
     names = (("allgather", "intra"), ("sum of allgather", "memory"), ("alltoall", "inter"))
     stages = [
         Stage(Work(stage=name, resource=resource, times_us=(0.0,)), 0) for name, resource in names
     ]
     plain = [operation_of(number, number, 1, stages) for number in range(3)]
-    operations = {
-        ("combine", each.number): each for each in order_operations(plain, [[], [0], [1]], "host")
-    }
+    operations = order_operations(plain, [[], [0], [1]], "host")
     found = {
         each.stage: (each.start_us, each.end_us)
-        for each in spans_of(steps, {("combine", 2): 9.0}, operations)
+        for each in spans_of(timed("combine", steps, operations), {("combine", 2): 9.0})
         if each.action == "run"
     }
     assert found == {"sum of allgather": (4.0, 6.0), "alltoall": (6.0, 9.0)}
@@ -262,12 +263,12 @@ def test_trace_has_a_process_per_rank_and_a_thread_per_resource(predicted: Timel
 
 
 def test_tables_fit_80_columns(predicted: Timeline) -> None:
-    assert max(map(len, table(overlaps(predicted)))) <= 80
+    assert max(map(len, overlap_table(overlaps(predicted)).splitlines())) <= 80
     slow = Timeline(
         source="recorded",
         tracks=(Track(name="slow", spans=(span("inter", 0, 9e6), span("memory", 0, 9e6))),),
     )
-    lines = table(overlaps(slow))
+    lines = overlap_table(overlaps(slow)).splitlines()
     assert max(map(len, lines)) <= 80 and "9,000.0 100%" in lines[2]
 
 

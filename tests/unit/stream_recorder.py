@@ -343,7 +343,7 @@ class Recorder(TorchDispatchMode):
         stream = self._group_streams[group.name]
         stream.wait_stream(self.current)
         step = self._steps[-1]
-        entry = Entry("collective", stream.name, step.stage, step=step, group=group.name)
+        entry = Entry("collective", stream.name, step.operation.stage, step=step, group=group.name)
         self._run(stream, entry, [input_], [output])
         return RecordedWork(self, stream.record_event())
 

@@ -344,7 +344,7 @@ def test_what_walks_share_is_kept(chain_name: str, layout_name: str) -> None:
 def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:
     """(walk, group, stage, chunk) of every collective in the order of issue."""
     return [
-        (entry.step.walk, entry.group, entry.step.stage, entry.step.chunk)
+        (entry.step.walk, entry.group, entry.step.operation.stage, entry.step.operation.chunk)
         for entry in recorder.collectives()
         if entry.step is not None
     ]
@@ -468,7 +468,7 @@ def spans(recorder: Recorder) -> dict[tuple[str, str, int], tuple[float, float]]
     result: dict[tuple[str, str, int], tuple[float, float]] = {}
     for entry in recorder.collectives():
         assert entry.step is not None
-        key = (entry.step.walk, entry.step.stage, entry.step.chunk)
+        key = (entry.step.walk, entry.step.operation.stage, entry.step.operation.chunk)
         start, end = times[entry]
         result[key] = (min(start, result.get(key, (start, end))[0]), end)
     return result

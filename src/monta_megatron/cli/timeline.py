@@ -251,7 +251,7 @@ def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
     """Write the trace and the picture, then print how much overlapped, as text or JSON."""
     from monta_megatron import pictures, strict_yaml
     from monta_megatron.files import write_whole
-    from monta_megatron.timeline.overlap import overlaps, table
+    from monta_megatron.timeline.overlap import overlap_table, overlaps
     from monta_megatron.timeline.picture import draw
     from monta_megatron.timeline.trace import chrome_trace
 
@@ -281,5 +281,5 @@ def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
         return
     lines = [line for text in (drawing.title, *drawing.notes) for line in textwrap.wrap(text, 80)]
     for rows in found:
-        lines += ["", *table(rows)]
+        lines += ["", overlap_table(rows)]
     print("\n".join([*lines, "", *(f"{kind:<10}{path}" for kind, path in files.items())]))

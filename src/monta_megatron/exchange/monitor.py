@@ -25,16 +25,12 @@ class Step(NamedTuple):
     Attributes:
         action: what happened.
         walk: name of the pass.
-        operation: its number in the program of the pass.
-        stage: its stage.
-        chunk: its chunk.
+        operation: an operation of its program.
     """
 
     action: Action
     walk: str
-    operation: int
-    stage: str
-    chunk: int
+    operation: Operation
 
 
 class Recorder(Protocol):
@@ -72,9 +68,7 @@ class Monitor:
     def note(self, action: Action, walk: str, operation: Operation) -> None:
         """Pass a step to the recorder, if there is one."""
         if self.recorder is not None:
-            self.recorder.note(
-                Step(action, walk, operation.number, operation.stage, operation.chunk)
-            )
+            self.recorder.note(Step(action, walk, operation))
 
     def watch(
         self, works: list[torch.distributed.Work], walk: str, operation: Operation

@@ -149,11 +149,6 @@ def _side_stream(device: torch.device, number: int, priority: int) -> torch.cuda
     return torch.cuda.Stream(device, priority=priority)
 
 
-def policy_for(device: torch.device) -> Policy:
-    """How programs are executed on the device that holds the rows."""
-    return CudaStreams.policy if device.type == "cuda" else HostStreams.policy
-
-
 def streams_for(device: torch.device) -> Streams:
     """The streams for a pass on the device that holds the rows."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()

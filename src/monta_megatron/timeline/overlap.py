@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from monta_megatron.planner.curves import TIERS
+from monta_megatron.tables import table
 from monta_megatron.timeline.spans import LANE_NAMES, LANES, Lane, Span, Timeline
 
 # Above this the table shows ms.
@@ -55,28 +56,31 @@ def overlaps(timeline: Timeline) -> list[Overlap]:
     return [*by_walk, total]
 
 
-def table(rows: Sequence[Overlap]) -> list[str]:
-    """A table of 80 columns; in ms where us would be too wide."""
-    names = [LANE_NAMES[lane] for lane in LANES]
+def overlap_table(rows: Sequence[Overlap]) -> str:
+    """Busy times and the share that was hidden; in ms where us would be too wide."""
     unit, us_per_unit, decimals = "us", 1.0, 0
     if max(row.total_us for row in rows) > LONGEST_IN_US:
         unit, us_per_unit, decimals = "ms", 1e3, 1
 
-    def shown(time_us: float) -> str:
+    def time(time_us: float) -> str:
         return f"{time_us / us_per_unit:,.{decimals}f}"
 
-    lines = [
-        f"{rows[0].source:<18}{'total':>10}" + "".join(f"{name:>13}" for name in names),
-        f"{'':18}{unit:>10}" + f"{f'{unit} hidden':>13}" * len(TIERS) + f"{unit:>13}",
-    ]
-    for row in rows:
-        cells = ""
-        for lane in LANES:
-            share = row.hidden_share.get(lane)
-            hidden = "" if lane == "host" else f"{'-' if share is None else f'{share:.0%}':>5}"
-            cells += f"{shown(row.busy_us[lane]) + hidden:>13}"
-        lines.append(f"{row.walk.replace('_', ' '):<18}{shown(row.total_us):>10}{cells}")
-    return lines
+    def hidden(share: float | None) -> str:
+        return f"{'-' if share is None else f'{share:.0%}':>4}"
+
+    return table(
+        ["walk", ">total", *(f">{LANE_NAMES[lane]}" for lane in LANES)],
+        [
+            [
+                row.walk.replace("_", " "),
+                time(row.total_us),
+                *(f"{time(row.busy_us[lane])} {hidden(row.hidden_share[lane])}" for lane in TIERS),
+                time(row.busy_us["host"]),
+            ]
+            for row in rows
+        ],
+        title=f"{rows[0].source}, {unit}, and the share hidden behind another resource",
+    )
 
 
 def _of_walk(timeline: Timeline, walk: str) -> Overlap:

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Policy
+from monta_megatron.chains.program import Operation
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
 from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
-from monta_megatron.timeline.spans import Key, Lane, Span, Timeline, Track
+from monta_megatron.timeline.spans import Lane, Span, Timeline, Track
 
 
 def predict(
@@ -28,18 +28,6 @@ def predict(
         start_us += walk.total_us
     track = Track(name="busiest rank, predicted", spans=tuple(spans))
     return Timeline(source="predicted", tracks=(track,))
-
-
-def operations_of(
-    workload: Workload, chain: Chain, num_chunks: int, policy: Policy
-) -> dict[Key, Operation]:
-    """The operations of all passes over a chain."""
-    bound = workload.bind(chain, num_chunks)
-    return {
-        (walk.name, operation.number): operation
-        for walk in FORWARD_BACKWARD
-        for operation in workload.lower(bound, walk, policy).program.operations
-    }
 
 
 def _spans_of(walk: WalkPrice, start_us: float) -> Iterator[Span]:

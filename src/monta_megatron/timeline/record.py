@@ -12,18 +12,14 @@ import torch.distributed as dist
 
 from monta_megatron.benchmark.candidates import Candidate, identity_experts, run_candidate
 from monta_megatron.benchmark.point import Bench, Task, prepare
-from monta_megatron.benchmark.prediction import workload_of
 from monta_megatron.benchmark.settings import Settings
-from monta_megatron.chains import CHAINS
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.exchange.streams import policy_for
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.progress import Progress
 from monta_megatron.quantities import counted
 from monta_megatron.ranks.joined import join, wait_for_all
 from monta_megatron.ranks.this_rank import ThisRank
 from monta_megatron.timeline.clock import Clock
-from monta_megatron.timeline.predicted import operations_of
 from monta_megatron.timeline.recording import RankRecord, Recording
 from monta_megatron.timeline.spans import Span, pipeline_name, spans_of
 from monta_megatron.timeline.step_times import DeviceRecorder, HostRecorder, Taken
@@ -88,9 +84,7 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
 
     # Step 3: its spans, on all ranks' common clock, on the first rank.
     chain, num_chunks = candidate.key
-    workload, policy = workload_of(settings, bench.layout), policy_for(bench.batch.hidden.device)
-    operations = operations_of(workload, CHAINS[chain], num_chunks, policy)
-    own = spans_of(middle.steps, middle.ends_us, operations)
+    own = spans_of(middle.steps, middle.ends_us)
     gathered: list[Any] | None = [None] * len(bench.nodes) if dist.get_rank() == 0 else None
     dist.gather_object(_shifted(own, -clock.offset_us), gathered)
     if gathered is None:

@@ -75,34 +75,48 @@ class Timeline:
     tracks: tuple[Track, ...]
 
 
+# The name of a pass, and an operation of its program.
+Key: TypeAlias = tuple[str, int]
+
+
 class TimedStep(NamedTuple):
     """A step of the executor (`exchange.monitor.Step`) with its times.
 
     Attributes:
         action: begin, start, wait, ready or end.
-        walk, operation, stage, chunk: what it is a step of.
+        walk, operation: what it is a step of.
         host_us: when the host reached it.
         device_us: when the device reached it; on CPU ranks the same.
     """
 
     action: str
     walk: str
-    operation: int
-    stage: str
-    chunk: int
+    operation: Operation
     host_us: float
     device_us: float
 
+    @property
+    def key(self) -> Key:
+        """What it is a step of."""
+        return self.walk, self.operation.number
 
-# The name of a pass, and an operation of its program.
-Key: TypeAlias = tuple[str, int]
+    def span(
+        self, lane: Lane, action: Literal["run", "launch", "wait"], start_us: float, end_us: float
+    ) -> Span:
+        """A span of its operation."""
+        return Span(
+            walk=self.walk,
+            stage=self.operation.stage,
+            chunk=self.operation.chunk,
+            lane=lane,
+            action=action,
+            start_us=start_us,
+            end_us=end_us,
+            operation=self.operation.number,
+        )
 
 
-def spans_of(
-    steps: Sequence[TimedStep],
-    ends_us: Mapping[Key, float],
-    operations: Mapping[Key, Operation],
-) -> list[Span]:
+def spans_of(steps: Sequence[TimedStep], ends_us: Mapping[Key, float]) -> list[Span]:
     """The spans of one rank from the steps that its executor noted.
 
     A copy runs from when its input is ready to its end, a collective from its start until it has
@@ -111,34 +125,11 @@ def spans_of(
     Args:
         steps: the steps, in the order in which they were noted.
         ends_us: when each collective finished.
-        operations: what was run.
     """
     spans: list[Span] = []
-
-    def add(
-        step: TimedStep,
-        lane: Lane,
-        action: Literal["run", "launch", "wait"],
-        start_us: float,
-        end_us: float,
-    ) -> None:
-        spans.append(
-            Span(
-                walk=step.walk,
-                stage=step.stage,
-                chunk=step.chunk,
-                lane=lane,
-                action=action,
-                start_us=start_us,
-                end_us=end_us,
-                operation=step.operation,
-            )
-        )
-
     launch_us = input_us = wait_us = 0.0
     for step in steps:
-        key = (step.walk, step.operation)
-        operation = operations[key]
+        operation = step.operation
         if step.action == "begin":
             launch_us, input_us = step.host_us, step.device_us
         elif step.action == "wait":
@@ -146,16 +137,17 @@ def spans_of(
         elif step.action == "ready":
             input_us = step.device_us
             if operation.host != "enqueues":
-                add(step, "host", "wait", wait_us, step.host_us)
+                spans.append(step.span("host", "wait", wait_us, step.host_us))
         elif step.action == "start":
-            add(step, operation.resource, "run", step.device_us, ends_us[key])
+            end_us = ends_us[step.key]
+            spans.append(step.span(operation.resource, "run", step.device_us, end_us))
             if operation.host == "starts":
                 launch_us = step.host_us
         else:
             if operation.resource == "memory":
-                add(step, "memory", "run", input_us, step.device_us)
+                spans.append(step.span("memory", "run", input_us, step.device_us))
             if operation.host != "runs":
-                add(step, "host", "launch", launch_us, step.host_us)
+                spans.append(step.span("host", "launch", launch_us, step.host_us))
     return spans
 
 

@@ -97,7 +97,8 @@ class DeviceRecorder:
 
     def note(self, step: Step) -> None:
         """Record that a step happens now on the host, and when the current stream reaches it."""
-        event, key = _event(torch.cuda.current_stream()), (step.walk, step.operation)
+        event = _event(torch.cuda.current_stream())
+        key = (step.walk, step.operation.number)
         if step.action == "ready" and key in self._collectives:
             # The stream that is the first to wait for it has it behind itself now.
             self._ends.setdefault(key, event)
