@@ -1,4 +1,11 @@
-"""Counts and sizes as text."""
+"""Counts and sizes as text, and GB as bytes: 1 GB is 1e9 of them."""
+
+GB_BYTES = 1e9
+
+
+def bytes_of_gb(number: float | None) -> float | None:
+    """GB as bytes; None, for what is not known or not limited, stays None."""
+    return None if number is None else number * GB_BYTES
 
 
 def counted(number: int, noun: str) -> str:
@@ -7,7 +14,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def size_text(num_bytes: float | None) -> str:
-    """Bytes in three digits and a unit (1 GB is 1e9 bytes); "-" for none."""
+    """Bytes in three digits and a unit; "-" for none."""
     if not num_bytes:
         return "-"
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -18,3 +25,8 @@ def size_text(num_bytes: float | None) -> str:
                 else f"{num_bytes / size:.0f} {unit}"
             )
     return f"{num_bytes:.0f} B"
+
+
+def gb_text(num_bytes: float) -> str:
+    """Bytes in GB, in three digits."""
+    return f"{num_bytes / GB_BYTES:.3g} GB"

@@ -68,18 +68,16 @@ def planned_bytes(case: Case, rank: int) -> BytesByWalk:
         prob_bytes=getattr(torch, case.probs_dtype).itemsize,
         sum_bytes=max(4, case.torch_dtype.itemsize, getattr(torch, case.probs_dtype).itemsize),
     )
-    return {
-        walk.name: {
-            key: count
-            for key, count in walk_traffic(
-                lower(bound, walk, row, routing.list_width, "host"), case.num_blocks
-            )
-            .bytes_by_stage()
-            .items()
-            if count
+    found: BytesByWalk = {}
+    for walk in FORWARD_BACKWARD:
+        program = lower(bound, walk, row, routing.list_width, "host")
+        found[walk.name] = {
+            (stage.stage, tier): count
+            for stage in walk_traffic([program], len(maps[rank]), case.num_blocks).pipeline
+            for tier in ("inter", "intra")
+            if (count := stage.sent_bytes(tier, [1]))
         }
-        for walk in FORWARD_BACKWARD
-    }
+    return found
 
 
 def random_cases() -> list[Case]:

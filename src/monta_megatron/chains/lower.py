@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from monta_megatron.chains.chain import BoundChain, Order, Rows, order_of_issue
 from monta_megatron.chains.program import (
+    COLLECTIVES,
     ID_BYTES,
     BoundProgram,
     Buffer,
@@ -44,8 +45,6 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, Place, Replicate, StageShape
 from monta_megatron.topology.layout import GroupName
-
-COLLECTIVES: tuple[Kind, ...] = ("alltoall", "allgather")
 
 
 def lower(

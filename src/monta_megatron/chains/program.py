@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.chain import BoundChain
+from monta_megatron.chains.stages import RowCounts
 from monta_megatron.topology.layout import GroupName
 
 ALIGNMENT_BYTES = 16
@@ -35,6 +36,7 @@ Kind: TypeAlias = Literal[
     "reduce_parts",
     "put",
 ]
+COLLECTIVES: tuple[Kind, ...] = ("alltoall", "allgather")
 # When a buffer's memory is given back: to the next chunk but W - 1 once it was read ("window"), at
 # the end of the pass ("join"), once it was read for the last time ("last read"); a "caller" has its
 # own, and what is found about copies is kept for the passes that follow ("exchange").
@@ -158,6 +160,11 @@ class Operation(NamedTuple):
     host: Literal["enqueues", "runs", "starts"]
     parts_per_sum: int
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks exchange rows in it."""
+        return self.kind in COLLECTIVES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -211,8 +218,7 @@ class BoundProgram:
     Attributes:
         program: the structure.
         bound: the chain with its rows.
-        list_width: W. Where a row is a permuted token no column has that width; the planner gives
-            the rows per token, by which it counts the tokens, and the executor 0.
+        list_width: W. Where a row is a permuted token no column has that width.
     """
 
     program: Program
@@ -241,15 +247,15 @@ class BoundProgram:
         """Bytes of a buffer."""
         return sum(self.message_bytes(buffer)) * self.rows(buffer)
 
+    def sides(self, position: int) -> tuple[RowCounts, RowCounts]:
+        """[C, P] rows that a stage sends to each peer in this pass, and that it receives."""
+        stage = self.bound.stages[position]
+        sides = stage.send, stage.receive
+        return sides[::-1] if self.program.walked.transpose else sides
+
     def splits(self, operation: Operation) -> tuple[list[int], list[int]]:
         """Rows that a collective sends to each peer, and rows that it receives from each."""
-        stage = self.bound.stages[operation.position]
-        sides = (
-            (stage.receive, stage.send)
-            if self.program.walked.transpose
-            else (stage.send, stage.receive)
-        )
-        send, receive = (side[operation.chunk].tolist() for side in sides)
+        send, receive = (side[operation.chunk].tolist() for side in self.sides(operation.position))
         return send, receive
 
 

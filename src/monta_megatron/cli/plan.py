@@ -8,6 +8,7 @@ from typing import Any
 
 from monta_megatron.cli import planning
 from monta_megatron.flags import fraction, positive
+from monta_megatron.quantities import bytes_of_gb
 
 EXAMPLE = """\
 examples:
@@ -56,9 +57,8 @@ def run(parsed: argparse.Namespace) -> int:
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
         raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
-    limit = parsed.memory_limit_gb
     settings: dict[str, Any] = {
-        "memory_limit_bytes": None if limit is None else limit * 1e9,
+        "memory_limit_bytes": bytes_of_gb(parsed.memory_limit_gb),
         "margin": MARGIN if parsed.margin is None else parsed.margin,
     }
     asked = planning.read(parsed, **settings)

@@ -22,7 +22,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import exchange_of
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
-from monta_megatron.quantities import counted
+from monta_megatron.quantities import bytes_of_gb, counted
 from monta_megatron.topology.layout import Layout
 
 
@@ -74,7 +74,7 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
         _workload(config, layout),
         tuple(chain for chain in chains_for(layout) if chain.rows == "pairs" or not pairs_only),
         NUM_CHUNKS if options.num_chunks is None else (options.num_chunks,),
-        None if options.memory_limit_gb is None else options.memory_limit_gb * 1e9,
+        bytes_of_gb(options.memory_limit_gb),
     )
 
 

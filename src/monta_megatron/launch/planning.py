@@ -26,6 +26,7 @@ from monta_megatron.planner.training_memory import (
     training_memory,
 )
 from monta_megatron.planner.workload import Workload, workloads_of
+from monta_megatron.quantities import bytes_of_gb
 
 # Fields of the model that Megatron's arguments of the same name must agree with, as the exchange is
 # planned from them. The number of layers is not among them, so that a shortened model can be tried.
@@ -193,7 +194,7 @@ def _size(arguments: Arguments, name: str, default: int) -> int:
 
 def _memory_limit_bytes(arguments: Arguments) -> float | None:
     limit = arguments.get("moe-monta-memory-limit-gb")
-    return None if limit is None else converted(limit, positive) * 1e9
+    return None if limit is None else bytes_of_gb(converted(limit, positive))
 
 
 def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]:

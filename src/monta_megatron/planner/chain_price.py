@@ -15,12 +15,14 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.planner.alike_ranks import priced_ranks
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.curves import TIERS
+from monta_megatron.planner.curves import TIERS, Tier
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.plan import Phase, StageCost
 from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, price_walk
-from monta_megatron.planner.traffic import CollectiveTraffic, WalkTraffic, walk_traffic
+from monta_megatron.planner.schedule import serial_us
+from monta_megatron.planner.traffic import WalkTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
+from monta_megatron.quantities import counted
 
 WALKS: dict[Phase, tuple[Pass, ...]] = {
     "forward": FORWARD,
@@ -42,7 +44,7 @@ class ChainPrice:
         chain: what runs.
         num_chunks: in how many chunks.
         walks: the walks of the phase.
-        traffic: [walks][ranks] what they move.
+        traffic: what they move, in each walk.
         num_alike: [ranks] number of ranks that each of them stands for.
         peak_bytes: the most that the executor holds at once on one rank.
     """
@@ -50,9 +52,14 @@ class ChainPrice:
     chain: Chain
     num_chunks: int
     walks: tuple[WalkPrice, ...]
-    traffic: tuple[tuple[WalkTraffic, ...], ...]
+    traffic: tuple[WalkTraffic, ...]
     num_alike: tuple[int, ...]
     peak_bytes: float
+
+    @property
+    def name(self) -> str:
+        """The chain and its chunks, for messages."""
+        return f"{self.chain.name} in {counted(self.num_chunks, 'chunk')}"
 
     @cached_property
     def total_us(self) -> float:
@@ -64,14 +71,13 @@ class ChainPrice:
         """A time that no schedule of these stages beats."""
         return sum(walk.lower_bound_us for walk in self.walks)
 
-    def bytes_by_tier(self) -> dict[str, float]:
-        """Bytes of the chain's stages over all ranks and walks."""
-        totals = {"inter": 0.0, "intra": 0.0}
-        for ranks in self.traffic:
-            for rank, num_alike in zip(ranks, self.num_alike, strict=True):
-                for (_, tier), num_bytes in rank.bytes_by_stage().items():
-                    totals[tier] += num_bytes * num_alike
-        return totals
+    def sent_bytes(self, tier: Tier) -> float:
+        """Bytes of the chain's stages in a tier, over all ranks and walks."""
+        return sum(
+            stage.sent_bytes(tier, self.num_alike)
+            for walk in self.traffic
+            for stage in walk.pipeline
+        )
 
     @property
     def plainness(self) -> tuple[bool, int, int]:
@@ -119,7 +125,7 @@ def price_chain(
         [workload.lower(each, walk, cluster.policy) for each in bound] for walk in WALKS[phase]
     ]
     traffic = tuple(
-        tuple(walk_traffic(each, gathered_counts) for each in of_walk) for of_walk in programs
+        walk_traffic(of_walk, workload.tokens_per_rank, gathered_counts) for of_walk in programs
     )
     return ChainPrice(
         chain=chain,
@@ -142,38 +148,31 @@ def price_chain(
 def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
     """Every stage of every walk, as a plan shows it."""
     costs = []
-    for walk, ranks in zip(price.walks, price.traffic, strict=True):
+    for walk, traffic in zip(price.walks, price.traffic, strict=True):
         if walk.host_us > 0:
-            costs.append(
-                StageCost(
-                    walk=walk.walk,
-                    stage=AROUND_STAGES,
-                    resource="host",
-                    alone_us=walk.host_us,
-                    inter_bytes=0.0,
-                    intra_bytes=0.0,
-                )
+            around = StageCost(
+                walk=walk.walk,
+                stage=AROUND_STAGES,
+                resource="host",
+                alone_us=walk.host_us,
+                inter_bytes=0.0,
+                intra_bytes=0.0,
             )
+            costs.append(around)
         # What is found before it is copied is one stage.
-        by_stage: dict[str, StageCost] = {}
-        for work, *stages in zip(walk.works, *(rank.stages for rank in ranks), strict=True):
-            moved = {
-                tier: sum(
-                    float(stage.sent_bytes[tier].sum()) * num_alike
-                    for stage, num_alike in zip(stages, price.num_alike, strict=True)
-                    if isinstance(stage, CollectiveTraffic)
-                )
-                for tier in ("inter", "intra")
-            }
-            before = by_stage.get(work.stage)
-            alone_us = sum(work.times_us) + work.launch_us * len(work.times_us)
-            by_stage[work.stage] = StageCost(
+        alone_us: dict[str, float] = {}
+        for work in walk.works:
+            alone_us[work.stage] = alone_us.get(work.stage, 0.0) + serial_us([work])
+        costs += [
+            StageCost(
                 walk=walk.walk,
                 stage=work.stage,
                 resource=work.resource,
-                alone_us=alone_us + (0.0 if before is None else before.alone_us),
-                inter_bytes=moved["inter"],
-                intra_bytes=moved["intra"],
+                alone_us=alone_us.pop(work.stage),
+                inter_bytes=moved.sent_bytes("inter", price.num_alike),
+                intra_bytes=moved.sent_bytes("intra", price.num_alike),
             )
-        costs += by_stage.values()
+            for work, moved in zip(walk.works, traffic.stages, strict=True)
+            if work.stage in alone_us
+        ]
     return tuple(costs)

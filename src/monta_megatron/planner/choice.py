@@ -16,7 +16,7 @@ from monta_megatron.planner.plan import Plan, hash_of
 from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.search import NUM_CHUNKS, plan
 from monta_megatron.planner.workload import Workload
-from monta_megatron.quantities import counted
+from monta_megatron.quantities import counted, gb_text
 from monta_megatron.topology.layout import Layout
 
 
@@ -132,7 +132,7 @@ class PlannedChoice:
             num_chunks=found.num_chunks,
             reason=f"planned on {self.cluster.name}{doubtful} for up to "
             f"{counted(tokens, 'token')} per rank: {found.reason}; holds up to "
-            f"{found.chosen.peak_bytes / 1e9:.3g} GB",
+            f"{gb_text(found.chosen.peak_bytes)}",
         )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, NamedTuple
 from monta_megatron.chains.program import Policy
 from monta_megatron.planner.curves import OLD_RATE, TIERS, Curve, Kind, Operation, Tier
 from monta_megatron.planner.rate import Rate
+from monta_megatron.quantities import bytes_of_gb
 from monta_megatron.strict_yaml import (
     NonNegativeFloat,
     PositiveFloat,
@@ -229,7 +230,7 @@ class Cluster:
     @property
     def memory_bytes_per_rank(self) -> float | None:
         """Bytes that a rank may use, or None where that is not known."""
-        return None if self.memory_gb_per_rank is None else self.memory_gb_per_rank * 1e9
+        return bytes_of_gb(self.memory_gb_per_rank)
 
     def factor(self, first: Tier, second: Tier) -> float:
         """How much an operation on `first` is slowed while one on `second` runs."""

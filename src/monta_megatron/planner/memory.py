@@ -33,6 +33,6 @@ def peak_bytes(bound: BoundProgram) -> float:
             slot = program.buffers[number].slot
             live.setdefault(slot, sizes[slot])
         peak = max(peak, sum(live.values()))
-        if operation.resource == "memory":
+        if not operation.is_collective:
             end(operation)
     return peak

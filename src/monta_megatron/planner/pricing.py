@@ -8,28 +8,14 @@ is priced; where ranks share a network interface, the busiest interface.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 
 from monta_megatron.chains.program import Program
-from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.cluster import FINDS, Cluster
-from monta_megatron.planner.curves import Operation, Tier
-from monta_megatron.planner.schedule import (
-    Schedule,
-    Work,
-    lower_bound_us,
-    serial_us,
-    simulate,
-)
-from monta_megatron.planner.traffic import (
-    GATHER_OF_COUNTS,
-    CollectiveTraffic,
-    CopyTraffic,
-    StageTraffic,
-    WalkTraffic,
-)
+from monta_megatron.planner.curves import Tier
+from monta_megatron.planner.schedule import Schedule, Work, lower_bound_us, serial_us, simulate
+from monta_megatron.planner.traffic import GATHER_OF_COUNTS, StageTraffic, WalkTraffic
 
 # What the host does in a walk besides its stages.
 AROUND_STAGES = "around the stages"
@@ -78,24 +64,23 @@ class WalkPrice:
 
 
 def price_walk(
-    program: Program, ranks: Sequence[WalkTraffic], cluster: Cluster, nic_starts: Sequence[int]
+    program: Program, traffic: WalkTraffic, cluster: Cluster, nic_starts: Sequence[int]
 ) -> WalkPrice:
     """Price one pass.
 
     Args:
         program: its program.
-        ranks: what each rank of the exchange moves, in order; a single one stands for all.
+        traffic: what the ranks move in it, in order; a single one stands for all.
         cluster: the cluster whose costs are used.
         nic_starts: the first rank of each network interface; the ranks up to the next one share it.
     """
     notes: dict[str, None] = {}
 
-    def priced(part: str, stage_us: float = 0.0) -> tuple[Work, ...]:
-        by_stage = zip(*(getattr(rank, part) for rank in ranks), strict=True)
-        return tuple(_work(stages, cluster, nic_starts, stage_us, notes) for stages in by_stage)
+    def priced(stages: Sequence[StageTraffic], stage_us: float = 0.0) -> tuple[Work, ...]:
+        return tuple(_work(stage, cluster, nic_starts, stage_us, notes) for stage in stages)
 
-    before, after = priced("before"), priced("after")
-    pipeline = priced("pipeline", cluster.launch.stage_us)
+    before, after = priced(traffic.before), priced(traffic.after)
+    pipeline = priced(traffic.pipeline, cluster.launch.stage_us)
     host_us = cluster.launch.walk_us + (cluster.launch.counts_us if program.walked.ids else 0.0)
     return WalkPrice(
         program=program,
@@ -112,129 +97,53 @@ def price_walk(
     )
 
 
-def _resource_of(stages: Sequence[StageTraffic]) -> Tier:
-    """What a stage occupies, from what every rank does in it."""
-    if isinstance(stages[0], CopyTraffic):
-        return "memory"
-    groups = [stage.peers for stage in cast(Sequence[CollectiveTraffic], stages)]
-    spans_nodes = any(peers.ranks_on_node < peers.size for peers in groups)
-    return "inter" if spans_nodes else "intra"
-
-
 def _work(
-    stages: Sequence[StageTraffic],
+    stage: StageTraffic,
     cluster: Cluster,
     nic_starts: Sequence[int],
     stage_us: float,
     notes: dict[str, None],
 ) -> Work:
-    """One series, or what surrounds the program, from what every rank does in it."""
-    first, resource, launch = stages[0], _resource_of(stages), cluster.launch
-    launch_us = launch.start_us(first.operation)
-    if isinstance(first, CopyTraffic):
-        copies = cast(Sequence[CopyTraffic], stages)
-        moved = _busiest([[rank.moved_bytes for rank in copies]], range(len(copies)))
-        times = _times_us(cluster, first.operation, "memory", moved, 1, 1, notes)
-    else:
-        collectives = cast(Sequence[CollectiveTraffic], stages)
-        times = _collective_times(collectives, resource, cluster, nic_starts, notes)
-        launch_us *= len(first.message_bytes)
-    if first.stage == GATHER_OF_COUNTS:
-        launch_us += launch.counts_to_host_us
-    if first.operation not in FINDS:
+    """What a stage costs."""
+    launch_us = cluster.launch.start_us(stage.operation) * len(stage.message_bytes)
+    if stage.stage == GATHER_OF_COUNTS:
+        launch_us += cluster.launch.counts_to_host_us
+    if stage.operation not in FINDS:
         # What is found and then copied is one stage to the host.
         launch_us += stage_us
-    times[0] += launch.first_us(first.operation)
-    return Work(stage=first.stage, resource=resource, times_us=tuple(times), launch_us=launch_us)
+    by_tier = [_times_us(stage, tier, cluster, nic_starts, notes) for tier in stage.moved]
+    times = list(map(max, zip(*by_tier, strict=True)))
+    times[0] += cluster.launch.first_us(stage.operation)
+    return Work(
+        stage=stage.stage, resource=stage.resource, times_us=tuple(times), launch_us=launch_us
+    )
 
 
-def _collective_times(
-    ranks: Sequence[CollectiveTraffic],
-    resource: Tier,
+def _times_us(
+    stage: StageTraffic,
+    tier: Tier,
     cluster: Cluster,
     nic_starts: Sequence[int],
     notes: dict[str, None],
 ) -> list[float]:
-    """[C] us, of a collective that occupies `resource`."""
-    first = ranks[0]
-    size = first.peers.size
-    # The groups of the exchange may lie on the nodes in different ways.
-    on_node = [rank.peers.ranks_on_node for rank in ranks]
-
-    def times_in(tier: Tier, moved: Sequence[float], group_size: int, most: int) -> list[float]:
-        """[C] us for all messages, one after the other, as a GPU stream or a host handles them."""
-        row_bytes = sum(first.message_bytes)
-        messages = first.message_bytes
-        if first.messages_overlap and tier == "inter":
-            messages = (row_bytes,)
-        by_message = [
-            _times_us(
-                cluster,
-                first.operation,
-                tier,
-                [num_bytes * message / row_bytes for num_bytes in moved],
-                group_size,
-                most,
-                notes,
+    """[C] us in one tier, for all messages as a GPU stream or a host handles them."""
+    num_bytes, group_size, ranks_on_node = stage.moved[tier]
+    num_ranks = num_bytes.shape[1]
+    if tier == "inter" and num_ranks > 1:
+        sharing = np.diff([*nic_starts, num_ranks])[:, None]
+        num_bytes = np.add.reduceat(num_bytes, nic_starts, axis=1) / sharing
+    row_bytes, messages = sum(stage.message_bytes), stage.message_bytes
+    if stage.messages_overlap and tier == "inter":
+        messages = (row_bytes,)
+    busiest: list[float] = num_bytes.max(axis=(0, 1)).tolist()
+    # Chunks are mostly alike, so each size is looked up once.
+    found = dict.fromkeys(busiest, 0.0)
+    for moved in found:
+        for message in messages:
+            time = cluster.time_us(
+                stage.operation, tier, moved * message / row_bytes, group_size, ranks_on_node
             )
-            for message in messages
-        ]
-        return [sum(chunk) for chunk in zip(*by_message, strict=True)]
-
-    times: list[float] = []
-    if max(on_node) > 1:
-        moved = _busiest(_directions(ranks, "intra"), range(len(ranks)))
-        times = times_in("intra", moved, max(on_node), max(on_node))
-    if resource == "inter":
-        moved = _busiest(_directions(ranks, "inter"), nic_starts)
-        network = times_in("inter", moved, size, min(on_node))
-        times = list(map(max, times, network)) if times else network
-    return times
-
-
-def _directions(ranks: Sequence[CollectiveTraffic], tier: str) -> list[list[RowCounts]]:
-    """[2][ranks] of [C] bytes: what leaves each rank, and what arrives at it."""
-    return [
-        [rank.sent_bytes[tier] for rank in ranks],
-        [rank.received_bytes[tier] for rank in ranks],
-    ]
-
-
-def _busiest(directions: Sequence[Sequence[RowCounts]], starts: Sequence[int]) -> list[float]:
-    """[C] bytes per rank in the busiest run of ranks, in the busier direction.
-
-    Args:
-        directions: [directions][ranks] of [C] bytes.
-        starts: the first rank of each run.
-    """
-    if len(directions[0]) == 1:
-        return [
-            max(chunk) for chunk in zip(*(ranks[0].tolist() for ranks in directions), strict=True)
-        ]
-    shares = np.diff([*starts, len(directions[0])])[:, None]
-    by_direction = [
-        (np.add.reduceat(np.stack(ranks), starts, axis=0) / shares).max(axis=0)
-        for ranks in directions
-    ]
-    busiest: list[float] = np.max(by_direction, axis=0).tolist()
-    return busiest
-
-
-def _times_us(
-    cluster: Cluster,
-    operation: Operation,
-    tier: Tier,
-    moved: Sequence[float],
-    group_size: int,
-    ranks_on_node: int,
-    notes: dict[str, None],
-) -> list[float]:
-    """[C] bytes -> [C] us; chunks are mostly alike, so each size is looked up once."""
-    found: dict[float, float] = {}
-    for num_bytes in moved:
-        if num_bytes not in found:
-            time = cluster.time_us(operation, tier, num_bytes, group_size, ranks_on_node)
-            found[num_bytes] = time.us
+            found[moved] += time.us
             if time.note is not None:
                 notes.setdefault(time.note)
-    return [found[num_bytes] for num_bytes in moved]
+    return [found[moved] for moved in busiest]

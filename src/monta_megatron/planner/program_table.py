@@ -85,5 +85,5 @@ def _row(bound: BoundProgram, operation: Operation) -> OperationRow:
         rows=rows if row_bytes else 0.0,
         bytes=row_bytes * rows,
         resource=operation.resource,
-        group=None if operation.resource == "memory" else operation.group,
+        group=operation.group if operation.is_collective else None,
     )

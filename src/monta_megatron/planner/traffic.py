@@ -1,20 +1,20 @@
-"""The bytes that each operation of a pass moves, by chunk and tier, from its program.
+"""The bytes that each operation of a pass moves, by rank, chunk and tier, from its program.
 
 Rows, bytes of a row and what is done come from the program, which the executor runs too. For
 integer counts the bytes equal what the executor's monitor counts.
 
-Notation: C = number of chunks, S = ranks of the exchange, P = ranks of a stage's group.
+Notation: C = number of chunks, S = the ranks that are priced, P = ranks of a collective's group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TypeAlias
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains.program import BoundProgram, Buffer, Kind
+from monta_megatron.chains.program import BoundProgram, Kind, Resource
 from monta_megatron.chains.program import Operation as ProgramOperation
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.curves import Operation
@@ -33,72 +33,69 @@ COUNT_MAP_BYTES = 6
 LIST_MAP_BYTES = 6 * 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peers:
-    """The group of a collective, as one rank sees it.
+class Peers(NamedTuple):
+    """Where the ranks of a group lie, as one of them sees it.
 
     Attributes:
-        size: P.
-        position: this rank's position.
         inter: [P] 1 for every rank on another node.
         intra: [P] 1 for every other rank on this node.
     """
 
-    size: int
-    position: int
     inter: NDArray[np.int64]
     intra: NDArray[np.int64]
 
-    @cached_property
-    def ranks_on_node(self) -> int:
-        """Ranks of the group on this node, this one included."""
-        return 1 + int(self.intra.sum())
+
+class Moved(NamedTuple):
+    """What goes through one tier, and through how many ranks.
+
+    Attributes:
+        num_bytes: [2, S, C] what leaves a rank for others, and what arrives from them; in memory
+            [1, S, C], what is read and written.
+        group_size: see `Cluster.time_us`.
+        ranks_on_node: likewise.
+    """
+
+    num_bytes: RowCounts
+    group_size: int = 1
+    ranks_on_node: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyTraffic:
-    """What one rank does in its memory: one series of a program, or what surrounds it.
+class StageTraffic:
+    """What the ranks do in one stage: a series of a program, or what surrounds it.
 
     Attributes:
         stage: name of the stage, or of what runs before or after the program.
         operation: what is done.
-        moved_bytes: [C] bytes read and written.
+        resource: what it occupies.
+        moved: tier -> what goes through it. A group on several nodes may move bytes in two.
+        message_bytes: bytes of a row in each message of a collective; they start one by one.
+        messages_overlap: they are under way at the same time, not one after the other.
     """
 
     stage: str
     operation: Operation
-    moved_bytes: RowCounts
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveTraffic:
-    """One collective on one rank, likewise.
-
-    Attributes:
-        stage: name of the stage, or of what runs before or after the program.
-        operation: the collective.
-        peers: its group.
-        message_bytes: bytes of a row in each of its messages.
-        sent_bytes: tier -> [C] bytes that leave this rank for others.
-        received_bytes: tier -> [C] bytes that arrive at it from others.
-        messages_overlap: its messages are under way at the same time, not one after the other.
-    """
-
-    stage: str
-    operation: Operation
-    peers: Peers
-    message_bytes: tuple[int, ...]
-    sent_bytes: Mapping[str, RowCounts]
-    received_bytes: Mapping[str, RowCounts]
+    resource: Resource
+    moved: Mapping[Resource, Moved]
+    message_bytes: tuple[int, ...] = (1,)
     messages_overlap: bool = False
 
+    def sent_bytes(self, tier: Resource, num_alike: Sequence[int]) -> float:
+        """Bytes that leave ranks for others in a tier.
 
-StageTraffic: TypeAlias = CopyTraffic | CollectiveTraffic
+        Args:
+            tier: "inter" or "intra".
+            num_alike: [S] how many ranks each rank stands for.
+        """
+        if tier not in self.moved:
+            return 0
+        sent: float = (self.moved[tier].num_bytes[0].sum(axis=1) @ num_alike).item()
+        return sent
 
 
 @dataclass(frozen=True, kw_only=True)
 class WalkTraffic:
-    """One pass of one rank.
+    """One pass.
 
     Attributes:
         before: what runs before the program, one after the other.
@@ -115,84 +112,77 @@ class WalkTraffic:
         """Everything, in order."""
         return (*self.before, *self.pipeline, *self.after)
 
-    def bytes_by_stage(self) -> dict[tuple[str, str], float]:
-        """(stage, tier) -> bytes of the program, as the executor's monitor counts them."""
-        return {
-            (stage.stage, tier): sent.sum().item()
-            for stage in self.pipeline
-            if isinstance(stage, CollectiveTraffic)
-            for tier, sent in stage.sent_bytes.items()
-        }
 
-
-def walk_traffic(bound: BoundProgram, gathered_counts: int) -> WalkTraffic:
-    """Everything that one rank does in one pass.
+def walk_traffic(
+    programs: Sequence[BoundProgram], num_tokens: float, gathered_counts: int
+) -> WalkTraffic:
+    """Everything that some ranks do in one pass.
 
     Args:
-        bound: the program with this rank's rows.
+        programs: [S] the program with the rows of each rank.
+        num_tokens: tokens of a rank.
         gathered_counts: integers that are gathered from every rank; see `chains.gathered`.
     """
-    before, after = _around(bound, gathered_counts)
-    pipeline = tuple(TRAFFIC[series[0].kind](bound, series) for series in bound.program.series)
+    before, after = _around(programs, num_tokens, gathered_counts)
+    pipeline = tuple(
+        TRAFFIC[series[0].kind](programs, series) for series in programs[0].program.series
+    )
     return WalkTraffic(before=before, pipeline=pipeline, after=after)
 
 
-def _bytes_of(bound: BoundProgram, series: Sequence[ProgramOperation], buffer: Buffer) -> RowCounts:
-    """[C] bytes of each chunk's rows in a buffer like this one."""
-    rows = bound.bound.rows_by_boundary[buffer.boundary][[each.chunk for each in series]]
-    return buffer.copies * sum(bound.message_bytes(buffer)) * rows
-
-
-def _moves(bound: BoundProgram, series: Sequence[ProgramOperation]) -> StageTraffic:
+def _moves(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
     """A copy reads what it writes."""
     first = series[0]
-    written = _bytes_of(bound, series, bound.program.buffers[first.writes[0]])
     # Writing to places all over a tensor is slower than reading from them.
-    is_put = first.kind == "put" and bound.bound.shapes[first.position].placement == "index"
-    return CopyTraffic(
-        stage=first.stage, operation="put" if is_put else "copy", moved_bytes=2 * written
-    )
+    is_put = first.kind == "put" and programs[0].bound.shapes[first.position].placement == "index"
+    written = _bytes_of(programs, series, first.writes[0])
+    return _in_memory(first.stage, "put" if is_put else "copy", 2 * written)
 
 
-def _sums(bound: BoundProgram, series: Sequence[ProgramOperation]) -> StageTraffic:
+def _sums(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
     """A sum reads all copies, or parts, and writes one row for them."""
-    first, buffers = series[0], bound.program.buffers
-    read = _bytes_of(bound, series, buffers[first.reads[0]])
-    written = _bytes_of(bound, series, buffers[first.writes[0]])
-    return CopyTraffic(stage=first.stage, operation="sum", moved_bytes=read + written)
+    first = series[0]
+    read = _bytes_of(programs, series, first.reads[0])
+    written = _bytes_of(programs, series, first.writes[0])
+    return _in_memory(first.stage, "sum", read + written)
 
 
-def _finds(bound: BoundProgram, series: Sequence[ProgramOperation]) -> StageTraffic:
+def _finds(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
     """Copies are found from the lists of experts alone."""
     first = series[0]
     operation: Operation = "find" if first.kind == "find_copies" else "find_lists"
-    list_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * bound.list_width
-    rows = bound.bound.rows_by_boundary[first.position][[each.chunk for each in series]]
-    return CopyTraffic(stage=first.stage, operation=operation, moved_bytes=list_bytes * rows)
+    list_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * programs[0].list_width
+    return _in_memory(
+        first.stage, operation, list_bytes * _rows_at(programs, series, first.position)
+    )
 
 
-def _exchanges(bound: BoundProgram, series: Sequence[ProgramOperation]) -> StageTraffic:
+def _exchanges(
+    programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]
+) -> StageTraffic:
     first = series[0]
     assert first.group is not None, f"{first.kind} is no collective"
-    chunks = [each.chunk for each in series]
-    stage = bound.bound.stages[first.position]
-    send, receive = stage.send[chunks], stage.receive[chunks]
-    if bound.program.walked.transpose:
-        send, receive = receive, send
-    peers = peers_of(bound.bound.layout, first.group)
-    message_bytes = bound.message_bytes(bound.program.buffers[first.writes[0]])
-    return CollectiveTraffic(
+    chunks = [operation.chunk for operation in series]
+    message_bytes = programs[0].message_bytes(programs[0].program.buffers[first.writes[0]])
+    peers = [peers_of(each.bound.layout, first.group) for each in programs]
+    sides = zip(*(each.sides(first.position) for each in programs), strict=True)
+    return StageTraffic(
         stage=first.stage,
         operation="allgather" if first.kind == "allgather" else "alltoall",
-        peers=peers,
+        resource=first.resource,
+        moved=_by_tier(
+            peers,
+            [[sum(message_bytes) * rows[chunks] for rows in side] for side in sides],
+            first.resource,
+        ),
         message_bytes=message_bytes,
-        sent_bytes=_by_tier(peers, sum(message_bytes) * send),
-        received_bytes=_by_tier(peers, sum(message_bytes) * receive),
         messages_overlap=first.host == "starts",
     )
 
 
-TRAFFIC: Mapping[Kind, Callable[[BoundProgram, Sequence[ProgramOperation]], StageTraffic]] = {
+TRAFFIC: Mapping[
+    Kind, Callable[[Sequence[BoundProgram], Sequence[ProgramOperation]], StageTraffic]
+] = {
     "pack": _moves,
     "find_lists": _finds,
     "find_copies": _finds,
@@ -205,28 +195,76 @@ TRAFFIC: Mapping[Kind, Callable[[BoundProgram, Sequence[ProgramOperation]], Stag
 }
 
 
-@lru_cache(maxsize=4096)
-def peers_of(layout: Layout, group: GroupName) -> Peers:
-    """The ranks of the exchange in this rank's group of that name."""
-    rank = layout.rank
-    members = layout.members(group, rank)
-    ranks = np.array(members)
-    on_node = np.array(layout.nodes)[ranks] == layout.nodes[rank]
-    return Peers(
-        size=len(ranks),
-        position=members.index(rank),
-        inter=(~on_node).astype(np.int64),
-        intra=(on_node & (ranks != rank)).astype(np.int64),
+def _rows_at(
+    programs: Sequence[BoundProgram], series: Sequence[ProgramOperation], boundary: int
+) -> RowCounts:
+    """[S, C] rows of each chunk behind so many stages, in the order of issue."""
+    chunks = [operation.chunk for operation in series]
+    return np.array([each.bound.rows_by_boundary[boundary][chunks] for each in programs])
+
+
+def _bytes_of(
+    programs: Sequence[BoundProgram], series: Sequence[ProgramOperation], number: int
+) -> RowCounts:
+    """[S, C] bytes of each chunk's rows in a buffer like this one."""
+    buffer = programs[0].program.buffers[number]
+    row_bytes = buffer.copies * sum(programs[0].message_bytes(buffer))
+    return row_bytes * _rows_at(programs, series, buffer.boundary)
+
+
+def _in_memory(stage: str, operation: Operation, num_bytes: RowCounts) -> StageTraffic:
+    """A stage that reads and writes [S, C] bytes."""
+    return StageTraffic(
+        stage=stage,
+        operation=operation,
+        resource="memory",
+        moved={"memory": Moved(num_bytes[None])},
     )
 
 
-def _by_tier(peers: Peers, num_bytes: RowCounts) -> dict[str, RowCounts]:
-    """[C, P] -> tier -> [C]."""
-    return {"inter": num_bytes @ peers.inter, "intra": num_bytes @ peers.intra}
+@lru_cache(maxsize=4096)
+def peers_of(layout: Layout, group: GroupName) -> Peers:
+    """The ranks of the exchange in this rank's group of that name."""
+    ranks, nodes = np.array(layout.members(group, layout.rank)), np.array(layout.nodes)
+    on_node = nodes[ranks] == nodes[layout.rank]
+    return Peers(
+        inter=(~on_node).astype(np.int64), intra=(on_node & (ranks != layout.rank)).astype(np.int64)
+    )
+
+
+def _by_tier(
+    peers: Sequence[Peers], sides: Sequence[Sequence[RowCounts]], resource: Resource
+) -> dict[Resource, Moved]:
+    """Bytes to and from each peer, by tier.
+
+    Args:
+        peers: [S] the group, as each rank sees it.
+        sides: [2][S] of [C, P] bytes that leave for each peer, and that arrive from it.
+        resource: what the collective occupies.
+    """
+
+    def moved(tier: Resource) -> RowCounts:
+        """[2, S, C]"""
+        return np.array(
+            [
+                [rows @ getattr(each, tier) for rows, each in zip(side, peers, strict=True)]
+                for side in sides
+            ]
+        )
+
+    # The groups of the exchange may lie on the nodes in different ways.
+    on_node = [1 + int(each.intra.sum()) for each in peers]
+    found: dict[Resource, Moved] = {}
+    most = max(on_node)
+    if most > 1:
+        found["intra"] = Moved(moved("intra"), group_size=most, ranks_on_node=most)
+    if resource == "inter":
+        found["inter"] = Moved(moved("inter"), len(peers[0].inter), min(on_node))
+    return found
 
 
 def _around(
-    program: BoundProgram, gathered_counts: int
+    programs: Sequence[BoundProgram], num_tokens: float, gathered_counts: int
 ) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
     """What the dispatcher and Megatron do before and after the program of a pass.
 
@@ -234,36 +272,33 @@ def _around(
     pairs, Megatron permutes tokens into pairs before dispatch and sums pairs into tokens after
     combine; the backward passes do the transposes.
     """
-    bound, walked, row = program.bound, program.program.walked, program.program.row
-    before: list[StageTraffic] = []
-    after: list[StageTraffic] = []
-    sends_pairs = bound.chain.rows == "pairs"
-    pairs = np.array([bound.num_source_rows])
-    tokens = pairs / program.list_width if sends_pairs else pairs
-
-    def add(into: list[StageTraffic], stage: str, operation: Operation, moved: RowCounts) -> None:
-        into.append(CopyTraffic(stage=stage, operation=operation, moved_bytes=moved))
-
-    peers = peers_of(bound.layout, "tp_ep")
-    size_of_map = bound.layout.num_experts * tokens
+    layouts = [each.bound.layout for each in programs]
+    walked, row = programs[0].program.walked, programs[0].program.row
+    before, after = [], []
+    sends_pairs = programs[0].bound.chain.rows == "pairs"
+    rows = np.array([[each.bound.num_source_rows] for each in programs])  # [S, 1]
+    tokens = np.full(rows.shape, num_tokens)
+    size_of_map = layouts[0].num_experts * tokens
     if walked.ids:
-        add(before, "count", "count", COUNT_MAP_BYTES * size_of_map)
-    if walked.ids and peers.size > 1:
-        moved = _by_tier(peers, np.full((1, peers.size), COUNT_BYTES * gathered_counts))
-        gather = CollectiveTraffic(
+        before.append(_in_memory("count", "count", COUNT_MAP_BYTES * size_of_map))
+    num_ranks = len(layouts[0].nodes)
+    if walked.ids and num_ranks > 1:
+        resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
+        line = np.full((1, num_ranks), COUNT_BYTES * gathered_counts)
+        gather = StageTraffic(
             stage=GATHER_OF_COUNTS,
             operation="allgather",
-            peers=peers,
-            message_bytes=(COUNT_BYTES,),
-            sent_bytes=moved,
-            received_bytes=moved,
+            resource=resource,
+            moved=_by_tier(
+                [peers_of(each, "tp_ep") for each in layouts], [[line] * len(layouts)] * 2, resource
+            ),
         )
         before.append(gather)
     if walked.ids and not sends_pairs:
-        add(before, "lists of experts", "lists", LIST_MAP_BYTES * size_of_map)
+        before.append(_in_memory("lists of experts", "lists", LIST_MAP_BYTES * size_of_map))
     hidden_bytes = row.hidden_size * row.value_bytes
     if sends_pairs and walked.transpose:
-        add(after, "unpermute", "unpermute", hidden_bytes * (pairs + tokens))
+        after.append(_in_memory("unpermute", "unpermute", hidden_bytes * (rows + tokens)))
     elif sends_pairs:
-        add(before, "permute", "permute", 2 * hidden_bytes * pairs)
+        before.append(_in_memory("permute", "permute", 2 * hidden_bytes * rows))
     return tuple(before), tuple(after)

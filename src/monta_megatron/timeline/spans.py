@@ -144,7 +144,7 @@ def spans_of(steps: Sequence[TimedStep], ends_us: Mapping[Key, float]) -> list[S
             if operation.host == "starts":
                 launch_us = step.host_us
         else:
-            if operation.resource == "memory":
+            if not operation.is_collective:
                 spans.append(step.span("memory", "run", input_us, step.device_us))
             if operation.host != "runs":
                 spans.append(step.span("host", "launch", launch_us, step.host_us))

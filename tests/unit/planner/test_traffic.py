@@ -19,21 +19,27 @@ from monta_megatron.chains.program import (
 from monta_megatron.planner import traffic as program_traffic
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
-from monta_megatron.planner.traffic import CollectiveTraffic, CopyTraffic, WalkTraffic
+from monta_megatron.planner.traffic import WalkTraffic
 from monta_megatron.planner.workload import Workload
 
 
 def walk_traffic(
     workload: Workload, bound: BoundChain, walk: Pass, gathered_counts: int
 ) -> WalkTraffic:
-    return program_traffic.walk_traffic(workload.lower(bound, walk, "streams"), gathered_counts)
+    program = workload.lower(bound, walk, "streams")
+    return program_traffic.walk_traffic([program], workload.tokens_per_rank, gathered_counts)
 
 
 def bytes_of(workload: Workload, chain: str, num_chunks: int, walk: Pass = DISPATCH) -> dict:
     """(stage, tier) -> bytes that rank 0 sends."""
     bound = workload.bind(CHAINS[chain], num_chunks)
     traffic = walk_traffic(workload, bound, walk, num_chunks)
-    return {key: count for key, count in traffic.bytes_by_stage().items() if count}
+    return {
+        (stage.stage, tier): count
+        for stage in traffic.pipeline
+        for tier in ("inter", "intra")
+        if (count := stage.sent_bytes(tier, [1]))
+    }
 
 
 def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, walk: Pass) -> dict:
@@ -41,9 +47,9 @@ def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, walk: Pass)
     bound = workload.bind(CHAINS[chain], num_chunks)
     traffic = walk_traffic(workload, bound, walk, num_chunks)
     return {
-        (stage.stage, stage.operation): stage.moved_bytes.sum()
+        (stage.stage, stage.operation): stage.moved["memory"].num_bytes.sum()
         for stage in traffic.stages
-        if isinstance(stage, CopyTraffic)
+        if stage.resource == "memory"
     }
 
 
@@ -120,13 +126,13 @@ def test_what_is_sent_is_received(chain: str) -> None:
     num_chunks = 1 if CHAINS[chain].serial else 3
     ranks = every_rank(workload, chain, num_chunks)
     for walk in FORWARD_BACKWARD:
-        traffic = [walk_traffic(workload, each, walk, 3) for each in ranks]
-        for stages in zip(*(rank.pipeline for rank in traffic), strict=True):
-            if isinstance(stages[0], CollectiveTraffic):
-                for tier in ("inter", "intra"):
-                    sent = sum(stage.sent_bytes[tier] for stage in stages)
-                    received = sum(stage.received_bytes[tier] for stage in stages)
-                    assert np.array_equal(sent, received), (walk.name, stages[0].stage, tier)
+        programs = [workload.lower(each, walk, "streams") for each in ranks]
+        traffic = program_traffic.walk_traffic(programs, workload.tokens_per_rank, 3)
+        for stage in traffic.pipeline:
+            if stage.resource != "memory":
+                for tier, moved in stage.moved.items():
+                    sent, received = moved.num_bytes.sum(axis=1)
+                    assert np.array_equal(sent, received), (walk.name, stage.stage, tier)
 
 
 def test_copies_by_hand() -> None:
@@ -166,8 +172,8 @@ def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan() -> None:
             bound = workload.bind(CHAINS[chain], 1)
             traffic = walk_traffic(workload, bound, walk, 1)
             for stage in (*traffic.before, *traffic.after):
-                if isinstance(stage, CopyTraffic):
-                    found[stage.operation] = stage.moved_bytes.sum()
+                if stage.resource == "memory":
+                    found[stage.operation] = stage.moved["memory"].num_bytes.sum()
     assert found == {
         name: 1024 * BYTES_PER_ROW[name] for name in ("count", "lists", "permute", "unpermute")
     }
@@ -179,7 +185,7 @@ def test_copies_that_the_executor_does_not_make_are_free() -> None:
     def copies(chain: str, num_chunks: int, walk: Pass) -> list[str]:
         bound = workload.bind(CHAINS[chain], num_chunks)
         traffic = walk_traffic(workload, bound, walk, num_chunks)
-        stages = (stage.stage for stage in traffic.stages if isinstance(stage, CopyTraffic))
+        stages = (stage.stage for stage in traffic.stages if stage.resource == "memory")
         # What is found before it is copied is one stage.
         return list(dict.fromkeys(stages))
 
