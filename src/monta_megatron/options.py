@@ -15,6 +15,7 @@ from typing import Any, Optional, TypeVar
 
 from monta_megatron import presets
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.plan import Plan
@@ -76,6 +77,11 @@ class OptionFields:
         "chooses (default: no limit).",
         _or_text(float),
     )
+    moe_monta_max_ctas: Optional[int] = _option(  # noqa: UP045
+        "SMs that each NCCL communicator of a rail or a node may keep busy (default: max_ctas of "
+        f"ep in --nccl-communicator-config-path, else {DEFAULT_MAX_CTAS}).",
+        _or_text(int),
+    )
 
 
 OPTION_NAMES = tuple(entry.name for entry in fields(OptionFields))
@@ -93,6 +99,7 @@ class Options:
         cluster: costs by which the planner chooses, or None if no file gives them.
         plan: a choice that was made before, or None.
         memory_limit_gb: limit for the planner, or None.
+        max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
     """
 
     chain: str = AUTO
@@ -101,6 +108,7 @@ class Options:
     cluster: Cluster | None = None
     plan: Plan | None = None
     memory_limit_gb: float | None = None
+    max_ctas: int | None = None
 
     @property
     def named_chain(self) -> Chain | None:
@@ -127,7 +135,7 @@ class Options:
                 raise ValueError(f"moe_monta_{name}: got {value!r}, must be {what}")
         chain = given.get("chain", AUTO)
         check_chain(chain, "moe_monta_chain", also=(AUTO,))
-        for name in ("num_chunks", "ranks_per_node"):
+        for name in ("num_chunks", "ranks_per_node", "max_ctas"):
             value = given.get(name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"moe_monta_{name}: got {value!r}, must be an integer >= 1")

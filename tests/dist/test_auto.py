@@ -81,13 +81,18 @@ def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
         ({"hidden": 32}, "ranks 0 and 2 differ in hidden_size: 16 and 32"),
         ({"topk": 3}, "ranks 0 and 2 differ in moe_router_topk: 2 and 3"),
         ({"dtype": "bfloat16"}, "ranks 0 and 2 differ in value_bytes: 4 and 2"),
+        (
+            {"options": {"moe_monta_max_ctas": 4}},
+            "ranks 0 and 2 differ in moe_monta_max_ctas: None and 4",
+        ),
     ],
 )
 def test_ranks_that_exchange_other_rows_are_told(
     pools: Pools, chain: str, changes: dict[str, Any], message: str
 ) -> None:
     case = Case(options={"moe_monta_chain": chain})
-    other = replace(case, **changes)
+    options = case.options | changes.get("options", {})
+    other = replace(case, **{**changes, "options": options})
     refusals = pools[4].run(refusal_of, [case, case, other, case], [{}] * 4)
     assert refusals == [f"moe_monta: {message}; give every rank the same options and files"] * 4
 

@@ -81,6 +81,8 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
         (f"{MOE} --moe-monta-num-chunks many", ["moe_monta_num_chunks", "'many'", ">= 1"]),
         (f"{MOE} --moe-monta-num-chunks -2", ["moe_monta_num_chunks", "got -2", ">= 1"]),
         (f"{MOE} --moe-monta-ranks-per-node 0", ["moe_monta_ranks_per_node", "got 0"]),
+        (f"{MOE} --moe-monta-max-ctas 0", ["moe_monta_max_ctas", "got 0", ">= 1"]),
+        (f"{MOE} --moe-monta-max-ctas few", ["moe_monta_max_ctas", "got 'few'"]),
         (f"{MOE} --moe-monta-memory-limit-gb many", ["moe_monta_memory_limit_gb", "'many'", "> 0"]),
         (f"{MOE} --moe-monta-memory-limit-gb -2.5", ["moe_monta_memory_limit_gb", "got -2.5"]),
         (

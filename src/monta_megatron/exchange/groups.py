@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from monta_megatron.chains import Chain
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, OWN_GROUPS
 from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.quantities import counted
 from monta_megatron.topology.layout import Layout
 from monta_megatron.topology.nodes import (
     check_named_alike,
@@ -21,10 +23,12 @@ T = TypeVar("T")
 
 # The settings that Megatron's communicator config file may hold.
 NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
+# What NCCL takes for "not set" in such a setting that is a number.
+UNSET = -(2**31)
 
 # Groups are made once and shared by layers; none is freed during training. Those from before a
 # restart of torch.distributed, which had another default group, are no longer valid.
-_made: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
+_made: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], int], dist.ProcessGroup] = {}
 
 
 def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -53,7 +57,10 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
 
 
 def peer_groups(
-    chains: Sequence[Chain], layout: Layout, megatron_groups: dict[str, dist.ProcessGroup]
+    chains: Sequence[Chain],
+    layout: Layout,
+    megatron_groups: dict[str, dist.ProcessGroup],
+    max_ctas: int | None = None,
 ) -> dict[str, PeerGroup]:
     """The process group for every group name that one of the chains uses.
 
@@ -64,24 +71,32 @@ def peer_groups(
         chains: the chains whose stages name groups.
         layout: this rank's place; gives the node of every rank of the exchange.
         megatron_groups: "ep", "etp" and "tp_ep".
+        max_ctas: of each rail and node communicator; None for what Megatron gave its expert
+            parallel group, or else our default.
     """
     ranks = dist.get_process_group_ranks(megatron_groups["tp_ep"])
     node_of = dict(zip(ranks, layout.nodes, strict=True))
     names = {name for chain in chains for name in chain.groups}
     groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
+    like = megatron_groups["ep"]
+    budget = max_ctas or _given_max_ctas(like) or DEFAULT_MAX_CTAS
     # The same order on every rank.
-    for name in ("node", "rail"):
+    for name in OWN_GROUPS:
         if name in names:
             members = tuple(ranks[each] for each in layout.members(name, layout.rank))
-            key = dist.group.WORLD, members
+            key = dist.group.WORLD, members, budget
             if key not in _made:
-                _made[key] = new_local_group(members, f"monta {name}", megatron_groups["ep"])
+                named = f"monta {name}, {counted(budget, 'CTA')}"
+                _made[key] = new_local_group(members, named, like, budget)
             groups[name] = _made[key]
     return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
 
 
 def new_local_group(
-    ranks: Sequence[int], name: str, like: dist.ProcessGroup | None = None
+    ranks: Sequence[int],
+    name: str,
+    like: dist.ProcessGroup | None = None,
+    max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
     """A group made by its members alone, whatever groups other ranks make meanwhile.
 
@@ -89,20 +104,21 @@ def new_local_group(
         ranks: in ascending order, this one among them.
         name: for NCCL's logs; together with the ranks it is unique to the group.
         like: a group whose time limit and NCCL settings the new one takes over.
+        max_ctas: in place of that setting of its; None to take it over too.
     """
     with naming_group(f"{name} {'_'.join(map(str, ranks))}"):
         group = dist.new_group(
             list(ranks),
             timeout=None if like is None else timeout_of(like),
             use_local_synchronization=True,
-            pg_options=None if like is None else _nccl_options_of(like),
+            pg_options=None if like is None else _nccl_options_like(like, max_ctas),
             group_desc=name,
         )
     assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {ranks}"
     return group
 
 
-def _nccl_options_of(group: dist.ProcessGroup) -> Any:
+def _nccl_options_like(group: dist.ProcessGroup, max_ctas: int | None) -> Any:
     """NCCL settings for our group: those of Megatron's own; None if that is not an NCCL group."""
     # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
     given = options_of(group)
@@ -115,7 +131,17 @@ def _nccl_options_of(group: dist.ProcessGroup) -> Any:
         # None is skipped: torch would try to copy a string that does not exist.
         if value is not None:
             setattr(options.config, name, value)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+        # NCCL refuses a lower limit above the upper one.
+        options.config.min_ctas = min(options.config.min_ctas, max_ctas)
     return options
+
+
+def _given_max_ctas(group: dist.ProcessGroup) -> int | None:
+    """What Megatron's communicator config file says for a group, if it says anything."""
+    value = getattr(getattr(options_of(group), "config", None), "max_ctas", UNSET)
+    return None if value == UNSET else value
 
 
 def _peer_group(name: str, group: dist.ProcessGroup, node_of: dict[int, int]) -> PeerGroup:

@@ -130,6 +130,7 @@ def rule_of(choice: Choice, config: Any, layout: Layout) -> dict[str, Any]:
         "moe_router_topk": config.moe_router_topk,
         "value_bytes": workload.value_bytes,
         "prob_bytes": workload.prob_bytes,
+        "moe_monta_max_ctas": getattr(config, "moe_monta_max_ctas", None),
     }
 
 

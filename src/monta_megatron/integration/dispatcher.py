@@ -91,6 +91,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.choice.chains,
             self.layout,
             {"ep": self.ep_group, "etp": self.tp_group, "tp_ep": self.tp_ep_group},
+            self.options.max_ctas,
         )
         _share_time_limit(self.groups)
         self.monitor = Monitor()
