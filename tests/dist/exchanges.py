@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,14 @@ from equal import assert_equal, difference
 
 from monta_megatron import reference
 from monta_megatron.chains import CHAINS
+from monta_megatron.exchange import state
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
+from monta_megatron.exchange.streams import HostStreams
 from monta_megatron.topology.layout import Layout
 
 ROUTINGS = (
@@ -529,6 +532,18 @@ def errors_of(case: Case) -> Errors:
         equal=torch.equal(ours.output, stock) and torch.equal(ours.token_gradient, stock),
         num_entries=exact.numel(),
     )
+
+
+class DeviceOrder(HostStreams):
+    """Programs as they are on devices, run by the host, which waits for each collective."""
+
+    policy = "streams"
+
+
+def errors_in_device_order(case: Case) -> Errors:
+    """`errors_of` with the programs that run on devices."""
+    with mock.patch.object(state, "streams_for", lambda device: DeviceOrder()):
+        return errors_of(case)
 
 
 def _terms(case: Case, data: Data, rank: int) -> torch.Tensor:

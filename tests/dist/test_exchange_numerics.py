@@ -21,6 +21,7 @@ from exchanges import (
     bytes_of_dispatch,
     check_deterministic,
     check_many,
+    errors_in_device_order,
     errors_of,
     make_data,
 )
@@ -210,6 +211,8 @@ def test_rounding(
     for num_chunks in (1,) if CHAINS[chain].serial else (1, 4):
         case = numerics_case(chain, shape, dtype, num_chunks)
         rms = Rms.of(pools[4].run(errors_of, case))
+        # Sums have the same terms in the same order, however their program is executed.
+        assert rms == Rms.of(pools[4].run(errors_in_device_order, case))
         if dtype == "bfloat16":
             bound = MARGIN * math.sqrt(1 + HOPS[chain]) * rms.one_rounding
         else:

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from monta_megatron.exchange import operations, state, streams
+from monta_megatron.exchange import collectives, operations, state, streams
 from monta_megatron.exchange.collectives import PeerGroup
 
 try:
@@ -170,12 +170,16 @@ class FakeDevice(TorchDispatchMode):
         """A collective that is started through torch.distributed, and recorded."""
 
         def started(
-            output: torch.Tensor, input_: torch.Tensor, *splits: Any
+            output: torch.Tensor,
+            input_: torch.Tensor,
+            receive: list[int],
+            send: list[int],
+            group: PeerGroup,
         ) -> torch.distributed.Work:
-            *rows, group = splits
-            _check_message(output, input_, group, *rows)
+            num_sent = send[0] if start is collectives.start_all_gather else sum(send)
+            _check_message(output, input_, receive, send, num_sent, group)
             with self.recorder.muted():
-                start(output, input_, *splits)
+                start(output, input_, receive, send, group)
             return self.recorder.collective(output, input_, None, group)
 
         return started
@@ -184,20 +188,18 @@ class FakeDevice(TorchDispatchMode):
 def _check_message(
     output: torch.Tensor,
     input_: torch.Tensor,
-    group: PeerGroup,
     receive: list[int],
-    send: list[int] | None = None,
+    send: list[int],
+    num_sent: int,
+    group: PeerGroup,
 ) -> None:
     """What NCCL, or torch's binding of it, takes for granted: a fake process group checks none."""
     assert input_.is_cuda and output.is_cuda, "a message on the host"
     assert input_.is_contiguous() and output.is_contiguous(), "a message with gaps"
     assert input_.dtype == output.dtype and input_.shape[1:] == output.shape[1:]
     assert len(receive) == group.size and sum(receive) == output.shape[0]
-    if send is None:
-        assert receive[group.rank] == input_.shape[0]
-    else:
-        assert len(send) == group.size and sum(send) == input_.shape[0]
-        assert send[group.rank] == receive[group.rank]
+    assert len(send) == group.size and num_sent == input_.shape[0]
+    assert send[group.rank] == receive[group.rank]
 
 
 def _crosses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -321,7 +321,12 @@ class Recorder(TorchDispatchMode):
         return self.collective(output, input_, own, group)
 
     def _start_all_gather(
-        self, output: torch.Tensor, input_: torch.Tensor, receive: list[int], group: PeerGroup
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        receive: list[int],
+        send: list[int],
+        group: PeerGroup,
     ) -> RecordedWork:
         return self.collective(output, input_, input_, group)
 

@@ -5,6 +5,7 @@ maps; the rows are fake tensors on "cuda" (see fake_device), the process groups 
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import Place
 from monta_megatron.exchange import executor
+from monta_megatron.exchange.collectives import start_all_gather
 from monta_megatron.exchange.counting import Counting, lists_of
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.groups import peer_groups
@@ -208,6 +210,40 @@ def test_a_planted_wait_is_found(fault: str) -> None:
         device,
     ):
         run_layer(exchange, routed, torch.bfloat16)
+
+
+GATHERS = ("all_gather_into_tensor", "all_gather", "all_to_all")
+
+
+@pytest.mark.parametrize(
+    ("on_device", "num_more", "issued"),
+    [
+        (True, 0, "all_gather_into_tensor"),
+        (True, 1, "all_to_all"),
+        (False, 0, "all_gather_into_tensor"),
+        (False, 1, "all_gather"),
+    ],
+)
+def test_how_rows_are_gathered(on_device: bool, num_more: int, issued: str) -> None:
+    """Parts of one size, or this rank's with more rows than the others'."""
+    layout = LAYOUTS[16, 1]
+    group = peer_groups([CHAINS["hierarchical_allgather"]], layout, megatron_groups(layout))["node"]
+    receive = [3 + num_more * (peer == group.rank) for peer in range(group.size)]
+    send = [receive[group.rank]] * group.size
+    calls = {name: mock.Mock() for name in GATHERS}
+    with FakeDevice() if on_device else nullcontext(), mock.patch.multiple(dist, **calls):
+        message = torch.empty(send[0], HIDDEN, device="cuda" if on_device else "cpu")
+        output = message.new_empty(sum(receive), HIDDEN)
+        start_all_gather(output, message, receive, send, group)
+    assert {name: call.call_count for name, call in calls.items() if call.called} == {issued: 1}
+    outputs, inputs = calls[issued].call_args.args
+    if issued != "all_gather_into_tensor":
+        assert [len(each) for each in outputs] == receive
+        assert all(each._base is output for each in outputs)
+    if issued == "all_to_all":
+        assert len(inputs) == group.size and all(each is message for each in inputs)
+    else:
+        assert inputs is message
 
 
 def test_a_pageable_copy_in_place_of_the_listed_one_is_found() -> None:

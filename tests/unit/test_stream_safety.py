@@ -31,6 +31,7 @@ from monta_megatron.topology.layout import Layout
 
 NUM_LOCAL_EXPERTS = 2
 HIDDEN = 4
+DTYPE = torch.float32
 NUM_BLOCKS = 6
 NUM_CHUNKS = (1, 2, 3, 5)
 WALKS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
@@ -135,14 +136,15 @@ def make_inputs(
         numbers = torch.arange(num_experts).expand_as(routing_map)
         numbers = torch.where(routing_map, numbers, num_experts)
         ids = numbers.sort(dim=1).values[:, :width].int()
-    return torch.ones(num_rows, HIDDEN).requires_grad_(), probs.requires_grad_(), ids
+    rows = torch.ones(num_rows, HIDDEN, dtype=DTYPE)
+    return rows.requires_grad_(), probs.requires_grad_(), ids
 
 
 def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> None:
     """All four walks, with work on the caller's stream before, between and after them."""
     rows, probs, ids = make_inputs(exchange, routing_map)
     expert_rows, expert_probs = dispatch(exchange, rows * 1, probs * 1, ids)
-    output = combine(exchange, expert_rows * expert_probs[:, None])
+    output = combine(exchange, expert_rows * expert_probs[:, None].to(DTYPE))
     (output * 2).sum().backward()
     assert rows.grad is not None and probs.grad is not None
     _ = rows.grad + 1, probs.grad + 1

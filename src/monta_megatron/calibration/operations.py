@@ -186,13 +186,12 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
         # node chains gather what has arrived, in sizes that differ, which takes another code path.
         odd_row = int(point.tier == "intra")
         receive = [point.num_rows + odd_row * (peer == 0) for peer in range(group.size)]
-        message = torch.ones(
-            receive[group.rank], MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device
-        )
+        send = [receive[group.rank]] * group.size
+        message = torch.ones(send[0], MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device)
 
         def start_gather() -> Callable[[], object]:
             output = message.new_empty(sum(receive), MESSAGE_ROW_BYTES)
-            return start_all_gather(output, message, receive, group).wait
+            return start_all_gather(output, message, receive, send, group).wait
 
         return start_gather
 
@@ -245,7 +244,7 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         lists = torch.arange(NUM_COPIES, device=device).expand(num_rows, -1)
         parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
         num_copies = num_rows * NUM_COPIES
-        copies, source = find_copies(lists, parts, num_copies, keep_lists=False), rows(num_copies)
+        copies, source = find_copies(lists, parts, num_copies), rows(num_copies)
 
         shares = torch.ones(num_copies, device=device)
 
@@ -272,8 +271,8 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         parts = ExpertRange(first=0, size=size, num_parts=TOPK)
         hits = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids // size, True)
         num_copies, lists = int(hits.sum()), ids.int().to(device)
-        keep_lists = point.operation == "find_lists"
-        return lambda: find_copies(lists, parts, num_copies, keep_lists=keep_lists)
+        in_lists = point.operation == "find_lists"
+        return lambda: find_copies(lists, parts, num_copies).pairs(in_lists)
 
     on_device = _routing_map(ids, NUM_EXPERTS).to(device)
     if point.operation == "lists":

@@ -31,6 +31,7 @@ from monta_megatron.chains.chain import BoundChain, Order, Rows, order_of_issue
 from monta_megatron.chains.program import (
     COLLECTIVES,
     ID_BYTES,
+    SUM_COLUMNS,
     BoundProgram,
     Buffer,
     Column,
@@ -193,7 +194,7 @@ def _structure(
             columns=each.columns,
             packed=each.packed,
             release=release,
-            slot=place_of[memory, turn % window] if release == "window" else number,
+            slot=place_of[memory if each.shares is None else each.shares, turn % window],
             last_read=number_of[each.readers[-1], turn] if each.readers else -1,
         )
 
@@ -248,6 +249,7 @@ class _Memory:
 
     Attributes:
         is_whole: it holds the rows of all chunks.
+        shares: another one whose memory it uses, at another time; None for memory of its own.
         writer: the series that writes it; -1 for the input.
         readers: the series that read it, in order.
     """
@@ -259,6 +261,7 @@ class _Memory:
     copies: int = 1
     release: Release = "join"
     is_whole: bool = False
+    shares: int | None = None
     writer: int = -1
     readers: list[int] = field(default_factory=list)
 
@@ -359,11 +362,16 @@ class _Work:
     def _reduce(self, at: int) -> None:
         behind, boundary, reads = self._shapes[at + 1], self._boundary(at), [self.at]
         writes, group = [self._message(at)], None
-        is_rounded = self._row.sum_bytes > self._row.value_bytes
-        if isinstance(behind.stage, AllGather) and behind.group_size > 1 and is_rounded:
+        if isinstance(behind.stage, AllGather) and behind.group_size > 1 and self._is_rounded:
             group = behind.stage.group
-            self._own = [self._unrounded(at, boundary - 1, release="join")]
-        writes += [*self._own, self._unrounded(at, boundary)]
+            columns = (Column("rows", self._row.hidden_size, self._row.sum_bytes),)
+            name = f"{self._shapes[at].stage.name}, unrounded"
+            self._own = [self._buffer(name, boundary - 1, columns)]
+        writes += [*self._own, *self._scratch(at, self._boundary(at - 1), 1, boundary)]
+        if self._is_rounded and self.at == 0 and self._shapes[0].placement == "index":
+            # What is read row by row is there in its own dtype before it is converted.
+            writes.append(self._sum_buffer(at, self._boundary(at - 1), self._row.value_bytes))
+            self.memory[writes[-1]].shares = writes[-2]
         self._add("reduce", at, reads, writes, group=group)
 
     def _exchange(self, at: int, shape: StageShape, stage: AllToAll | AllGather) -> None:
@@ -392,12 +400,13 @@ class _Work:
         name, reads = f"sum of {stage.name}", [self.at, *self._own]
         total = self._buffer(name, parts.boundary, parts.columns, packed=parts.packed)
         # The sums of adjacent parts are added up one by one.
-        scratch = self._unrounded(at, parts.boundary, copies=1 if first == num_parts else 2)
+        num_sums = 1 if first == num_parts else 2
+        scratch = self._scratch(at, parts.boundary, num_parts, parts.boundary, num_sums)
         self._add(
             "reduce_parts",
             at,
             reads,
-            [total, scratch],
+            [total, *scratch],
             stage=name,
             group=stage.group,
             parts_per_sum=first,
@@ -415,13 +424,27 @@ class _Work:
         packed = self._packs and to_collective and len(self._columns[boundary]) > 1
         return self._buffer(self._shapes[at].stage.name, boundary, packed=packed)
 
-    def _unrounded(
-        self, at: int, boundary: int, copies: int = 1, release: Release = "last read"
-    ) -> int:
-        """Sums as they are before they are rounded."""
-        columns = (Column("rows", self._row.hidden_size, self._row.sum_bytes),)
-        name = f"{self._shapes[at].stage.name}, unrounded"
-        return self._buffer(name, boundary, columns, copies=copies, release=release)
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether sums are in another dtype than rows."""
+        return self._row.sum_bytes > self._row.value_bytes
+
+    def _scratch(
+        self, at: int, boundary: int, copies: int, sum_boundary: int, num_sums: int = 1
+    ) -> list[int]:
+        """What a sum holds while it is made: its terms, if they are converted, and the sums."""
+        sums = self._sum_buffer(at, sum_boundary, self._row.sum_bytes, num_sums)
+        if not self._is_rounded:
+            return [sums]
+        return [self._sum_buffer(at, boundary, self._row.sum_bytes, copies), sums]
+
+    def _sum_buffer(self, at: int, boundary: int, value_bytes: int, copies: int = 1) -> int:
+        """As many columns as are summed at a time."""
+        width = self._row.hidden_size
+        width = min(width, SUM_COLUMNS) if self._is_rounded else width
+        columns = (Column("rows", width, value_bytes),)
+        name = f"{self._shapes[at].stage.name}, summed"
+        return self._buffer(name, boundary, columns, copies=copies, release="last read")
 
     def _buffer(
         self,

@@ -19,6 +19,8 @@ from monta_megatron.topology.layout import GroupName
 
 ALIGNMENT_BYTES = 16
 ID_BYTES = 4
+# Columns of low-precision rows that are summed at a time: what is converted for it stays small.
+SUM_COLUMNS = 2048
 
 # How a program is executed: "host" on CPU ranks, where the host itself copies and waits; "streams"
 # on devices, to which it hands everything in advance.

@@ -58,14 +58,23 @@ def start_all_to_all(
 
 
 def start_all_gather(
-    output: torch.Tensor, input_: torch.Tensor, receive: list[int], group: PeerGroup
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    receive: list[int],
+    send: list[int],
+    group: PeerGroup,
 ) -> dist.Work:
-    """Receive `receive[p]` rows from every peer p, which sends the same rows to everyone."""
+    """Send the same rows to everyone and receive `receive[p]` rows from every peer p."""
+    process_group = group.process_group
     if len(set(receive)) == 1:
-        work = dist.all_gather_into_tensor(output, input_, group=group.process_group, async_op=True)
+        work = dist.all_gather_into_tensor(output, input_, group=process_group, async_op=True)
     else:
-        work = dist.all_gather(
-            list(output.split(receive)), input_, group=group.process_group, async_op=True
-        )
+        outputs = list(output.split(receive))
+        if output.is_cuda:
+            # NCCL gathers unequal parts by one broadcast after the other.
+            inputs = [input_] * group.size
+            work = dist.all_to_all(outputs, inputs, group=process_group, async_op=True)
+        else:
+            work = dist.all_gather(outputs, input_, group=process_group, async_op=True)
     assert work is not None, f"this rank is no member of group {group.name}"
     return work

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import Copies, put_rows
-from monta_megatron.exchange.copies import find_copies as copies_of_rows
-from monta_megatron.exchange.payload import Lanes, OwnPart
+from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
+from monta_megatron.exchange.copies import Copies, find_copies, pick, put_rows
+from monta_megatron.exchange.payload import Lanes
 from monta_megatron.exchange.state import State
+from monta_megatron.exchange.sums import column_blocks, sum_parts
 
 Works = list[dist.Work]
 
@@ -45,14 +45,16 @@ def put(state: State, operation: Operation) -> Works:
     return []
 
 
-def find_lists(state: State, operation: Operation) -> Works:
-    """Find the copies for other ranks, which keep their share of a row's list of experts."""
-    return _find(state, operation, keep_lists=True)
-
-
-def find_copies(state: State, operation: Operation) -> Works:
-    """Find the copies for this rank's experts, one expert each."""
-    return _find(state, operation, keep_lists=False)
+def find(state: State, operation: Operation) -> Works:
+    """Find the copies of rows, from their lists of experts."""
+    lanes, _ = state.read(operation)
+    bound, chunk = state.exchange.bound, operation.chunk
+    parts = bound.stages[operation.position].parts
+    assert lanes.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
+    num_copies = int(bound.rows_at[operation.position + 1][chunk])
+    copies = find_copies(lanes.ids, parts, num_copies)
+    state.exchange.copies[operation.position, chunk] = copies
+    return []
 
 
 def duplicate(state: State, operation: Operation) -> Works:
@@ -62,9 +64,10 @@ def duplicate(state: State, operation: Operation) -> Works:
     into = _written(state, operation)
     torch.index_select(lanes.rows, 0, copies.row, out=into.rows)
     if into.probs is not None and lanes.probs is not None:
-        into.probs.copy_(copies.pick(lanes.probs, missing=0))
-    if into.ids is not None and lanes.ids is not None:
-        into.ids.copy_(copies.pick(lanes.ids, missing=state.exchange.bound.layout.num_experts))
+        pairs = copies.pairs(in_lists=into.probs.dim() > 1)
+        into.probs.copy_(pick(lanes.probs, pairs, missing=0))
+        if into.ids is not None and lanes.ids is not None:
+            into.ids.copy_(pick(lanes.ids, pairs, missing=state.exchange.bound.layout.num_experts))
     return []
 
 
@@ -72,35 +75,40 @@ def reduce(state: State, operation: Operation) -> Works:
     """Sum each row's copies: [M, H] -> [N, H], rounded once; probabilities go back into lists."""
     lanes, index = state.read(operation)
     copies = _copies(state, operation)
-    rows = copies.sum_by_row(lanes.rows, state.sum_dtype, index)
     into = _written(state, operation)
-    into.rows.copy_(rows)
+    targets = [(into.rows, slice(None))]
+    if operation.group is not None:
+        # What goes over the wire is rounded; this rank's own part of the next sum is not.
+        gathered = state.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
+        end = int(gathered[: state.group(operation).rank + 1].sum())
+        (own,) = state.allocate(operation.writes[1])
+        targets.append((own, slice(end - own.shape[0], end)))
+    for columns in column_blocks(lanes.rows, state.sum_dtype):
+        sums = copies.sum_by_row(lanes.rows[:, columns], state.sum_dtype, index)
+        for target, rows in targets:
+            target[:, columns] = sums[rows]
+        # Its memory is needed for the next block.
+        del sums
     if into.probs is not None and lanes.probs is not None:
         shares = lanes.probs if index is None else lanes.probs[index]
         into.probs.copy_(copies.put_back(shares))
-    if operation.group is not None:
-        # What goes over the wire is rounded; this rank's own part of the next sum is not.
-        gather = state.exchange.bound.stages[operation.position - 1]
-        parts = rows.split(gather.receive[operation.chunk].tolist())
-        (own,) = state.allocate(operation.writes[1])
-        own.copy_(parts[state.group(operation).rank])
     return []
 
 
 def reduce_parts(state: State, operation: Operation) -> Works:
     """Sum the parts of each row that came from all ranks: [P * N, H] -> [N, H], rounded once."""
-    own = None
-    if len(operation.reads) > 1:
-        rows = state.lanes(operation.reads[1]).rows
-        own = OwnPart(rows=rows, copy=state.group(operation).rank)
-    state.payload(operation.writes[0]).sum_of_copies(
-        state.allocate(operation.writes[0]),
-        state.messages(operation),
-        state.group(operation).size,
-        state.exchange.sum_dtype,
-        own,
-        operation.parts_per_sum,
-    )
+    lanes, _ = state.read(operation)
+    rank = state.group(operation).rank
+    own = state.lanes(operation.reads[1]).rows if len(operation.reads) > 1 else None
+    for into, parts in zip(_written(state, operation).tensors(), lanes.tensors(), strict=True):
+        sum_parts(
+            into,
+            parts,
+            torch.promote_types(state.exchange.sum_dtype, parts.dtype),
+            operation.parts_per_sum,
+            own if parts is lanes.rows else None,
+            rank,
+        )
     return []
 
 
@@ -111,23 +119,13 @@ def alltoall(state: State, operation: Operation) -> Works:
 
 def allgather(state: State, operation: Operation) -> Works:
     """Start to gather the group's rows, in the order of its ranks."""
-
-    def start(
-        output: torch.Tensor,
-        message: torch.Tensor,
-        receive: list[int],
-        send: list[int],
-        group: PeerGroup,
-    ) -> dist.Work:
-        return start_all_gather(output, message, receive, group)
-
-    return _start(state, operation, start)
+    return _start(state, operation, start_all_gather)
 
 
 OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
     "pack": pack,
-    "find_lists": find_lists,
-    "find_copies": find_copies,
+    "find_lists": find,
+    "find_copies": find,
     "duplicate": duplicate,
     "reduce": reduce,
     "alltoall": alltoall,
@@ -142,18 +140,6 @@ def _written(state: State, operation: Operation) -> Lanes:
     return state.lanes(operation.writes[0])
 
 
-def _find(state: State, operation: Operation, keep_lists: bool) -> Works:
-    lanes, _ = state.read(operation)
-    bound, chunk = state.exchange.bound, operation.chunk
-    parts = bound.stages[operation.position].parts
-    assert lanes.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
-    num_copies = int(bound.rows_at[operation.position + 1][chunk])
-    state.exchange.copies[operation.position, chunk] = copies_of_rows(
-        lanes.ids, parts, num_copies, keep_lists
-    )
-    return []
-
-
 def _copies(state: State, operation: Operation) -> Copies:
     copies = state.exchange.copies[operation.position, operation.chunk]
     state.streams.keep(copies.tensors())
@@ -163,7 +149,8 @@ def _copies(state: State, operation: Operation) -> Copies:
 def _start(state: State, operation: Operation, start: Callable[..., dist.Work]) -> Works:
     group, monitor = state.group(operation), state.exchange.monitor
     send, receive = state.bound.splits(operation)
-    messages = state.messages(operation)
+    num_rows = {tier: sum(send[peer] for peer in peers) for tier, peers in group.peers.items()}
+    messages, _ = state.messages(operation)
     outputs = state.allocate(operation.writes[0])
     works: Works = []
     monitor.note("start", state.walk, operation)
@@ -171,9 +158,8 @@ def _start(state: State, operation: Operation, start: Callable[..., dist.Work]) 
         for output, message in zip(outputs, messages, strict=True):
             works.append(start(output, message, receive, send, group))
             row_bytes = message.shape[1:].numel() * message.itemsize
-            for tier, peers in group.peers.items():
-                num_rows = sum(send[peer] for peer in peers)
-                monitor.bytes_sent[operation.stage, tier] += num_rows * row_bytes
+            for tier in num_rows:
+                monitor.bytes_sent[operation.stage, tier] += num_rows[tier] * row_bytes
     except RuntimeError as error:
         raise state.failure(operation, error) from error
     return monitor.watch(works, state.walk, operation)

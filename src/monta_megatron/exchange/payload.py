@@ -39,19 +39,6 @@ class Lanes:
         return [lane for lane in (self.rows, self.probs, self.ids) if lane is not None]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class OwnPart:
-    """This rank's own part of a sum over ranks, before it was rounded for the wire.
-
-    Attributes:
-        rows: [N, H] in the dtype of the sum.
-        copy: its position among the copies.
-    """
-
-    rows: torch.Tensor
-    copy: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Payload:
     """The layout of a message: the shape and type of each lane of a row, and where it lies.
@@ -99,39 +86,6 @@ class Payload:
             view = messages[0][:, offset : offset + num_bytes].view(dtype)
             views.append(view if shape else view[:, 0])
         return Lanes(**dict(zip(("rows", "probs", "ids"), views, strict=False)))
-
-    def sum_of_copies(
-        self,
-        total: Sequence[torch.Tensor],
-        messages: Sequence[torch.Tensor],
-        num_copies: int,
-        dtype: torch.dtype,
-        own: "OwnPart | None",
-        parts_per_sum: int,
-    ) -> None:
-        """Add up, in `dtype`, the copies that lie one after the other in `messages`; round once.
-
-        Args:
-            total: messages for N rows, into which the result is written.
-            messages: each [num_copies * N, ...], copy-major.
-            num_copies: how many copies of every row there are.
-            dtype: least dtype of the sum; the result is in the lane's own dtype.
-            own: this rank's copy of the rows, which was never rounded, or None.
-            parts_per_sum: see `chains.lower.parts_per_sum`.
-        """
-        copies = self.lanes(messages)
-        for into, lane in zip(self.lanes(total).tensors(), copies.tensors(), strict=True):
-            # [num_copies * N, ...] -> [num_copies, N, ...]
-            parts = lane.unflatten(0, (num_copies, into.shape[0]))
-            sum_dtype = torch.promote_types(dtype, lane.dtype)
-            sums = (each.sum(dim=0, dtype=sum_dtype) for each in parts.split(parts_per_sum))
-            whole = next(sums)
-            for each in sums:
-                whole += each
-            if own is not None and lane is copies.rows:
-                # A value that is infinite on the wire stays infinite, although inf - inf is nan.
-                whole += (own.rows - parts[own.copy]).nan_to_num_(0.0, 0.0, 0.0)
-            into.copy_(whole)
 
     @cached_property
     def _offsets_bytes(self) -> list[int]:

@@ -131,21 +131,20 @@ class State:
         """The columns of a buffer."""
         return self.payload(number).lanes(self._messages[number])
 
-    def messages(self, operation: Operation) -> list[torch.Tensor]:
-        """The messages that an operation reads; of the whole input, its chunk's run of rows."""
+    def messages(self, operation: Operation) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The messages that an operation reads, and its chunk's rows of them, if not all."""
         messages = self._messages[operation.reads[0]]
         segments = self.exchange.bound.stages[self._first].segments
-        if operation.reads[0] == 0 and segments is not None and segments.is_slice:
-            return [message[segments.slice_of(operation.chunk)] for message in messages]
-        return messages
+        if operation.reads[0] != 0 or segments is None:
+            return messages, None
+        if segments.is_slice:
+            return [message[segments.slice_of(operation.chunk)] for message in messages], None
+        return messages, self.rows_in_place(self._first, operation.chunk)
 
     def read(self, operation: Operation) -> tuple[Lanes, torch.Tensor | None]:
-        """The columns that an operation reads, and its chunk's rows of them, if not all."""
-        lanes = self.payload(operation.reads[0]).lanes(self.messages(operation))
-        segments = self.exchange.bound.stages[self._first].segments
-        if operation.reads[0] != 0 or segments is None or segments.is_slice:
-            return lanes, None
-        return lanes, self.rows_in_place(self._first, operation.chunk)
+        """The columns of these messages, and its chunk's rows of them, if not all."""
+        messages, index = self.messages(operation)
+        return self.payload(operation.reads[0]).lanes(messages), index
 
     def rows_in_place(self, position: int, chunk: int) -> torch.Tensor:
         """[rows of the chunk] int64: where the `Place` at `position` finds or puts them."""

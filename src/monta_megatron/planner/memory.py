@@ -4,12 +4,10 @@ from monta_megatron.chains.program import BoundProgram, Operation
 
 
 def peak_bytes(bound: BoundProgram) -> float:
-    """The peak of a pass's output, messages and sums.
+    """The peak of a pass's output, messages, and sums with what is converted for them.
 
-    Sums are counted in fp32; on a GPU the peak is lower in low precision, see `Copies.sum_by_row`.
-    On CPU ranks it is higher there, by the copies in fp32 from which such a sum is made. Indices
-    are left out: in a chain of tokens they take 8 bytes for each expert in the list of a row, kept
-    until backward.
+    Indices are left out. In a chain of tokens they take 40 bytes for each copy of a row, kept until
+    backward, and about 50 for each expert in the list of a row while the copies are found.
 
     Returns:
         Bytes on this rank beyond the pass's input.

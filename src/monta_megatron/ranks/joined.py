@@ -1,7 +1,7 @@
 """How the ranks of a command join their launch, wait for each other and share what rank 0 finds."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,14 @@ def on_first_rank(function: Callable[[], T]) -> T:
     Raises:
         ValueError: the function raised it on the first rank; raised again on all of them.
     """
-    # The result, and what is wrong.
-    outcome: list[Any] = [None, None]
+    found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome[0] = function()
+            found[0] = function()
         except ValueError as error:
-            outcome[1] = str(error)
-    dist.broadcast_object_list(outcome, src=0)
-    result, mistake = outcome
-    if mistake is not None:
-        raise ValueError(mistake)
-    return cast(T, result)
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise ValueError(found[1])
+    result: T = found[0]
+    return result
