@@ -21,7 +21,7 @@ ENTRIES = (
     "monta_megatron.integration.dispatcher",
 )
 # Lines that are not empty.
-MOST_LINES_OF_A_TRAINING_RUN = 7600
+MOST_LINES_OF_A_TRAINING_RUN = 7700
 
 
 def module_of(path: Path) -> str:
@@ -132,5 +132,6 @@ def test_a_training_run_imports_few_lines() -> None:
         module: sum(bool(line.strip()) for line in PATHS[module].read_text().splitlines())
         for module in imported_by_a_training_run()
     }
+    total = sum(lines.values())
     table = "\n".join(f"{count:6} {module}" for module, count in sorted(lines.items()))
-    assert sum(lines.values()) <= MOST_LINES_OF_A_TRAINING_RUN, f"{table}\n{sum(lines.values()):6}"
+    assert total <= MOST_LINES_OF_A_TRAINING_RUN, f"lines by module:\n{table}\n{total:6}"

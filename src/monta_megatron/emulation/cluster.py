@@ -1,4 +1,4 @@
-"""The emulated cluster as data: what was asked for, what was measured, how its parts are named.
+"""The emulated cluster as data: its settings, what was measured, how its parts are named.
 
 `monta emulate` passes it to every rank in one environment variable, so that a program can find out
 what it runs on:

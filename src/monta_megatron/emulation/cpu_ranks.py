@@ -18,6 +18,7 @@ applies to the thread that installs; a thread started by hand has to name the CP
 """
 
 import copy
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -26,7 +27,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -50,30 +51,26 @@ CPU_RANKS_ARGUMENTS: tuple[str, ...] = (
 # Compute capability of the device that Megatron sees: an A100's; it selects no kernel here.
 _CAPABILITY = (8, 0)
 
-_installed = False
 
-
+@functools.cache
 def install() -> None:
     """Let CPU ranks stand in for CUDA in this process; a second call does nothing.
 
     Where a GPU is available nothing is changed, and standard error says so.
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
     if torch.cuda.is_available():
         _say("CPU ranks stay off, a GPU is available (CUDA_VISIBLE_DEVICES= hides it)")
         return
     _install_environment()
     _install_device_queries()
-    _install_memory_queries()
     _install_streams()
     _install_generator()
     _install_device_mode()
     gloo_collectives.install()
     after_import("monta_megatron.exchange.autograd", _run_outside_device_mode)
-    _install_megatron_changes()
+    after_import("megatron.core.transformer.torch_norm", _allow_sequence_parallel_norm)
+    after_import("megatron.core.datasets.utils", _use_compiled_helper)
+    after_import("megatron.core.transformer.moe.moe_utils", _name_te_general_gemm)
     _say("CPU ranks stand in for CUDA and Gloo for NCCL: numbers are right, times are a CPU's")
 
 
@@ -95,33 +92,31 @@ def _install_environment() -> None:
 
 def _install_device_queries() -> None:
     """One device, with answers to all that Megatron asks before and during training."""
-    cuda: Any = torch.cuda
-    cuda.is_available = lambda: True  # initialize_megatron: "Megatron requires CUDA."
-    cuda.device_count = lambda: 1
-    cuda.current_device = lambda: 0
-    cuda.set_device = lambda device: None
-    # torch's get_device_name and get_device_capability read these. Megatron asks while it checks
-    # arguments (training/arguments.py) and, on its main branch, while it is imported (ssm/ops/gdp).
-    cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        name="CPU rank", major=_CAPABILITY[0], minor=_CAPABILITY[1]
+    vars(torch.cuda).update(
+        is_available=lambda: True,  # initialize_megatron: "Megatron requires CUDA."
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=lambda device: None,
+        # torch's get_device_name and get_device_capability read these. Megatron asks while it
+        # checks arguments (training/arguments.py) and, on its main branch, while it is imported
+        # (ssm/ops/gdp).
+        get_device_properties=lambda device=None: SimpleNamespace(
+            name="CPU rank", major=_CAPABILITY[0], minor=_CAPABILITY[1]
+        ),
+        # Marks CUDA as initialised, so that torch.cuda seeds at once instead of deferring it.
+        _initialized=True,
+        # Once it has looked for a GPU, torch regards every later fork as broken.
+        _is_in_bad_fork=lambda: False,
+        # The process's resident memory is the device's (`report_memory`).
+        memory_allocated=lambda device=None: _resident_bytes(),
+        memory_reserved=lambda device=None: _resident_bytes(),
+        max_memory_allocated=lambda device=None: _peak_resident_bytes(),
+        max_memory_reserved=lambda device=None: _peak_resident_bytes(),
+        empty_cache=lambda: None,
     )
-    # Marks CUDA as initialised, so that torch.cuda seeds at once instead of deferring it.
-    cuda._initialized = True
-    # Once asked whether there is a GPU, torch regards every later fork as broken.
-    cuda._is_in_bad_fork = lambda: False
     # A torch built for CUDA names CUDA as its accelerator even without a GPU; a DataLoader would
     # then pin memory on it.
     torch.accelerator.is_available = lambda: False
-
-
-def _install_memory_queries() -> None:
-    """Report the process's resident memory as the device's memory (`report_memory`)."""
-    cuda: Any = torch.cuda
-    for name in ("memory_allocated", "memory_reserved"):
-        setattr(cuda, name, lambda device=None: _resident_bytes())
-    for name in ("max_memory_allocated", "max_memory_reserved"):
-        setattr(cuda, name, lambda device=None: _peak_resident_bytes())
-    cuda.empty_cache = lambda: None
 
 
 def _resident_bytes() -> int:
@@ -141,47 +136,49 @@ def _peak_resident_bytes() -> int:
 class Stream:
     """A CUDA stream on which everything has run by the time the call returns."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        """As torch.cuda.Stream takes them."""
 
-    def wait_stream(self, stream: "Stream") -> None: ...
+    def wait_stream(self, stream: "Stream") -> None:
+        """All of it has run."""
 
-    def wait_event(self, event: "Event") -> None: ...
+    def wait_event(self, event: "Event") -> None:
+        """It has happened."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        event = Event() if event is None else event
-        event.record(self)
-        return event
+        """The given event, or a new one."""
+        return event or Event()
 
 
 class Event:
     """A CUDA event; whatever it records has already happened."""
 
-    def __init__(self, **options: bool) -> None: ...
+    def __init__(self, **options: bool) -> None:
+        """As torch.cuda.Event takes them."""
 
-    def record(self, stream: Stream | None = None) -> None: ...
+    def record(self, stream: Stream | None = None) -> None:
+        """All that is on the stream has run."""
 
-    def wait(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None:
+        """It has happened."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """It has happened."""
 
 
 def _install_streams() -> None:
     """Megatron uses streams in the dispatchers, the gradient buckets and the 1F1B schedules."""
-    cuda: Any = torch.cuda
     only_stream = Stream()
-
-    def stream(stream: Stream | None) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    cuda.Stream = Stream
-    cuda.Event = Event
-    cuda.stream = stream
-    cuda.current_stream = lambda device=None: only_stream
-    cuda.synchronize = lambda device=None: None
-    cuda.is_current_stream_capturing = lambda: False
+    vars(torch.cuda).update(
+        Stream=Stream,
+        Event=Event,
+        stream=lambda stream: nullcontext(),
+        current_stream=lambda device=None: only_stream,
+        synchronize=lambda device=None: None,
+        is_current_stream_capturing=lambda: False,
+    )
     # A torch without CUDA has no NVTX, which Megatron 0.16's overlap schedule calls.
-    cuda.nvtx.range_push = lambda message: 0
-    cuda.nvtx.range_pop = lambda: 0
+    vars(torch.cuda.nvtx).update(range_push=lambda message: 0, range_pop=lambda: 0)
     # It accepts torch's own streams only, so it is replaced here instead of in the mode below.
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
 
@@ -196,9 +193,8 @@ def _install_generator() -> None:
     out of the CUDA generator; dropout and initialisation then draw from it. On CPU tensors they
     draw from the CPU generator, so that is the one to swap.
     """
-    cuda: Any = torch.cuda
-    cuda.default_generators = (torch.default_generator,)
-    cuda.random.current_device = lambda: 0
+    torch.cuda.default_generators = (torch.default_generator,)
+    vars(torch.cuda.random).update(current_device=lambda: 0)
     # The tracker warns if the CPU generator changes along with the CUDA generator.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in str(record.msg)
@@ -249,17 +245,17 @@ class _CpuForCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _names_cuda(device: Any) -> bool:
-    """Whether a device argument means CUDA; torch.cuda.current_device() is a plain int."""
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, int) and not isinstance(device, bool)
+def _names_cuda(argument: Any) -> bool:
+    """Whether an argument means CUDA; torch.cuda.current_device() is a plain int."""
+    return type(argument) is int or _names(argument, "cuda")
 
 
-def _names_cpu(device: Any) -> bool:
-    return isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
+def _names_cpu(argument: Any) -> bool:
+    return _names(argument, "cpu")
+
+
+def _names(argument: Any, device_type: str) -> bool:
+    return isinstance(argument, str | torch.device) and str(argument).startswith(device_type)
 
 
 def _install_device_mode() -> None:
@@ -277,12 +273,6 @@ def _install_device_mode() -> None:
 
 
 # Megatron's modules
-
-
-def _install_megatron_changes() -> None:
-    after_import("megatron.core.transformer.torch_norm", _allow_sequence_parallel_norm)
-    after_import("megatron.core.datasets.utils", _use_compiled_helper)
-    after_import("megatron.core.transformer.moe.moe_utils", _name_te_general_gemm)
 
 
 def _allow_sequence_parallel_norm(torch_norm: ModuleType) -> None:
@@ -312,11 +302,8 @@ def _use_compiled_helper(datasets_utils: ModuleType) -> None:
     needs pybind11. An installed megatron-core wheel has the same helper compiled.
     """
     datasets = importlib.import_module("megatron.core.datasets")
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         wheel = importlib.metadata.distribution("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    else:
         datasets.__path__.append(str(wheel.locate_file("megatron/core/datasets")))
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         datasets_utils.compile_helpers = lambda: None  # type: ignore[attr-defined]

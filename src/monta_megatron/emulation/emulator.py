@@ -133,7 +133,7 @@ def _run(cluster: EmulatedCluster, command: Sequence[str], stdout_rank: int | No
     for line in _EXIT_STATUSES.read_text().splitlines():
         rank, status = map(int, line.split())
         if status != 0:
-            said = forwarder.last_lines(_label(cluster, rank))
+            said = forwarder.last_lines[_label(cluster, rank)]
             cause = cause_of(said) or next(filter(str.strip, reversed(said)), "it said nothing")
             _say(f"rank {rank} ended first, {ended(status)}: {cause}")
             return status
@@ -165,7 +165,7 @@ def _start_node(
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "MONTA_CPU_RANKS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            # What a training's planner takes, unless it is told otherwise.
+            # What a training's planner takes, unless it is given others.
             "MOE_MONTA_CLUSTER": os.environ.get("MOE_MONTA_CLUSTER", str(_COSTS)),
             ENVIRONMENT_VARIABLE: cluster.to_json(),
         },
@@ -213,11 +213,12 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
-        self._last_lines: dict[str, deque[str]] = {}
+        # By label, the end of what a source has said.
+        self.last_lines: dict[str, deque[str]] = {}
 
     def add(self, lines: Iterable[bytes], label: str) -> None:
         """Start copying from a source."""
-        last_lines = self._last_lines[label] = deque(maxlen=_LAST_LINES)
+        last_lines = self.last_lines[label] = deque(maxlen=_LAST_LINES)
         thread = threading.Thread(target=self._copy, args=(lines, label, last_lines), daemon=True)
         thread.start()
         self._threads.append(thread)
@@ -227,10 +228,6 @@ class _Forwarder:
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    def last_lines(self, label: str) -> list[str]:
-        """The end of what a source has said."""
-        return list(self._last_lines[label])
 
     @staticmethod
     def _copy(lines: Iterable[bytes], label: str, last_lines: "deque[str]") -> None:

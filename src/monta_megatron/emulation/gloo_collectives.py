@@ -36,7 +36,7 @@ _gloo: Any = dist.ProcessGroupGloo
 _THREADS_PER_DEVICE = 2
 
 # Pipeline stages send with tag 0.
-ALL_TO_ALL_TAG = 7
+TAG = 7
 
 # Parts up to this size are gathered from every rank directly, even between nodes. Gloo passes them
 # around a ring of n - 1 steps, each of which wakes another process but crosses nodes less often.
@@ -106,7 +106,7 @@ class PendingWork:
     def __init__(
         self,
         works: Sequence["dist.Work | Receipt | PendingWork"],
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._works = works
         self._finish = finish
@@ -116,9 +116,8 @@ class PendingWork:
         works, self._works = self._works, ()
         for work in works:
             work.wait() if timeout is None else work.wait(timeout)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        finish, self._finish = self._finish, lambda: None
+        finish()
         return True
 
     def is_completed(self) -> bool:
@@ -149,36 +148,20 @@ def all_to_all_single(
     Megatron: its dispatcher turns splits into numpy arrays only if they are CUDA tensors
     (`maybe_move_tensor_to_cpu`), which no tensor is on CPU ranks.
     """
+    group = _given(group)
+    outputs = output.split_with_sizes(_sizes(output_split_sizes, output, group.size()))
+    inputs = input.contiguous().split_with_sizes(_sizes(input_split_sizes, input, group.size()))
+    messages = [(inputs[peer], [peer]) for peer in _peers(group)]
+    pending = _exchange(outputs, messages, group)
+    outputs[group.rank()].copy_(inputs[group.rank()])
+    return _returned(pending, async_op)
 
-    # Receives first, then sends. 2 x 2 ranks, nodes joined at 500 Mbit/s, 4 and 16 MB: 94 and 89%
-    # of the link; Gloo's own posts each send first, so that a peer's "ready to receive" waits
-    # behind megabytes of data, and the link idles in one direction: 62 and 81%.
+
+def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A collective's group: all ranks unless it is given."""
     group = group or dist.group.WORLD
-    assert group is not None
-    rank, size = group.rank(), group.size()
-    outputs = output.split_with_sizes(_sizes(output_split_sizes, output, size))
-    inputs = input.contiguous().split_with_sizes(_sizes(input_split_sizes, input, size))
-    peers = [(rank + step) % size for step in range(1, size)]
-    senders = [peer for peer in reversed(peers) if outputs[peer].numel() > 0]
-    receivers = [peer for peer in peers if inputs[peer].numel() > 0]
-    node = neighbours_of(group)
-    works: list[dist.Work | Receipt] = [
-        group.recv([outputs[peer]], peer, ALL_TO_ALL_TAG)
-        for peer in senders
-        if peer not in node.positions
-    ]
-    works += [
-        group.send([inputs[peer]], peer, ALL_TO_ALL_TAG)
-        for peer in receivers
-        if peer not in node.positions
-    ]
-    for peer in receivers:
-        if peer in node.positions:
-            node.send(inputs[peer], [peer])
-    outputs[rank].copy_(inputs[rank])
-    # Waited for first: the host copies these while the network is busy with the others.
-    receipts = [node.receive(outputs[peer], peer) for peer in senders if peer in node.positions]
-    return _returned(PendingWork([*receipts, *works]), async_op)
+    assert group is not None, "a collective before init_process_group"
+    return group
 
 
 def _sizes(
@@ -187,6 +170,46 @@ def _sizes(
     if sizes is None:
         return [whole.shape[0] // num_ranks] * num_ranks
     return sizes.tolist() if isinstance(sizes, torch.Tensor) else list(map(int, sizes))
+
+
+def _peers(group: dist.ProcessGroup) -> list[int]:
+    """The other positions in a group: r + 1, r + 2, ..."""
+    rank, size = group.rank(), group.size()
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def _exchange(
+    outputs: Sequence[torch.Tensor],
+    messages: Sequence[tuple[torch.Tensor, Sequence[int]]],
+    group: dist.ProcessGroup,
+) -> PendingWork:
+    """Send tensors to peers, and receive one from each; all ranks know which of them are empty.
+
+    Args:
+        outputs: n tensors, for what the rank at each position sends here.
+        messages: tensors, and the positions of those that each is for.
+    """
+    # Receives first, then sends. 2 x 2 ranks, nodes joined at 500 Mbit/s, 4 and 16 MB: 94 and 89%
+    # of the link; Gloo's own posts each send first, so that a peer's "ready to receive" waits
+    # with megabytes of data in front, and the link idles in one direction: 62 and 81%.
+    node = neighbours_of(group)
+    senders = [peer for peer in reversed(_peers(group)) if outputs[peer].numel() > 0]
+    messages = [(tensor, peers) for tensor, peers in messages if tensor.numel() > 0]
+    works: list[dist.Work | Receipt] = [
+        group.recv([outputs[peer]], peer, TAG) for peer in senders if peer not in node.positions
+    ]
+    works += [
+        group.send([tensor], peer, TAG)
+        for tensor, peers in messages
+        for peer in peers
+        if peer not in node.positions
+    ]
+    for tensor, peers in messages:
+        if here := [peer for peer in peers if peer in node.positions]:
+            node.send(tensor, here)
+    # Waited for first: the host copies these while the network is busy with the others.
+    receipts = [node.receive(outputs[peer], peer) for peer in senders if peer in node.positions]
+    return PendingWork([*receipts, *works])
 
 
 def all_gather(
@@ -200,11 +223,11 @@ def all_gather(
     Megatron: the dispatcher's gather over expert-tensor-parallel ranks, whose token counts differ
     (`_gather_along_first_dim` with `output_split_sizes`).
     """
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "all_gather before init_process_group"
+    group = _given(group)
     tensor_list[group.rank()].copy_(tensor)
     if _gathers_directly(tensor_list, group):
-        return _returned(_gather_directly(tensor_list, tensor.contiguous(), group), async_op)
+        messages = [(tensor.contiguous(), _peers(group))]
+        return _returned(_exchange(tensor_list, messages, group), async_op)
     # One broadcast per rank. 4 ranks on 2 cores, about 2 MB each, medians: broadcasts 8.7 ms, one
     # all_to_all_single of n copies 8.6 to 12.8 ms (and n times the memory), all_gather padded to
     # the longest 15 to 18 ms, 31 to 34 ms where one rank has most of the rows. For equal sizes and
@@ -223,8 +246,7 @@ def all_gather_into_tensor(
     async_op: bool = False,
 ) -> dist.Work | PendingWork | None:
     """`torch.distributed.all_gather_into_tensor`; Gloo's own if large parts cross nodes."""
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "all_gather_into_tensor before init_process_group"
+    group = _given(group)
     if not _gathers_directly([input_tensor], group):
         return _all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
     parts = output_tensor.view(group.size(), *input_tensor.shape).unbind()
@@ -235,27 +257,6 @@ def _gathers_directly(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -
     """Whether to gather directly; the same on every rank, as all know the parts' sizes."""
     largest_bytes = max(part.nbytes for part in parts)
     return neighbours_of(group).are_whole_group or largest_bytes <= _DIRECT_GATHER_BYTES
-
-
-def _gather_directly(
-    parts: Sequence[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup
-) -> PendingWork:
-    """Every rank sends its part to every other rank."""
-    node = neighbours_of(group)
-    here = {group.rank(), *node.positions}
-    senders = [peer for peer, part in enumerate(parts) if part.numel() > 0]
-    works: list[dist.Work | Receipt] = [
-        group.recv([parts[peer]], peer, ALL_TO_ALL_TAG) for peer in senders if peer not in here
-    ]
-    if group.rank() in senders:
-        works += [
-            group.send([own], peer, ALL_TO_ALL_TAG)
-            for peer in range(group.size())
-            if peer not in here
-        ]
-        node.send(own, sorted(node.positions))
-    receipts = [node.receive(parts[peer], peer) for peer in senders if peer in node.positions]
-    return PendingWork([*receipts, *works])
 
 
 def reduce_scatter(
@@ -277,15 +278,12 @@ def reduce_scatter(
     # 18 to 20 ms, Gloo's own 26 to 31 ms, padded to the longest 23 to 31 ms and up to 124 ms.
     if op != dist.ReduceOp.SUM:
         return _reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "reduce_scatter before init_process_group"
-    num_ranks = group.size()
     # [n, numel of part r]
-    received = output.new_empty((num_ranks, output.numel()))
+    received = output.new_empty((len(input_list), output.numel()))
     work = all_to_all_single(
         received.view(-1),
         _joined(input_list),
-        output_split_sizes=[output.numel()] * num_ranks,
+        output_split_sizes=[output.numel()] * len(input_list),
         input_split_sizes=[part.numel() for part in input_list],
         group=group,
         async_op=True,

@@ -54,6 +54,12 @@ _SETTINGS = {
 }
 # Absent where the kernel has no IPv6. Router solicitations would count as bytes sent.
 _NO_IPV6 = "net/ipv6/conf/all/disable_ipv6"
+_APPLY_SETTINGS = " && ".join(
+    [
+        *(f"echo {value} >/proc/sys/{name}" for name, value in _SETTINGS.items()),
+        f"[ ! -e /proc/sys/{_NO_IPV6} ] || echo 1 >/proc/sys/{_NO_IPV6}",
+    ]
+)
 
 
 def build(cluster: EmulatedCluster) -> None:
@@ -64,10 +70,11 @@ def build(cluster: EmulatedCluster) -> None:
     """
     _make_private_directory()
     _name_hosts(cluster)
+    ports = [node + nic for node in cluster.node_names for nic in cluster.nic_names]
     _run("ip", "-batch", "-", stdin=_switch(cluster))
-    _run("tc", "-batch", "-", stdin=_rates(cluster, _switch_ports(cluster)))
+    _run("tc", "-batch", "-", stdin=_rates(cluster, ports))
     for node, name in enumerate(cluster.node_names):
-        _run(*in_node(name), "sh", "-c", _apply_settings())
+        _run(*in_node(name), "sh", "-c", _APPLY_SETTINGS)
         _run("ip", "-netns", name, "-batch", "-", stdin=_routes(cluster, node))
         _run("tc", "-netns", name, "-batch", "-", stdin=_rates(cluster, cluster.nic_names))
 
@@ -102,10 +109,6 @@ def _name_hosts(cluster: EmulatedCluster) -> None:
     ours = PRIVATE_DIRECTORY / ".hosts"
     ours.write_text("".join(lines) + hosts.read_text())
     _run("mount", "--bind", str(ours), str(hosts))
-
-
-def _switch_ports(cluster: EmulatedCluster) -> list[str]:
-    return [node + nic for node in cluster.node_names for nic in cluster.nic_names]
 
 
 def _switch(cluster: EmulatedCluster) -> Iterator[str]:
@@ -147,12 +150,6 @@ def _rates(cluster: EmulatedCluster, interfaces: list[str]) -> Iterator[str]:
 
 def _burst_bytes(cluster: EmulatedCluster) -> int:
     return max(_MIN_BURST_BYTES, round(cluster.inter_mbit * 1e6 / 8 * _BURST_SECONDS))
-
-
-def _apply_settings() -> str:
-    lines = [f"echo {value} >/proc/sys/{name}" for name, value in _SETTINGS.items()]
-    lines.append(f"[ ! -e /proc/sys/{_NO_IPV6} ] || echo 1 >/proc/sys/{_NO_IPV6}")
-    return " && ".join(lines)
 
 
 def _run(*command: str, stdin: Iterator[str] | None = None) -> None:

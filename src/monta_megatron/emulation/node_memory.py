@@ -22,6 +22,7 @@ import struct
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -137,7 +138,7 @@ class _Mailbox:
 
         Args:
             name: name of its mailbox.
-            pid, memory, pipe: the process, and its own file descriptors of memory and pipe.
+            pid, memory, pipe: the process, and its file descriptors of memory and pipe.
 
         Raises:
             OSError: the process has ended, or this one may not open its files.
@@ -154,8 +155,8 @@ class _Mailbox:
             self._processes[name] = process
         return self._processes[name]
 
-    def send(self, process: _Process, record: bytes, until: float) -> None:
-        """Write a record into the pipe of a process.
+    def send(self, process: _Process, position: int, record: bytes, until: float) -> None:
+        """Write a record into the pipe of a process, whose position in the group errors name.
 
         Raises:
             RuntimeError: it has ended, or its pipe is still full at time `until`.
@@ -165,22 +166,20 @@ class _Mailbox:
                 os.write(process.pipe, record)
                 return
             except BrokenPipeError:
-                raise RuntimeError("has ended") from None
+                raise RuntimeError(f"rank {position} of the group has ended") from None
             except BlockingIOError:
-                # It may be stuck here too, because our own pipe is full.
                 if time.monotonic() > until:
-                    raise RuntimeError("reads no messages") from None
-                with self._changed:
-                    if not self._has_reader:
-                        self._read_pipe()
+                    raise RuntimeError(f"rank {position} of the group reads no messages") from None
+                # It may be stuck here too, because the pipe of this process is full.
+                self.collect()
                 time.sleep(0.001)
 
-    def has(self, key: _Key) -> bool:
-        """Whether a message has arrived."""
+    def collect(self) -> dict[_Key, _Message]:
+        """All messages that have arrived."""
         with self._changed:
             if not self._has_reader:
                 self._read_pipe()
-            return key in self._messages
+            return self._messages
 
     def take(self, process: _Process, key: _Key, until: float) -> _Message:
         """Wait for a message and take it.
@@ -192,9 +191,9 @@ class _Mailbox:
             while key not in self._messages:
                 remaining = until - time.monotonic()
                 if process.end in self._ended:
-                    raise RuntimeError("has ended")
+                    raise RuntimeError(f"rank {key.sender} of the group has ended")
                 if remaining <= 0:
-                    raise RuntimeError("has sent nothing in time")
+                    raise RuntimeError(f"rank {key.sender} of the group has sent nothing in time")
                 if self._has_reader:
                     self._changed.wait(remaining)
                 else:
@@ -226,7 +225,7 @@ class _Mailbox:
             self._messages[_Key(*values[:3])] = _Message(*values[3:])
 
 
-# The mailbox of this process; a fork has to make its own.
+# The mailbox of this process; a fork makes another.
 _mailbox = functools.cache(_Mailbox)
 os.register_at_fork(after_in_child=_mailbox.cache_clear)
 
@@ -239,7 +238,7 @@ class Neighbours:
         are_whole_group: whether all ranks of the group are neighbours of each other.
     """
 
-    # Called on all ranks of the group at once: they tell each other where their memory is.
+    # Called on all ranks of the group at once: they exchange where their memory is.
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
         timeout = timeout_of(group)
@@ -266,10 +265,7 @@ class Neighbours:
                 *_Message(offset, tensor.nbytes, reader),
             )
             self._sent[position] += 1
-            try:
-                mailbox.send(self._processes[position], record, until)
-            except RuntimeError as error:
-                raise RuntimeError(f"rank {position} of the group {error}") from None
+            mailbox.send(self._processes[position], position, record, until)
 
     def receive(self, tensor: torch.Tensor, position: int) -> "Receipt":
         """Receive a tensor from a neighbour, in the order in which it sends them here.
@@ -284,16 +280,14 @@ class Neighbours:
         return Receipt(tensor, self._processes[position], key, self._timeout)
 
 
+@dataclass(frozen=True, eq=False)
 class Receipt:
     """A message to be received, used like the handle of an asynchronous collective."""
 
-    def __init__(
-        self, tensor: torch.Tensor, process: _Process, key: _Key, timeout: timedelta
-    ) -> None:
-        self._tensor = tensor
-        self._process = process
-        self._key = key
-        self._timeout = timeout
+    tensor: torch.Tensor
+    process: _Process
+    key: _Key
+    timeout: timedelta
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Copy the message into the tensor once it has arrived; to be called only once.
@@ -301,24 +295,21 @@ class Receipt:
         Raises:
             RuntimeError: the sender has ended, sends nothing, or sends a different number of bytes.
         """
-        seconds = (timeout or self._timeout).total_seconds()
-        sender = f"rank {self._key.sender} of the group"
-        try:
-            message = _mailbox().take(self._process, self._key, time.monotonic() + seconds)
-        except RuntimeError as error:
-            raise RuntimeError(f"{sender} {error}") from None
-        if message.num_bytes != self._tensor.nbytes:
+        seconds = (timeout or self.timeout).total_seconds()
+        message = _mailbox().take(self.process, self.key, time.monotonic() + seconds)
+        if message.num_bytes != self.tensor.nbytes:
             raise RuntimeError(
-                f"{sender} sent {message.num_bytes} bytes where {self._tensor.nbytes} were expected"
+                f"rank {self.key.sender} of the group sent {message.num_bytes} bytes where "
+                f"{self.tensor.nbytes} were expected"
             )
-        data = self._process.address + message.offset + _HEADER_BYTES
-        ctypes.memmove(self._tensor.data_ptr(), data, message.num_bytes)
-        self._process.memory[message.offset + message.reader] = 0
+        data = self.process.address + message.offset + _HEADER_BYTES
+        ctypes.memmove(self.tensor.data_ptr(), data, message.num_bytes)
+        self.process.memory[message.offset + message.reader] = 0
         return True
 
     def is_completed(self) -> bool:
         """Whether the message has arrived."""
-        return _mailbox().has(self._key)
+        return self.key in _mailbox().collect()
 
 
 _neighbours: WeakKeyDictionary[dist.ProcessGroup, Neighbours] = WeakKeyDictionary()
@@ -341,20 +332,18 @@ def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process], bool]:
         return 0, {}, size == 1
     mailbox = _mailbox()
     files = (mailbox.blocks.file, mailbox.pipe)
-    own = [secrets.randbits(62), *_node(), mailbox.name, os.getpid(), *files]
-    cards = _gathered(own, group)
+    card = [secrets.randbits(62), *_node(), mailbox.name, os.getpid(), *files]
+    cards = _gathered(card, group)
     processes = {}
     for position, (_, *node, name, pid, memory, pipe) in enumerate(cards):
         if position != rank and tuple(node) == _node():
-            try:
+            with suppress(OSError):
                 processes[position] = mailbox.open(name, pid, memory, pipe)
-            except OSError:
-                continue
     # Two ranks use memory if each could open the other's. Nobody ends before all have tried.
     opened = _gathered([int(position in processes) for position in range(size)], group)
-    both = {position: each for position, each in processes.items() if opened[position][rank]}
+    mutual = {position: other for position, other in processes.items() if opened[position][rank]}
     are_whole_group = all(sum(row) == size - 1 for row in opened)
-    return cards[0][0], both, are_whole_group
+    return cards[0][0], mutual, are_whole_group
 
 
 def _node() -> tuple[int, ...]:
@@ -365,7 +354,7 @@ def _node() -> tuple[int, ...]:
 
 
 def _gathered(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
-    own = torch.tensor(values)
-    everyones = [torch.empty_like(own) for _ in range(group.size())]
-    _all_gather(everyones, own, group=group)
-    return [each.tolist() for each in everyones]
+    tensor = torch.tensor(values)
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    _all_gather(gathered, tensor, group=group)
+    return [row.tolist() for row in gathered]

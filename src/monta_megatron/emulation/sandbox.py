@@ -65,9 +65,8 @@ def unshare_command() -> list[str]:
         unshare += ["--user", "--map-root-user"]
     trial = subprocess.run([*unshare, "true"], env=environ, capture_output=True, text=True)
     if trial.returncode != 0:
-        raise ValueError(
-            f"private namespaces cannot be made ({_one_line(trial.stderr)}): {_ADVICE}"
-        )
+        said = "; ".join(trial.stderr.strip().splitlines())
+        raise ValueError(f"private namespaces cannot be made ({said}): {_ADVICE}")
     return unshare
 
 
@@ -84,7 +83,3 @@ def end_with_standard_input() -> None:
 
 def _environ() -> dict[str, str]:
     return {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATHS}"}
-
-
-def _one_line(text: str) -> str:
-    return "; ".join(text.strip().splitlines())

@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Iterable
 
-_LINE = re.compile(r"(?P<rank>\[rank\d+\]: ?)?(?P<text>.*)")
+_MARK = re.compile(r"^\[rank\d+\]: ?")
 # How a training says that its configuration is refused.
 _MISTAKE = "monta: error: "
 _CHAINED = ("The above exception was", "During handling of the above")
@@ -23,16 +23,14 @@ def cause_of(lines: Iterable[str]) -> str | None:
     rank, cause = None, None
     inside = chained = False
     for line in map(str.rstrip, lines):
-        found = _LINE.fullmatch(line)
-        if found is None:
-            continue
-        text = found["text"]
+        text = _MARK.sub("", line)
+        mark = line.removesuffix(text) if text else line
         if rank is None and text.startswith(_MISTAKE):
             return text
         starts = text.startswith("Traceback (most recent call last)")
         if rank is None and starts:
-            rank, inside = found["rank"] or "", True
-        elif rank is None or (found["rank"] or "") != rank:
+            rank, inside = mark, True
+        elif rank is None or mark != rank:
             continue
         elif starts:
             # What is not chained to the first one is another's.

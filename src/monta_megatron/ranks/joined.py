@@ -1,7 +1,7 @@
 """How the ranks of a command join their launch, wait for each other and share what rank 0 finds."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,15 @@ def on_first_rank(function: Callable[[], T]) -> T:
     Raises:
         ValueError: the function raised it on the first rank; raised again on all of them.
     """
-    found: list[Any] = [None, None]
+    # The result, and what is wrong.
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            found[0] = function()
+            outcome[0] = function()
         except ValueError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise ValueError(found[1])
-    result: T = found[0]
-    return result
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    result, mistake = outcome
+    if mistake is not None:
+        raise ValueError(mistake)
+    return cast(T, result)

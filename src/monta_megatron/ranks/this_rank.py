@@ -64,7 +64,7 @@ def find_this_rank(command: str, environ: MutableMapping[str, str] = os.environ)
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this rank reports for all; also true in a process that no launcher started."""
-    return _told("RANK", environ) in (None, "0")
+    return _variable("RANK", environ) in (None, "0")
 
 
 def linger(time_s: float = OTHER_RANKS_LINGER_S) -> None:
@@ -85,10 +85,10 @@ def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
         print(line, file=sys.stderr, flush=True)
         return
     linger(OTHER_NODES_LINGER_S)
-    if _told("LOCAL_RANK", environ) != "0":
+    if _variable("LOCAL_RANK", environ) != "0":
         linger()
     print(
-        f"{line} (rank {_told('RANK', environ)} on {socket.gethostname()})",
+        f"{line} (rank {_variable('RANK', environ)} on {socket.gethostname()})",
         file=sys.stderr,
         flush=True,
     )
@@ -124,7 +124,7 @@ def run_as_rank(run: Callable[[], int]) -> int:
     return status
 
 
-def _told(name: str, environ: Mapping[str, str]) -> str | None:
+def _variable(name: str, environ: Mapping[str, str]) -> str | None:
     """A variable of torch's, or the one of srun that means the same."""
     return environ.get(name, environ.get(AS_SRUN_NAMES[name]))
 
