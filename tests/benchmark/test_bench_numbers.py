@@ -10,7 +10,6 @@ import pytest
 
 from monta_megatron import strict_yaml
 from monta_megatron.benchmark import traffic
-from monta_megatron.benchmark.ablation_steps import ablation_steps
 from monta_megatron.benchmark.prediction import predict, workload_of
 from monta_megatron.benchmark.report import Row, table
 from monta_megatron.benchmark.settings import parse_settings
@@ -68,17 +67,6 @@ def test_stock_allgather_bytes() -> None:
     # The map does not come back.
     both = traffic.stock_allgather(FLAT, chosen, HIDDEN, DTYPE_BYTES, True)
     assert both == Traffic(inter_bytes=2 * 272, intra_bytes=272)
-
-
-def test_whole_group_bytes() -> None:
-    # Two tokens of the group: one pair stays on EP rank 0, two go to rank 2. The group of two adds
-    # up outputs: one token's row of 16 bytes to the peer, and one sum back.
-    chosen = routing_map((0, 4), (4,))
-    forward = traffic.stock_alltoall_of_whole_group(SPLIT, chosen, HIDDEN, DTYPE_BYTES, False)
-    assert forward == Traffic(inter_bytes=72, intra_bytes=32)
-    # Backward adds up the gradients of one token's 8 probabilities, too.
-    both = traffic.stock_alltoall_of_whole_group(SPLIT, chosen, HIDDEN, DTYPE_BYTES, True)
-    assert both == Traffic(inter_bytes=144, intra_bytes=2 * 32 + 2 * 32)
 
 
 def test_rows_that_cross_once_per_token_and_node() -> None:
@@ -182,12 +170,8 @@ def test_a_dtype_has_megatron_s_name_or_pytorch_s(
         ({"phase": "back"}, "--phase: got 'back', must be one of forward, forward_backward"),
         ({"stock": "flex"}, "--stock: got 'flex', must be one of alltoall, allgather"),
         ({"routing": "zipf"}, "--routing: got 'zipf', must be one of uniform, skewed"),
-        ({"ablation": True}, "--tp: got 1, must be above 1 for --ablation"),
-        ({"ablation": True, "tp": "2", "etp": "1"}, "--etp: got 1, must be equal to --tp (2)"),
-        ({"ablation": True, "tp": "2", "chains": "alltoall"}, "--chains: got alltoall, must be"),
         ({"inter_rate_ratio": "0"}, "--inter-rate-ratio: got '0', must be a number > 0"),
         ({"inter_rate_ratio": "2"}, "--inter-rate-ratio: got 2, must come with --cluster"),
-        ({"bound": True}, "--etp: got 1, must be above 1 for --bound"),
         ({"ffn_hidden": "3", "tp": "2"}, "--ffn-hidden: got 3, must be a multiple of --etp (2)"),
     ],
 )
@@ -290,39 +274,17 @@ def test_table_is_in_milliseconds_and_megabytes() -> None:
     assert numbers == ["12.3", "11.0", "to", "13.0", "2.5", "0.1", "100%", "10.25"]
 
 
-def test_ablation_steps_by_hand() -> None:
-    chain = "alltoall_allgather"
-    stock = {"dispatcher": "megatron", "chain": "alltoall", "num_chunks": 1}
-    rows = [
-        row(**stock, requested="alltoall", median_ms=70.0),
-        row(**stock, step=0, median_ms=80.0),
-        row(chain=chain, num_chunks=1, step=1, requested=chain, median_ms=40.0),
-        row(chain=chain, num_chunks=2, requested=chain, median_ms=16.0),
-        row(chain=chain, num_chunks=4, step=3, requested=chain, median_ms=20.0),
-        row(chain=chain, num_chunks=4, step=2, requested=chain, median_ms=10.0),
-    ]
-    found = ablation_steps(rows)
-    assert [each.median_ms for each in found] == [80, 40, 10, 20, 16]
-    assert [each.gain for each in found] == [1, 2, 4, 0.5, 1.25]
-    assert [each.gain_over_step_0 for each in found] == [1, 2, 8, 4, 5]
-    # Step 2 exists in the ablation alone, so step 4 does not take it although it is the fastest.
-    assert (found[-1].num_chunks, found[-1].chosen_by) == (2, "measurement")
-    planned = [dataclasses.replace(each, chosen=each.step == 3) for each in rows]
-    last = ablation_steps(planned)[-1]
-    assert (last.num_chunks, last.chosen_by) == (4, "planner")
-
-
 def test_what_says_so_needs_no_torch() -> None:
     names = [
         "provenance",
         "ranks.this_rank",
-        "benchmark.ablation_steps",
         "benchmark.flags",
         "benchmark.plots",
         "benchmark.prediction",
         "benchmark.report",
         "benchmark.settings",
         "benchmark.statistics",
+        "benchmark.study",
         "benchmark.summary",
         "benchmark.summary_tables",
         "benchmark.sweep",

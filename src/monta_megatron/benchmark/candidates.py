@@ -6,7 +6,7 @@ Notation: T = tokens of a rank, H = hidden size, E = experts, N = rows for the l
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -41,7 +41,6 @@ class Candidate:
         own_tokens: where this rank's tokens lie in the batch.
         traffic: called with whether to include backward, gives the bytes that this rank's tokens
             cause; None where the dispatcher counts what it sends.
-        step: step of the ablation, or None.
     """
 
     kind: Literal["megatron", "monta"]
@@ -50,7 +49,6 @@ class Candidate:
     batch: Batch
     own_tokens: slice = field(default_factory=lambda: slice(None))
     traffic: Callable[[bool], Traffic] | None = None
-    step: int | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -73,8 +71,14 @@ class Candidate:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the others are compared with this one."""
-        return self.kind == "megatron" and self.requested == "alltoall" and self.step is None
+        """Whether the others may be compared with this one; the first that is so is taken."""
+        return self.kind == "megatron" and self.requested == "alltoall"
+
+
+# What `build_candidates` is.
+Build: TypeAlias = Callable[
+    [Settings, Cluster | None, LayerShape, Layout, Batch], tuple[list[Candidate], dict[str, str]]
+]
 
 
 @dataclass(frozen=True, kw_only=True)

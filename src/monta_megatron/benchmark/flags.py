@@ -89,12 +89,6 @@ LAUNCH_FLAGS = {
     "inter-rate-ratio": Flag("X", "rate of this network over that of --cluster", positive, "1"),
 }
 FLAGS = POINT_FLAGS | LAUNCH_FLAGS
-# Flags without a value.
-SWITCHES = {
-    "layer": "time the layer with its experts too",
-    "ablation": "the steps of the MoNTA paper",
-    "bound": "time the stages of alltoall_allgather alone too",
-}
 
 
 def add_flags(parser: Any, flags: Mapping[str, Flag]) -> None:

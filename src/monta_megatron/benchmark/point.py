@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.benchmark import traffic
-from monta_megatron.benchmark.ablation import build_ablation
 from monta_megatron.benchmark.candidates import (
+    Build,
     Candidate,
     build_candidates,
     run_candidate,
@@ -158,7 +158,6 @@ class Bench:
                     ratio_to_alltoall=ratio_of_medians(base_ms, times_ms),
                     ratio_low=low,
                     ratio_high=high,
-                    step=candidate.step,
                     predicted_ms=prediction.predicted_ms.get(candidate.key) if is_ours else None,
                     chosen=is_ours and candidate.key == chosen,
                 )
@@ -182,21 +181,29 @@ class Bench:
         return traffic.limit_ms(crossing.numpy(), settings.row_bytes, node_gbit_per_s, backward)
 
 
-def prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
+def prepare(
+    task: Task, device: torch.device, makes_groups: bool, build: Build = build_candidates
+) -> Bench:
     """Megatron's groups, the data, and the dispatchers on both.
+
+    Args:
+        task: what to measure.
+        device: where.
+        makes_groups: whether the groups of these sizes have to be made first.
+        build: makes the dispatchers.
 
     Raises:
         ValueError: a setting cannot run here; raised on every rank, once all have come this far.
     """
     try:
-        return _prepare(task, device, makes_groups)
+        return _prepare(task, device, makes_groups, build)
     except ValueError:
         # The same on every rank: wait, so that none exits long before the first one has reported.
         wait_for_all()
         raise
 
 
-def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
+def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build) -> Bench:
     settings = task.settings
     shape = LayerShape(
         num_experts=settings.num_experts,
@@ -228,13 +235,9 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool) -> Bench:
         )
     layout = exchange_layout(shape, nodes)
     batch = make_batch(settings, layout, task.this_rank.rank, device)
-    skipped: dict[str, str] = {}
     # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
     costs = default_costs(task.emulated) if cluster is None and task.emulated else cluster
-    if settings.ablation:
-        candidates = build_ablation(settings, costs, shape, layout, batch)
-    else:
-        candidates, skipped = build_candidates(settings, costs, shape, layout, batch)
+    candidates, skipped = build(settings, costs, shape, layout, batch)
     return Bench(
         task=task,
         shape=shape,

@@ -1,19 +1,19 @@
 """Benchmarks from settings to reports, on one rank: check, then time, then summarise."""
 
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from monta_megatron import strict_yaml
-from monta_megatron.benchmark.ablation_steps import ablation_steps
-from monta_megatron.benchmark.bound import measure_bound
-from monta_megatron.benchmark.candidates import identity_experts
+from monta_megatron.benchmark.candidates import build_candidates, identity_experts
 from monta_megatron.benchmark.checks import check_candidates
 from monta_megatron.benchmark.point import Task, prepare
 from monta_megatron.benchmark.settings import Settings
-from monta_megatron.benchmark.sweep import SweepPoint
+from monta_megatron.benchmark.study import Study
+from monta_megatron.benchmark.sweep import SweepPoint, settings_document
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.bench_layer import Experts, build_experts
 from monta_megatron.planner.cluster import Cluster
@@ -37,6 +37,7 @@ def run_benchmarks(
     cluster: Cluster | None,
     progress: Progress,
     is_kept: IsKept,
+    study: Study | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Join the launch, then at each point check every candidate and time them side by side.
 
@@ -46,10 +47,11 @@ def run_benchmarks(
         cluster: costs from which to predict the times, or None.
         progress: this rank's progress display.
         is_kept: whether a point was measured before and is left out; called on the first rank.
+        study: what is done beyond `monta bench`, if anything.
 
     Yields:
-        {"settings": ..., "meta": ..., "rows": [...]}, the same on every rank; "ablation" and
-        "bound" where asked for.
+        {"settings": ..., "meta": ..., "rows": [...]}, the same on every rank, and what the study
+        adds.
 
     Raises:
         ValueError: a setting cannot run here.
@@ -82,13 +84,17 @@ def run_benchmarks(
             ),
             device,
             is_new,
+            study,
         )
 
 
-def _run_benchmark(task: Task, device: torch.device, makes_groups: bool) -> dict[str, Any]:
+def _run_benchmark(
+    task: Task, device: torch.device, makes_groups: bool, study: Study | None
+) -> dict[str, Any]:
     """Check and time one point."""
     settings = task.settings
-    bench = prepare(task, device, makes_groups)
+    build = build_candidates if study is None else study.build
+    bench = prepare(task, device, makes_groups, build)
     task.progress.phase(f"{task.name}checks of {counted(len(bench.candidates), 'dispatcher')}", 0)
     wrong = check_candidates(bench.candidates, bench.layout)
     if wrong:
@@ -105,14 +111,11 @@ def _run_benchmark(task: Task, device: torch.device, makes_groups: bool) -> dict
     ]
 
     report: dict[str, Any] = {
-        "settings": strict_yaml.plain(settings),
+        "settings": settings_document(settings, study),
         "meta": bench.meta(),
         "rows": [asdict(row) for row in rows],
     }
-    if settings.ablation:
-        report["ablation"] = [asdict(result) for result in ablation_steps(rows)]
-    if settings.bound:
-        task.progress.phase(f"{task.name}stages of alltoall_allgather alone", 0)
-        found = measure_bound(settings, bench.layout, bench.batch)
-        report["bound"] = [asdict(result) for result in found]
+    if study is not None:
+        report["meta"]["command"] = shlex.join(sys.argv)
+        report |= study.finish(bench, rows)
     return report

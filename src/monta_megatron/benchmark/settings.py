@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from monta_megatron.benchmark.flags import ALL_CHAINS, FLAGS, SWITCHES
+from monta_megatron.benchmark.flags import ALL_CHAINS, FLAGS
 from monta_megatron.chains import CHAINS
 from monta_megatron.dtypes import DTYPE_BYTES
 from monta_megatron.options import AUTO
@@ -41,8 +41,6 @@ class Settings:
         cluster: file of the costs by which the planner chooses, or None.
         inter_rate_ratio: this network's rate over the cluster file's; the costs are scaled by it.
         world_size: ranks of the launch.
-        ablation: whether to run the steps of the MoNTA paper instead of chains.
-        bound: whether to time the stages of alltoall_allgather alone too.
     """
 
     num_experts: int
@@ -68,8 +66,6 @@ class Settings:
     cluster: str | None
     inter_rate_ratio: float
     world_size: int
-    ablation: bool
-    bound: bool
 
     @property
     def row_bytes(self) -> int:
@@ -77,7 +73,7 @@ class Settings:
         return self.hidden * DTYPE_BYTES[self.dtype]
 
 
-def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: int) -> Settings:
+def parse_settings(flags: Mapping[str, Any], world_size: int) -> Settings:
     """Check the flags of the command line against each other and against the launch.
 
     Args:
@@ -87,7 +83,7 @@ def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: in
     Raises:
         ValueError: a flag is wrong; names the flag, the value and the rule.
     """
-    given = _read(vars(flags) if isinstance(flags, argparse.Namespace) else flags)
+    given = _read(flags)
     for name in ("experts", "top_k", "hidden", "tokens"):
         if given[name] is None:
             raise ValueError(f"{_flag(name)}: not given, must be an integer >= 1")
@@ -113,7 +109,7 @@ def parse_settings(flags: Mapping[str, Any] | argparse.Namespace, world_size: in
 
 def _read(texts: Mapping[str, Any]) -> dict[str, Any]:
     """All flags' values, by name as in `texts`; None where neither text nor default gives one."""
-    values: dict[str, Any] = {name: bool(texts.get(name)) for name in SWITCHES}
+    values: dict[str, Any] = {"layer": bool(texts.get("layer"))}
     for name, flag in FLAGS.items():
         key = name.replace("-", "_")
         text = flag.default if texts.get(key) is None else str(texts[key])
@@ -145,18 +141,9 @@ def _check_together(settings: Settings) -> None:
     rule(settings.hidden % tp == 0, "hidden", settings.hidden, f"a multiple of --tp ({tp})")
     ffn_hidden = settings.ffn_hidden
     rule(ffn_hidden % etp == 0, "ffn_hidden", ffn_hidden, f"a multiple of --etp ({etp})")
-    rule(
-        etp > 1 or not settings.bound, "etp", etp, "above 1 for --bound: it is about AllGather(ETP)"
-    )
     if settings.cluster is None and settings.inter_rate_ratio != 1:
         ratio = settings.inter_rate_ratio
         raise ValueError(f"--inter-rate-ratio: got {ratio:g}, must come with --cluster")
-    if settings.ablation:
-        if not settings.skip_refused:
-            chains = ",".join(settings.chains)
-            raise ValueError(f"--chains: got {chains}, must be left out with --ablation")
-        rule(tp > 1, "tp", tp, "above 1 for --ablation, which drops tensor-parallel duplicates")
-        rule(etp == tp, "etp", etp, f"equal to --tp ({tp}) for --ablation")
 
 
 def _flag(name: str) -> str:

@@ -44,8 +44,8 @@ class Measured:
 
     @property
     def ours(self) -> list[Row]:
-        """The rows of our chains, without those that are steps of the ablation."""
-        return [row for row in self.rows if row.dispatcher == "monta" and row.step is None]
+        """The rows of our chains."""
+        return [row for row in self.rows if row.dispatcher == "monta"]
 
     @property
     def stock(self) -> Row:
@@ -115,8 +115,6 @@ def measured_points(reports: Sequence[dict[str, Any]]) -> list[Measured]:
     """The points of reports that timed chains forward and backward."""
     points = []
     for report in reports:
-        if "ablation" in report:
-            continue
         rows = tuple(
             row
             for row in (Row(**each) for each in report["rows"])

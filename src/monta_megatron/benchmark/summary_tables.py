@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from monta_megatron.benchmark.ablation_steps import StepResult, ablation_table
 from monta_megatron.benchmark.summary import (
     FACTORS,
     LOSS_BELOW,
@@ -21,14 +20,9 @@ from monta_megatron.quantities import counted
 def summary_lines(reports: Sequence[dict[str, Any]]) -> list[str]:
     """The whole summary in Markdown."""
     points = measured_points(reports)
-    ablations = [report for report in reports if "ablation" in report]
     lines = [_where(reports)]
-    if ablations:
-        lines += ["", "## Ablation", "", *_ablation_lines(ablations)]
     if not points:
-        return (
-            lines if ablations else [*lines, "", f"Nothing was timed {PHASE.replace('_', ' + ')}."]
-        )
+        return [*lines, "", f"Nothing was timed {PHASE.replace('_', ' + ')}."]
     same = {name: values for name, values in _factors(points).items() if len(set(values)) == 1}
     alike = "; ".join(f"{name} {values[0]}" for name, values in same.items() if values[0] != "-")
     lines += ["", f"All points, forward + backward: {alike}."]
@@ -52,28 +46,6 @@ def _where(reports: Sequence[dict[str, Any]]) -> str:
         f"{device}; torch {versions['torch']}, megatron-core {versions['megatron-core']}, "
         f"commit {', '.join(commits)}."
     )
-
-
-def _ablation_lines(reports: Sequence[dict[str, Any]]) -> list[str]:
-    """The steps as `monta bench` prints them, a block for each layout."""
-    lines = []
-    for report in reports:
-        layout, layer, cluster = (
-            report["meta"][n] for n in ("layout", "layer", "emulated_cluster")
-        )
-        rate = "" if cluster is None else f", {cluster['inter_mbit']:g} Mbit/s"
-        lines += [
-            f"{counted(layout['nodes'], 'node')} x {counted(layout['ranks_per_node'], 'rank')}"
-            f"{rate}, TP {layout['tp']}, EP {layout['ep']}, {layer['experts']} experts, top-"
-            f"{layer['top_k']}, H {layer['hidden']:,}, {counted(layer['tokens'], 'token')} per "
-            "rank:",
-            "",
-            "```",
-            ablation_table([StepResult(**step) for step in report["ablation"]]),
-            "```",
-            "",
-        ]
-    return lines[:-1]
 
 
 def _short(commit: str | None) -> str:

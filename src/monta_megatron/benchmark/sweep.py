@@ -18,6 +18,7 @@ from typing import Any
 from monta_megatron import strict_yaml
 from monta_megatron.benchmark.flags import POINT_FLAGS
 from monta_megatron.benchmark.settings import Settings, parse_settings
+from monta_megatron.benchmark.study import Study
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.files import add_json_line, read_json_lines, write_json_lines
 from monta_megatron.names import advice
@@ -104,10 +105,12 @@ class Results:
         write_json_lines(path, results.reports)
         return results
 
-    def holds(self, settings: Settings, emulated: EmulatedCluster | None) -> bool:
+    def holds(
+        self, settings: Settings, emulated: EmulatedCluster | None, study: Study | None = None
+    ) -> bool:
         """Whether a point has been measured: with the same settings, on the same cluster."""
         wanted = (
-            strict_yaml.plain(settings),
+            settings_document(settings, study),
             _setting_of(None if emulated is None else asdict(emulated)),
         )
         return any(
@@ -119,6 +122,12 @@ class Results:
         """Keep one more report."""
         self.reports.append(report)
         add_json_line(self.path, report)
+
+
+def settings_document(settings: Settings, study: Study | None) -> dict[str, Any]:
+    """What a report says of its settings."""
+    document: dict[str, Any] = strict_yaml.plain(settings)
+    return document if study is None else {**document, "study": study.name}
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ class Traffic:
     intra_bytes: int
 
 
-def _by_tier(layout: Layout, hops: Iterable[tuple[int, int, int]]) -> Traffic:
+def by_tier(layout: Layout, hops: Iterable[tuple[int, int, int]]) -> Traffic:
     """Add up hops of (from rank, to rank, bytes); a rank's hop to itself does not count."""
     total: Counter[str] = Counter()
     for source, target, num_bytes in hops:
@@ -66,42 +66,7 @@ def stock_alltoall(
         hops.append((layout.rank, arrival, passes * num_pairs * a2a_bytes))
         for peer in range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp):
             hops.append((arrival, peer, passes * num_pairs * etp_bytes))
-    return _by_tier(layout, hops)
-
-
-def stock_alltoall_of_whole_group(
-    layout: Layout, group_map: NDArray[np.bool_], hidden: int, dtype_bytes: int, backward: bool
-) -> Traffic:
-    """What Megatron's alltoall dispatcher moves without sequence parallelism, from this rank.
-
-    Every rank sends the pairs of all its tensor parallel group's tokens to the parts of the experts
-    on ranks of its own ETP rank (A2A), and the group sums the outputs (AllReduce, counted as a
-    reduction of one share per rank and a gather of the shares). Backward moves the same, and also
-    sums the gradients of the probabilities.
-
-    Args:
-        layout: this rank's place, where ETP = TP.
-        group_map: [ETP * T, E] routing map of the whole group.
-        hidden: hidden size.
-        dtype_bytes: bytes of one element of a row.
-        backward: count the backward pass too.
-    """
-    ep_rank, etp_rank = divmod(layout.rank, layout.etp)
-    num_experts = group_map.shape[1]
-    num_tokens = len(group_map) // layout.etp
-    passes = 2 if backward else 1
-    pairs = group_map.sum(axis=0).reshape(layout.ep, -1).sum(axis=1).tolist()  # [EP]
-    a2a_bytes = passes * (2 * hidden * dtype_bytes + PROBS_BYTES)
-    share_bytes = passes * 2 * num_tokens * hidden * dtype_bytes
-    if backward:
-        share_bytes += 2 * num_tokens * num_experts * PROBS_BYTES
-    hops = [
-        (layout.rank, target * layout.etp + etp_rank, num_pairs * a2a_bytes)
-        for target, num_pairs in enumerate(pairs)
-    ]
-    group = range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp)
-    hops += [(layout.rank, peer, share_bytes) for peer in group]
-    return _by_tier(layout, hops)
+    return by_tier(layout, hops)
 
 
 def stock_allgather(
@@ -120,7 +85,7 @@ def stock_allgather(
     passes = 2 if backward else 1
     num_bytes = num_tokens * (passes * token_bytes + num_experts * MAP_BYTES)
     peers = range(len(layout.nodes))
-    return _by_tier(layout, ((layout.rank, peer, num_bytes) for peer in peers))
+    return by_tier(layout, ((layout.rank, peer, num_bytes) for peer in peers))
 
 
 def expert_nodes(layout: Layout) -> NDArray[np.int64]:

@@ -3,7 +3,6 @@
 Notation: T = tokens of a rank, H = hidden size, E = experts.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,14 +54,4 @@ def make_batch(settings: Settings, layout: Layout, rank: int, device: torch.devi
         routing_map=chosen,
         probs=weights / weights.sum(dim=1, keepdim=True),
         output_gradient=normal(),
-    )
-
-
-def concatenate(batches: Sequence[Batch]) -> Batch:
-    """The tokens of several ranks, one after the other."""
-    return Batch(
-        hidden=torch.cat([batch.hidden for batch in batches]),
-        routing_map=torch.cat([batch.routing_map for batch in batches]),
-        probs=torch.cat([batch.probs for batch in batches]),
-        output_gradient=torch.cat([batch.output_gradient for batch in batches]),
     )

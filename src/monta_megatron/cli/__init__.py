@@ -92,9 +92,16 @@ def _run(parsed: argparse.Namespace) -> tuple[int, ValueError | None]:
         return 2, mistake
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one sub-command; returns the exit status."""
-    parsed = build_parser().parse_args(arguments)
+def main(
+    arguments: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None
+) -> int:
+    """Run one sub-command; returns the exit status.
+
+    Args:
+        arguments: what was typed, without the name of the command.
+        parser: another one than that of `monta`, with `run` and `command` among its defaults.
+    """
+    parsed = (parser or build_parser()).parse_args(arguments)
     try:
         status, mistake = _run(parsed)
         sys.stdout.flush()

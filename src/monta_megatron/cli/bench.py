@@ -1,16 +1,21 @@
 """`monta bench`: stock dispatchers and our chains in one run, checked first, timed side by side."""
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.benchmark.flags import FLAGS, SWITCHES, add_flags
+from monta_megatron import cli
+from monta_megatron.benchmark.flags import FLAGS, add_flags
 from monta_megatron.cli.output import only_the_report
 
 if TYPE_CHECKING:
+    from monta_megatron.benchmark.settings import Settings
+    from monta_megatron.benchmark.study import Study
     from monta_megatron.benchmark.sweep import SweepPoint
+    from monta_megatron.emulation.cluster import EmulatedCluster
 
 EXAMPLE = """\
 examples, on 4 CPU ranks that stand for 2 nodes:
@@ -44,13 +49,26 @@ def add_parser(commands: Any) -> None:
         "run: one process per rank, under torchrun, srun or monta emulate.",
         epilog=EXAMPLE,
     )
+    _add_arguments(parser)
+    parser.set_defaults(run=run, check=check)
+
+
+def run_study(study: "Study", description: str | None) -> int:
+    """Run a script of the repository's `benchmarks/`, which takes the flags of this sub-command."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    _add_arguments(parser)
+    parser.set_defaults(command="bench", run=functools.partial(run, study=study))
+    return cli.main(parser=parser)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, FLAGS)
     for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
-    for name, text in SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
+    parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run, check=check)
 
 
 def check(parsed: argparse.Namespace, world_size: int) -> None:
@@ -67,16 +85,16 @@ def check(parsed: argparse.Namespace, world_size: int) -> None:
             load_cluster(parsed.cluster)
 
 
-def run(parsed: argparse.Namespace) -> int:
+def run(parsed: argparse.Namespace, study: "Study | None" = None) -> int:
     """Run on this rank; the first rank prints. Exit status 1 if results differ from stock's."""
     from monta_megatron.ranks.this_rank import run_as_rank
 
     if parsed.report is not None:
-        return _report(parsed)
-    return run_as_rank(lambda: _run(parsed))
+        return _report(parsed, study)
+    return run_as_rank(lambda: _run(parsed, study))
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
     from monta_megatron.benchmark.sweep import Results
     from monta_megatron.pictures import check_can_plot
     from monta_megatron.planner.cluster_file import load_cluster
@@ -101,10 +119,12 @@ def _run(parsed: argparse.Namespace) -> int:
         from monta_megatron.benchmark.run import MismatchError, run_benchmarks
         from monta_megatron.progress import show_progress
 
-        is_kept = results.holds if results else lambda settings, emulated: False
+        def is_kept(settings: "Settings", emulated: "EmulatedCluster | None") -> bool:
+            return results is not None and results.holds(settings, emulated, study)
+
         try:
             with show_progress("bench", this_rank.rank == 0) as progress:
-                for report in run_benchmarks(points, this_rank, cluster, progress, is_kept):
+                for report in run_benchmarks(points, this_rank, cluster, progress, is_kept, study):
                     reports.append(report)
                     if results is not None:
                         results.add(report)
@@ -116,10 +136,10 @@ def _run(parsed: argparse.Namespace) -> int:
     # Step 3: report.
     if this_rank.rank == 0:
         if parsed.sweep is None and reports:
-            _print_report(reports[0], parsed.json)
+            _print_report(reports[0], parsed.json, study)
         else:
             reports = results.reports if results else reports
-            _print_summary(reports, parsed.json)
+            _print_summary(reports, parsed.json, study)
         _plot(reports, parsed.plot)
     return 0
 
@@ -132,10 +152,10 @@ def _points(parsed: argparse.Namespace, world_size: int) -> "list[SweepPoint]":
         if parsed.out is None:
             raise ValueError("--out: not given, must be a file beside --sweep")
         return read_sweep(parsed.sweep, vars(parsed), world_size)
-    return [SweepPoint(name="headline", settings=parse_settings(parsed, world_size))]
+    return [SweepPoint(name="headline", settings=parse_settings(vars(parsed), world_size))]
 
 
-def _report(parsed: argparse.Namespace) -> int:
+def _report(parsed: argparse.Namespace, study: "Study | None") -> int:
     from monta_megatron.benchmark.sweep import read_reports
     from monta_megatron.pictures import check_can_plot
 
@@ -143,7 +163,7 @@ def _report(parsed: argparse.Namespace) -> int:
     if not reports:
         raise ValueError(f"--report: got {parsed.report}, must hold at least one line")
     check_can_plot(parsed.plot)
-    _print_summary(reports, parsed.json)
+    _print_summary(reports, parsed.json, study)
     _plot(reports, parsed.plot)
     return 0
 
@@ -158,28 +178,28 @@ def _plot(reports: list[dict[str, Any]], folder: str | None) -> None:
         print(f"monta bench: drew {path}", file=sys.stderr)
 
 
-def _print_summary(reports: list[dict[str, Any]], as_json: bool) -> None:
+def _print_summary(
+    reports: list[dict[str, Any]], as_json: bool, study: "Study | None" = None
+) -> None:
     from monta_megatron.benchmark.summary import summarise
     from monta_megatron.benchmark.summary_tables import summary_lines
 
     if as_json:
         print(json.dumps({"summary": summarise(reports), "reports": reports}, indent=2))
+    elif study is not None:
+        print(study.text(reports))
     else:
         print("\n".join(summary_lines(reports)))
 
 
-def _print_report(report: dict[str, Any], as_json: bool) -> None:
-    from monta_megatron.benchmark.ablation_steps import StepResult, ablation_table
-    from monta_megatron.benchmark.bound import BoundResult, bound_table
+def _print_report(report: dict[str, Any], as_json: bool, study: "Study | None" = None) -> None:
     from monta_megatron.benchmark.report import Row, prediction_table, table
 
     rows = [Row(**row) for row in report["rows"]]
     left_out = (f"left out: {name}: {why}" for name, why in report["meta"]["skipped"].items())
     blocks = [table(rows), "\n".join(left_out), prediction_table(rows)]
-    if "ablation" in report:
-        blocks.append(ablation_table([StepResult(**step) for step in report["ablation"]]))
-    if "bound" in report:
-        blocks.append(bound_table([BoundResult(**result) for result in report["bound"]]))
+    if study is not None:
+        blocks.append(study.text([report]))
     text = "\n\n".join(filter(None, blocks))
     print(text, file=sys.stderr if as_json else sys.stdout)
     if as_json:

@@ -3,7 +3,6 @@
 Stock's dispatchers and ours are built on the same process groups from the same configuration.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -117,7 +112,7 @@ def stock_dispatcher(shape: LayerShape, name: str) -> Any:
     """Megatron's own dispatcher of this name."""
     config = shape.config()
     config.moe_token_dispatcher_type = name
-    return _build(STOCK_DISPATCHERS[name], shape, config, get_default_pg_collection())
+    return dispatcher_on(STOCK_DISPATCHERS[name], shape, config, get_default_pg_collection())
 
 
 def monta_dispatcher(shape: LayerShape, **options: Any) -> Any:
@@ -129,43 +124,7 @@ def monta_dispatcher(shape: LayerShape, **options: Any) -> Any:
     config = shape.config()
     for name, value in options.items():
         setattr(config, f"moe_monta_{name}", value)
-    return _build(MontaTokenDispatcher, shape, config, get_default_pg_collection())
-
-
-class WholeGroupTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
-    """Stock's alltoall in a layer without sequence parallelism.
-
-    Every tensor parallel rank holds the tokens of its whole group, and sends all of them to those
-    parts of the experts that have its own position in the expert tensor parallel groups. Megatron's
-    conjugate operators around the layer sum the parts: outputs in forward, gradients in backward.
-    """
-
-    def __init__(self, *args: Any, parts_group: dist.ProcessGroup, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._parts_group = parts_group
-
-    def dispatch_preprocess(
-        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as stock does; backward adds up the gradients of the parts."""
-        hidden_states = copy_to_tensor_model_parallel_region(hidden_states, self._parts_group)
-        probs = copy_to_tensor_model_parallel_region(probs, self._parts_group)
-        return super().dispatch_preprocess(hidden_states, routing_map, probs)
-
-    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """Do as stock does, then add up the parts."""
-        output = super().combine_postprocess(permutated_local_input_tokens)
-        return reduce_from_tensor_model_parallel_region(output, self._parts_group)
-
-
-def whole_group_dispatcher(shape: LayerShape) -> Any:
-    """Step 0 of the ablation: every rank sends the tokens of its whole tensor parallel group."""
-    groups = get_default_pg_collection()
-    parts_group = groups.expt_tp
-    # No gather inside the group: every rank has all that its part of an expert needs.
-    groups.expt_tp, groups.tp_ep = None, groups.ep
-    dispatcher_class = functools.partial(WholeGroupTokenDispatcher, parts_group=parts_group)
-    return _build(dispatcher_class, shape, shape.config(), groups)
+    return dispatcher_on(MontaTokenDispatcher, shape, config, get_default_pg_collection())
 
 
 def build_experts(shape: LayerShape) -> Experts:
@@ -202,7 +161,8 @@ def build_experts(shape: LayerShape) -> Experts:
     return compute
 
 
-def _build(dispatcher_class: Any, shape: LayerShape, config: Any, groups: Any) -> Any:
+def dispatcher_on(dispatcher_class: Any, shape: LayerShape, config: Any, groups: Any) -> Any:
+    """A dispatcher of this class for the layer, on these process groups."""
     num_local_experts = shape.num_experts // shape.ep
     first = dist.get_rank(groups.ep) * num_local_experts
     return dispatcher_class(

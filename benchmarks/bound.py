@@ -1,31 +1,46 @@
-"""How close the pipeline of `alltoall_allgather` comes to its bound: the slowest of its stages.
+r"""How close the pipeline of `alltoall_allgather` comes to its bound: the slowest of its stages.
 
 Each stage is timed alone, on the rows that it moves in the chain, in the same interleaved run as
 the chain; "forward" covers both dispatch and combine. A perfect pipeline takes as long as its
 slowest stage, so it is (A2A + AG + Place) / max(A2A, AG, Place) times faster than the stages one
 after the other. Permutation and metadata, which every dispatcher has, are left out.
+
+Takes the flags of `monta bench`, whose rows come first, and like it one process per rank:
+
+    monta emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500 -- \
+        benchmarks/bound.py --tp 2 --experts 8 --top-k 2 --hidden 64 --tokens 64
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from monta_megatron.benchmark.candidates import Candidate, build_candidates
+from monta_megatron.benchmark.point import Bench
+from monta_megatron.benchmark.report import Row
 from monta_megatron.benchmark.settings import Settings
+from monta_megatron.benchmark.study import Study
 from monta_megatron.benchmark.timing import time_interleaved
 from monta_megatron.benchmark.workload import Batch
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.stages import BoundStage, Place
+from monta_megatron.cli import bench
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
-from monta_megatron.integration.bench_layer import exchange_groups
+from monta_megatron.integration.bench_layer import LayerShape, exchange_groups
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.tables import table
 from monta_megatron.topology.layout import Layout
 
 CHAIN = CHAINS["alltoall_allgather"]
+TIMES = ("alltoall_ms", "allgather_ms", "place_ms", "pipelined_ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +66,26 @@ class BoundResult:
     speedup: float
     bound: float
     pct_of_bound: float
+
+
+def build(
+    settings: Settings, cluster: Cluster | None, shape: LayerShape, layout: Layout, batch: Batch
+) -> tuple[list[Candidate], dict[str, str]]:
+    """The candidates of `monta bench`.
+
+    Raises:
+        ValueError: there is no AllGather(ETP).
+    """
+    if settings.etp == 1:
+        raise ValueError("--etp: got 1, must be above 1: it is about AllGather(ETP)")
+    return build_candidates(settings, cluster, shape, layout, batch)
+
+
+def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:
+    """The stages alone, and the pipeline."""
+    timed.task.progress.phase(f"{timed.task.name}stages of {CHAIN.name} alone", 0)
+    found = measure_bound(timed.task.settings, timed.layout, timed.batch)
+    return {"bound": [asdict(result) for result in found]}
 
 
 def measure_bound(settings: Settings, layout: Layout, batch: Batch) -> list[BoundResult]:
@@ -103,21 +138,29 @@ def bound_result(
     )
 
 
-def bound_table(results: Sequence[BoundResult]) -> str:
-    """One line per phase and number of chunks, 80 columns wide."""
-    lines = [
-        "alltoall_allgather against its stages alone (ms)",
-        f"{'phase':<17} {'chunks':>6} {'A2A':>8} {'AG':>8} {'Place':>8} {'chain':>8} "
-        f"{'speedup':>7} {'bound':>5} {'%':>4}",
-    ]
-    for result in results:
-        lines.append(
-            f"{result.phase.replace('_', ' + '):<17} {result.num_chunks:>6} "
-            f"{result.alltoall_ms:>8.1f} {result.allgather_ms:>8.1f} {result.place_ms:>8.1f} "
-            f"{result.pipelined_ms:>8.1f} {result.speedup:>7.2f} {result.bound:>5.2f} "
-            f"{result.pct_of_bound:>4.0f}"
+def bound_text(reports: Sequence[Mapping[str, Any]]) -> str:
+    """One line per phase and number of chunks."""
+    return "\n\n".join(
+        table(
+            [
+                *("phase", ">chunks", ">A2A", ">AG", ">Place", ">chain"),
+                *(">speedup", ">bound", ">%"),
+            ],
+            [
+                [
+                    each["phase"].replace("_", " + "),
+                    each["num_chunks"],
+                    *(f"{each[name]:.1f}" for name in TIMES),
+                    f"{each['speedup']:.2f}",
+                    f"{each['bound']:.2f}",
+                    f"{each['pct_of_bound']:.0f}",
+                ]
+                for each in report["bound"]
+            ],
+            title="alltoall_allgather against its stages alone (ms)",
         )
-    return "\n".join(lines)
+        for report in reports
+    )
 
 
 def _alone(serial: BoundChain, stage: BoundStage) -> BoundChain:
@@ -165,3 +208,9 @@ def _gather_counts(layout: Layout, batch: Batch) -> Counts:
     return Counts(
         sent=table[layout.rank].reshape(layout.ep, -1), received=received.transpose(1, 0, 2)
     )
+
+
+STUDY = Study(name="bound", build=build, finish=finish, text=bound_text)
+
+if __name__ == "__main__":
+    sys.exit(bench.run_study(STUDY, __doc__))

@@ -1,0 +1,341 @@
+r"""The ablation of the MoNTA paper (arXiv 2411.00662), at ETP = TP: its ideas one by one.
+
+    0  every tensor-parallel rank sends the tokens of its whole group
+    1  duplicates dropped: each sends its own; A2A, then AG, then Place
+    2  + A2A and AG of neighbouring chunks overlap
+    3  + Place overlaps too
+    4  + the number of chunks is chosen
+
+Step 0 is Megatron without sequence parallelism, with stock's alltoall dispatcher. It moves TP
+times the bytes between nodes, and nothing has to be gathered inside a node; the partial outputs are
+summed once, per token rather than per (token, expert) pair, which is where the sum is cheapest.
+
+Takes the flags of `monta bench`, and like it one process per rank:
+
+    monta emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500 -- \
+        benchmarks/ablation.py --tp 2 --experts 8 --top-k 2 --hidden 64 --tokens 64
+"""
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from numpy.typing import NDArray
+
+from monta_megatron.benchmark.candidates import Candidate, build_dispatcher, stock_candidate
+from monta_megatron.benchmark.point import Bench
+from monta_megatron.benchmark.report import Row
+from monta_megatron.benchmark.settings import Settings
+from monta_megatron.benchmark.study import Study
+from monta_megatron.benchmark.traffic import PROBS_BYTES, Traffic, by_tier
+from monta_megatron.benchmark.workload import Batch, make_batch
+from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.cli import bench
+from monta_megatron.dtypes import DTYPE_BYTES
+from monta_megatron.integration.bench_layer import LayerShape, dispatcher_on
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.quantities import counted
+from monta_megatron.tables import table
+from monta_megatron.topology.layout import Layout
+
+CHAIN = "alltoall_allgather"
+# The number that the paper's published code always uses.
+FIXED_NUM_CHUNKS = 4
+
+STEPS = {
+    0: "every TP rank sends its group's tokens",
+    1: "duplicates dropped, A2A then AG then Place",
+    2: f"A2A and AG pipelined, {FIXED_NUM_CHUNKS} chunks",
+    3: "Place pipelined too",
+    4: "number of chunks chosen",
+}
+
+
+def build(
+    settings: Settings, cluster: Cluster | None, shape: LayerShape, layout: Layout, batch: Batch
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Stock alltoall, the baseline of the checks and ratios, then the steps, 2 as the last one.
+
+    Raises:
+        ValueError: a flag that the steps do not allow.
+    """
+    check(settings)
+    # ETP = TP, so a tensor parallel group is a run of consecutive ranks, which hold the parts of
+    # the same experts.
+    rank = dist.get_rank()
+    first = rank - rank % settings.tp
+    group_batch = concatenate(
+        [
+            make_batch(settings, layout, each, batch.hidden.device)
+            for each in range(first, first + settings.tp)
+        ]
+    )
+    begin = (rank - first) * settings.tokens
+    whole_group = Candidate(
+        kind="megatron",
+        requested="alltoall",
+        dispatcher=whole_group_dispatcher(shape),
+        batch=group_batch,
+        own_tokens=slice(begin, begin + settings.tokens),
+        traffic=functools.partial(
+            whole_group_traffic,
+            layout,
+            group_batch.routing_map.cpu().numpy(),
+            settings.hidden,
+            DTYPE_BYTES[settings.dtype],
+        ),
+    )
+    # The last one is the same chain, but no Place of it overlaps a collective.
+    numbers = [*sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks}), FIXED_NUM_CHUNKS]
+    ours = [build_dispatcher(settings, cluster, shape, CHAIN, number) for number in numbers]
+    bind = ours[-1]._bind
+    ours[-1]._bind = lambda *counts: replace(bind(*counts), order=order_with_places_apart)
+    return [
+        stock_candidate(settings, shape, layout, batch, "alltoall"),
+        whole_group,
+        *(Candidate(kind="monta", requested=CHAIN, dispatcher=each, batch=batch) for each in ours),
+    ], {}
+
+
+def check(settings: Settings) -> None:
+    """Refuse flags that the steps do not allow.
+
+    Raises:
+        ValueError: names the flag, the value and the rule.
+    """
+    tp, etp = settings.tp, settings.etp
+    if not settings.skip_refused:
+        raise ValueError(f"--chains: got {','.join(settings.chains)}, must be left out here")
+    if tp == 1:
+        raise ValueError("--tp: got 1, must be above 1, to have tensor-parallel duplicates")
+    if etp != tp:
+        raise ValueError(f"--etp: got {etp}, must be equal to --tp ({tp})")
+
+
+def order_with_places_apart(depths: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
+    """The usual order, with every first stage moved to the front and every last one to the end.
+
+    The last chunk goes first at both ends: at the beginning, so that the first collective waits
+    for all copies; at the end, so that the first copy waits for the last collective.
+    """
+    order = order_of_issue(depths, num_chunks)
+    last = len(depths) - 1
+    return [
+        *((0, chunk) for position, chunk in reversed(order) if position == 0),
+        *((position, chunk) for position, chunk in order if 0 < position < last),
+        *((last, chunk) for position, chunk in reversed(order) if position == last),
+    ]
+
+
+class WholeGroupTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Stock's alltoall in a layer without sequence parallelism.
+
+    Every tensor parallel rank holds the tokens of its whole group, and sends all of them to those
+    parts of the experts that have its own position in the expert tensor parallel groups. Megatron's
+    conjugate operators around the layer sum the parts: outputs in forward, gradients in backward.
+    """
+
+    def __init__(self, *args: Any, parts_group: dist.ProcessGroup, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parts_group = parts_group
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as stock does; backward adds up the gradients of the parts."""
+        hidden_states = copy_to_tensor_model_parallel_region(hidden_states, self._parts_group)
+        probs = copy_to_tensor_model_parallel_region(probs, self._parts_group)
+        return super().dispatch_preprocess(hidden_states, routing_map, probs)
+
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        """Do as stock does, then add up the parts."""
+        output = super().combine_postprocess(permutated_local_input_tokens)
+        return reduce_from_tensor_model_parallel_region(output, self._parts_group)
+
+
+def whole_group_dispatcher(shape: LayerShape) -> Any:
+    """Step 0 of the ablation: every rank sends the tokens of its whole tensor parallel group."""
+    groups = get_default_pg_collection()
+    parts_group = groups.expt_tp
+    # No gather inside the group: every rank has all that its part of an expert needs.
+    groups.expt_tp, groups.tp_ep = None, groups.ep
+    dispatcher_class = functools.partial(WholeGroupTokenDispatcher, parts_group=parts_group)
+    return dispatcher_on(dispatcher_class, shape, shape.config(), groups)
+
+
+def whole_group_traffic(
+    layout: Layout, group_map: NDArray[np.bool_], hidden: int, dtype_bytes: int, backward: bool
+) -> Traffic:
+    """What Megatron's alltoall dispatcher moves without sequence parallelism, from this rank.
+
+    Every rank sends the pairs of all its tensor parallel group's tokens to the parts of the experts
+    on ranks of its own ETP rank (A2A), and the group sums the outputs (AllReduce, counted as a
+    reduction of one share per rank and a gather of the shares). Backward moves the same, and also
+    sums the gradients of the probabilities.
+
+    Args:
+        layout: this rank's place, where ETP = TP.
+        group_map: [ETP * T, E] routing map of the whole group.
+        hidden: hidden size.
+        dtype_bytes: bytes of one element of a row.
+        backward: count the backward pass too.
+    """
+    ep_rank, etp_rank = divmod(layout.rank, layout.etp)
+    num_experts = group_map.shape[1]
+    num_tokens = len(group_map) // layout.etp
+    passes = 2 if backward else 1
+    pairs = group_map.sum(axis=0).reshape(layout.ep, -1).sum(axis=1).tolist()  # [EP]
+    a2a_bytes = passes * (2 * hidden * dtype_bytes + PROBS_BYTES)
+    share_bytes = passes * 2 * num_tokens * hidden * dtype_bytes
+    if backward:
+        share_bytes += 2 * num_tokens * num_experts * PROBS_BYTES
+    hops = [
+        (layout.rank, target * layout.etp + etp_rank, num_pairs * a2a_bytes)
+        for target, num_pairs in enumerate(pairs)
+    ]
+    group = range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp)
+    hops += [(layout.rank, peer, share_bytes) for peer in group]
+    return by_tier(layout, hops)
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """The tokens of several ranks, one after the other."""
+    names = [entry.name for entry in fields(Batch)]
+    return Batch(**{name: torch.cat([getattr(each, name) for each in batches]) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One step in one phase.
+
+    Attributes:
+        phase: "forward" or "forward_backward".
+        step: see the top of this file.
+        what: the step in words.
+        num_chunks: number of chunks of our chain; 1 for step 0.
+        chosen_by: what chose the number of chunks in step 4: "measurement" or "planner".
+        median_ms: median of the slowest rank's times.
+        gain: the previous step's time over this one's.
+        gain_over_step_0: step 0's time over this one's.
+    """
+
+    phase: str
+    step: int
+    what: str
+    num_chunks: int
+    chosen_by: str | None
+    median_ms: float
+    gain: float
+    gain_over_step_0: float
+
+
+def ablation_steps(rows: Sequence[Row]) -> list[StepResult]:
+    """The steps of every phase, each with its gain over the previous one."""
+    results = []
+    for phase in dict.fromkeys(row.phase for row in rows):
+        of_phase = [row for row in rows if row.phase == phase and row.scope == "exchange"]
+        by_step = {row.step: row for row in of_phase if row.step is not None}
+        by_step[4], chosen_by = choose_num_chunks(of_phase)
+        before = first = by_step[0]
+        for step, what in STEPS.items():
+            row = by_step[step]
+            results.append(
+                StepResult(
+                    phase=phase,
+                    step=step,
+                    what=what,
+                    num_chunks=row.num_chunks,
+                    chosen_by=chosen_by if step == 4 else None,
+                    median_ms=row.median_ms,
+                    gain=before.median_ms / row.median_ms,
+                    gain_over_step_0=first.median_ms / row.median_ms,
+                )
+            )
+            before = row
+    return results
+
+
+def choose_num_chunks(rows: Sequence[Row]) -> tuple[Row, str]:
+    """The row whose number of chunks step 4 takes, and what chose it."""
+    ours = [row for row in rows if row.dispatcher == "monta" and row.step != 2]
+    for row in ours:
+        if row.chosen:
+            return row, "planner"
+    return min(ours, key=lambda row: row.median_ms), "measurement"
+
+
+def steps_of(rows: Sequence[Row]) -> list[Row]:
+    """The rows of `build`'s candidates with their steps."""
+    found = []
+    for kind in dict.fromkeys((row.scope, row.phase) for row in rows):
+        stock, whole_group, *ours, apart = [row for row in rows if (row.scope, row.phase) == kind]
+        found += [stock, replace(whole_group, step=0)]
+        found += [
+            replace(row, step={1: 1, FIXED_NUM_CHUNKS: 3}.get(row.num_chunks)) for row in ours
+        ]
+        found.append(replace(apart, step=2))
+    return found
+
+
+def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:
+    """The rows with their steps, and what each step gains."""
+    rows = steps_of(rows)
+    return {
+        "rows": [asdict(row) for row in rows],
+        "ablation": [asdict(result) for result in ablation_steps(rows)],
+    }
+
+
+def ablation_text(reports: Sequence[Mapping[str, Any]]) -> str:
+    """The steps of each layout and phase."""
+    return "\n\n".join(
+        part for report in reports for part in (_where(report["meta"]), *_tables(report))
+    )
+
+
+def _where(meta: Mapping[str, Any]) -> str:
+    layout, layer, cluster = meta["layout"], meta["layer"], meta["emulated_cluster"]
+    rate = "" if cluster is None else f", {cluster['inter_mbit']:g} Mbit/s"
+    return (
+        f"{counted(layout['nodes'], 'node')} x {counted(layout['ranks_per_node'], 'rank')}{rate}, "
+        f"TP {layout['tp']}, EP {layout['ep']}, {layer['experts']} experts, top-{layer['top_k']}, "
+        f"H {layer['hidden']:,}, {counted(layer['tokens'], 'token')} per rank:"
+    )
+
+
+def _tables(report: Mapping[str, Any]) -> Iterator[str]:
+    results = [StepResult(**step) for step in report["ablation"]]
+    for phase in dict.fromkeys(result.phase for result in results):
+        yield table(
+            ["step", "what", ">chunks", ">ms", ">gain", ">over 0"],
+            [
+                [
+                    each.step,
+                    each.what + (f", by {each.chosen_by}" if each.chosen_by else ""),
+                    each.num_chunks,
+                    f"{each.median_ms:.1f}",
+                    f"{each.gain:.2f}",
+                    f"{each.gain_over_step_0:.2f}",
+                ]
+                for each in results
+                if each.phase == phase
+            ],
+            title=phase.replace("_", " + "),
+        )
+
+
+STUDY = Study(name="ablation", build=build, finish=finish, text=ablation_text)
+
+if __name__ == "__main__":
+    sys.exit(bench.run_study(STUDY, __doc__))
