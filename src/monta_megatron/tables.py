@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from monta_megatron.texts import shown
 
-GAP = "  "
-
 
 def has_rich() -> bool:
     """Whether rich is installed."""
@@ -36,13 +34,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     if sys.stdout.isatty() and has_rich():
         return _rich_table(names, sides, cells, title)
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    # One space is enough before what aligns right, whose cells hardly ever fill their column.
     lines = [
-        GAP.join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
+        "".join(
+            f"{' ' if side == '>' else '  '}{cell:{side}{width}}"
+            for cell, side, width in zip(row, sides, widths, strict=True)
         )
         for row in [names, *cells]
     ]
-    return "\n".join(line.rstrip() for line in ([title] if title else []) + lines)
+    margin = 1 if sides[0] == ">" else 2
+    return "\n".join(([title] if title else []) + [line[margin:].rstrip() for line in lines])
 
 
 def _rich_table(
@@ -52,7 +53,7 @@ def _rich_table(
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0))
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, side in zip(names, sides, strict=True):
         drawn.add_column(Text(name), justify="right" if side == ">" else "left", overflow="fold")
     for row in cells:

@@ -10,7 +10,8 @@ from forked_ranks import ForkedRanks
 from test_bench_command import SMALL, bench
 from test_bench_numbers import BASE, DTYPE_BYTES, HIDDEN, SPLIT, routing_map, row
 
-from monta_megatron.benchmark.settings import parse_settings
+from monta_megatron import strict_yaml
+from monta_megatron.benchmark.settings import Settings, parse_settings
 from monta_megatron.benchmark.sweep import Results
 from monta_megatron.benchmark.traffic import Traffic
 
@@ -49,8 +50,8 @@ def test_the_ablation(ranks: ForkedRanks, tmp_path: Path) -> None:
         "chunks",
     ]
     # Kept for the script, but not for `monta bench` with the same flags.
-    given = dict(zip(*[iter(f"{SMALL} {flags}".replace("-", "_").split())] * 2, strict=True))
-    settings = parse_settings({name.strip("_"): text for name, text in given.items()}, 4)
+    document = {name: value for name, value in report["settings"].items() if name != "study"}
+    settings = strict_yaml.build(Settings, document, "settings")
     results = Results.open(out)
     assert results.holds(settings, None, STUDY) and not results.holds(settings, None)
 

@@ -3,6 +3,7 @@
 MONTA_CPU_RANKS=1 torchrun --nproc-per-node 4 -m monta_megatron.cli bench --experts 16 ...
 monta emulate --nodes 2 ... -- -m monta_megatron.cli bench ...
 monta emulate --nodes 2 ... -- monta bench ...
+monta emulate --nodes 2 ... -- benchmarks/ablation.py ...
 """
 
 import shlex
@@ -25,7 +26,11 @@ def monta_arguments(command: str) -> list[list[str]]:
     starts = [place for place, word in enumerate(words) if word == "monta"]
     starts = [place for place in starts if place == starts[0] or words[place - 1] == "--"]
     starts += [place + 1 for place in range(len(words) - 1) if words[place : place + 2] == MODULE]
-    return [words[start + 1 :] for start in starts]
+    # The scripts of benchmarks/ take the flags of `monta bench`.
+    scripts = [place for place, word in enumerate(words) if word.startswith("benchmarks/")]
+    return [words[start + 1 :] for start in starts] + [
+        ["bench", *words[place + 1 :]] for place in scripts
+    ]
 
 
 def check_arguments(command: str) -> None:

@@ -79,6 +79,10 @@ KNOWN = (
         more="--repeats 1 --warmup 0 --chains auto --num-chunks 2 --phase forward",
     ),
     Known(pattern=rf"{EMULATE} bench .*", run_by=BENCH_TESTS),
+    Known(
+        pattern=r"monta emulate --nodes \d+ .* -- benchmarks/(ablation|bound)\.py .*",
+        run_by="tests/benchmark/test_ablation_and_bound.py",
+    ),
     Known(pattern=r"monta bench --report .*", run_by="tests/benchmark/test_sweep.py"),
     Known(
         pattern=r"python scripts/quickstart/iteration_time\.py .*"

@@ -19,9 +19,9 @@ ROWS: list[Sequence[object]] = [
 ]
 PLAIN = r"""
 head
-chain                     us  why
-alltoall               1,234  chosen
-[bold]alltoall[/bold]      -  one\nline, \x1b[31mnot red
+chain                    us  why
+alltoall              1,234  chosen
+[bold]alltoall[/bold]     -  one\nline, \x1b[31mnot red
 """
 
 MODULES_OF_A_RUN = """
@@ -53,7 +53,7 @@ def test_a_table_is_plain_where_nobody_looks() -> None:
     assert table(COLUMNS, ROWS, "head") == PLAIN.strip("\n")
     long = [["alltoall", 1, "why " * 200]]
     assert "why " * 199 in table(COLUMNS, long)
-    assert table(COLUMNS, []) == "chain  us  why"
+    assert table(COLUMNS, []) == "chain us  why"
 
 
 def test_a_table_is_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

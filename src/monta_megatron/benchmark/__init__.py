@@ -8,7 +8,7 @@ Without torch:
     statistics      median, spread, interval of a ratio
     prediction      what the planner predicts
     report          rows and tables
-    ablation_steps  the steps of the paper, and what each gains
+    study           what the scripts of `benchmarks/` do beyond it
     summary         figures over many points: regret, errors, auto against stock
     summary_tables  the same as Markdown
     plots           bars by chain
@@ -17,8 +17,6 @@ With torch:
     workload        tokens, probabilities, gradients
     candidates      the dispatchers to compare, and how to run one
     checks          equal to stock, before anything is timed
-    ablation        the dispatchers of the ablation's steps
-    bound           stages alone, and how close the pipeline comes to the slowest
     timing          interleaved repeats
     point           one point: its dispatchers and their rows
     run             all points, on one rank

@@ -1,4 +1,4 @@
-"""What a benchmark reports: rows, a table of 80 columns, and where it was measured. No torch."""
+"""What a benchmark reports: rows, their tables, and where it was measured. No torch."""
 
 import shlex
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from monta_megatron import tables
 from monta_megatron.benchmark.settings import Settings
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.options import AUTO
@@ -81,47 +82,45 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One block per scope and phase, 80 columns wide."""
-    blocks = []
-    for scope, phase in dict.fromkeys((row.scope, row.phase) for row in rows):
-        head = ("chain x chunks", "ms", "p10 to p90", "inter", "intra", "limit", "ratio")
-        lines = [f"{scope}, {phase.replace('_', ' + ')} (payload in MB)", _line(*head)]
-        for row in rows:
-            if (row.scope, row.phase) != (scope, phase):
-                continue
-            limit = "-" if row.pct_of_limit is None else f"{row.pct_of_limit:.0f}%"
-            lines.append(
-                _line(
-                    row.name,
-                    _short(row.median_ms),
-                    f"{_short(row.p10_ms)} to {_short(row.p90_ms)}",
-                    _short(row.inter_bytes / 1e6),
-                    _short(row.intra_bytes / 1e6),
-                    limit,
-                    f"{row.ratio_to_alltoall:.2f}",
-                )
-            )
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    """One block per scope and phase."""
+    head = ["chain x chunks", ">ms", ">p10 to p90", ">inter", ">intra", ">limit", ">ratio"]
+    return "\n\n".join(
+        tables.table(
+            head,
+            [_cells(row) for row in rows if (row.scope, row.phase) == (scope, phase)],
+            title=f"{scope}, {phase.replace('_', ' + ')} (payload in MB)",
+        )
+        for scope, phase in dict.fromkeys((row.scope, row.phase) for row in rows)
+    )
+
+
+def _cells(row: Row) -> list[str | None]:
+    return [
+        row.name,
+        _short(row.median_ms),
+        f"{_short(row.p10_ms)} to {_short(row.p90_ms)}",
+        _short(row.inter_bytes / 1e6),
+        _short(row.intra_bytes / 1e6),
+        None if row.pct_of_limit is None else f"{row.pct_of_limit:.0f}%",
+        f"{row.ratio_to_alltoall:.2f}",
+    ]
 
 
 def prediction_table(rows: Sequence[Row]) -> str:
     """Predicted against measured, where there is a prediction; "" where there is none."""
-    lines = [f"{'predicted from the cluster file':<51} {'ms':>7} {'measured':>9} {'error':>6}"]
-    for row in rows:
-        if row.predicted_ms is not None:
-            phase = row.phase.replace("_", " + ")
-            lines.append(
-                f"{row.name:<31} {phase:<19} {_short(row.predicted_ms):>7} "
-                f"{_short(row.median_ms):>9} {row.predicted_ms / row.median_ms - 1:>+6.0%}"
-            )
-    return "\n".join(lines) if len(lines) > 1 else ""
-
-
-def _line(
-    name: str, median: str, middle: str, inter: str, intra: str, limit: str, ratio: str
-) -> str:
-    return f"{name:<31} {median:>7} {middle:>14} {inter:>6} {intra:>6} {limit:>5} {ratio:>5}"
+    cells = [
+        [
+            row.name,
+            row.phase.replace("_", " + "),
+            _short(row.predicted_ms),
+            _short(row.median_ms),
+            f"{row.predicted_ms / row.median_ms - 1:+.0%}",
+        ]
+        for row in rows
+        if row.predicted_ms is not None
+    ]
+    head = ["predicted from the cluster file", "", ">ms", ">measured", ">error"]
+    return tables.table(head, cells) if cells else ""
 
 
 def _short(value: float) -> str:
