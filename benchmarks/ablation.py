@@ -43,7 +43,8 @@ from monta_megatron.benchmark.workload import Batch, make_batch
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.cli import bench
 from monta_megatron.dtypes import DTYPE_BYTES
-from monta_megatron.integration.bench_layer import LayerShape, dispatcher_on
+from monta_megatron.integration.bench_layer import dispatcher_on, layer_config
+from monta_megatron.integration.layer_shape import LayerShape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.quantities import counted
 from monta_megatron.tables import table
@@ -63,7 +64,7 @@ STEPS = {
 
 
 def build(
-    settings: Settings, cluster: Cluster | None, shape: LayerShape, layout: Layout, batch: Batch
+    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Stock alltoall, the baseline of the checks and ratios, then the steps, 2 as the last one.
 
@@ -85,7 +86,7 @@ def build(
     whole_group = Candidate(
         kind="megatron",
         requested="alltoall",
-        dispatcher=whole_group_dispatcher(shape),
+        dispatcher=whole_group_dispatcher(settings),
         batch=group_batch,
         own_tokens=slice(begin, begin + settings.tokens),
         traffic=functools.partial(
@@ -98,11 +99,11 @@ def build(
     )
     # The last one is the same chain, but no Place of it overlaps a collective.
     numbers = [*sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks}), FIXED_NUM_CHUNKS]
-    ours = [build_dispatcher(settings, cluster, shape, CHAIN, number) for number in numbers]
+    ours = [build_dispatcher(settings, cluster, CHAIN, number) for number in numbers]
     bind = ours[-1]._bind
     ours[-1]._bind = lambda *counts: replace(bind(*counts), order=order_with_places_apart)
     return [
-        stock_candidate(settings, shape, layout, batch, "alltoall"),
+        stock_candidate(settings, layout, batch, "alltoall"),
         whole_group,
         *(Candidate(kind="monta", requested=CHAIN, dispatcher=each, batch=batch) for each in ours),
     ], {}
@@ -171,7 +172,7 @@ def whole_group_dispatcher(shape: LayerShape) -> Any:
     # No gather inside the group: every rank has all that its part of an expert needs.
     groups.expt_tp, groups.tp_ep = None, groups.ep
     dispatcher_class = functools.partial(WholeGroupTokenDispatcher, parts_group=parts_group)
-    return dispatcher_on(dispatcher_class, shape, shape.config(), groups)
+    return dispatcher_on(dispatcher_class, shape, layer_config(shape), groups)
 
 
 def whole_group_traffic(

@@ -34,7 +34,7 @@ from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
-from monta_megatron.integration.bench_layer import LayerShape, exchange_groups
+from monta_megatron.integration.bench_layer import exchange_groups
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tables import table
 from monta_megatron.topology.layout import Layout
@@ -69,7 +69,7 @@ class BoundResult:
 
 
 def build(
-    settings: Settings, cluster: Cluster | None, shape: LayerShape, layout: Layout, batch: Batch
+    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
 ) -> tuple[list[Candidate], dict[str, str]]:
     """The candidates of `monta bench`.
 
@@ -78,7 +78,7 @@ def build(
     """
     if settings.etp == 1:
         raise ValueError("--etp: got 1, must be above 1: it is about AllGather(ETP)")
-    return build_candidates(settings, cluster, shape, layout, batch)
+    return build_candidates(settings, cluster, layout, batch)
 
 
 def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.dtypes import DTYPE_BYTES
 from monta_megatron.integration.bench_layer import (
     Experts,
-    LayerShape,
     monta_dispatcher,
     stock_dispatcher,
 )
@@ -77,7 +76,7 @@ class Candidate:
 
 # What `build_candidates` is.
 Build: TypeAlias = Callable[
-    [Settings, Cluster | None, LayerShape, Layout, Batch], tuple[list[Candidate], dict[str, str]]
+    [Settings, Cluster | None, Layout, Batch], tuple[list[Candidate], dict[str, str]]
 ]
 
 
@@ -102,14 +101,12 @@ class Passed:
     probs_gradient: torch.Tensor | None
 
 
-def stock_candidate(
-    settings: Settings, shape: LayerShape, layout: Layout, batch: Batch, name: str
-) -> Candidate:
+def stock_candidate(settings: Settings, layout: Layout, batch: Batch, name: str) -> Candidate:
     """One of Megatron's dispatchers."""
     return Candidate(
         kind="megatron",
         requested=name,
-        dispatcher=stock_dispatcher(shape, name),
+        dispatcher=stock_dispatcher(settings, name),
         batch=batch,
         traffic=functools.partial(
             STOCK_TRAFFIC[name],
@@ -122,7 +119,7 @@ def stock_candidate(
 
 
 def build_candidates(
-    settings: Settings, cluster: Cluster | None, shape: LayerShape, layout: Layout, batch: Batch
+    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Stock's dispatchers, then ours, chain by chain.
 
@@ -132,12 +129,12 @@ def build_candidates(
     Raises:
         ValueError: a chain that was asked for by name cannot run here.
     """
-    candidates = [stock_candidate(settings, shape, layout, batch, name) for name in settings.stock]
+    candidates = [stock_candidate(settings, layout, batch, name) for name in settings.stock]
     refused: dict[str, str] = {}
     for name in settings.chains:
         for num_chunks in _numbers_of_chunks(name, settings):
             try:
-                dispatcher = build_dispatcher(settings, cluster, shape, name, num_chunks)
+                dispatcher = build_dispatcher(settings, cluster, name, num_chunks)
             except ValueError as error:
                 if not settings.skip_refused:
                     raise
@@ -152,7 +149,6 @@ def build_candidates(
 def build_dispatcher(
     settings: Settings,
     cluster: Cluster | None,
-    shape: LayerShape,
     chain: str,
     num_chunks: int | None,
 ) -> Any:
@@ -162,7 +158,7 @@ def build_dispatcher(
         ValueError: the chain cannot run here.
     """
     return monta_dispatcher(
-        shape,
+        settings,
         chain=chain,
         num_chunks=num_chunks,
         ranks_per_node=settings.ranks_per_node,
@@ -217,27 +213,18 @@ def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Pas
     )
 
 
-def sent_so_far(candidate: Candidate) -> Traffic:
-    """Payload that this rank has sent, where the dispatcher counts it."""
-    if candidate.traffic is not None:
-        return Traffic(inter_bytes=0, intra_bytes=0)
-    sent = candidate.dispatcher.monitor.bytes_by_tier()
-    return Traffic(inter_bytes=sent["inter"], intra_bytes=sent["intra"])
-
-
-def traffic_of_run(candidate: Candidate, backward: bool, before: Traffic, num_runs: int) -> Traffic:
+def traffic_of_run(candidate: Candidate, backward: bool, num_runs: int) -> Traffic:
     """Payload per run that this rank's tokens cause, or that it sends: the sums over ranks agree.
 
     Args:
         candidate: what ran.
         backward: whether its runs had a backward pass.
-        before: what it had sent before these runs.
-        num_runs: number of runs, all identical.
+        num_runs: number of runs since its monitor was cleared, all identical.
     """
     if candidate.traffic is not None:
         return candidate.traffic(backward)
-    after = sent_so_far(candidate)
+    sent = candidate.dispatcher.monitor.bytes_by_tier()
     return Traffic(
-        inter_bytes=(after.inter_bytes - before.inter_bytes) // num_runs,
-        intra_bytes=(after.intra_bytes - before.intra_bytes) // num_runs,
+        inter_bytes=sent["inter"] // num_runs,
+        intra_bytes=sent["intra"] // num_runs,
     )

@@ -13,7 +13,6 @@ from monta_megatron.benchmark.candidates import (
     Candidate,
     build_candidates,
     run_candidate,
-    sent_so_far,
     traffic_of_run,
 )
 from monta_megatron.benchmark.prediction import predict
@@ -28,7 +27,6 @@ from monta_megatron.emulation.costs import default_costs
 from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.integration.bench_layer import (
     Experts,
-    LayerShape,
     exchange_layout,
     initialize_groups,
 )
@@ -69,7 +67,6 @@ class Bench:
 
     Attributes:
         task: what was asked for.
-        shape: sizes of the layer.
         nodes: node of every rank of the launch.
         layout: this rank's place in its exchange.
         batch: this rank's data.
@@ -78,7 +75,6 @@ class Bench:
     """
 
     task: Task
-    shape: LayerShape
     nodes: tuple[int, ...]
     layout: Layout
     batch: Batch
@@ -101,7 +97,9 @@ class Bench:
             f"{counted(settings.repeats, 'repeat')}",
             num_runs,
         )
-        sent_before = [sent_so_far(each) for each in candidates]
+        for candidate in candidates:
+            if candidate.kind == "monta":
+                candidate.dispatcher.monitor.bytes_sent.clear()
         reads_nics = task.this_rank.local_rank == 0
         timings = time_interleaved(
             [functools.partial(run_candidate, each, experts, backward) for each in candidates],
@@ -123,11 +121,9 @@ class Bench:
         rows = []
         for position, candidate in enumerate(candidates):
             times_ms = timings.times_ms[:, position]
-            middle = spread(times_ms)
+            p10_ms, median_ms, p90_ms = spread(times_ms)
             low, high = ratio_interval(base_ms, times_ms)
-            moved = _of_all_ranks(
-                traffic_of_run(candidate, backward, sent_before[position], num_runs)
-            )
+            moved = _of_all_ranks(traffic_of_run(candidate, backward, num_runs))
             chain, num_chunks = candidate.key
             is_ours = candidate.kind == "monta"
             rows.append(
@@ -148,13 +144,13 @@ class Bench:
                     ep=settings.ep,
                     etp=settings.etp,
                     inter_mbit=emulated.inter_mbit if emulated else None,
-                    median_ms=middle.median_ms,
-                    p10_ms=middle.p10_ms,
-                    p90_ms=middle.p90_ms,
+                    median_ms=median_ms,
+                    p10_ms=p10_ms,
+                    p90_ms=p90_ms,
                     inter_bytes=moved.inter_bytes,
                     intra_bytes=moved.intra_bytes,
                     nic_bytes=int(timings.nic_bytes[position]) if emulated else None,
-                    pct_of_limit=None if limit_ms is None else 100 * limit_ms / middle.median_ms,
+                    pct_of_limit=None if limit_ms is None else 100 * limit_ms / median_ms,
                     ratio_to_alltoall=ratio_of_medians(base_ms, times_ms),
                     ratio_low=low,
                     ratio_high=high,
@@ -205,18 +201,8 @@ def prepare(
 
 def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build) -> Bench:
     settings = task.settings
-    shape = LayerShape(
-        num_experts=settings.num_experts,
-        topk=settings.topk,
-        hidden=settings.hidden,
-        ffn_hidden=settings.ffn_hidden,
-        dtype=getattr(torch, settings.dtype),
-        tp=settings.tp,
-        ep=settings.ep,
-        etp=settings.etp,
-    )
     if makes_groups:
-        initialize_groups(shape)
+        initialize_groups(settings)
     world = dist.group.WORLD
     assert world is not None, "start has joined the launch"
     nodes = find_nodes(world, settings.ranks_per_node)
@@ -233,14 +219,13 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
             f"--cluster: got one of {counted(cluster.ranks_per_node, 'rank')} per node, must have "
             f"{nodes.count(nodes[0])} as this launch, or --ranks-per-node says how many"
         )
-    layout = exchange_layout(shape, nodes)
+    layout = exchange_layout(settings, nodes)
     batch = make_batch(settings, layout, task.this_rank.rank, device)
     # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
     costs = default_costs(task.emulated) if cluster is None and task.emulated else cluster
-    candidates, skipped = build(settings, costs, shape, layout, batch)
+    candidates, skipped = build(settings, costs, layout, batch)
     return Bench(
         task=task,
-        shape=shape,
         nodes=nodes,
         layout=layout,
         batch=batch,

@@ -102,7 +102,7 @@ def _run_benchmark(
 
     scopes: dict[str, Experts] = {"exchange": identity_experts}
     if settings.layer:
-        scopes["layer"] = build_experts(bench.shape)
+        scopes["layer"] = build_experts(settings)
     rows = [
         row
         for scope, experts in scopes.items()

@@ -8,23 +8,17 @@ from typing import Any
 from monta_megatron.benchmark.flags import ALL_CHAINS, FLAGS
 from monta_megatron.chains import CHAINS
 from monta_megatron.dtypes import DTYPE_BYTES
+from monta_megatron.integration.layer_shape import LayerShape
 from monta_megatron.options import AUTO
 from monta_megatron.planner.plan import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(LayerShape):
     """One benchmark, resolved.
 
     Attributes:
-        num_experts: experts of the layer.
-        topk: experts of each token.
-        hidden: hidden size.
         tokens: tokens of each rank.
-        dtype: PyTorch's name of the dtype of the rows; probabilities are fp32.
-        tp: tensor parallel size.
-        ep: expert parallel size.
-        etp: expert tensor parallel size.
         routing: one of `planner.ROUTINGS`.
         chains: names of our chains, and "auto" for what the planner chooses.
         skip_refused: a chain that cannot run on this layout is left out and reported, instead of
@@ -33,7 +27,6 @@ class Settings:
         stock: Megatron's dispatchers to compare; "alltoall" is always among them.
         phases: what is timed.
         layer: whether the layer with its experts is timed too.
-        ffn_hidden: intermediate size of the experts.
         repeats: timed runs of every candidate.
         warmup: untimed runs of every candidate before those.
         seed: seed of the data.
@@ -43,14 +36,7 @@ class Settings:
         world_size: ranks of the launch.
     """
 
-    num_experts: int
-    topk: int
-    hidden: int
     tokens: int
-    dtype: str
-    tp: int
-    ep: int
-    etp: int
     routing: str
     chains: tuple[str, ...]
     skip_refused: bool
@@ -58,7 +44,6 @@ class Settings:
     stock: tuple[str, ...]
     phases: tuple[Phase, ...]
     layer: bool
-    ffn_hidden: int
     repeats: int
     warmup: int
     seed: int

@@ -1,26 +1,15 @@
 """Median, spread, and the interval of a ratio of two interleaved series. No torch."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 NUM_RESAMPLES = 2000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """The spread of one candidate's times."""
-
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
-
-
-def spread(times_ms: NDArray[np.float64]) -> Spread:
-    """Median and the middle 80% of [repeats] times."""
-    p10, median, p90 = np.percentile(times_ms, [10, 50, 90]).tolist()
-    return Spread(median_ms=median, p10_ms=p10, p90_ms=p90)
+def spread(times_ms: NDArray[np.float64]) -> tuple[float, float, float]:
+    """The middle 80% of [repeats] times: 10th percentile, median, 90th percentile."""
+    p10_ms, median_ms, p90_ms = np.percentile(times_ms, [10, 50, 90]).tolist()
+    return p10_ms, median_ms, p90_ms
 
 
 def ratio_of_medians(base_ms: NDArray[np.float64], times_ms: NDArray[np.float64]) -> float:

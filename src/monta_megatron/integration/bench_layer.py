@@ -4,7 +4,7 @@ Stock's dispatchers and ours are built on the same process groups from the same 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+from monta_megatron.integration.layer_shape import LayerShape
 from monta_megatron.topology.layout import Layout
 
 STOCK_DISPATCHERS = {
@@ -26,53 +27,35 @@ STOCK_DISPATCHERS = {
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """The MoE layer whose exchange is measured.
-
-    Attributes:
-        num_experts, topk, hidden, ffn_hidden: dimensions of the layer.
-        dtype: dtype of parameters and rows.
-        tp, ep, etp: parallel sizes.
-    """
-
-    num_experts: int
-    topk: int
-    hidden: int
-    ffn_hidden: int
-    dtype: torch.dtype
-    tp: int
-    ep: int
-    etp: int
-
-    def config(self) -> Any:
-        """A TransformerConfig for one such layer, with the alltoall dispatcher."""
-        return TransformerConfig(
-            num_layers=1,
-            hidden_size=self.hidden,
-            num_attention_heads=self.tp,
-            num_moe_experts=self.num_experts,
-            moe_router_topk=self.topk,
-            moe_ffn_hidden_size=self.ffn_hidden,
-            moe_token_dispatcher_type="alltoall",
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_router_dtype="fp32",
-            moe_router_pre_softmax=self.topk == 1,
-            moe_grouped_gemm=_has_transformer_engine(),
-            tensor_model_parallel_size=self.tp,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=self.etp,
-            sequence_parallel=self.tp > 1,
-            add_bias_linear=False,
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            bias_activation_fusion=False,
-            gradient_accumulation_fusion=False,
-            params_dtype=self.dtype,
-            bf16=self.dtype == torch.bfloat16,
-            fp16=self.dtype == torch.float16,
-        )
+def layer_config(shape: LayerShape) -> Any:
+    """A TransformerConfig for one such layer, with the alltoall dispatcher."""
+    dtype = getattr(torch, shape.dtype)
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.tp,
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=shape.topk,
+        moe_ffn_hidden_size=shape.ffn_hidden,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+        moe_router_pre_softmax=shape.topk == 1,
+        moe_grouped_gemm=find_spec("transformer_engine") is not None,
+        tensor_model_parallel_size=shape.tp,
+        expert_model_parallel_size=shape.ep,
+        expert_tensor_parallel_size=shape.etp,
+        sequence_parallel=shape.tp > 1,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+    )
 
 
 def initialize_groups(shape: LayerShape) -> None:
@@ -110,7 +93,7 @@ def exchange_groups() -> dict[str, dist.ProcessGroup]:
 
 def stock_dispatcher(shape: LayerShape, name: str) -> Any:
     """Megatron's own dispatcher of this name."""
-    config = shape.config()
+    config = layer_config(shape)
     config.moe_token_dispatcher_type = name
     return dispatcher_on(STOCK_DISPATCHERS[name], shape, config, get_default_pg_collection())
 
@@ -121,7 +104,7 @@ def monta_dispatcher(shape: LayerShape, **options: Any) -> Any:
     Raises:
         ValueError: an option is wrong, or the chain cannot run on this layout.
     """
-    config = shape.config()
+    config = layer_config(shape)
     for name, value in options.items():
         setattr(config, f"moe_monta_{name}", value)
     return dispatcher_on(MontaTokenDispatcher, shape, config, get_default_pg_collection())
@@ -134,7 +117,7 @@ def build_experts(shape: LayerShape) -> Experts:
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     model_parallel_cuda_manual_seed(1)
-    config = shape.config()
+    config = layer_config(shape)
     if config.moe_grouped_gemm:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=shape.num_experts, moe_grouped_gemm=True
@@ -171,9 +154,3 @@ def dispatcher_on(dispatcher_class: Any, shape: LayerShape, config: Any, groups:
         config=config,
         pg_collection=groups,
     )
-
-
-def _has_transformer_engine() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("transformer_engine") is not None
