@@ -1,7 +1,10 @@
 """How busy each resource was, and for how much of that time another one was busy too."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from monta_megatron.planner.curves import TIERS
 from monta_megatron.tables import table
@@ -9,8 +12,6 @@ from monta_megatron.timeline.spans import LANE_NAMES, LANES, Lane, Span, Timelin
 
 # Above this the table shows ms.
 LONGEST_IN_US = 100_000.0
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +89,15 @@ def _of_walk(timeline: Timeline, walk: str) -> Overlap:
     busy_us: dict[str, float] = dict.fromkeys(LANES, 0.0)
     hidden_us: dict[str, float] = dict.fromkeys(TIERS, 0.0)
     for spans in tracks:
-        work = {lane: _busy(spans, lane) for lane in LANES}
+        # Between two neighbouring ends of spans nothing changes.
+        ends_us = np.unique([(span.start_us, span.end_us) for span in spans])
+        lengths_us = np.diff(ends_us) / len(tracks)
+        works = {lane: _works(spans, lane, ends_us) for lane in LANES}
         for lane in LANES:
-            busy_us[lane] += _length(work[lane]) / len(tracks)
+            busy_us[lane] += float(lengths_us[works[lane]].sum())
         for lane in TIERS:
-            others = _union(
-                interval for other in TIERS if other != lane for interval in work[other]
-            )
-            both = _length(work[lane]) + _length(others) - _length(_union([*work[lane], *others]))
-            hidden_us[lane] += both / len(tracks)
+            beside = np.any([works[other] for other in TIERS if other != lane], axis=0)
+            hidden_us[lane] += float(lengths_us[works[lane] & beside].sum())
     every = [span for spans in tracks for span in spans]
     return Overlap(
         source=timeline.source,
@@ -107,27 +108,13 @@ def _of_walk(timeline: Timeline, walk: str) -> Overlap:
     )
 
 
-def _busy(spans: Sequence[Span], lane: Lane) -> list[Interval]:
-    return _union(
-        (span.start_us, span.end_us)
-        for span in spans
-        if span.lane == lane and span.action != "wait"
-    )
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _length(intervals: Sequence[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+def _works(spans: Sequence[Span], lane: Lane, ends_us: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether a lane works between one end and the next: [ends] -> [ends - 1]."""
+    works = np.zeros(len(ends_us) - 1, dtype=np.bool_)
+    for span in spans:
+        if span.lane == lane and span.action != "wait":
+            works |= (span.start_us <= ends_us[:-1]) & (ends_us[1:] <= span.end_us)
+    return works
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -9,18 +9,23 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from monta_megatron import pictures
 from monta_megatron.quantities import counted
-from monta_megatron.timeline.spans import LANE_NAMES, LANES, Lane, Span, Timeline, Track, rows_of
+from monta_megatron.timeline.spans import LANE_NAMES, LANES, Span, Timeline, Track, rows_of
 
 WIDTH_INCHES, ROW_INCHES, DPI = 13.0, 0.19, 110
 COLUMNS = 2
 # The average width of a letter in a bar.
 LETTER_INCHES, LETTER_POINTS = 0.056, 6.5
 WHOLE_COLOUR, WAIT_COLOUR = "#b8b8b8", "#8c8c8c"
+# Of red, green and blue.
+LIGHTNESS = (0.299, 0.587, 0.114)
 # Above this many us the axis shows ms.
 LONGEST_IN_US = 20_000.0
 
@@ -54,9 +59,8 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
     shown = [_aligned(timeline) for timeline in timelines]
     rows = [row for each in shown for track in each.tracks[:max_ranks] for row in _rows(track)]
     spans = [span for row in rows if row.spans for part in row.spans.values() for span in part]
-    limits = _limits(spans)
-    width_us = limits[1] - limits[0]
-    us_per_inch = width_us / (WIDTH_INCHES / COLUMNS - 0.6)
+    low, high = min(span.start_us for span in spans), max(span.end_us for span in spans)
+    us_per_inch = 1.01 * (high - low) / (WIDTH_INCHES / COLUMNS - 0.6)
     walks = list(dict.fromkeys(span.walk for span in spans))
     num_panels = math.ceil(len(walks) / COLUMNS)
     height_inches = 0.8 + num_panels * (0.7 + ROW_INCHES * len(rows))
@@ -77,7 +81,7 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
             axis.tick_params(labelsize=7, left=False)
             axis.grid(axis="x")
             axis.set_axisbelow(True)
-        _scale(panels, rows, limits)
+        _scale(panels, rows, (low, low + 1.01 * (high - low)))
         figure.legend(handles=_legend(colours, spans), loc="outside lower center", ncols=11)
         figure.suptitle("\n".join(textwrap.wrap(title, 150)))
 
@@ -89,55 +93,26 @@ def _aligned(timeline: Timeline) -> Timeline:
         for span in track.spans:
             if span.chunk is not None:
                 starts[span.walk] = min(span.start_us, starts.get(span.walk, span.start_us))
-    return replace(
-        timeline,
-        tracks=tuple(
-            replace(
-                track,
-                spans=tuple(
-                    replace(
-                        span,
-                        start_us=span.start_us - starts[span.walk],
-                        end_us=span.end_us - starts[span.walk],
-                    )
-                    for span in track.spans
-                ),
-            )
-            for track in timeline.tracks
-        ),
+    tracks = (
+        replace(track, spans=tuple(span.shifted(-starts[span.walk]) for span in track.spans))
+        for track in timeline.tracks
     )
+    return replace(timeline, tracks=tuple(tracks))
 
 
 def _rows(track: Track) -> list[_Row]:
     """The track's name, then its lanes in order; a lane has more rows where its spans overlap."""
     rows = [_Row(label=track.name, spans=None)]
+    walks = dict.fromkeys(span.walk for span in track.spans)
     for lane in LANES:
-        by_walk = {walk: rows_of(spans) for walk, spans in _by_walk(track, lane).items()}
-        for number in range(max(map(len, by_walk.values()), default=0)):
-            rows.append(
-                _Row(
-                    label=LANE_NAMES[lane] if number == 0 else "",
-                    spans={
-                        walk: found[number]
-                        for walk, found in by_walk.items()
-                        if number < len(found)
-                    },
-                )
-            )
+        by_walk = [
+            rows_of([span for span in track.spans if (span.lane, span.walk) == (lane, walk)])
+            for walk in walks
+        ]
+        for number, parts in enumerate(zip_longest(*by_walk, fillvalue=())):
+            label = LANE_NAMES[lane] if number == 0 else ""
+            rows.append(_Row(label=label, spans=dict(zip(walks, parts, strict=True))))
     return rows
-
-
-def _by_walk(track: Track, lane: Lane) -> dict[str, list[Span]]:
-    found: dict[str, list[Span]] = {}
-    for span in track.spans:
-        if span.lane == lane:
-            found.setdefault(span.walk, []).append(span)
-    return found
-
-
-def _limits(spans: Sequence[Span]) -> tuple[float, float]:
-    low, high = min(span.start_us for span in spans), max(span.end_us for span in spans)
-    return low, high + 0.01 * (high - low)
 
 
 def _colours(spans: Sequence[Span]) -> dict[int | None, Any]:
@@ -171,7 +146,7 @@ def _draw_span(
     # For "alltoall between nodes", the lane and the legend show what the first word leaves out.
     names = [name for name in (span.stage, span.stage.split()[0]) if len(name) <= letters]
     if span.action != "wait" and names:
-        is_dark = span.chunk is not None and _lightness(colours[span.chunk]) < 0.5
+        is_dark = span.chunk is not None and np.dot(colours[span.chunk][:3], LIGHTNESS) < 0.5
         axis.text(
             span.start_us + length_us / 2,
             place,
@@ -181,11 +156,6 @@ def _draw_span(
             fontsize=LETTER_POINTS,
             color="white" if is_dark else "black",
         )
-
-
-def _lightness(colour: Sequence[float]) -> float:
-    red, green, blue = colour[:3]
-    return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
 def _name_track(axis: Any, place: int, name: str) -> None:

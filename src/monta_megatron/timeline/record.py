@@ -3,8 +3,6 @@
 Of several passes the one with the median time is kept: a picture of a disturbed run says nothing.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from monta_megatron.ranks.joined import join, wait_for_all
 from monta_megatron.ranks.this_rank import ThisRank
 from monta_megatron.timeline.clock import Clock
 from monta_megatron.timeline.recording import RankRecord, Recording
-from monta_megatron.timeline.spans import Span, pipeline_name, spans_of
+from monta_megatron.timeline.spans import pipeline_name, spans_of
 from monta_megatron.timeline.step_times import DeviceRecorder, HostRecorder, Taken
 
 
@@ -86,7 +84,7 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
     chain, num_chunks = candidate.key
     own = spans_of(middle.steps, middle.ends_us)
     gathered: list[Any] | None = [None] * len(bench.nodes) if dist.get_rank() == 0 else None
-    dist.gather_object(_shifted(own, -clock.offset_us), gathered)
+    dist.gather_object([span.shifted(-clock.offset_us) for span in own], gathered)
     if gathered is None:
         return None
     first_us = min(span.start_us for spans in gathered for span in spans)
@@ -100,7 +98,7 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
         clock_error_us=clock.error_us,
         meta=bench.meta(),
         ranks=tuple(
-            RankRecord(node=node, spans=tuple(_shifted(spans, -first_us)))
+            RankRecord(node=node, spans=tuple(span.shifted(-first_us) for span in spans))
             for node, spans in zip(bench.nodes, gathered, strict=True)
         ),
     )
@@ -122,9 +120,3 @@ def _title(bench: Bench, chain: str, num_chunks: int) -> str:
 def _time_us(taken: Taken) -> float:
     times = [step.device_us for step in taken.steps]
     return max(times) - min(times)
-
-
-def _shifted(spans: Sequence[Span], by_us: float) -> list[Span]:
-    return [
-        replace(span, start_us=span.start_us + by_us, end_us=span.end_us + by_us) for span in spans
-    ]

@@ -4,7 +4,7 @@ A track is one rank, or the one rank that the cost model prices for all; a lane 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.program import Operation
@@ -47,6 +47,10 @@ class Span:
     start_us: float
     end_us: float
     operation: int | None = None
+
+    def shifted(self, by_us: float) -> "Span":
+        """The same, by so much later."""
+        return replace(self, start_us=self.start_us + by_us, end_us=self.end_us + by_us)
 
 
 @dataclass(frozen=True, kw_only=True)
