@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("import monta_megatron.benchmark.run")
+    ranks = ForkedRanks("monta_megatron.benchmark.run")
     yield ranks
     ranks.close()
 

@@ -119,10 +119,10 @@ def known(command: str) -> Known | None:
 ALL = [(page, command) for page in PAGES for command in commands(page)]
 
 
-@pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{name_of(p)}: {c}" for p, c in ALL])
+@pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{name_of(p)}: {c[:40]}" for p, c in ALL])
 def test_every_command_is_known(page: Path, command: str) -> None:
     entry = known(command)
-    assert entry is not None, "say in KNOWN how it is run"
+    assert entry is not None, f"{command}: say in KNOWN how it is run"
     if entry.run_by is not None:
         assert (REPOSITORY / entry.run_by.split("::")[0]).is_file()
     script = re.match(r"(?:\w+=\S+ )*((?:scripts|\.ci)/\S+)", command)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,31 +32,51 @@ REPLACED = {
     "apply_rope_fusion": False,
 }
 
-PREAMBLE = """
-import json, os, sys, warnings
-warnings.simplefilter("ignore")
-from megatron.training.arguments import parse_args, validate_args
-from megatron.training.argument_utils import core_transformer_config_from_args
-from monta_megatron.integration.megatron_arguments import check
-"""
-VALIDATE = """
-request = json.loads(sys.argv.pop(1))
-if "MONTA_CPU_RANKS" not in request["environment"]:
-    # The stand-ins have set it, which a run on GPUs cannot rely on.
-    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-os.environ.update(request["environment"], RANK="0", WORLD_SIZE=str(request["world_size"]))
-answer = check(request["arguments"])
-assert (answer.problem, answer.unchecked, answer.doubt) == (None, None, None), answer
-sys.argv[1:] = [word for words in request["arguments"] for word in words]
-args = validate_args(parse_args())
-for name, value in request["replaced"].items():
-    assert hasattr(args, name), name
-    setattr(args, name, value)
-config = core_transformer_config_from_args(args)
-fields = {name: getattr(config, name) for name in request["fields"]}
-fields |= {name: getattr(args, name) for name in request["arguments_read"]}
-print("RESULT", json.dumps(fields, default=str))
-"""
+IMPORTED_ONCE = (
+    "megatron.training.arguments",
+    "megatron.training.argument_utils",
+    "monta_megatron.integration.megatron_arguments",
+)
+FIELDS = (
+    *("hidden_size", "num_layers", "num_attention_heads", "num_query_groups"),
+    *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype", "bf16"),
+    *("moe_token_dispatcher_type", "moe_monta_cluster", "expert_tensor_parallel_size"),
+)
+ARGUMENTS = ("seq_length", "micro_batch_size", "global_batch_size", "data_parallel_size")
+
+
+def print_validated(
+    arguments: list[list[str]], environment: dict[str, str], world_size: int
+) -> None:
+    """Check, parse and validate a run's arguments; print what Megatron makes of them."""
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training.arguments import parse_args, validate_args
+
+    from monta_megatron.integration.megatron_arguments import check
+
+    if "MONTA_CPU_RANKS" not in environment:
+        # The stand-ins have set it, which a run on GPUs cannot rely on.
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    os.environ.update(environment, RANK="0", WORLD_SIZE=str(world_size))
+    answer = check(arguments)
+    assert (answer.problem, answer.unchecked, answer.doubt) == (None, None, None), answer
+    sys.argv[1:] = [word for words in arguments for word in words]
+    args = validate_args(parse_args())
+    for name, value in REPLACED.items():
+        assert hasattr(args, name), name
+        setattr(args, name, value)
+    config = core_transformer_config_from_args(args)
+    fields = {name: getattr(config, name) for name in FIELDS}
+    fields |= {name: getattr(args, name) for name in ARGUMENTS}
+    print("RESULT", json.dumps(fields, default=str))
+
+
+def print_refusal(arguments: list[list[str]]) -> None:
+    from monta_megatron.integration.megatron_arguments import check
+
+    answer = check(arguments)
+    print(answer.position, answer.problem)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +84,7 @@ def megatron() -> Iterator[Preloaded]:
     if importlib.util.find_spec("megatron.training") is None:
         pytest.skip("needs megatron.training: pip install 'megatron-core[training]>=0.19'")
     print("replaced before TransformerConfig:", REPLACED)
-    process = Preloaded(PREAMBLE, MONTA_CPU_RANKS="1")
+    process = Preloaded(*IMPORTED_ONCE, MONTA_CPU_RANKS="1")
     yield process
     process.close()
 
@@ -74,22 +95,10 @@ def read(path: Path) -> Run:
 
 def validated(megatron: Preloaded, run: Run) -> dict[str, Any]:
     """Fields of the TransformerConfig and arguments, as Megatron has them after its checks."""
-    request = {
-        "environment": {name: str(value) for name, value in run.config.environment.items()},
-        "world_size": run.config.layout.parallel.world_size,
-        "arguments": [each.words for each in run.arguments.values()],
-        "replaced": REPLACED,
-        "fields": [
-            *("hidden_size", "num_layers", "num_attention_heads", "num_query_groups"),
-            *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq"),
-            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype", "bf16"),
-            *("moe_token_dispatcher_type", "moe_monta_cluster", "expert_tensor_parallel_size"),
-        ],
-        "arguments_read": [
-            *("seq_length", "micro_batch_size", "global_batch_size", "data_parallel_size"),
-        ],
-    }
-    result = megatron.run(VALIDATE, json.dumps(request))
+    arguments = [argument.words for argument in run.arguments.values()]
+    environment = {name: str(value) for name, value in run.config.environment.items()}
+    world_size = run.config.layout.parallel.world_size
+    result = megatron.run(print_validated, arguments, environment, world_size)
     assert result.returncode == 0, result.stderr[-3000:]
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("RESULT "))
     return dict(json.loads(line.removeprefix("RESULT ")))
@@ -176,8 +185,7 @@ MOE = [["--num-experts", "4"], ["--moe-token-dispatcher-type", "monta"]]
 def test_what_is_refused(
     arguments: list[list[str]], position: int, said: str, megatron: Preloaded
 ) -> None:
-    code = "answer = check(json.loads(sys.argv[1])); print(answer.position, answer.problem)"
-    result = megatron.run(code, json.dumps(arguments))
+    result = megatron.run(print_refusal, arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     found, _, problem = result.stdout.strip().partition(" ")
     assert (int(found), problem.count("\n")) == (position, 0)
@@ -202,13 +210,11 @@ def test_the_table_of_the_readme_is_current() -> None:
     assert table == {}
 
 
-def test_quickstart_has_all_that_cpu_ranks_need(megatron: Preloaded) -> None:
-    code = (
-        "from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS as words; print(*words)"
-    )
-    needed = megatron.run(code).stdout.split()
+def test_quickstart_has_all_that_cpu_ranks_need() -> None:
+    from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
+
     run = read(CONFIGS / "runs" / "quickstart.yaml")
-    assert needed and set(needed) <= {
+    assert CPU_RANKS_ARGUMENTS and set(CPU_RANKS_ARGUMENTS) <= {
         word for each in run.arguments.values() for word in each.words
     }
     assert run.config.environment["MONTA_CPU_RANKS"] == 1

@@ -92,7 +92,7 @@ def data_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("import megatron.training, megatron.core.models.gpt")
+    ranks = ForkedRanks("megatron.training", "megatron.core.models.gpt")
     yield ranks
     ranks.close()
 

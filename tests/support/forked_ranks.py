@@ -19,11 +19,11 @@ LIMIT_S = 240
 
 
 class ForkedRanks:
-    """CPU ranks that have run `preamble`; each script gets fresh ones."""
+    """CPU ranks that have imported `modules`; each script gets fresh ones."""
 
-    def __init__(self, preamble: str) -> None:
+    def __init__(self, *modules: str) -> None:
         self._preloaded = Preloaded(
-            f"import sys\nfrom forked_ranks import run_ranks\n{preamble}",
+            *modules,
             limit_s=LIMIT_S,
             MONTA_CPU_RANKS="1",
             OMP_NUM_THREADS="1",
@@ -39,10 +39,10 @@ class ForkedRanks:
         The first status that is not 0 ends them all, and is the run's.
         """
         (port,) = free_ports(1)
-        return self._preloaded.run("run_ranks(*sys.argv[1:])", str(port), *command)
+        return self._preloaded.run(run_ranks, str(port), *command)
 
     def close(self) -> None:
-        """End the process behind them."""
+        """End the process that forks them."""
         self._preloaded.close()
 
 

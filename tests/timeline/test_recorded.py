@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("import monta_megatron.timeline.record")
+    ranks = ForkedRanks("monta_megatron.timeline.record")
     yield ranks
     ranks.close()
 

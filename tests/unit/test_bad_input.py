@@ -4,11 +4,15 @@ Each case runs as a process of its own, forked from one that has imported what t
 """
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from preloaded import Preloaded
+
+from monta_megatron.cli import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL, CLUSTER = (
@@ -121,36 +125,43 @@ CASES = [
     ("completion fish", ["'fish'", "bash", "zsh"]),
 ]
 
-PREAMBLE = """
-import importlib, os, sys, torch
-from monta_megatron import cli
-for name in ("benchmark.settings", "planner.search", "planner.layout_ranking", "calibration.run"):
-    importlib.import_module(f"monta_megatron.{name}")
-"""
-# One of 4 ranks, for the commands that a launcher starts.
-RUN = """
-os.chdir(sys.argv.pop(1))
-os.environ |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-sys.exit(cli.main())
-"""
+IMPORTED_ONCE = (
+    "benchmark.settings",
+    "planner.search",
+    "planner.layout_ranking",
+    "calibration.run",
+)
 
 Monta = Callable[[Path, str], tuple[int, str, str]]
+
+
+def short(words: str) -> str:
+    """A command line without the files that most of them name."""
+    return words.replace(f" --model {MODEL} --cluster {CLUSTER}", "").replace(f"{CONFIGS}/", "")
+
+
+def monta_on_a_rank(folder: Path, words: list[str]) -> None:
+    """One of 4 ranks, for the commands that a launcher starts."""
+    os.chdir(folder)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    sys.argv[1:] = words
+    sys.exit(main())
 
 
 @pytest.fixture(scope="module")
 def monta() -> Iterator[Monta]:
     """Runs one command line in a folder: exit status, standard output, standard error."""
-    process = Preloaded(PREAMBLE)
+    process = Preloaded("torch", *(f"monta_megatron.{name}" for name in IMPORTED_ONCE))
 
     def run(folder: Path, words: str) -> tuple[int, str, str]:
-        result = process.run(RUN, str(folder), *words.split())
+        result = process.run(monta_on_a_rank, folder, words.split())
         return result.returncode, result.stdout, result.stderr
 
     yield run
     process.close()
 
 
-@pytest.mark.parametrize(("words", "expected"), CASES, ids=[words for words, _ in CASES])
+@pytest.mark.parametrize(("words", "expected"), CASES, ids=[short(words) for words, _ in CASES])
 def test_one_line_and_status_2(
     monta: Monta, tmp_path: Path, words: str, expected: list[str]
 ) -> None:

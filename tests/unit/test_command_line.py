@@ -1,7 +1,9 @@
 """Bad input on Megatron's command line: one clear line, exit status 2, nothing started."""
 
 import importlib.util
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,26 +30,34 @@ BASE = (
 )
 MOE = "--num-experts 4 --moe-token-dispatcher-type monta"
 
-PREAMBLE = "from megatron.training.arguments import parse_and_validate_args"
-PARSE = """
-import os, sys
-{before}
-args = parse_and_validate_args()
-print("parsed", args.moe_monta_chain, args.moe_monta_num_chunks)
-"""
-
 Parse = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def print_parsed(words: list[str], environment: dict[str, str], version: str | None) -> None:
+    """Parse a command line as a training script does, perhaps on another release."""
+    import megatron.core.package_info
+    from megatron.training.arguments import parse_and_validate_args
+
+    os.environ.update(environment)
+    if version is not None:
+        megatron.core.package_info.__version__ = version
+    sys.argv[1:] = words
+    args = parse_and_validate_args()
+    print("parsed", args.moe_monta_chain, args.moe_monta_num_chunks)
 
 
 @contextmanager
 def parser(**environment: str) -> Iterator[Parse]:
-    """Parses command lines as a training script does, as the only rank."""
-    megatron = Preloaded(PREAMBLE, MONTA_CPU_RANKS="1", RANK="0", WORLD_SIZE="1", **environment)
+    """Parses command lines as the only rank."""
+    environment |= {"MONTA_CPU_RANKS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    megatron = Preloaded("megatron.training.arguments", **environment)
     from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
 
-    def parse(arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-        command_line = [*BASE.split(), *CPU_RANKS_ARGUMENTS, *arguments.split()]
-        return megatron.run(PARSE.format(before=before), *command_line)
+    def parse(
+        arguments: str, version: str | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        words = [*BASE.split(), *CPU_RANKS_ARGUMENTS, *arguments.split()]
+        return megatron.run(print_parsed, words, environment, version)
 
     try:
         yield parse
@@ -142,21 +152,20 @@ def test_bad_environment_is_one_line_and_status_2() -> None:
     assert "moe_monta_num_chunks: got 'many'" in result.stderr
 
 
-NEWER = "import megatron.core.package_info as info; info.__version__ = '0.21.0'"
+NEWER = "0.21.0"
 
 
 def test_megatron_outside_the_range_is_refused_by_version(parse: Parse) -> None:
-    result = parse(MOE, before=NEWER)
+    result = parse(MOE, NEWER)
     assert result.returncode == 2, result.stderr
     assert "version 0.21.0 found, monta-megatron 0.1.0 supports >= 0.16 and < 0.20" in result.stderr
 
 
 def test_megatron_outside_the_range_goes_on_if_asked(parse: Parse) -> None:
-    allow = "os.environ['MONTA_ALLOW_ANY_MEGATRON'] = '1'\n"
-    result = parse(MOE, before=allow + NEWER)
+    result = parse(MOE, NEWER, MONTA_ALLOW_ANY_MEGATRON="1")
     assert result.returncode == 0, result.stderr
 
 
 def test_megatron_outside_the_range_is_no_matter_without_us(parse: Parse) -> None:
-    result = parse("--num-experts 4 --moe-token-dispatcher-type alltoall", before=NEWER)
+    result = parse("--num-experts 4 --moe-token-dispatcher-type alltoall", NEWER)
     assert result.returncode == 0, result.stderr

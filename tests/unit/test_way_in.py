@@ -1,5 +1,6 @@
 """The ways into Megatron, each in a fresh process: what is hooked, and what is never broken."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -12,14 +13,30 @@ from preloaded import Preloaded
 
 PYTHON_LIMIT_S = 120
 
-# Builds a configuration and says what Megatron makes of the dispatcher type.
-BUILD = """
+
+def build(**options: object) -> object:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_moe_experts=4,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="monta",
+        **options,
+    )
+
+
+def build_with(options: dict[str, object]) -> None:
+    build(**options)
+
+
+# Says what Megatron makes of the dispatcher type, and can build a configuration.
+BUILD = f"""
 import dataclasses
 from megatron.core.transformer.transformer_config import TransformerConfig
-def build(**options):
-    return TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4,
-        expert_model_parallel_size=2, moe_token_dispatcher_type="monta", **options)
+{inspect.getsource(build)}
 field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
 print("choice" if "monta" in str(field.type) else "unknown")
 """
@@ -156,7 +173,7 @@ print(build(moe_monta_num_chunks=2).moe_monta_num_chunks)
 @pytest.fixture(scope="module")
 def configurations() -> Iterator[Preloaded]:
     """Builds configurations."""
-    megatron = Preloaded(BUILD)
+    megatron = Preloaded("megatron.core.transformer.transformer_config")
     yield megatron
     megatron.close()
 
@@ -164,31 +181,32 @@ def configurations() -> Iterator[Preloaded]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("moe_monta_chain='alltoal_allgather'", ["moe_monta_chain", "did you mean"]),
-        ("moe_monta_chain=['alltoall']", ["moe_monta_chain: got ['alltoall']", "a name"]),
-        ("moe_monta_cluster=7", ["moe_monta_cluster: got 7", "a file"]),
-        ("moe_monta_plan=''", ["moe_monta_plan: got ''", "a file"]),
-        ("moe_monta_num_chunks=0", ["moe_monta_num_chunks", "got 0", ">= 1"]),
-        ("moe_monta_num_chunks=-3", ["moe_monta_num_chunks", "got -3"]),
-        ("moe_monta_num_chunks=True", ["moe_monta_num_chunks", "got True"]),
-        ("moe_monta_ranks_per_node=0", ["moe_monta_ranks_per_node", "got 0"]),
-        ("moe_monta_max_ctas=2.5", ["moe_monta_max_ctas: got 2.5", "an integer >= 1"]),
-        ("overlap_dispatch_backward_with_experts_wgrad=True", ["not supported with"]),
+        ({"moe_monta_chain": "alltoal_allgather"}, ["moe_monta_chain", "did you mean"]),
+        ({"moe_monta_chain": ["alltoall"]}, ["moe_monta_chain: got ['alltoall']", "a name"]),
+        ({"moe_monta_cluster": 7}, ["moe_monta_cluster: got 7", "a file"]),
+        ({"moe_monta_plan": ""}, ["moe_monta_plan: got ''", "a file"]),
+        ({"moe_monta_num_chunks": 0}, ["moe_monta_num_chunks", "got 0", ">= 1"]),
+        ({"moe_monta_num_chunks": -3}, ["moe_monta_num_chunks", "got -3"]),
+        ({"moe_monta_num_chunks": True}, ["moe_monta_num_chunks", "got True"]),
+        ({"moe_monta_ranks_per_node": 0}, ["moe_monta_ranks_per_node", "got 0"]),
+        ({"moe_monta_max_ctas": 2.5}, ["moe_monta_max_ctas: got 2.5", "an integer >= 1"]),
+        ({"overlap_dispatch_backward_with_experts_wgrad": True}, ["not supported with"]),
         (
-            "moe_monta_chain='alltoall_dedup', expert_tensor_parallel_size=2",
+            {"moe_monta_chain": "alltoall_dedup", "expert_tensor_parallel_size": 2},
             ["moe_monta_chain: alltoall_dedup cannot run here", "expert_tensor_parallel_size is 2"],
         ),
         # Without a size of its own it is that of tensor parallelism.
         (
-            "moe_monta_chain='hierarchical_alltoall', tensor_model_parallel_size=2",
+            {"moe_monta_chain": "hierarchical_alltoall", "tensor_model_parallel_size": 2},
             ["moe_monta_chain: hierarchical_alltoall cannot run", "alltoall_allgather"],
         ),
     ],
+    ids=lambda value: str(value).strip("{}") if isinstance(value, dict) else "refused",
 )
 def test_bad_options_in_code_are_value_errors(
-    configurations: Preloaded, options: str, words: list[str]
+    configurations: Preloaded, options: dict[str, object], words: list[str]
 ) -> None:
-    result = configurations.run(f"build({options})")
+    result = configurations.run(build_with, options)
     assert result.returncode == 1
     last_line = result.stderr.strip().splitlines()[-1]
     assert last_line.startswith("ValueError: ")
