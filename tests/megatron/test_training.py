@@ -19,6 +19,9 @@ if importlib.util.find_spec("megatron.training") is None:
     )
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "quickstart"
+HYBRID = Path(__file__).with_name("train_hybrid.py")
+# Megatron's hybrid models import it; PyTorch's build for CPUs does not bring it.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 ITERATIONS = 4
 
 MODEL = """
@@ -92,13 +95,19 @@ def data_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("megatron.training", "megatron.core.models.gpt")
+    hybrid = ("megatron.core.models.hybrid.hybrid_model",) if HAS_TRITON else ()
+    ranks = ForkedRanks("megatron.training", "megatron.core.models.gpt", *hybrid)
     yield ranks
     ranks.close()
 
 
 def train(
-    ranks: ForkedRanks, dispatcher: str, settings: str, data_prefix: Path, folder: Path
+    ranks: ForkedRanks,
+    dispatcher: str,
+    settings: str,
+    data_prefix: Path,
+    folder: Path,
+    script: Path = SCRIPTS / "train.py",
 ) -> list[dict]:
     """Train on 4 CPU ranks; the lines of the run's record."""
     from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
@@ -109,7 +118,7 @@ def train(
     settings = settings.format(folder=folder)
     arguments = f"{MODEL} {settings} --train-iters {ITERATIONS}".split()
     result = ranks.run(
-        str(SCRIPTS / "train.py"),
+        str(script),
         *("--record", str(record), "--moe-token-dispatcher-type", dispatcher, *arguments),
         *("--data-path", str(data_prefix), "--data-cache-path", str(folder / "cache")),
         *CPU_RANKS_ARGUMENTS,
@@ -134,3 +143,31 @@ def test_training_settings(
     assert sum(ours[-1]["bytes"].values()) > 0
     for saved in tmp_path.glob("*/checkpoint"):
         assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
+
+
+# Attention, MoE and MLP layers, in an order of its own on each of two pipeline stages.
+HYBRID_SETTINGS = """
+    --hybrid-layer-pattern *E*-|E*E* --pipeline-model-parallel-size 2
+    --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 32
+    --global-batch-size 8 --eval-iters 1
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_TRITON, reason="Megatron's hybrid models need Triton")
+def test_training_a_hybrid_model(ranks: ForkedRanks, data_prefix: Path, tmp_path: Path) -> None:
+    def losses_of(name: str, dispatcher: str, options: str) -> tuple[list[float], list[str], bool]:
+        folder = tmp_path / name
+        folder.mkdir()
+        settings = f"{HYBRID_SETTINGS} {options}"
+        record = train(ranks, dispatcher, settings, data_prefix, folder, HYBRID)
+        losses = [entry["loss"] for entry in record if "loss" in entry]
+        end = record[-1]
+        return losses, end["dispatcher"], sum(end["bytes"].values()) > 0
+
+    stock, dispatchers, _ = losses_of("stock", "alltoall", "")
+    assert len(stock) >= ITERATIONS and dispatchers == ["MoEAlltoAllTokenDispatcher"]
+    ours = (stock, ["MontaTokenDispatcher"], True)
+    assert losses_of("flag", "monta", HIERARCHY) == ours
+    # The way in that patches nothing: a layer spec; the planner chooses.
+    assert losses_of("spec", "alltoall", "--monta-in-spec") == ours
