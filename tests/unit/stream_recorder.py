@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         self._patches = ExitStack()
 
     def __enter__(self) -> "Recorder":
-        streams._side_stream.cache_clear()
+        streams._drawn.cache_clear()
         for patch in (
             mock.patch.multiple(
                 torch.cuda,
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._patches.close()
-        streams._side_stream.cache_clear()
+        streams._drawn.cache_clear()
         self.find_freed()
 
     def __torch_dispatch__(

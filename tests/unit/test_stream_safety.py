@@ -4,6 +4,7 @@ A layer runs as one rank of a world in which all ranks have the same tokens; see
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.exchange import executor, operations
+from monta_megatron.exchange import streams as streams_module
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting
@@ -341,6 +343,31 @@ def test_what_walks_share_is_kept(chain_name: str, layout_name: str) -> None:
     findings = record(chain_name, LAYOUTS[layout_name], 3, streams=NoKeep).findings
     is_shared = chain_name not in ("alltoall", "allgather")
     assert {finding.kind for finding in findings} == ({"reuse"} if is_shared else set())
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_side_streams_are_distinct(first: int) -> None:
+    """From each other and from the caller's, of a pool whose streams are handed out in turn."""
+    recorder, device = Recorder(), torch.device("cuda", 0)
+    pool = [RecordedStream(recorder, f"pool {number}") for number in range(4)]
+    turns = itertools.cycle(pool[first:] + pool[:first])
+    streams_module._drawn.cache_clear()
+    with mock.patch.object(torch.cuda, "Stream", lambda device, priority: next(turns)):
+        for caller in (pool[1], pool[2], pool[1]):
+            others = streams_module._side_streams(device, caller, 3)
+            assert set(others) == set(pool) - {caller}
+        # Passes with fewer streams share them, and a pool that has too few is no endless search.
+        assert streams_module._side_streams(device, pool[1], 2) == others[:2]
+        with pytest.raises(AssertionError, match="of 32 streams 3 are usable, not 4"):
+            streams_module._side_streams(device, pool[1], 4)
+    streams_module._drawn.cache_clear()
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_one_side_stream_more_than_collectives_at_most(chain_name: str, layout_name: str) -> None:
+    num_collectives = len(active_collectives(chain_name, layout_name))
+    num_streams = len(sound(chain_name, layout_name, 3).side_streams)
+    assert num_streams <= num_collectives + 1 <= 3
 
 
 def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:

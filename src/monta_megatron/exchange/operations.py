@@ -142,7 +142,9 @@ def _written(state: State, operation: Operation) -> Lanes:
 
 def _copies(state: State, operation: Operation) -> Copies:
     copies = state.exchange.copies[operation.position, operation.chunk]
-    state.streams.keep(copies.tensors())
+    if operation.kind == "reduce":
+        # Found on the stream of what duplicates; a transposed pass reads them on another one.
+        state.streams.keep(copies.tensors())
     return copies
 
 

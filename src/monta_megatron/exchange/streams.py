@@ -2,7 +2,18 @@
 
 Stages that trail the first one by equally many steps are issued on one side stream: with two
 collectives there are three, so that chunk i+1's AllToAll, chunk i's AllGather and chunk i-1's
-copies can run at once; collectives run on streams of their groups' own. On CPU ranks there are no
+copies can run at once; collectives run on streams of their groups' own.
+
+The side streams are distinct from each other and from the caller's. Groups draw theirs from the
+same pools of torch, one for each priority, and nothing tells which: a group's stream is surely
+another one where its priority is (`is_high_priority_stream`). If one should be a side stream too,
+operations wait that would not have to; they never run in another order.
+
+Memory is held until the join, after which the caller's stream comes behind every use. What passes
+share outlives it and belongs to the side stream that made it, which no join orders behind the
+others: that alone is named to `record_stream` (`keep`).
+
+On CPU ranks there are no
 streams: a collective runs in the background of its process group, and the host waits for it where
 its result is first needed. Either way the executor makes the same calls; what differs lies in the
 program (`chains.lower`).
@@ -16,6 +27,9 @@ from typing import Any, Protocol
 import torch
 
 from monta_megatron.chains.program import Policy
+
+# As many as torch makes for each priority of a device (c10/cuda/CUDAStream.cpp).
+STREAMS_IN_POOL = 32
 
 # Waits for what a stage started: blocks the current stream on a GPU, the host on CPU ranks.
 Ready = Callable[[], object]
@@ -95,9 +109,7 @@ class CudaStreams:
         self._streams: list[torch.cuda.Stream] = []
 
     def fork(self, num_streams: int) -> None:
-        # With the caller's priority: the 1F1B schedule may give its communication a higher one.
-        priority = self._caller.priority
-        self._streams = [_side_stream(self._device, each, priority) for each in range(num_streams)]
+        self._streams = _side_streams(self._device, self._caller, num_streams)
         event = self._caller.record_event()
         for stream in self._streams:
             stream.wait_event(event)
@@ -144,9 +156,26 @@ def _allocates_in_order() -> bool:
 
 
 @cache
-def _side_stream(device: torch.device, number: int, priority: int) -> torch.cuda.Stream:
-    """A side stream of every pass, made once and shared by all layers."""
-    return torch.cuda.Stream(device, priority=priority)
+def _drawn(device: torch.device, priority: int) -> list[torch.cuda.Stream]:
+    """The streams that were drawn from one of torch's pools, for all passes of all layers."""
+    return []
+
+
+def _side_streams(
+    device: torch.device, caller: torch.cuda.Stream, number: int
+) -> list[torch.cuda.Stream]:
+    """So many streams that are distinct from each other and from the caller's."""
+    # With the caller's priority: the 1F1B schedule may give its communication a higher one.
+    drawn = _drawn(device, caller.priority)
+    # torch hands out the streams of a pool in turn, so after as many all have been seen.
+    for _ in range(STREAMS_IN_POOL + 1):
+        usable = [stream for stream in drawn if stream != caller]
+        if len(usable) >= number:
+            return usable[:number]
+        stream = torch.cuda.Stream(device, priority=caller.priority)
+        if stream not in drawn:
+            drawn.append(stream)
+    raise AssertionError(f"of {STREAMS_IN_POOL} streams {len(usable)} are usable, not {number}")
 
 
 def streams_for(device: torch.device) -> Streams:
