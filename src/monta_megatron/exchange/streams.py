@@ -13,10 +13,9 @@ Memory is held until the join, after which the caller's stream comes behind ever
 share outlives it and belongs to the side stream that made it, which no join orders behind the
 others: that alone is named to `record_stream` (`keep`).
 
-On CPU ranks there are no
-streams: a collective runs in the background of its process group, and the host waits for it where
-its result is first needed. Either way the executor makes the same calls; what differs lies in the
-program (`chains.lower`).
+On CPU ranks there are no streams: a collective runs in the background of its process group, and
+the host waits for it where its result is first needed. Either way the executor makes the same
+calls; what differs lies in the program (`chains.lower`).
 """
 
 from collections.abc import Callable, Iterator
