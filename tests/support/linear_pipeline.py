@@ -1,9 +1,10 @@
 """Stages that follow each other, as operations of a program, without a chain."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from monta_megatron.chains.program import Operation
+from monta_megatron.chains.program import Operation, Policy
+from monta_megatron.chains.waits import waits_of
 from monta_megatron.planner.schedule import Work
 
 
@@ -34,3 +35,13 @@ def operation_of(number: int, stage: int, chunk: int, stages: Sequence[Stage]) -
         host="enqueues",
         parts_per_sum=0,
     )
+
+
+def with_waits(
+    operations: Sequence[Operation], needs: Sequence[Collection[int]], policy: Policy
+) -> list[Operation]:
+    """The operations with what they wait for."""
+    waits = waits_of(operations, needs, policy)
+    return [
+        operation._replace(**of._asdict()) for operation, of in zip(operations, waits, strict=True)
+    ]

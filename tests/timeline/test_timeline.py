@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from linear_pipeline import Stage, operation_of
+from linear_pipeline import Stage, operation_of, with_waits
 
 from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.lower import order_operations
 from monta_megatron.chains.program import Operation, Policy
 from monta_megatron.cli import main
 from monta_megatron.planner.chain_price import price_chain
@@ -160,7 +159,7 @@ def test_spans_of_a_collective_and_the_copies_around_it() -> None:
     ends_us = {("dispatch", 1): 8.0}
 
     def steps(policy: Policy) -> list[TimedStep]:
-        return timed("dispatch", STEPS, order_operations(plain, [[], [0], [1]], policy))
+        return timed("dispatch", STEPS, with_waits(plain, [[], [0], [1]], policy))
 
     assert fields(spans_of(steps("host"), ends_us)) == [
         ("copy", "memory", "run", 0.0, 2.0),
@@ -193,7 +192,7 @@ def test_a_transposed_gather_is_summed_before_what_comes_next() -> None:
         Stage(Work(stage=name, resource=resource, times_us=(0.0,)), 0) for name, resource in names
     ]
     plain = [operation_of(number, number, 1, stages) for number in range(3)]
-    operations = order_operations(plain, [[], [0], [1]], "host")
+    operations = with_waits(plain, [[], [0], [1]], "host")
     found = {
         each.stage: (each.start_us, each.end_us)
         for each in spans_of(timed("combine", steps, operations), {("combine", 2): 9.0})

@@ -5,9 +5,8 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
-from linear_pipeline import Stage, operation_of
+from linear_pipeline import Stage, operation_of, with_waits
 
-from monta_megatron.chains.lower import order_operations
 from monta_megatron.chains.program import Policy
 from monta_megatron.planner import schedule as program_schedule
 from monta_megatron.planner.curves import TIERS, Tier
@@ -38,7 +37,7 @@ def simulate(stages: Sequence[Stage], factor: Factor, copies_block_host: bool = 
         operation_of(at, stage, chunk, stages) for at, (_, stage, chunk) in enumerate(keys)
     ]
     works = [stage.work for stage in stages]
-    found = program_schedule.simulate(order_operations(operations, needs, policy), works, factor)
+    found = program_schedule.simulate(with_waits(operations, needs, policy), works, factor)
     by_stage = [
         [found.times[numbers[stage, chunk]] for chunk in range(num_chunks)]
         for stage in range(len(stages))

@@ -1,0 +1,241 @@
+"""What a pass does for one chunk: its operations and buffers, which `lower` stamps out.
+
+    stage        forward                              transposed
+    Place        pack first, put last                 likewise, from the other end
+    Replicate    find copies (dispatch), duplicate    reduce
+    AllToAll     alltoall                             alltoall
+    AllGather    allgather                            alltoall of parts; reduce parts, before what
+                                                      reads them
+
+A stage that moves nothing has no operation: a group of one rank, a `Place` whose rows lie in order.
+The columns of a row share a message where a stage copies rows anyway and a collective comes next;
+elsewhere they are sent as they lie, column by column.
+"""
+
+from typing import NamedTuple
+
+from monta_megatron.chains.chain import Rows
+from monta_megatron.chains.program import (
+    ID_BYTES,
+    SUM_COLUMNS,
+    Buffer,
+    Column,
+    Kind,
+    Operation,
+    Pass,
+    Release,
+    Resource,
+    RowFormat,
+)
+from monta_megatron.chains.stages import AllGather, AllToAll, Replicate, StageShape
+from monta_megatron.topology.layout import GroupName
+
+
+def parts_per_sum(etp: int, num_parts: int) -> int:
+    """How many adjacent parts of a row are summed first, before those sums are added up.
+
+    The ETP parts of each expert's output, as in stock; all parts if there is no such nesting.
+    """
+    return etp if 1 < etp < num_parts and num_parts % etp == 0 else num_parts
+
+
+class OneChunk(NamedTuple):
+    """What is done for a chunk that stands for all.
+
+    Attributes:
+        operations: in order. `series` is their place here; `reads` and `writes` are places in
+            `buffers`. What depends on the chunk, or on the others, is left open.
+        buffers: the input comes first. `chunk` is None for those that hold the rows of all chunks;
+            `slot` is the place here of the buffer whose memory is used.
+        output: the buffer in which the rows are at the end.
+    """
+
+    operations: list[Operation]
+    buffers: list[Buffer]
+    output: int
+
+
+def one_chunk(
+    shapes: tuple[StageShape, ...],
+    offsets: list[int],
+    rows: Rows,
+    etp: int,
+    crossing: frozenset[GroupName],
+    walked: Pass,
+    row: RowFormat,
+    packs: bool,
+) -> OneChunk:
+    """Go through the stages of a pass.
+
+    Args:
+        shapes: the stages in the order of the pass.
+        offsets: how many steps each of them trails the first.
+        rows: what a row of the chain is.
+        etp: expert tensor parallel size.
+        crossing: the groups that span nodes.
+        walked: the pass.
+        row: the sizes of a row's values.
+        packs: columns may share a message.
+    """
+    num_stages, back = len(shapes), walked.transpose
+    columns = _columns(rows, shapes[::-1] if back else shapes, walked, row)
+    # Sums are in another dtype than rows, and converted so many columns at a time.
+    is_rounded = row.sum_bytes > row.value_bytes
+    sum_width = min(row.hidden_size, SUM_COLUMNS) if is_rounded else row.hidden_size
+    operations: list[Operation] = []
+    buffers: list[Buffer] = []
+
+    def boundary_behind(at: int) -> int:
+        return num_stages - 1 - at if back else at + 1
+
+    def buffer(
+        name: str,
+        boundary: int,
+        of: tuple[Column, ...] | None = None,
+        packed: bool = False,
+        copies: int = 1,
+        release: Release = "join",
+        chunk: int | None = 0,
+        slot: int | None = None,
+    ) -> int:
+        number, of = len(buffers), columns[boundary] if of is None else of
+        slot = number if slot is None else slot
+        buffers.append(Buffer(number, name, chunk, boundary, copies, of, packed, release, slot, -1))
+        return number
+
+    def add(
+        kind: Kind,
+        at: int,
+        reads: list[int],
+        writes: list[int],
+        stage: str,
+        resource: Resource = "memory",
+        group: GroupName | None = None,
+        parts_per_sum: int = 0,
+    ) -> int:
+        operation = Operation(
+            number=-1,
+            kind=kind,
+            stage=stage,
+            position=num_stages - 1 - at if back else at,
+            chunk=0,
+            series=len(operations),
+            reads=tuple(reads),
+            writes=tuple(writes),
+            resource=resource,
+            group=group,
+            stream=offsets[at],
+            waits=(),
+            after=(),
+            launch_after=(),
+            host="enqueues",
+            parts_per_sum=parts_per_sum,
+        )
+        operations.append(operation)
+        return writes[0]
+
+    def message(at: int) -> int:
+        """What a stage writes that copies rows anyway: packed, if a collective comes next."""
+        boundary = boundary_behind(at)
+        to_collective = isinstance(shapes[at + 1].stage, AllToAll | AllGather)
+        packed = packs and to_collective and len(columns[boundary]) > 1
+        return buffer(shapes[at].stage.name, boundary, packed=packed)
+
+    def summed(
+        at: int, boundary: int, value_bytes: int, copies: int = 1, slot: int | None = None
+    ) -> int:
+        """As many columns as are summed at a time."""
+        name, of = f"{shapes[at].stage.name}, summed", (Column("rows", sum_width, value_bytes),)
+        return buffer(name, boundary, of, copies=copies, release="last read", slot=slot)
+
+    def scratch(at: int, boundary: int, copies: int, of_sums: int, num_sums: int = 1) -> list[int]:
+        """What a sum holds while it is made: its terms, if they are converted, and the sums."""
+        sums = summed(at, of_sums, row.sum_bytes, num_sums)
+        return [summed(at, boundary, row.sum_bytes, copies), sums] if is_rounded else [sums]
+
+    # Where the rows are.
+    place = buffer("input", boundary_behind(-1), release="caller", chunk=None)
+    # This rank's own part of a sum over ranks, before it was rounded for the wire.
+    unrounded: list[int] = []
+    # The transposed AllGather whose parts lie there, not yet summed.
+    gathered: AllGather | None = None
+    for at, shape in enumerate(shapes):
+        stage, name, boundary = shape.stage, shape.stage.name, boundary_behind(at)
+        if isinstance(stage, AllToAll | AllGather) and shape.group_size == 1:
+            continue
+        if gathered is not None:
+            # Step 1: sum the parts that lie there. The sums of adjacent ones are added one by one.
+            parts, num_parts = buffers[place], buffers[place].copies
+            first = parts_per_sum(etp, num_parts)
+            sum_name = f"sum of {gathered.name}"
+            total = buffer(sum_name, parts.boundary, parts.columns, packed=parts.packed)
+            num_sums = 1 if first == num_parts else 2
+            held = scratch(at, parts.boundary, num_parts, parts.boundary, num_sums)
+            reads, writes = [place, *unrounded], [total, *held]
+            place = add(
+                "reduce_parts", at, reads, writes, sum_name, "memory", gathered.group, first
+            )
+            unrounded, gathered = [], None
+
+        # Step 2: what the stage does.
+        if isinstance(stage, AllToAll | AllGather):
+            gathered = stage if back and isinstance(stage, AllGather) else None
+            is_gather = isinstance(stage, AllGather) and not back
+            copies, before = 1 if gathered is None else shape.group_size, buffers[place]
+            arrived = buffer(name, boundary, before.columns, before.packed, copies)
+            resource: Resource = "inter" if stage.group in crossing else "intra"
+            kind: Kind = "allgather" if is_gather else "alltoall"
+            place = add(kind, at, [place], [arrived], name, resource, stage.group)
+        elif isinstance(stage, Replicate) and back:
+            following, group, writes = shapes[at + 1], None, [message(at)]
+            if isinstance(following.stage, AllGather) and following.group_size > 1 and is_rounded:
+                group = following.stage.group
+                of = (Column("rows", row.hidden_size, row.sum_bytes),)
+                unrounded = [buffer(f"{name}, unrounded", boundary - 1, of)]
+            before_it = boundary_behind(at - 1)
+            writes += [*unrounded, *scratch(at, before_it, 1, boundary)]
+            if is_rounded and place == 0 and shapes[0].placement == "index":
+                # What is read row by row is there in its own dtype before it is converted.
+                writes.append(summed(at, before_it, row.value_bytes, slot=writes[-1]))
+            place = add("reduce", at, [place], writes, name, group=group)
+        elif isinstance(stage, Replicate):
+            reads = [place]
+            if walked.ids:
+                reads.append(buffer(name, at, (), release="exchange"))
+                kind = "find_copies" if _is_per_expert(shape) else "find_lists"
+                add(kind, at, [place], reads[1:], name)
+            place = add("duplicate", at, reads, [message(at)], name)
+        elif at == 0:
+            # A sum reads each row once, so it can read it in place.
+            if shape.placement == "index" and not isinstance(shapes[1].stage, Replicate):
+                place = add("pack", at, [place], [message(at)], name)
+        elif shape.placement == "none":
+            buffers[place] = buffers[place]._replace(release="caller")
+        else:
+            output = buffer("output", boundary, release="caller", chunk=None)
+            place = add("put", at, [place], [output], name)
+    return OneChunk(operations, buffers, place)
+
+
+def _columns(
+    rows: Rows, shapes: tuple[StageShape, ...], walked: Pass, row: RowFormat
+) -> list[tuple[Column, ...]]:
+    """[N + 1] what a row consists of at each boundary.
+
+    Before "copy per expert" a token has a list of experts, behind it one probability.
+    """
+    lists_until = -1
+    if rows == "tokens":
+        lists_until = max(at for at, shape in enumerate(shapes) if _is_per_expert(shape))
+    hidden = Column("rows", row.hidden_size, row.value_bytes)
+    ids = (Column("ids", None, ID_BYTES),) if walked.ids else ()
+    of_list, of_one = (
+        (hidden, *((Column("probs", width, row.prob_bytes),) if walked.probs else ()))
+        for width in (None, 1)
+    )
+    with_list = lists_until + 1
+    return [of_list + ids] * with_list + [of_one] * (len(shapes) + 1 - with_list)
+
+
+def _is_per_expert(shape: StageShape) -> bool:
+    return isinstance(shape.stage, Replicate) and shape.stage.part == "expert"
