@@ -4,6 +4,8 @@ Regret is the time of the planner's pick over that of the fastest chain measured
 interleaved run: 1 where the pick is the fastest. The pick is what `auto` ran or, where `auto` did
 not run, what the planner picks among the chains that did. A chain that ran twice, by name and as
 `auto`, counts with the mean of both.
+
+In plain Python: pandas would replace a few medians and means, and is a heavy dependency for that.
 """
 
 from collections.abc import Callable, Mapping, Sequence

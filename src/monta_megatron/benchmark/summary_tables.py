@@ -1,6 +1,6 @@
 """The summary of many points as Markdown. No torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from monta_megatron.benchmark.summary import (
@@ -55,27 +55,23 @@ def _short(commit: str | None) -> str:
 
 
 def _regret_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list[str]:
+    def cells(point: Measured) -> list[str] | None:
+        if point.pick is None:
+            return None
+        predicted_ms, pick_ms = point.predicted_ms(point.pick), point.times_ms[point.pick]
+        return [
+            _name(point.pick),
+            or_dash(predicted_ms, ".1f"),
+            f"{pick_ms:.1f}",
+            "-" if predicted_ms is None else f"{predicted_ms / pick_ms - 1:+.0%}",
+            _name(point.best),
+            f"{point.times_ms[point.best]:.1f}",
+            f"{point.regret:.3f}",
+        ]
+
     head = ["pick", "predicted ms", "ms", "error", "fastest measured", "ms", "regret"]
-    rows = []
-    for point, factors in zip(points, _varying(points), strict=True):
-        pick, best = point.pick, point.best
-        if pick is None:
-            continue
-        predicted_ms, pick_ms = point.predicted_ms(pick), point.times_ms[pick]
-        rows.append(
-            [
-                *factors.values(),
-                _name(pick),
-                or_dash(predicted_ms, ".1f"),
-                f"{pick_ms:.1f}",
-                "-" if predicted_ms is None else f"{predicted_ms / pick_ms - 1:+.0%}",
-                _name(best),
-                f"{point.times_ms[best]:.1f}",
-                f"{point.regret:.3f}",
-            ]
-        )
     return [
-        *_markdown([*_varying(points)[0], *head], rows),
+        *_markdown(points, head, cells),
         "",
         f"Regret over {counted(figures['regret_points'], 'point')}: median "
         f"{figures['regret_median']:.3f}, worst {figures['regret_worst']:.3f}.",
@@ -84,20 +80,15 @@ def _regret_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> lis
 
 def _error_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list[str]:
     chains = [chain for chain in CHAINS if any(point.errors(chain) for point in points)]
-    rows = [
-        [
-            *factors.values(),
-            *(
-                " / ".join(f"{error:+.0%}" for error in point.errors(chain)) or "-"
-                for chain in chains
-            ),
-        ]
-        for point, factors in zip(points, _varying(points), strict=True)
-    ]
+
+    def cells(point: Measured) -> list[str]:
+        errors = (point.errors(chain) for chain in chains)
+        return [" / ".join(f"{error:+.0%}" for error in of_chain) or "-" for of_chain in errors]
+
     return [
         "Predicted over measured, by number of chunks.",
         "",
-        *_markdown([*_varying(points)[0], *chains], rows),
+        *_markdown(points, chains, cells),
         "",
         f"Over {figures['predictions']} predictions, without sign: median "
         f"{figures['error_median']:.0%}, largest {figures['error_largest']:.0%}.",
@@ -105,10 +96,11 @@ def _error_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list
 
 
 def _stock_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list[str]:
-    head = ["auto", "stock ms", "auto ms", "times faster", "95% interval", "pairs"]
-    rows = [
-        [
-            *factors.values(),
+    def cells(point: Measured) -> list[str] | None:
+        auto = point.auto
+        if auto is None:
+            return None
+        return [
             f"{auto.chain} x{auto.num_chunks}",
             f"{point.stock.median_ms:.1f}",
             f"{auto.median_ms:.1f}",
@@ -117,10 +109,7 @@ def _stock_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list
             + (" (slower)" if auto.ratio_high < LOSS_BELOW else ""),
             str(point.repeats),
         ]
-        for point, factors in zip(points, _varying(points), strict=True)
-        for auto in [point.auto]
-        if auto is not None
-    ]
+
     ending = (
         f"Of {counted(figures['auto_points'], 'point')}, {figures['auto_lost']} have their "
         f"whole interval under {LOSS_BELOW}."
@@ -130,25 +119,28 @@ def _stock_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list
             f" Where auto chose alltoall ({figures['auto_alltoall_points']}), the median ratio is "
             f"{figures['auto_alltoall_ratio_median']:.3f}."
         )
-    return [*_markdown([*_varying(points)[0], *head], rows), "", ending]
+    head = ["auto", "stock ms", "auto ms", "times faster", "95% interval", "pairs"]
+    return [*_markdown(points, head, cells), "", ending]
 
 
 def _factors(points: Sequence[Measured]) -> dict[str, list[str]]:
     return {name: [value_of(point) for point in points] for name, value_of in FACTORS.items()}
 
 
-def _varying(points: Sequence[Measured]) -> list[dict[str, str]]:
-    """For each point, the factors in which the points differ."""
-    factors = {name: values for name, values in _factors(points).items() if len(set(values)) > 1}
-    return [
-        {name: values[position] for name, values in factors.items()}
-        for position in range(len(points))
+def _markdown(
+    points: Sequence[Measured],
+    head: Sequence[str],
+    cells_of: Callable[[Measured], Sequence[str] | None],
+) -> list[str]:
+    """A row for each point that has cells, behind the factors in which the points differ."""
+    varying = {name: values for name, values in _factors(points).items() if len(set(values)) > 1}
+    rows = [
+        [*(values[position] for values in varying.values()), *cells]
+        for position, cells in enumerate(map(cells_of, points))
+        if cells is not None
     ]
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
+    head = [*varying, *head]
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def _name(key: Key) -> str:

@@ -181,28 +181,21 @@ def operation_of(
 
 
 def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
-    if point.operation == "allgather":
-        # Between nodes `allgather` gathers all tokens, and every rank has equally many. Inside a
-        # node chains gather what has arrived, in sizes that differ, which takes another code path.
-        odd_row = int(point.tier == "intra")
-        receive = [point.num_rows + odd_row * (peer == 0) for peer in range(group.size)]
-        send = [receive[group.rank]] * group.size
-        message = torch.ones(send[0], MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device)
+    gathers = point.operation == "allgather"
+    # Between nodes `allgather` gathers all tokens, and every rank has equally many. Inside a node
+    # chains gather what has arrived, in sizes that differ, which takes another code path.
+    odd_row = int(gathers and point.tier == "intra")
+    receive = [point.num_rows + odd_row * (peer == 0) for peer in range(group.size)]
+    send = [receive[group.rank]] * group.size if gathers else receive
+    num_rows = send[0] if gathers else sum(send)
+    message = torch.ones(num_rows, MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device)
+    start_collective = start_all_gather if gathers else start_all_to_all
 
-        def start_gather() -> Callable[[], object]:
-            output = message.new_empty(sum(receive), MESSAGE_ROW_BYTES)
-            return start_all_gather(output, message, receive, send, group).wait
+    def start() -> Callable[[], object]:
+        output = message.new_empty(sum(receive), MESSAGE_ROW_BYTES)
+        return start_collective(output, message, receive, send, group).wait
 
-        return start_gather
-
-    counts = [point.num_rows] * group.size
-    messages = torch.ones(sum(counts), MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device)
-
-    def start_exchange() -> Callable[[], object]:
-        output = torch.empty_like(messages)
-        return start_all_to_all(output, messages, counts, counts, group).wait
-
-    return start_exchange
+    return start
 
 
 def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Callable[[], object]:
