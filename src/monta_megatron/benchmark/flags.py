@@ -4,7 +4,7 @@ The command line, sweep files and `monta timeline --record` take them from here.
 until `settings.parse_settings` reads them, so that a bad one gives one line from one rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,10 +89,3 @@ LAUNCH_FLAGS = {
     "inter-rate-ratio": Flag("X", "rate of this network over that of --cluster", positive, "1"),
 }
 FLAGS = POINT_FLAGS | LAUNCH_FLAGS
-
-
-def add_flags(parser: Any, flags: Mapping[str, Flag]) -> None:
-    """Add flags to a parser, or to a group of one; their values stay texts."""
-    for name, flag in flags.items():
-        default = "" if flag.default is None else f" (default: {flag.default})"
-        parser.add_argument(f"--{name}", metavar=flag.metavar, help=flag.help + default)

@@ -4,11 +4,12 @@ import argparse
 import functools
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron import cli
-from monta_megatron.benchmark.flags import FLAGS, add_flags
+from monta_megatron.benchmark.flags import FLAGS, Flag
 from monta_megatron.cli.output import only_the_report
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ def add_parser(commands: Any) -> None:
     )
     _add_arguments(parser)
     parser.set_defaults(run=run, check=check)
+
+
+def add_flags(parser: Any, flags: Mapping[str, Flag]) -> None:
+    """Add flags to a parser, or to a group of one; their values stay texts."""
+    for name, flag in flags.items():
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        parser.add_argument(f"--{name}", metavar=flag.metavar, help=flag.help + default)
 
 
 def run_study(study: "Study", description: str | None) -> int:

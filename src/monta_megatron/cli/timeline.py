@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.benchmark.flags import FLAGS, add_flags
+from monta_megatron.benchmark.flags import FLAGS
 from monta_megatron.cli import planning
+from monta_megatron.cli.bench import add_flags
 from monta_megatron.cli.output import only_the_report
 from monta_megatron.files import make_folder
 from monta_megatron.flags import whole
