@@ -114,13 +114,13 @@ FACTORS: Mapping[str, Callable[[Measured], str]] = {
 
 
 def measured_points(reports: Sequence[dict[str, Any]]) -> list[Measured]:
-    """The points of reports that timed chains forward and backward."""
+    """The points of reports that timed chains forward and backward; no steps of an ablation."""
     points = []
     for report in reports:
         rows = tuple(
             row
             for row in (Row(**each) for each in report["rows"])
-            if (row.scope, row.phase) == ("exchange", PHASE)
+            if (row.scope, row.phase, row.step) == ("exchange", PHASE, None)
         )
         settings, layout = report["settings"], report["meta"]["layout"]
         if rows:

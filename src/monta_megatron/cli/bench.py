@@ -193,7 +193,8 @@ def _print_summary(
     from monta_megatron.benchmark.summary_tables import summary_lines
 
     if as_json:
-        print(json.dumps({"summary": summarise(reports), "reports": reports}, indent=2))
+        summary = {} if study is not None else {"summary": summarise(reports)}
+        print(json.dumps({**summary, "reports": reports}, indent=2))
     elif study is not None:
         print(study.text(reports))
     else:
