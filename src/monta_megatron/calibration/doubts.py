@@ -27,7 +27,8 @@ def doubts_of(rounds: int, curves: Iterable[Curve]) -> Iterator[str]:
     for curve in curves:
         fault = _fault_of(curve)
         if fault is not None:
-            yield f"poor curve: {curve.operation}, {curve.tier}, {_ranks(curve)}: {fault}"
+            ranks = counted(curve.group_size, "rank")
+            yield f"poor curve: {curve.operation}, {curve.tier}, {ranks}: {fault}"
 
 
 def _fault_of(curve: Curve) -> str | None:
@@ -40,7 +41,3 @@ def _fault_of(curve: Curve) -> str | None:
     if curve.fit.largest_residual > MOST_OFF_LINE:
         return f"off its line by {curve.fit.largest_residual:.0%}"
     return None
-
-
-def _ranks(curve: Curve) -> str:
-    return counted(curve.group_size, "rank")

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from monta_megatron import pictures
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
@@ -35,8 +37,7 @@ def _draw(axis: Any, curve: Curve) -> None:
         name = f"{curve.operation}, {counted(curve.group_size, 'rank')}"
     (points,) = axis.plot(curve.sizes_bytes, curve.times_us, "o", markersize=4, label=name)
     if curve.fit is not None:
-        fit, ratio = curve.fit, curve.sizes_bytes[-1] / curve.sizes_bytes[0]
         # A line, drawn on axes of logarithms.
-        sizes = [curve.sizes_bytes[0] * ratio ** (step / 100) for step in range(101)]
-        times = [fit.alpha_us + size * 1e-3 / fit.rate.gbytes_per_s for size in sizes]
+        sizes = np.geomspace(curve.sizes_bytes[0], curve.sizes_bytes[-1], 101)
+        times = curve.fit.alpha_us + sizes * 1e-3 / curve.fit.rate.gbytes_per_s
         axis.plot(sizes, times, "--", linewidth=1, color=points.get_color())
