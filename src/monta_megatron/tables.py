@@ -28,8 +28,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
         rows: a cell for each column: any object, None for "-".
         title: a line above the table.
     """
-    names = [column.removeprefix(">") for column in columns]
+    names = [shown(column.removeprefix(">")) for column in columns]
     cells = [["-" if cell is None else shown(cell) for cell in row] for row in rows]
+    title = shown(title)
     sides = [">" if column.startswith(">") else "<" for column in columns]
     if sys.stdout.isatty() and has_rich():
         return _rich_table(names, sides, cells, title)

@@ -94,7 +94,6 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
 
 def _predicted(axis: Any, points: Sequence[Measured]) -> None:
     """A dot per chain, number of chunks and point."""
-    ends = [float("inf"), 0.0]
     for chain, colour in pictures.CHAIN_COLOURS.items():
         found = [
             (row.median_ms, row.predicted_ms)
@@ -103,16 +102,16 @@ def _predicted(axis: Any, points: Sequence[Measured]) -> None:
             if row.chain == chain and row.requested != AUTO and row.predicted_ms is not None
         ]
         if found:
-            values = [value for pair in found for value in pair]
-            ends = [min(ends[0], *values), max(ends[1], *values)]
             axis.plot(
                 *zip(*found, strict=True), ".", markersize=7, alpha=0.7, color=colour, label=chain
             )
-    axis.plot(ends, ends, color="#404040", linewidth=1)
+    # Straight on logarithmic axes too; from a measured time on, as what they go through is shown.
+    ms = next(row.median_ms for point in points for row in point.ours)
+    axis.axline((ms, ms), (1.1 * ms, 1.1 * ms), color="#404040", linewidth=1)
     for factor in (1 - ERROR_BAND, 1 + ERROR_BAND):
-        scaled = [end * factor for end in ends]
         label = f"{ERROR_BAND:.0%} off" if factor > 1 else None
-        axis.plot(ends, scaled, "--", color="#404040", linewidth=0.8, label=label)
+        line = {"linestyle": "--", "color": "#404040", "linewidth": 0.8, "label": label}
+        axis.axline((ms, ms * factor), (1.1 * ms, 1.1 * ms * factor), **line)
     axis.set_title(f"Predicted against measured, {counted(len(points), 'point')}")
     axis.set_xlabel("measured, ms")
     axis.set_ylabel("predicted, ms")
