@@ -3,13 +3,21 @@
 Every function takes plain data and returns plain data; `Case` says what is built.
 """
 
+import contextlib
 import copy
 import dataclasses
+import gc
+import io
 import os
 import pickle
+import signal
+import threading
+import time
+import timeit
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -348,8 +356,7 @@ def compare_steps(
 
 def compare_without_gradient(case: Case, num_chunks: int) -> None:
     """Evaluation: no graph, the same output, and no state left that a later step trips over."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    hidden = torch.randn(case.num_tokens, 1, HIDDEN, generator=generator).to("cuda")
+    hidden = torch.randn(case.num_tokens, 1, HIDDEN, generator=seeded_by_rank()).to("cuda")
     outputs = []
     for dispatcher in ("alltoall", "monta"):
         options = {"moe_monta_num_chunks": num_chunks} if dispatcher == "monta" else {}
@@ -361,6 +368,20 @@ def compare_without_gradient(case: Case, num_chunks: int) -> None:
         forward_backward(case, layer)
     assert_close(outputs[1], outputs[0], case.exact_sums, "evaluation")
     assert not outputs[1].requires_grad
+
+
+def make_batch(
+    case: Case, generator: torch.Generator, width: int = HIDDEN
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states of this rank, [T, 1, width], and a routing map that is forced."""
+    hidden = torch.randn(case.num_tokens, 1, width, generator=generator).to("cuda")
+    routing_map = forced_routing(case, case.num_tokens, generator)
+    assert routing_map is not None
+    return hidden, routing_map
+
+
+def seeded_by_rank() -> torch.Generator:
+    return torch.Generator().manual_seed(dist.get_rank())
 
 
 def phases(dispatcher: Any, hidden: torch.Tensor, routing_map: torch.Tensor) -> list[torch.Tensor]:
@@ -383,15 +404,10 @@ def phases(dispatcher: Any, hidden: torch.Tensor, routing_map: torch.Tensor) -> 
 
 def compare_width(case: Case, num_chunks: int, width: int) -> None:
     """Rows of another width than the model's hidden size, as latent projections make them."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    hidden = torch.randn(case.num_tokens, 1, width, generator=generator).to("cuda")
-    routing_map = forced_routing(case, case.num_tokens, generator)
-    assert routing_map is not None
+    batch = make_batch(case, seeded_by_rank(), width)
     stock = build_layer(case, "alltoall").token_dispatcher
     ours = build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
-    for mine, theirs in zip(
-        phases(ours, hidden, routing_map), phases(stock, hidden, routing_map), strict=True
-    ):
+    for mine, theirs in zip(phases(ours, *batch), phases(stock, *batch), strict=True):
         assert_close(mine, theirs, case.exact_sums, "width")
 
 
@@ -401,16 +417,11 @@ def replay_cuda_graph_attributes(case: Case, num_chunks: int) -> None:
     Batch A is preprocessed and its attributes are kept; batch B is preprocessed after it; then
     A's attributes come back, and the rest of the phases must belong to A.
     """
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = seeded_by_rank()
     dispatcher = build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
     # As Megatron sets it where moe_preprocess is captured: no copy to the host inside the graph.
     dispatcher.cuda_dtoh_point = "before_ep_alltoall"
-    batches = []
-    for _ in range(2):
-        hidden = torch.randn(case.num_tokens, 1, HIDDEN, generator=generator).to("cuda")
-        routing_map = forced_routing(case, case.num_tokens, generator)
-        assert routing_map is not None
-        batches.append((hidden, routing_map))
+    batches = [make_batch(case, generator) for _ in range(2)]
     expected = phases(dispatcher, *batches[0])[1]
 
     kept = []
@@ -531,10 +542,6 @@ def compare_many(cases: list[Case], chunks: list[int]) -> list[dict[str, Any]]:
 
 def many_steps(case: Case, num_chunks: int, num_steps: int) -> dict[str, list[float]]:
     """What grows over many steps: resident memory, threads, process groups, live tensors."""
-    import gc
-    import os
-    import threading
-
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     samples: dict[str, list[float]] = {
         "memory_bytes": [],
@@ -557,14 +564,24 @@ def many_steps(case: Case, num_chunks: int, num_steps: int) -> dict[str, list[fl
     return samples
 
 
+def failure_of_step(case: Case, layer: Any) -> tuple[str, float]:
+    """How a step fails that has lost a rank, and after how many seconds; "" if it does not."""
+    from monta_megatron.exchange.state import ExchangeError
+
+    begin = time.monotonic()
+    try:
+        forward_backward(case, layer)
+    except ExchangeError as error:
+        seconds = time.monotonic() - begin
+        # Megatron would end with this error, and so close its connections to the other ranks.
+        dist.destroy_process_group()
+        return str(error), seconds
+    return "", time.monotonic() - begin
+
+
 def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, float]:
     """One rank is killed between two chunks; what the others say, and after how long."""
-    import os
-    import signal
-    import time
-
     from monta_megatron.exchange import executor
-    from monta_megatron.exchange.state import ExchangeError
 
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     forward_backward(case, layer)
@@ -575,49 +592,23 @@ def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, floa
             os.kill(os.getpid(), signal.SIGKILL)
         return original["alltoall"](state, operation)
 
-    executor.OPERATIONS = {**original, "alltoall": alltoall}
-    begin = time.monotonic()
-    try:
-        forward_backward(case, layer)
-    except ExchangeError as error:
-        answer = str(error), time.monotonic() - begin
-        # Megatron would end with this error, and so close its connections to the other ranks.
-        dist.destroy_process_group()
-        return answer
-    finally:
-        executor.OPERATIONS = original
-    return "", time.monotonic() - begin
+    with mock.patch.object(executor, "OPERATIONS", {**original, "alltoall": alltoall}):
+        return failure_of_step(case, layer)
 
 
 def end_in_exchange_of_counts(case: Case, victim: int, stops: bool) -> tuple[str, float]:
     """One rank is killed, or stops, before it tells its counts; what the others say, and when."""
-    import os
-    import signal
-    import time
-
-    from monta_megatron.exchange.state import ExchangeError
-
     layer = build_layer(case, "monta")
     forward_backward(case, layer)
     limit_s = float(os.environ["POOL_GROUP_LIMIT_S"])
     if dist.get_rank() == victim:
         time.sleep(limit_s + 3 if stops else 0)
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    try:
-        forward_backward(case, layer)
-    except ExchangeError as error:
-        answer = str(error), time.monotonic() - begin
-        dist.destroy_process_group()
-        return answer
-    return "", time.monotonic() - begin
+    return failure_of_step(case, layer)
 
 
 def refusal_of(case_of_rank: list[Case], environment_of_rank: list[dict[str, str]]) -> str:
     """What a dispatcher says as it is built; empty if it says nothing."""
-    import os
-    from unittest import mock
-
     rank = dist.get_rank()
     with mock.patch.dict(os.environ, environment_of_rank[rank]):
         try:
@@ -629,9 +620,6 @@ def refusal_of(case_of_rank: list[Case], environment_of_rank: list[dict[str, str
 
 def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any]) -> tuple[int, ...]:
     """The nodes of a dispatcher's layout, where a variable tells each rank its own node."""
-    import os
-    from unittest import mock
-
     with mock.patch.dict(os.environ, {variable: node_of_rank[dist.get_rank()]}):
         layer = build_layer(Case(), "monta", **options)
     return layer.token_dispatcher.layout.nodes
@@ -639,9 +627,6 @@ def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any])
 
 def reported(case: Case) -> list[str]:
     """What a rank prints as it builds two layers."""
-    import contextlib
-    import io
-
     from monta_megatron.integration import dispatcher
 
     initialize(case)
@@ -673,17 +658,12 @@ def disagree_later(case: Case, rank: int) -> None:
         build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
         for num_chunks in (3, 2)
     )
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    hidden = torch.randn(case.num_tokens, 1, HIDDEN, generator=generator).to("cuda")
-    routing_map = forced_routing(case, case.num_tokens, generator)
-    assert routing_map is not None
-    phases(first if dist.get_rank() == rank else second, hidden, routing_map)
+    batch = make_batch(case, seeded_by_rank())
+    phases(first if dist.get_rank() == rank else second, *batch)
 
 
 def rows_to_choose_from(case: Case, captures_permutation: bool) -> set[str]:
     """The kinds of rows sent by the chains that "auto" chooses from."""
-    from unittest import mock
-
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     original = MoEAlltoAllTokenDispatcher.__init__
@@ -741,8 +721,6 @@ def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
 
 def lookup_us(case: Case) -> float:
     """The least time of a choice that was made before."""
-    import timeit
-
     choice = build_layer(case, "monta").token_dispatcher.choice
     return 1e6 * min(timeit.repeat(lambda: choice.decide(4096), number=100, repeat=20)) / 100
 
