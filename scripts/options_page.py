@@ -48,8 +48,10 @@ READ_VARIABLES = {
     "SLURM_LOCALID of srun, which then needs MASTER_ADDR",
     "LOCAL_WORLD_SIZE, GROUP_RANK": "torchrun: ranks per node, and which node this is; under srun "
     "SLURM_NTASKS_PER_NODE and SLURM_NODEID",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron demands 1 for TP or CP > 1 below Blackwell; `monta "
-    "doctor` says what is set",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron demands 1 before Blackwell for TP or CP > 1, with "
+    "exceptions; `monta doctor` says what it costs",
+    "NCCL_MAX_CTAS": "NCCL: comes before `--moe-monta-max-ctas`, for all communicators",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "NCCL >= 2.26: 1 keeps concurrent communicators from deadlock",
 }
 
 

@@ -75,7 +75,16 @@ def _lines(findings: list[Finding]) -> list[str]:
 def examine() -> list[Finding]:
     """Look at everything; a check that fails is a finding, not an exception."""
     findings: list[Finding] = []
-    for check in (_python, _torch, _megatron, _way_in, _accelerator, _launch_queue, _topology):
+    for check in (
+        _python,
+        _torch,
+        _megatron,
+        _way_in,
+        _accelerator,
+        _launch_queues,
+        _communicators,
+        _topology,
+    ):
         try:
             # When imported, Megatron warns about what is missing; the report says that itself.
             with warnings.catch_warnings():
@@ -183,14 +192,57 @@ def _accelerator() -> list[Finding]:
     ]
 
 
-def _launch_queue() -> list[Finding]:
-    value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if value == "1":
-        found = (
-            "1: one in-order launch queue, as Megatron demands for TP or CP > 1 before Blackwell"
+def _launch_queues() -> list[Finding]:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    value = os.environ.get(name)
+    if value != "1":
+        queues = f"{value} launch queues" if value else "not set (8 launch queues)"
+        return [Finding(name, "ok", queues)]
+    return [
+        Finding(
+            name,
+            "note",
+            "1 launch queue: chains overlap all the same, but shared experts and the other "
+            "micro-batch of the 1F1B overlap wait behind a chain's waits",
+            "Megatron demands it before Blackwell for TP or CP > 1, but not with "
+            "--overlap-moe-expert-parallel-comm (1 or 32) or FSDP (not 1); elsewhere leave it "
+            "unset or set 32",
         )
-        return [Finding("CUDA_DEVICE_MAX_CONNECTIONS", "note", found)]
-    return [Finding("CUDA_DEVICE_MAX_CONNECTIONS", "ok", value or "not set")]
+    ]
+
+
+def _communicators() -> list[Finding]:
+    from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+    from monta_megatron.options import defaults_from_environment
+
+    budget = defaults_from_environment()["moe_monta_max_ctas"] or DEFAULT_MAX_CTAS
+    finding = Finding(
+        "communicators",
+        "ok",
+        f"at most {budget} SMs for a rail and for a node, where neither --moe-monta-max-ctas nor "
+        "--nccl-communicator-config-path says otherwise",
+    )
+    if "NCCL_MAX_CTAS" in os.environ:
+        finding = Finding(
+            "communicators",
+            "note",
+            f"at most {os.environ['NCCL_MAX_CTAS']} SMs for any, by NCCL_MAX_CTAS",
+            "unset it, so that --moe-monta-max-ctas holds for rails and nodes",
+        )
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    value = os.environ.get(name)
+    if value == "1":
+        return [finding, Finding(name, "ok", "1: communicators cannot wait for each other")]
+    return [
+        finding,
+        Finding(
+            name,
+            "note",
+            value or "not set",
+            "1 lets NCCL >= 2.26 start the operations of several communicators in the order in "
+            "which they were issued, so that they cannot deadlock",
+        ),
+    ]
 
 
 def _topology() -> list[Finding]:

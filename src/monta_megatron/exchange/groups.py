@@ -8,7 +8,6 @@ import torch.distributed as dist
 from monta_megatron.chains import Chain
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, OWN_GROUPS
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.quantities import counted
 from monta_megatron.topology.layout import Layout
 from monta_megatron.topology.nodes import (
     check_named_alike,
@@ -86,8 +85,7 @@ def peer_groups(
             members = tuple(ranks[each] for each in layout.members(name, layout.rank))
             key = dist.group.WORLD, members, budget
             if key not in _made:
-                named = f"monta {name}, {counted(budget, 'CTA')}"
-                _made[key] = new_local_group(members, named, like, budget)
+                _made[key] = new_local_group(members, f"monta {name}", like, budget)
             groups[name] = _made[key]
     return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
 
@@ -102,11 +100,11 @@ def new_local_group(
 
     Args:
         ranks: in ascending order, this one among them.
-        name: for NCCL's logs; together with the ranks it is unique to the group.
+        name: for NCCL's logs; together with ranks and budget it is unique to the group.
         like: a group whose time limit and NCCL settings the new one takes over.
         max_ctas: in place of that setting of its; None to take it over too.
     """
-    with naming_group(f"{name} {'_'.join(map(str, ranks))}"):
+    with naming_group(f"{name}, max_ctas {max_ctas}, ranks {'_'.join(map(str, ranks))}"):
         group = dist.new_group(
             list(ranks),
             timeout=None if like is None else timeout_of(like),

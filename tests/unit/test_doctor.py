@@ -1,0 +1,43 @@
+"""What `monta doctor` says of the variables that decide how communicators share a GPU."""
+
+import pytest
+
+from monta_megatron.cli.doctor import Finding, examine
+
+NAMES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "MOE_MONTA_MAX_CTAS",
+    "NCCL_MAX_CTAS",
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "status", "words"),
+    [
+        ({}, "CUDA_DEVICE_MAX_CONNECTIONS", "ok", ["not set"]),
+        ({NAMES[0]: "32"}, "CUDA_DEVICE_MAX_CONNECTIONS", "ok", ["32"]),
+        ({NAMES[0]: "1"}, NAMES[0], "note", ["shared experts", "TP or CP > 1", "FSDP", "32"]),
+        ({}, "communicators", "ok", ["8 SMs", "--moe-monta-max-ctas"]),
+        ({NAMES[1]: "3"}, "communicators", "ok", ["at most 3 SMs"]),
+        ({NAMES[2]: "16"}, "communicators", "note", ["at most 16 SMs", "NCCL_MAX_CTAS"]),
+        ({}, "NCCL_LAUNCH_ORDER_IMPLICIT", "note", ["not set", "2.26", "deadlock"]),
+        ({NAMES[3]: "1"}, "NCCL_LAUNCH_ORDER_IMPLICIT", "ok", ["1"]),
+    ],
+)
+def test_how_communicators_share_a_gpu(
+    variables: dict[str, str],
+    name: str,
+    status: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for each in NAMES:
+        monkeypatch.delenv(each, raising=False)
+    for each, value in variables.items():
+        monkeypatch.setenv(each, value)
+    by_name: dict[str, Finding] = {finding.name: finding for finding in examine()}
+    finding = by_name[name]
+    assert finding.status == status
+    text = f"{finding.found} {finding.advice}"
+    assert [word for word in words if word not in text] == []
