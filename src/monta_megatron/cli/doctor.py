@@ -4,14 +4,12 @@ import argparse
 import json
 import os
 import platform
-import textwrap
 import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from monta_megatron import extras
-
-WIDTH = 80
+from monta_megatron.tables import table
 
 
 @dataclass(frozen=True)
@@ -49,27 +47,12 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        print("\n".join(_lines(findings)))
+        rows = [
+            (entry.status, entry.name, "; ".join(filter(None, (entry.found, entry.advice))))
+            for entry in findings
+        ]
+        print(table((">status", "what", "found"), rows))
     return int(any(finding.status == "missing" for finding in findings))
-
-
-def _lines(findings: list[Finding]) -> list[str]:
-    """A line for each finding and its advice, or several where it is long."""
-    width = max(len(finding.name) for finding in findings)
-    behind = " " * (width + 11)
-    lines = []
-    for finding in findings:
-        head = f"{finding.status:>7}  {finding.name:<{width}}  "
-        lines += textwrap.wrap(finding.found, WIDTH, initial_indent=head, subsequent_indent=behind)
-        if finding.advice is not None:
-            lines += textwrap.wrap(
-                finding.advice,
-                WIDTH,
-                initial_indent=f"{behind}-> ",
-                subsequent_indent=f"{behind}   ",
-                break_on_hyphens=False,
-            )
-    return lines
 
 
 def examine() -> list[Finding]:

@@ -53,6 +53,7 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron import strict_yaml
     from monta_megatron.planner.program_table import program_lines, program_of
     from monta_megatron.planner.report import layout_lines, plan_lines, rate_lines
+    from monta_megatron.planner.request import plan_request
     from monta_megatron.planner.search import MARGIN
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
@@ -61,28 +62,28 @@ def run(parsed: argparse.Namespace) -> int:
         "memory_limit_bytes": bytes_of_gb(parsed.memory_limit_gb),
         "margin": MARGIN if parsed.margin is None else parsed.margin,
     }
-    asked = planning.read(parsed, **settings)
-    plan, workload, memory = planning.plan_asked(parsed, asked, **settings)
-    programs = program_of(plan, workload, asked.cluster) if parsed.program else {}
+    request, inputs = planning.read(parsed, **settings)
+    plan, workload, memory = plan_request(request, inputs, **settings)
+    programs = program_of(plan, workload, inputs.cluster) if parsed.program else {}
     if parsed.out is not None:
         plan.save(parsed.out)
         print(f"monta plan: wrote {parsed.out}", file=sys.stderr)
     if parsed.json:
         document = strict_yaml.plain(plan)
         document["memory"] = memory.document()
-        document["layouts"] = None if asked.ranking is None else strict_yaml.plain(asked.ranking)
+        document["layouts"] = None if inputs.ranking is None else strict_yaml.plain(inputs.ranking)
         if parsed.program:
             document["operations"] = {
                 walk: [strict_yaml.plain(row) for row in rows] for walk, rows in programs.items()
             }
         print(json.dumps(document, indent=2))
     else:
-        found = (
+        lines = (
             plan_lines(plan, memory)
-            if asked.ranking is None
-            else [*rate_lines(plan), "", *layout_lines(asked.ranking, memory)]
+            if inputs.ranking is None
+            else [*rate_lines(plan), "", *layout_lines(inputs.ranking, memory)]
         )
         if parsed.program:
-            found += ["", *program_lines(programs)]
-        print("\n".join([f"{asked.model.name} on {asked.cluster.name}", "", *found]))
+            lines += ["", *program_lines(programs)]
+        print("\n".join([f"{inputs.model.name} on {inputs.cluster.name}", "", *lines]))
     return 0

@@ -5,7 +5,7 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.cli import planning
 from monta_megatron.flags import positive, whole
 from monta_megatron.names import one_of
+from monta_megatron.planner import ROUTINGS
 from monta_megatron.quantities import counted
+from monta_megatron.tables import table
 
 if TYPE_CHECKING:
+    from monta_megatron.planner.layout import ParallelLayout
     from monta_megatron.planner.plan import Plan
+    from monta_megatron.planner.request import PlanInputs, PlanRequest
     from monta_megatron.planner.training_memory import TrainingMemory
 
 EXAMPLE = """\
@@ -37,7 +41,7 @@ FACTORS: dict[str, tuple[Callable[[str], float], str]] = {
     "chunks": (whole(1), "chunks of every pipelined chain"),
     "inter-rate-ratio": (positive, "rate of the network over the cluster's"),
 }
-WIDTH, CHAIN_WIDTH, VALUE_WIDTH, VALUES_PER_BLOCK = 80, 23, 14, 4
+WIDTH, VALUES_PER_TABLE = 80, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +78,12 @@ def run(parsed: argparse.Namespace) -> int:
     """Plan at every value."""
     from monta_megatron.pictures import check_can_plot
 
-    asked, sweep = planning.read(parsed), parsed.sweep
+    request, inputs = planning.read(parsed)
+    sweep: _Sweep = parsed.sweep
     check_can_plot(parsed.plot)
-    planned = [_plan(parsed, asked, sweep.factor, value) for value in sweep.values]
+    planned = [_plan(request, inputs, sweep.factor, value) for value in sweep.values]
     plans = [plan for plan, _ in planned]
-    title = _title(parsed, asked, sweep.factor)
+    title = _title(request, inputs, sweep.factor)
     if parsed.json:
         document = {
             "title": title,
@@ -101,7 +106,12 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         most = max((memory for _, memory in planned), key=lambda memory: memory.needed_bytes)
         about = [*textwrap.wrap(title, WIDTH), *textwrap.wrap(f"needs {most.describe()}", WIDTH)]
-        print("\n".join([*about, "", *_table(sweep, plans)]))
+        notes = dict.fromkeys(note for plan in plans for note in plan.notes)
+        after = [
+            "us, each chain in its best number of chunks; * the choice; - cannot run",
+            *(line for note in notes for line in textwrap.wrap(f"note: {note}", WIDTH)),
+        ]
+        print("\n\n".join(["\n".join(about), *_tables(sweep, plans), "\n".join(after)]))
     if parsed.plot is not None:
         from monta_megatron.planner.plots import plot_plans
 
@@ -111,12 +121,12 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _title(parsed: argparse.Namespace, asked: planning.Asked, factor: str) -> str:
+def _title(request: "PlanRequest", inputs: "PlanInputs", factor: str) -> str:
     """What stays the same at all values."""
-    layout = asked.layout
-    tokens = layout.tokens_per_rank(asked.model) if parsed.tokens is None else parsed.tokens
+    model, layout = inputs.model, inputs.layout
+    tokens = layout.tokens_per_rank(model) if request.tokens is None else request.tokens
     parts = [
-        f"{asked.model.name} on {asked.cluster.name}: TP {layout.tp}",
+        f"{model.name} on {inputs.cluster.name}: TP {layout.tp}",
         *([] if factor == "ranks" else [f"EP {layout.ep}"]),
         f"ETP {layout.etp}",
         *([] if factor == "tokens" else [f"{counted(tokens, 'token')} per rank"]),
@@ -125,21 +135,23 @@ def _title(parsed: argparse.Namespace, asked: planning.Asked, factor: str) -> st
 
 
 def _plan(
-    parsed: argparse.Namespace, asked: planning.Asked, factor: str, value: float
+    request: "PlanRequest", inputs: "PlanInputs", factor: str, value: float
 ) -> "tuple[Plan, TrainingMemory]":
-    """The plan with this value of the factor, everything else as asked, and its memory."""
-    model, cluster, layout = asked.model, asked.cluster, asked.layout
+    """The plan with this value of the factor, everything else as requested, and its memory."""
+    from monta_megatron.planner.request import plan_request
+
+    model, cluster = inputs.model, inputs.cluster
     settings: dict[str, Any] = {}
     if factor == "tokens":
-        parsed = argparse.Namespace(**{**vars(parsed), "tokens": value})
+        request = replace(request, tokens=int(value))
     elif factor == "inter-rate-ratio":
-        cluster = cluster.with_inter_rate(value)
+        inputs = replace(inputs, cluster=cluster.with_inter_rate(value))
     elif factor == "chunks":
         settings["num_chunks"] = (value,)
     elif factor == "top-k":
-        if parsed.routing not in planning.ROUTINGS:
+        if request.routing not in ROUTINGS:
             raise ValueError(
-                f"--sweep: got top-k, must be another factor beside the trace {parsed.routing}, "
+                f"--sweep: got top-k, must be another factor beside the trace {request.routing}, "
                 "whose top-k is what it is"
             )
         if value > model.num_experts:
@@ -147,51 +159,46 @@ def _plan(
                 f"--sweep: top-k: got {value}, must be at most the {model.num_experts} experts of "
                 f"{model.name}"
             )
-        model = replace(model, moe_router_topk=int(value))
+        inputs = replace(inputs, model=replace(model, moe_router_topk=int(value)))
     else:
-        layout = _layout_of(asked, int(value))
-        num_nodes = math.ceil(layout.world_size / cluster.ranks_per_node)
-        cluster = replace(cluster, num_nodes=max(num_nodes, cluster.num_nodes))
-    point = replace(asked, model=model, cluster=cluster, layout=layout)
+        layout = _layout_of(inputs, int(value))
+        num_nodes = max(math.ceil(layout.world_size / cluster.ranks_per_node), cluster.num_nodes)
+        inputs = replace(inputs, layout=layout, cluster=replace(cluster, num_nodes=num_nodes))
     where = f"--sweep: {factor} {_shown(value)}"
-    plan, _, memory = planning.plan_asked(parsed, point, where, **settings)
+    plan, _, memory = plan_request(request, inputs, where, **settings)
     return plan, memory
 
 
-def _layout_of(asked: planning.Asked, num_ranks: int) -> Any:
+def _layout_of(inputs: "PlanInputs", num_ranks: int) -> "ParallelLayout":
     """The layout with exchanges of `num_ranks` ranks, on as many more ranks as these take."""
-    layout = asked.layout
+    layout = inputs.layout
     ep, rest = divmod(num_ranks, layout.etp)
-    if rest or asked.model.num_experts % max(ep, 1):
+    if rest or inputs.model.num_experts % max(ep, 1):
         raise ValueError(
             f"--sweep: ranks: got {num_ranks}, must be ETP ({layout.etp}) times a divisor of the "
-            f"{asked.model.num_experts} experts of {asked.model.name}"
+            f"{inputs.model.num_experts} experts of {inputs.model.name}"
         )
     world_size = math.lcm(layout.world_size, num_ranks * layout.pp)
     return replace(layout, ep=ep, world_size=world_size)
 
 
-def _table(sweep: _Sweep, plans: Sequence["Plan"]) -> list[str]:
-    """Chains down, values across, in blocks of 80 columns."""
+def _tables(sweep: _Sweep, plans: "list[Plan]") -> list[str]:
+    """Chains down, values across, a few in each table so that 80 columns hold it."""
     from monta_megatron.chains import CHAINS
 
-    lines = []
-    for first in range(0, len(plans), VALUES_PER_BLOCK):
-        block = slice(first, first + VALUES_PER_BLOCK)
-        values = "".join(f"{_shown(value):>{VALUE_WIDTH}}" for value in sweep.values[block])
-        lines.append(f"{sweep.factor:<{CHAIN_WIDTH}}{values}")
-        for chain in CHAINS:
-            cells = ""
-            for plan in plans[block]:
-                best_us = plan.best_us()[chain]
-                mark = "*" if plan.chain == chain else " "
-                cells += f"{'-' if best_us is None else f'{best_us:,.0f}'}{mark}".rjust(VALUE_WIDTH)
-            lines.append(f"{chain:<{CHAIN_WIDTH}}{cells}".rstrip())
-        chunks = "".join(f"{plan.num_chunks:>{VALUE_WIDTH - 1}} " for plan in plans[block])
-        lines += [f"{'chunks of the choice':<{CHAIN_WIDTH}}{chunks}".rstrip(), ""]
-    lines.append("us, each chain in its best number of chunks; * the choice; - cannot run")
-    notes = dict.fromkeys(note for plan in plans for note in plan.notes)
-    return [*lines, *(line for note in notes for line in textwrap.wrap(f"note: {note}", WIDTH))]
+    def cell(plan: "Plan", chain: str) -> str:
+        best_us = plan.best_us()[chain]
+        mark = "*" if plan.chain == chain else " "
+        return f"{'-' if best_us is None else f'{best_us:,.0f}'}{mark}"
+
+    tables = []
+    for first in range(0, len(plans), VALUES_PER_TABLE):
+        part = slice(first, first + VALUES_PER_TABLE)
+        chunks = ["chunks of the choice", *(f"{plan.num_chunks} " for plan in plans[part])]
+        rows = [[chain, *(cell(plan, chain) for plan in plans[part])] for chain in CHAINS]
+        values = (f">{_shown(value)} " for value in sweep.values[part])
+        tables.append(table([sweep.factor, *values], [*rows, chunks]))
+    return tables
 
 
 def _shown(value: float) -> str:

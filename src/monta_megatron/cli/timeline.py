@@ -157,34 +157,34 @@ def _read(parsed: argparse.Namespace) -> _Drawing:
     from monta_megatron.timeline.recording import Recording
 
     path = Path(parsed.recording)
-    cluster = None if parsed.cluster is None else planning.read_cluster(parsed)
-    return _of_recording(Recording.load(path), path, cluster)
+    return _of_recording(Recording.load(path), path, _cluster(parsed))
 
 
 def _predict(parsed: argparse.Namespace) -> _Drawing:
     from monta_megatron.chains import CHAINS
+    from monta_megatron.planner.request import plan_request
     from monta_megatron.timeline.predicted import predict
     from monta_megatron.timeline.spans import pipeline_name
 
-    asked = planning.read(parsed)
-    cluster, layout = asked.cluster, asked.layout
+    request, inputs = planning.read(parsed)
+    cluster, layout = inputs.cluster, inputs.layout
     settings: dict[str, Any] = {}
     if parsed.chain is not None:
         chain, num_chunks = _chain(parsed)
         settings |= {"chains": (chain.name,), "num_chunks": (num_chunks,)}
-    plan, workload, memory = planning.plan_asked(parsed, asked, **settings)
+    plan, workload, memory = plan_request(request, inputs, **settings)
     chain = CHAINS[plan.chain]
     sizes = f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}"
     return _Drawing(
         name=f"{chain.name}_x{plan.num_chunks}",
         folder=Path(),
-        title=f"{pipeline_name(chain.name, plan.num_chunks)}, predicted: {asked.model.name} on "
+        title=f"{pipeline_name(chain.name, plan.num_chunks)}, predicted: {inputs.model.name} on "
         f"{cluster.name}, {sizes}, {counted(workload.tokens_per_rank, 'token')} per rank",
-        timelines=[predict(workload, cluster, chain, plan.num_chunks, parsed.phase)],
+        timelines=[predict(workload, cluster, chain, plan.num_chunks, request.phase)],
         notes=[f"needs {memory.describe()}"],
         about={
             "cluster": cluster.name,
-            "model": asked.model.name,
+            "model": inputs.model.name,
             "notes": list(plan.notes),
             "memory": memory.document(),
         },
@@ -198,13 +198,13 @@ def _record(parsed: argparse.Namespace) -> _Drawing | None:
     from monta_megatron.ranks.this_rank import find_this_rank
 
     this_rank = find_this_rank("timeline --record")
-    asked = {**vars(parsed), "stock": "alltoall", "chains": "auto", "num_chunks": None}
-    asked["repeats"] = parsed.repeats or RECORD_FLAGS["repeats"].default
+    flags = {**vars(parsed), "stock": "alltoall", "chains": "auto", "num_chunks": None}
+    flags["repeats"] = parsed.repeats or RECORD_FLAGS["repeats"].default
     if parsed.chain is not None:
         chain, num_chunks = _chain(parsed)
-        asked["chains"], asked["num_chunks"] = chain.name, str(num_chunks)
-    settings = parse_settings(asked, this_rank.world_size)
-    cluster = None if parsed.cluster is None else planning.read_cluster(parsed)
+        flags |= {"chains": chain.name, "num_chunks": str(num_chunks)}
+    settings = parse_settings(flags, this_rank.world_size)
+    cluster = _cluster(parsed)
     folder = Path(parsed.record)
     # Fail before the run, not after it.
     if this_rank.rank == 0:
@@ -237,6 +237,15 @@ def _of_recording(recording: "Recording", path: Path, cluster: "Cluster | None")
             "recorded": recording.meta,
         },
     )
+
+
+def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
+    """The cluster of --cluster, if it is given."""
+    from monta_megatron.planner.request import cluster_with_rate
+
+    if parsed.cluster is None:
+        return None
+    return cluster_with_rate(parsed.cluster, parsed.inter_rate_ratio)
 
 
 def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
