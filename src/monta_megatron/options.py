@@ -19,11 +19,14 @@ from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.plan import Plan
+from monta_megatron.strict_yaml import require
 
 T = TypeVar("T")
 
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
+# A chain's name or a file; code may pass a cluster itself.
+_FILE_TYPES = (str, os.PathLike, Cluster)
 
 
 def _or_text(number: Callable[[str], T]) -> Callable[[str], T | str]:
@@ -128,33 +131,32 @@ class Options:
             for name in OPTION_NAMES
             if getattr(source, name, None) is not None
         }
+
+        def check(name: str, holds: Callable[[Any], bool], rule: str) -> None:
+            if name in given:
+                value = given[name]
+                require(holds(value), f"moe_monta_{name}", repr(value), rule)
+
         for name in ("chain", "cluster", "plan"):
-            value = given.get(name, name)
-            if not value or not isinstance(value, str | os.PathLike | Cluster):
-                what = "a name" if name == "chain" else "a file"
-                raise ValueError(f"moe_monta_{name}: got {value!r}, must be {what}")
+            what = "a name" if name == "chain" else "a file"
+            check(name, lambda value: value and isinstance(value, _FILE_TYPES), f"be {what}")
         chain = given.get("chain", AUTO)
         check_chain(chain, "moe_monta_chain", also=(AUTO,))
         for name in ("num_chunks", "ranks_per_node", "max_ctas"):
-            value = given.get(name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"moe_monta_{name}: got {value!r}, must be an integer >= 1")
-        limit = given.get("memory_limit_gb")
-        if limit is not None:
-            if type(limit) not in (int, float) or not 0 < limit < math.inf:
-                raise ValueError(f"moe_monta_memory_limit_gb: got {limit!r}, must be a number > 0")
-            if chain != AUTO or "plan" in given:
-                raise ValueError(
-                    f"moe_monta_memory_limit_gb: got {limit!r}, must be left out where a flag or a "
-                    "plan names the chain, which is used whatever it holds"
-                )
+            check(name, lambda value: type(value) is int and value >= 1, "be an integer >= 1")
+        check(
+            "memory_limit_gb",
+            lambda value: type(value) in (int, float) and 0 < value < math.inf,
+            "be a number > 0",
+        )
+        check(
+            "memory_limit_gb",
+            lambda _: chain == AUTO and "plan" not in given,
+            "be left out where a flag or a plan names the chain, which is used whatever it holds",
+        )
         if "plan" in given:
             for name in ("chain", "num_chunks"):
-                if name in given:
-                    raise ValueError(
-                        f"moe_monta_{name}: got {given[name]!r}, must be left out beside "
-                        "moe_monta_plan, which holds it"
-                    )
+                check(name, lambda _: False, "be left out beside moe_monta_plan, which holds it")
             given["plan"] = _once(Plan.load, given["plan"])
         if chain != AUTO:
             given["num_chunks"] = chunks_of(
@@ -178,11 +180,8 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
 
 def _once(read: Callable[[str | Path], T], path: str | Path) -> T:
     """What is in a file, read once per process unless it changes: every layer asks for it."""
-    try:
-        changed = os.stat(path).st_mtime_ns
-    except OSError:
-        # `read` says what is wrong with the file.
-        return read(path)
+    # `read` says what is wrong with a file that does not exist.
+    changed = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
     return _as_of(read, path, changed)
 
 

@@ -3,7 +3,8 @@
 What a file may hold is written once, as the annotations of a dataclass: an unknown key, a missing
 one, a wrong type or a value that breaks its rule is a one-line `ValueError` that names the file,
 the path of the key, the value and the rule. Tags, some of which make Python objects, are refused,
-and so is a file that would take long to read.
+and so is a file that would take long to read. A class with `from_text` and `RULE`, such as a rate,
+is a text there, which its `str` writes.
 
     @dataclass(frozen=True, kw_only=True)
     class Link:
@@ -11,6 +12,9 @@ and so is a file that would take long to read.
         note: str | None = None
 
     links.yaml: links[0].alpha_us: got -3, must be a number > 0
+
+Our own, because msgspec and pydantic say neither the value nor all keys that are missing nor the
+key that was meant, and an installation with `pip install --no-deps` would lack them.
 """
 
 import math
@@ -19,22 +23,11 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Protocol,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -66,25 +59,6 @@ class Rule:
 
     text: str
     holds: Callable[[Any], bool]
-
-
-@runtime_checkable
-class Written(Protocol):
-    """A value that files hold as a text: `str` writes it, `from_text` reads it.
-
-    Attributes:
-        RULE: what the user reads after "must be".
-    """
-
-    RULE: ClassVar[str]
-
-    @classmethod
-    def from_text(cls, text: str) -> "Written":
-        """Read it.
-
-        Raises:
-            ValueError: the text breaks the rule.
-        """
 
 
 PositiveInt = Annotated[int, Rule("an integer >= 1", lambda value: value >= 1)]
@@ -122,31 +96,47 @@ def read(path: str | Path) -> Any:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise ValueError(f"{path}: is no plain YAML{where}: {_problem(error.problem)}") from error
+        raise ValueError(
+            f"{path}: is no plain YAML{where}: {_short(error.problem, LONGEST_PROBLEM)}"
+        ) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ValueError(f"{path}: is no plain YAML: {_problem(error)}") from error
+        raise ValueError(f"{path}: is no plain YAML: {_short(error, LONGEST_PROBLEM)}") from error
 
 
-def build(cls: type[T], data: Any, file: str, key: str = "") -> T:
+def build(cls: type[T], data: Any, file: str) -> T:
     """Check plain data against a dataclass and make it.
 
     Args:
         cls: a dataclass.
         data: plain data, as read from YAML.
         file: for messages.
-        key: where in the file, for messages.
 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    place = _Place(file, key)
-    missing = _check_keys(cls, data, place)
-    if missing:
-        more = f" and {len(missing) - MOST_SHOWN} more" if len(missing) > MOST_SHOWN else ""
-        keys = ", ".join(missing[:MOST_SHOWN]) + more
-        raise _Place(file, keys).error("missing, must be given")
+    place = _Place(file, "")
     value: T = _value(cls, data, place)
+    if place.missing:
+        num_more = len(place.missing) - MOST_SHOWN
+        keys = ", ".join(place.missing[:MOST_SHOWN]) + (f" and {num_more} more" * (num_more > 0))
+        raise _Place(file, keys).error("missing, must be given")
     return value
+
+
+def require(holds: bool, name: str, value: object, rule: str) -> None:
+    """Refuse a value that breaks a rule, such as one between several fields of a dataclass.
+
+    Args:
+        holds: whether it satisfies it.
+        name: the field, for the message; `build` puts the path to the dataclass before it.
+        value: what it is.
+        rule: what the user reads after "must".
+
+    Raises:
+        ValueError: the rule does not hold.
+    """
+    if not holds:
+        raise ValueError(f"{name}: got {value}, must {rule}")
 
 
 def check_texts(data: Any, file: str) -> None:
@@ -165,7 +155,7 @@ def dump(instance: Any) -> str:
 
 def plain(value: Any) -> Any:
     """A dataclass as dictionaries, lists and scalars."""
-    if isinstance(value, Written):
+    if hasattr(type(value), "from_text"):
         return str(value)
     if is_dataclass(value) and not isinstance(value, type):
         return {entry.name: plain(getattr(value, entry.name)) for entry in fields(value)}
@@ -176,55 +166,24 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
+    """Where in a file: the key, and the missing keys that were met in it so far."""
+
     file: str
     key: str
+    missing: list[str] = field(default_factory=list)
 
     def inside(self, name: object) -> "_Place":
-        name = _short(name, LONGEST_VALUE)
-        return _Place(self.file, f"{self.key}.{name}" if self.key else name)
+        name = _short(name)
+        return _Place(self.file, f"{self.key}.{name}" if self.key else name, self.missing)
 
     def at(self, position: int) -> "_Place":
-        return _Place(self.file, f"{self.key}[{position}]")
+        return _Place(self.file, f"{self.key}[{position}]", self.missing)
 
     def error(self, message: str) -> ValueError:
         return ValueError(": ".join(part for part in (self.file, self.key, message) if part))
 
     def refuse(self, value: Any, rule: str) -> ValueError:
-        return self.error(f"got {_shown(value)}, must be {rule}")
-
-
-def _check_keys(kind: Any, data: Any, place: _Place) -> list[str]:
-    """Refuse the first unknown key; returns the paths of all keys that are missing."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated or (origin in (Union, types.UnionType) and data is not None):
-        return _check_keys(arguments[0], data, place)
-    if origin is tuple and isinstance(data, list):
-        return [
-            path
-            for position, entry in enumerate(data)
-            for path in _check_keys(arguments[0], entry, place.at(position))
-        ]
-    if is_dataclass(kind) and not isinstance(kind, Written) and isinstance(data, Mapping):
-        return _check_keys_of_dataclass(kind, data, place)
-    return []
-
-
-def _check_keys_of_dataclass(kind: Any, data: Mapping[Any, Any], place: _Place) -> list[str]:
-    hints, old_keys = _hints(kind), getattr(kind, "OLD_KEYS", {})
-    for name, value in data.items():
-        if name in old_keys:
-            instead = old_keys[name].format(_shown(value))
-            raise place.inside(name).error(f"is not a key any more; {instead}")
-        if name not in hints:
-            raise place.inside(name).error(f"unknown key; {advice(name, hints)}")
-    missing = [
-        place.inside(entry.name).key
-        for entry in fields(kind)
-        if entry.default is MISSING and entry.default_factory is MISSING and entry.name not in data
-    ]
-    for name, value in data.items():
-        missing += _check_keys(hints[name], value, place.inside(name))
-    return missing
+        return self.error(f"got {_short(repr(value))}, must be {rule}")
 
 
 def _value(kind: Any, data: Any, place: _Place) -> Any:
@@ -250,8 +209,8 @@ def _value(kind: Any, data: Any, place: _Place) -> Any:
         return _tuple(arguments, data, place)
     if origin is Mapping:
         return _mapping(arguments[1], data, place)
-    if isinstance(kind, Written):
-        return _written(kind, data, place)
+    if hasattr(kind, "from_text"):
+        return _from_text(kind, data, place)
     if is_dataclass(kind):
         return _dataclass(kind, data, place)
     return _scalar(kind, data, place)
@@ -275,12 +234,9 @@ def _ruled(kind: Any, data: Any, place: _Place) -> Any:
 def _tuple(arguments: tuple[Any, ...], data: Any, place: _Place) -> tuple[Any, ...]:
     if not isinstance(data, list):
         raise place.refuse(data, "a list")
-    if arguments[-1] is Ellipsis:
-        kinds = [arguments[0]] * len(data)
-    else:
-        kinds = list(arguments)
-        if len(data) != len(kinds):
-            raise place.refuse(data, f"a list of {len(kinds)} entries")
+    kinds = arguments[:1] * len(data) if arguments[-1] is Ellipsis else arguments
+    if len(kinds) != len(data):
+        raise place.refuse(data, f"a list of {len(kinds)} entries")
     return tuple(
         _value(kind, entry, place.at(position))
         for position, (kind, entry) in enumerate(zip(kinds, data, strict=True))
@@ -297,10 +253,24 @@ def _mapping(kind: Any, data: Any, place: _Place) -> dict[str, Any]:
 
 
 def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
+    hints, old_keys = _hints(kind), getattr(kind, "OLD_KEYS", {})
     if not isinstance(data, Mapping):
-        raise place.refuse(data, f"a mapping with the keys {', '.join(_hints(kind))}")
-    hints = _hints(kind)
+        raise place.refuse(data, f"a mapping with the keys {', '.join(hints)}")
+    for name in data:
+        if name in old_keys:
+            instead = old_keys[name].format(_short(repr(data[name])))
+            raise place.inside(name).error(f"is not a key any more; {instead}")
+        if name not in hints:
+            raise place.inside(name).error(f"unknown key; {advice(name, hints)}")
+    place.missing.extend(
+        place.inside(entry.name).key
+        for entry in fields(kind)
+        if entry.default is MISSING and entry.default_factory is MISSING and entry.name not in data
+    )
     values = {name: _value(hints[name], data[name], place.inside(name)) for name in data}
+    # The keys that are missing are named together, when all have been met.
+    if place.missing:
+        return None
     try:
         return kind(**values)
     except ValueError as error:
@@ -309,11 +279,10 @@ def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
         raise ValueError(f"{place.file}: {way}{error}") from error
 
 
-def _written(kind: Any, data: Any, place: _Place) -> Written:
+def _from_text(kind: Any, data: Any, place: _Place) -> Any:
     if isinstance(data, str):
         with suppress(ValueError):
-            value: Written = kind.from_text(data)
-            return value
+            return kind.from_text(data)
     raise place.refuse(data, kind.RULE)
 
 
@@ -333,14 +302,11 @@ def _number_as_text(kind: Any, data: Any) -> str:
 
     YAML 1.1, which this reads, knows 1.0e+2 alone.
     """
-    try:
-        number = float(data) if isinstance(data, str) and kind in (int, float) else math.nan
-    except ValueError:
-        return ""
-    if not math.isfinite(number):
-        return ""
-    plain_number = f"{number:.17g}" if "e" not in f"{number:.17g}" else repr(number)
-    return f"; to YAML this is a text, write {plain_number}"
+    with suppress(ValueError):
+        if isinstance(data, str) and kind in (int, float) and math.isfinite(float(data)):
+            number = Decimal(repr(float(data))).normalize()
+            return f"; to YAML this is a text, write {number:f}"
+    return ""
 
 
 @cache
@@ -349,15 +315,7 @@ def _hints(kind: Any) -> dict[str, Any]:
     return {entry.name: hints[entry.name] for entry in fields(kind)}
 
 
-def _shown(value: Any) -> str:
-    return _short(repr(value), LONGEST_VALUE)
-
-
-def _problem(error: Any) -> str:
-    return _short(error, LONGEST_PROBLEM)
-
-
-def _short(value: Any, most: int) -> str:
+def _short(value: object, most: int = LONGEST_VALUE) -> str:
     """A text in one printable line of about that many characters at most."""
     text = shown(" ".join(str(value).split()))
     return text if len(text) <= most else f"{text[:most]}..."

@@ -89,14 +89,7 @@ def prepare(
     check_printable(str(directory), "--run-directory")
     check_printable(os.path.abspath(file), "--config")
     config = _with_variables(config, file, {**os.environ, "RUN_DIRECTORY": str(directory)})
-    folder = Path(file).absolute().parent
-    config = replace(
-        config,
-        model=config.model and os.path.abspath(presets.find("models", config.model, folder)),
-        cluster=config.cluster
-        and os.path.abspath(presets.find("clusters", config.cluster, folder)),
-        script=config.script and os.path.normpath(folder / config.script),
-    )
+    config = _with_files(config, file)
     merged = merge(config, file, command_line)
     plan, memory, plan_notes = plan_run(merged.config, merged.arguments, file, ignore_memory)
     check_batch(merged.arguments, merged.config.layout.parallel.dp)
@@ -147,6 +140,22 @@ def _with_variables(config: RunConfig, file: str, variables: Mapping[str, str]) 
     for name in PATHS:
         changes[name] = replaced(getattr(config, name), known, f"{file}: {name}")
     return replace(config, environment=environment, **changes)
+
+
+def _with_files(config: RunConfig, file: str) -> RunConfig:
+    """Make paths absolute, which are relative to the run file, and find the presets."""
+    folder = Path(file).absolute().parent
+    files: dict[str, str] = {}
+    try:
+        if config.model is not None:
+            files["model"] = os.path.abspath(presets.find("models", config.model, folder))
+        if config.cluster is not None:
+            files["cluster"] = os.path.abspath(presets.find("clusters", config.cluster, folder))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    if config.script is not None:
+        files["script"] = os.path.normpath(folder / config.script)
+    return replace(config, **files)  # type: ignore[arg-type]
 
 
 def to_run_file(config: RunConfig) -> str:

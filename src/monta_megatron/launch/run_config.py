@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.strict_yaml import PositiveInt, Rule, Text
+from monta_megatron.strict_yaml import PositiveInt, Rule, Text, require
 
 
 def _is_scalar(value: Any) -> bool:
@@ -116,16 +116,16 @@ class Slurm:
         _check_names("options", self.options)
         for name in self.options:
             if name in RESERVED_SLURM_OPTIONS:
-                raise ValueError(
-                    f"options.{name}: must be left out; another key of the file says it"
-                )
+                rule = "must be left out; another key of the file says it"
+                raise ValueError(f"options.{name}: {rule}")
         # Slurm may send the signal a minute early, and Megatron listens for it only after a while.
         limit = self.time_limit_minutes
-        if limit is not None and 60 * limit < 2 * self.signal_before_seconds:
-            raise ValueError(
-                f"signal_before_seconds: got {self.signal_before_seconds}, must be at most half of "
-                f"time_limit_minutes, {limit} min"
-            )
+        require(
+            limit is None or 60 * limit >= 2 * self.signal_before_seconds,
+            "signal_before_seconds",
+            self.signal_before_seconds,
+            f"be at most half of time_limit_minutes, {limit} min",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,14 +158,15 @@ class RunConfig:
         _check_names("megatron", self.megatron)
         _check_names("script_arguments", self.script_arguments)
         for name in self.environment:
-            if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is None:
-                raise ValueError(f"environment: got {name!r}, must be the name of a variable")
+            is_variable = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
+            require(is_variable, "environment", repr(name), "be the name of a variable")
 
 
 def _check_names(field_name: str, options: Mapping[str, Any]) -> None:
     for name in options:
-        if _ARGUMENT_NAME.fullmatch(name) is None:
-            raise ValueError(
-                f"{field_name}: got {name!r}, must be a name without its --: letters, digits, '-' "
-                "and '_'"
-            )
+        require(
+            _ARGUMENT_NAME.fullmatch(name) is not None,
+            field_name,
+            repr(name),
+            "be a name without its --: letters, digits, '-' and '_'",
+        )

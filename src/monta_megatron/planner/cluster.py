@@ -1,6 +1,7 @@
 """The cluster: nodes, and what every operation costs on them, measured or from datasheets."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from monta_megatron.strict_yaml import (
     PositiveInt,
     Rule,
     Text,
+    require,
 )
 
 COLLECTIVES: tuple[Operation, ...] = ("alltoall", "allgather")
@@ -182,11 +184,12 @@ class Cluster:
         _refuse_twice("contention", (tuple(sorted(entry.pair)) for entry in self.contention))
         for curve in self.curves:
             in_memory = curve.operation not in COLLECTIVES
-            if in_memory != (curve.tier == "memory"):
-                raise ValueError(
-                    f"curves: got {curve.operation} in tier {curve.tier}, must be in "
-                    + ("memory" if in_memory else "inter or intra")
-                )
+            require(
+                in_memory == (curve.tier == "memory"),
+                "curves",
+                f"{curve.operation} in tier {curve.tier}",
+                "be in " + ("memory" if in_memory else "inter or intra"),
+            )
         tiers = [link.tier for link in self.links]
         for tier in TIERS if self.num_nodes > 1 else TIERS[1:]:
             needed = ("copy",) if tier == "memory" else COLLECTIVES
@@ -196,7 +199,6 @@ class Cluster:
                     f"links: none for tier {tier}, must be given where curves has none for "
                     f"{' and '.join(needed)} in that tier"
                 )
-
         self._check_network()
 
     def _check_network(self) -> None:
@@ -283,8 +285,8 @@ class Cluster:
         Raises:
             ValueError: the ratio is not a number above 0.
         """
-        if not (rate_ratio > 0 and math.isfinite(rate_ratio)):
-            raise ValueError(f"rate_ratio: got {rate_ratio}, must be a number > 0")
+        holds = rate_ratio > 0 and math.isfinite(rate_ratio)
+        require(holds, "rate_ratio", rate_ratio, "be a number > 0")
         return replace(
             self,
             name=f"{self.name}, network x {rate_ratio:g}",
@@ -337,8 +339,5 @@ def _from_curves(curves: dict[int, Curve], num_bytes: float, group_size: int) ->
 
 
 def _refuse_twice(field: str, keys: Iterable[object]) -> None:
-    seen = set()
-    for key in keys:
-        if key in seen:
-            raise ValueError(f"{field}: got {key} twice, must be given once")
-        seen.add(key)
+    for key, times in Counter(keys).items():
+        require(times == 1, field, f"{key} twice", "be given once")

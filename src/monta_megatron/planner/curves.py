@@ -16,7 +16,14 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 import numpy as np
 
 from monta_megatron.planner.rate import Rate
-from monta_megatron.strict_yaml import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Text
+from monta_megatron.strict_yaml import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Text,
+    require,
+)
 
 Operation: TypeAlias = Literal[
     "alltoall",
@@ -95,11 +102,9 @@ class Curve:
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
-        if len(self.times_us) != len(self.sizes_bytes):
-            raise ValueError(
-                f"times_us: got {len(self.times_us)} times, must be as many as sizes_bytes "
-                f"({len(self.sizes_bytes)})"
-            )
+        num_times, num_sizes = len(self.times_us), len(self.sizes_bytes)
+        rule = f"be as many as sizes_bytes ({num_sizes})"
+        require(num_times == num_sizes, "times_us", f"{num_times} times", rule)
 
     def covers(self, num_bytes: float) -> bool:
         """Whether a size lies within the range of the points."""

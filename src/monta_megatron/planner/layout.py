@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from monta_megatron.planner.model import Model
-from monta_megatron.strict_yaml import PositiveInt
+from monta_megatron.strict_yaml import PositiveInt, require
 from monta_megatron.topology.layout import Layout
 
 
@@ -33,10 +33,8 @@ class ParallelLayout:
             ("tp * cp * pp", self.tp * self.cp * self.pp),
             ("etp * ep * pp", self.etp * self.ep * self.pp),
         ):
-            if self.world_size % size != 0:
-                raise ValueError(
-                    f"world_size: got {self.world_size}, must be a multiple of {name} ({size})"
-                )
+            rule = f"be a multiple of {name} ({size})"
+            require(self.world_size % size == 0, "world_size", self.world_size, rule)
 
     @property
     def exchange_size(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from monta_megatron import presets, strict_yaml
 from monta_megatron.dtypes import DTYPE_BYTES, Dtype
-from monta_megatron.strict_yaml import PositiveFloat, PositiveInt, Text
+from monta_megatron.strict_yaml import PositiveFloat, PositiveInt, Text, require
 
 # No model has so many parameters besides its experts: the number was not written in billions.
 MOST_TIMES_EXPERTS = 1_000
@@ -57,56 +57,51 @@ class Model:
     moe_router_group_topk: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
-        if self.moe_router_topk > self.num_experts:
-            raise ValueError(
-                f"moe_router_topk: got {self.moe_router_topk}, must be at most num_experts "
-                f"({self.num_experts})"
-            )
-        if self.num_moe_layers > self.num_layers:
-            raise ValueError(
-                f"num_moe_layers: got {self.num_moe_layers}, must be at most num_layers "
-                f"({self.num_layers})"
-            )
+        experts, topk = self.num_experts, self.moe_router_topk
+        require(topk <= experts, "moe_router_topk", topk, f"be at most num_experts ({experts})")
+        require(
+            self.num_moe_layers <= self.num_layers,
+            "num_moe_layers",
+            self.num_moe_layers,
+            f"be at most num_layers ({self.num_layers})",
+        )
         self._check_num_parameters()
-        if (groups is None) != (group_topk is None):
+        groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups is None and group_topk is None:
+            return
+        if groups is None or group_topk is None:
             raise ValueError(
                 "moe_router_group_topk: must be given together with moe_router_num_groups, or "
                 "neither"
             )
-        if groups is None or group_topk is None:
-            return
-        if self.num_experts % groups != 0:
-            raise ValueError(
-                f"moe_router_num_groups: got {groups}, must divide num_experts ({self.num_experts})"
-            )
-        if group_topk > groups:
-            raise ValueError(
-                f"moe_router_group_topk: got {group_topk}, must be at most moe_router_num_groups "
-                f"({groups})"
-            )
-        if group_topk * (self.num_experts // groups) < self.moe_router_topk:
-            raise ValueError(
-                f"moe_router_group_topk: got {group_topk}, must leave at least moe_router_topk "
-                f"({self.moe_router_topk}) experts to choose from"
-            )
+        rule = f"divide num_experts ({experts})"
+        require(experts % groups == 0, "moe_router_num_groups", groups, rule)
+        for holds, rule in (
+            (group_topk <= groups, f"be at most moe_router_num_groups ({groups})"),
+            (
+                group_topk * (experts // groups) >= topk,
+                f"leave at least moe_router_topk ({topk}) experts to choose from",
+            ),
+        ):
+            require(holds, "moe_router_group_topk", group_topk, rule)
 
     def _check_num_parameters(self) -> None:
         total = self.num_parameters_billions
         # Experts without a gate have two matrices.
         least = self.num_expert_parameters * 2 / 3 / 1e9
-        if total < least:
-            raise ValueError(
-                f"num_parameters_billions: got {total:g}, must be at least {least:.4g}, the "
-                "experts alone (num_moe_layers x num_experts x 2 x hidden_size x "
-                "moe_ffn_hidden_size)"
-            )
-        if total > MOST_TIMES_EXPERTS * least:
-            raise ValueError(
-                f"num_parameters_billions: got {total:g}, must be in billions, of which the "
-                f"experts have {least:.4g} or more; write {total / 1e9:.4g} if {total:g} is the "
-                "number itself"
-            )
+        for holds, rule in (
+            (
+                total >= least,
+                f"be at least {least:.4g}, the experts alone (num_moe_layers x num_experts x 2 x "
+                "hidden_size x moe_ffn_hidden_size)",
+            ),
+            (
+                total <= MOST_TIMES_EXPERTS * least,
+                f"be in billions, of which the experts have {least:.4g} or more; write "
+                f"{total / 1e9:.4g} if {total:g} is the number itself",
+            ),
+        ):
+            require(holds, "num_parameters_billions", f"{total:g}", rule)
 
     @property
     def value_bytes(self) -> int:
