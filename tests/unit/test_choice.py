@@ -12,7 +12,7 @@ import torch
 from monta_megatron import strict_yaml
 from monta_megatron.integration.choice import choose
 from monta_megatron.options import Options
-from monta_megatron.planner.choice import PlannedChoice
+from monta_megatron.planner.choice import PlannedChoice, plan_for
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
@@ -119,6 +119,35 @@ def test_a_memory_limit() -> None:
     least, reason = decide(free_gb / 100)
     # It holds a window of chunks, where `alltoall` holds all rows as they arrive.
     assert least == "alltoall_allgather" and "; over the limit of 0." in reason
+
+
+def test_a_long_list_of_experts_is_priced() -> None:
+    """Rows of tokens carry it; padding for quantization makes it far longer than top-k."""
+    large = config(num_moe_experts=256, moe_router_topk=8, hidden_size=2048)
+    layout = Layout(
+        ep=16, etp=1, num_local_experts=16, rank=0, nodes=tuple(rank // 8 for rank in range(16))
+    )
+    choice = choose(Options(), large, layout, pairs_only=False)
+    assert isinstance(choice, PlannedChoice)
+    decision = choice.decide(4096, 251)
+    assert choice.decide(4000, 193) is decision
+    assert "4,096 tokens per rank with up to 256 experts each" in decision.reason
+    # Lists of top-k, or shorter where tokens are dropped, are what the plan expects.
+    assert choice.decide(4096, 8) is choice.decide(4096, 5) is choice.decide(4096)
+    assert choice.decide(4096) is not decision
+    short, long = (
+        {
+            (each.chain, each.num_chunks): (each.predicted_us, each.peak_bytes)
+            for each in plan_for(choice, 4096, longest_list).candidates
+        }
+        for longest_list in (0, 256)
+    )
+    for chain in choice.chains:
+        key = chain.name, 1
+        if chain.rows == "tokens":
+            assert long[key][0] > 1.05 * short[key][0] and long[key][1] > short[key][1], key
+        else:
+            assert long[key] == short[key]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
 from monta_megatron.chains.gathered import HEAD_SIZE, gathered_widths, part_sizes
@@ -200,12 +201,36 @@ def lists_of(
         Probabilities [T, W], 0 beyond the end of a list, and experts [T, W] int32, with one number
         per expert and class, padded with E * classes.
     """
-    num_experts, classes = routing_map.shape[1], routing_map.shape[1] // probs.shape[1]
-    descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)
-    scores = (routing_map * descending).topk(width, dim=1).values
-    ids = num_experts - scores
-    experts = (ids // classes).clamp(max=probs.shape[1] - 1)
-    return probs.gather(1, experts.long()) * (scores > 0), ids
+    return _Lists.apply(routing_map, probs, width)
+
+
+class _Lists(torch.autograd.Function):
+    """Keeps the map until backward, which is there anyway, and no indices in lists of W experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_experts, classes = routing_map.shape[1], routing_map.shape[1] // probs.shape[1]
+        descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)
+        scores = (routing_map * descending).topk(width, dim=1).values
+        ids = num_experts - scores
+        experts = (ids // classes).clamp(max=probs.shape[1] - 1)
+        ctx.save_for_backward(routing_map)
+        ctx.classes = classes
+        ctx.mark_non_differentiable(ids)
+        return probs.gather(1, experts.long()) * (scores > 0), ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: torch.Tensor, _: torch.Tensor
+    ) -> tuple[None, torch.Tensor, None]:
+        (routing_map,) = ctx.saved_tensors
+        # [T, E * classes] the place of each expert in its token's list
+        places = (routing_map.cumsum(dim=1) - 1).clamp_(min=0)
+        by_class = gradient.gather(1, places) * routing_map
+        return None, by_class.unflatten(1, (-1, ctx.classes)).sum(dim=2), None
 
 
 def _block_size(num_tokens: T, num_blocks: int) -> T:

@@ -332,10 +332,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if (self._counts.hashes != self._counting.agreement).any():
             # They agreed at construction; only a copy with another configuration gets here.
             agree(rule_of(self.choice, self.config, self.layout), self.tp_ep_group)
-        self._decide(self._counts.max_tokens)
+        self._decide(self._counts.max_tokens, self._counts.list_width)
 
-    def _decide(self, max_tokens: int, log: bool = True) -> None:
-        decision = self.choice.decide(max_tokens)
+    def _decide(self, max_tokens: int, longest_list: int = 0, log: bool = True) -> None:
+        decision = self.choice.decide(max_tokens, longest_list)
         if decision is self._decision:
             return
         self._decision = decision if log else None

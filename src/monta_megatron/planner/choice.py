@@ -1,11 +1,12 @@
 """The choice of chain and number of chunks: fixed by the user, or planned for the tokens at hand.
 
-Every rank has to choose alike, so a choice depends only on what all know: its rule, on which
-they agree once, and the largest number of tokens on any rank, which is in the gathered counts.
+Every rank has to choose alike, so a choice depends only on what all know: its rule, on which they
+agree once, and the most tokens on any rank and the longest list of experts, which are in the
+gathered counts.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from monta_megatron.chains import CHAINS, Chain
@@ -49,8 +50,11 @@ class Choice(Protocol):
     def rule(self) -> dict[str, Any]:
         """What every rank has to agree on, as plain values."""
 
-    def decide(self, max_tokens: int) -> Decision:
-        """What runs if no rank has more than `max_tokens` tokens."""
+    def decide(self, max_tokens: int, longest_list: int = 0) -> Decision:
+        """What runs if no rank has more than `max_tokens` tokens, with no list of experts longer.
+
+        Padding and dropping may make lists longer or shorter than top-k; 0 says nothing of them.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,7 @@ class FixedChoice:
         """See `Choice`."""
         return {"chain": self.decision.chain.name, "num_chunks": self.decision.num_chunks}
 
-    def decide(self, max_tokens: int) -> Decision:
+    def decide(self, max_tokens: int, longest_list: int = 0) -> Decision:
         """See `Choice`."""
         return self.decision
 
@@ -97,7 +101,7 @@ class PlannedChoice:
     chains: tuple[Chain, ...]
     num_chunks: tuple[int, ...] = NUM_CHUNKS
     memory_limit_bytes: float | None = None
-    _decisions: dict[int, Decision] = field(default_factory=dict)
+    _decisions: dict[tuple[int, int], Decision] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -116,30 +120,34 @@ class PlannedChoice:
             "hash of the costs": hash_of({"costs": repr(self.cluster)}),
         }
 
-    def decide(self, max_tokens: int) -> Decision:
+    def decide(self, max_tokens: int, longest_list: int = 0) -> Decision:
         """See `Choice`."""
-        tokens = bucket_of(max_tokens)
-        if tokens not in self._decisions:
-            self._decisions[tokens] = self._plan(tokens)
-        return self._decisions[tokens]
+        routing = self.workload.routing
+        if longest_list <= routing.list_width:
+            longest_list = 0
+        key = bucket_of(max_tokens), min(bucket_of(longest_list), routing.num_experts)
+        if key not in self._decisions:
+            self._decisions[key] = self._plan(*key)
+        return self._decisions[key]
 
-    def _plan(self, tokens: int) -> Decision:
-        found = plan_for(self, tokens)
+    def _plan(self, tokens: int, longest_list: int) -> Decision:
+        found = plan_for(self, tokens, longest_list)
         assert found.chosen is not None and found.chosen.peak_bytes is not None, "it was priced"
+        lists = f" with up to {counted(longest_list, 'expert')} each" if longest_list > 1 else ""
         doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
         return Decision(
             chain=CHAINS[found.chain],
             num_chunks=found.num_chunks,
             reason=f"planned on {self.cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank: {found.reason}; holds up to "
+            f"{counted(tokens, 'token')} per rank{lists}: {found.reason}; holds up to "
             f"{gb_text(found.chosen.peak_bytes)}",
         )
 
 
-def plan_for(choice: PlannedChoice, tokens: int) -> Plan:
-    """The plan behind a choice for `tokens` tokens per rank."""
+def plan_for(choice: PlannedChoice, tokens: int, longest_list: int = 0) -> Plan:
+    """The plan behind a choice for `tokens` tokens per rank; see `Workload`."""
     return plan(
-        choice.workload.with_tokens(tokens),
+        replace(choice.workload, tokens_per_rank=tokens, longest_list=longest_list),
         choice.cluster,
         chains=[chain.name for chain in choice.chains],
         num_chunks=choice.num_chunks,

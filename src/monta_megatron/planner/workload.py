@@ -27,6 +27,7 @@ class Workload:
         prob_bytes: bytes of one routing probability.
         routing: where tokens go.
         tokens_per_rank: tokens that each rank brings.
+        longest_list: the longest list of experts seen, where it is longer than the routing's.
     """
 
     layout: Layout
@@ -35,6 +36,7 @@ class Workload:
     prob_bytes: int
     routing: Routing
     tokens_per_rank: int
+    longest_list: int = 0
 
     @classmethod
     def of(
@@ -78,7 +80,10 @@ class Workload:
 
     def lower(self, bound: BoundChain, walked: Pass, policy: Policy) -> BoundProgram:
         """The program of one pass over the chain."""
-        return lower(bound, walked, self.row, self.routing.list_width, policy)
+        list_width = self.routing.list_width
+        if bound.chain.rows == "tokens":
+            list_width = max(list_width, self.longest_list)
+        return lower(bound, walked, self.row, list_width, policy)
 
 
 def workloads_of(

@@ -1,0 +1,72 @@
+"""What is found about copies: it grows with the pairs that are there, not with the longest list."""
+
+import dataclasses
+
+import torch
+from fake_world import LAYOUTS, routing_map
+from stream_recorder import Recorder
+from test_stream_safety import make_exchange, make_inputs
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.exchange.autograd import dispatch
+from monta_megatron.exchange.copies import find_copies, pick
+from monta_megatron.exchange.counting import lists_of
+
+# 256 experts on two nodes of 8 ranks.
+LAYOUT = dataclasses.replace(LAYOUTS[16, 1], num_local_experts=16)
+
+
+def test_by_hand() -> None:
+    """The example of `find_copies`."""
+    ids = torch.tensor([[1, 4, 5], [0, 5, 8]])
+    copies = find_copies(ids, ExpertRange(first=0, size=4, num_parts=2), num_copies=4)
+    assert copies.row.tolist() == [0, 1, 0, 1]
+    shares = pick(ids, copies.pairs(in_lists=True), missing=8)
+    assert shares.tolist() == [[1, 8, 8], [0, 8, 8], [4, 5, 8], [5, 8, 8]]
+    assert torch.equal(copies.put_back(shares + 1), torch.tensor([[2, 5, 6], [1, 6, 0]]))
+    copies_of_rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=torch.bfloat16)
+    assert copies.sum_by_row(copies_of_rows, torch.float32).tolist() == [[5.0], [10.0]]
+    # Experts 4 to 7, each on its own.
+    each = find_copies(ids, ExpertRange(first=4, size=1, num_parts=4), num_copies=3)
+    assert pick(ids, each.pairs(in_lists=False), missing=8).tolist() == [4, 5, 5]
+
+
+def test_padding_of_the_map_takes_memory_for_its_pairs_alone() -> None:
+    """Padded for quantization: few tokens have long lists, and each row carries one so long."""
+    routed = routing_map(4096, LAYOUT.num_experts, padded=True)
+    longest, num_pairs = int(routed.sum(dim=1).max()), int(routed.sum())
+    assert longest > 200 and num_pairs < 10 * 4096
+    recorder = Recorder()
+    exchange = make_exchange(CHAINS["hierarchical_alltoall"], LAYOUT, routed, 3, recorder)
+    with recorder, torch.no_grad():
+        dispatch(exchange, *make_inputs(exchange, routed))
+    # All ranks have the same tokens: those of both nodes' rail, and then of all ranks, come here.
+    first, num_local = LAYOUT.first_expert, LAYOUT.num_local_experts
+    on_node = routed.unflatten(1, (LAYOUT.num_nodes, -1))[:, LAYOUT.node]
+    num_pairs += LAYOUT.num_nodes * int(on_node.sum())
+    num_pairs += len(LAYOUT.nodes) * int(routed[:, first : first + num_local].sum())
+    tensors = [each for copies in exchange.copies.values() for each in copies.tensors()]
+    kept_bytes = sum(each.untyped_storage().nbytes() for each in tensors)
+    # Five numbers for each, at most, where lists would take 238.
+    assert kept_bytes <= 5 * 8 * (num_pairs + len(exchange.copies))
+
+
+def test_lists_keep_nothing_of_their_length_until_backward() -> None:
+    routed = routing_map(512, LAYOUT.num_experts, padded=True)
+    probs = torch.rand(routed.shape).requires_grad_()
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        lists, ids = lists_of(routed, probs, int(routed.sum(dim=1).max()))
+    assert [each.data_ptr() for each in saved] == [routed.data_ptr()]
+    padded = torch.nn.functional.pad(probs * routed, (0, 1))
+    assert torch.equal(lists, padded.gather(1, ids.long()))
+    gradient = torch.rand(lists.shape)
+    lists.backward(gradient)
+    expected = torch.zeros_like(padded).scatter_(1, ids.long(), gradient)[:, :-1]
+    assert torch.equal(probs.grad, expected)
