@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron import cli
 from monta_megatron.benchmark.flags import FLAGS, Flag
-from monta_megatron.cli.output import only_the_report
+from monta_megatron.cli.output import add_json, only_the_report
 
 if TYPE_CHECKING:
     from monta_megatron.benchmark.settings import Settings
@@ -76,7 +76,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
     parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
 
 
 def check(parsed: argparse.Namespace, world_size: int) -> None:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.cli.output import only_the_report
+from monta_megatron.cli.output import add_json, only_the_report
 from monta_megatron.flags import positive, printable, whole
 from monta_megatron.quantities import counted
 
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
         help="network interfaces that they share (default: one per rank)",
     )
     parser.add_argument("--plot", metavar="DIR", help="draw the curves there; needs matplotlib")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

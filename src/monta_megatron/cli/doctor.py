@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from monta_megatron import extras
+from monta_megatron.cli.output import add_json
 from monta_megatron.tables import table
 
 
@@ -37,7 +38,7 @@ def add_parser(commands: Any) -> None:
         description="Check what is installed, which way into Megatron is active, what is missing.",
         epilog="example: monta doctor --json",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

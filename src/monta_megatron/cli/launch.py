@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monta_megatron.cli.output import add_json
 from monta_megatron.cli.planning import IGNORE_MEMORY
 from monta_megatron.quantities import counted
 from monta_megatron.texts import command_line, shown
@@ -70,7 +71,7 @@ def add_parser(commands: Any) -> None:
         "--force", action="store_true", help="go on where Megatron's own validation refuses it"
     )
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
     parser.add_argument("megatron", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 

@@ -1,9 +1,15 @@
-"""Keeps standard output for the report of a sub-command."""
+"""The report of a sub-command: the flag for its form, and standard output kept for it."""
 
 import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
+
+
+def add_json(parser: Any) -> None:
+    """Add --json to a parser, or to a group of one."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 @contextlib.contextmanager

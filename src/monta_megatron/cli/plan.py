@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli import planning
+from monta_megatron.cli.output import add_json
 from monta_megatron.flags import fraction, positive
 from monta_megatron.quantities import bytes_of_gb
 
@@ -44,7 +45,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--program", action="store_true", help="show every operation of the chosen chain's passes"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

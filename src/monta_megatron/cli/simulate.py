@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
+from monta_megatron.cli.output import add_json
 from monta_megatron.flags import positive, whole
 from monta_megatron.names import one_of
 from monta_megatron.planner import ROUTINGS
@@ -70,7 +71,7 @@ def add_parser(commands: Any) -> None:
         help="; ".join(f"{name}: {text}" for name, (_, text) in FACTORS.items()),
     )
     parser.add_argument("--plot", metavar="DIR", help="draw it there; needs matplotlib")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

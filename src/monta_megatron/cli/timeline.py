@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.benchmark.flags import FLAGS
 from monta_megatron.cli import planning
 from monta_megatron.cli.bench import add_flags
-from monta_megatron.cli.output import only_the_report
+from monta_megatron.cli.output import add_json, only_the_report
 from monta_megatron.files import make_folder
 from monta_megatron.flags import whole
 from monta_megatron.quantities import counted
@@ -86,7 +86,7 @@ def add_parser(commands: Any) -> None:
         default=4,
         help="in the picture; the trace has all (default: %(default)s)",
     )
-    output.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(output)
     parser.set_defaults(run=run)
 
 

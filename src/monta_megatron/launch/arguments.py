@@ -4,11 +4,15 @@ import string
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from monta_megatron.flags import whole
 from monta_megatron.launch.run_config import RunConfig, RunLayout
 from monta_megatron.options import DISPATCHER_TYPE
 from monta_megatron.texts import check_printable
+
+T = TypeVar("T")
+SIZE = whole(1)
 
 # Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
 # without an ETP it takes ETP = TP.
@@ -44,6 +48,20 @@ class Argument:
             return [f"--{self.name}"]
         values = self.value if isinstance(self.value, list) else [self.value]
         return [f"--{self.name}", *map(str, values)]
+
+    def read(self, number: Callable[[str], T]) -> T:
+        """The value as a number.
+
+        Args:
+            number: one of the readers of `flags`.
+
+        Raises:
+            ValueError: it is not such a number.
+        """
+        try:
+            return number("" if self.value is True else str(self.value))
+        except ArgumentTypeError as error:
+            raise ValueError(f"{self.source}: {error}") from None
 
 
 # By name with dashes, in the order in which they are passed on.
@@ -190,8 +208,8 @@ def _layout(layout: RunLayout, given: Arguments, command_line: Arguments, file: 
     for field, name in PARALLEL_ARGUMENTS.items():
         size = getattr(layout, field)
         if name in command_line:
-            changes[field] = whole(command_line[name])
-        elif name in given and whole(given[name]) != size:
+            changes[field] = command_line[name].read(SIZE)
+        elif name in given and given[name].read(SIZE) != size:
             raise ValueError(
                 f"{given[name].source}: got {given[name].value}, must be {size} as layout.{field}, "
                 "or be left out"
@@ -216,42 +234,13 @@ def check_batch(arguments: Arguments, dp: int) -> None:
     # A batch that is ramped up has other sizes too; Megatron checks them all.
     if batch is None or micro is None or "rampup-batch-size" in arguments:
         return
-    size, step = whole(batch), whole(micro) * dp
+    size, step = batch.read(SIZE), micro.read(SIZE) * dp
     if size % step:
         larger = (size // step + 1) * step
         raise ValueError(
             f"{batch.source}: got {size}, must be a multiple of {step}, which is micro-batch-size "
             f"({micro.value}) times data parallel size ({dp}); the next is {larger}"
         )
-
-
-def whole(argument: Argument) -> int:
-    """The value as an integer >= 1.
-
-    Raises:
-        ValueError: it is not one.
-    """
-    text = str(argument.value)
-    if not text.isdecimal() or int(text) < 1:
-        given = "no value" if argument.value is True else text
-        raise ValueError(f"{argument.source}: got {given}, must be an integer >= 1")
-    return int(text)
-
-
-def converted(argument: Argument, convert: Callable[[str], float]) -> float:
-    """The value as a number.
-
-    Args:
-        argument: what was given.
-        convert: one of `flags`.
-
-    Raises:
-        ValueError: it is not such a number.
-    """
-    try:
-        return convert(str(argument.value))
-    except ArgumentTypeError as error:
-        raise ValueError(f"{argument.source}: {error}") from None
 
 
 def replaced(value: Any, variables: Mapping[str, str], source: str) -> Any:

@@ -1,7 +1,7 @@
 """What a run holds on a rank, from Megatron's arguments: the least that they allow."""
 
 from monta_megatron.flags import fraction
-from monta_megatron.launch.arguments import Arguments, converted, whole
+from monta_megatron.launch.arguments import SIZE, Arguments
 from monta_megatron.launch.run_config import RunLayout
 from monta_megatron.planner.training_memory import HeldState
 
@@ -26,7 +26,7 @@ def held_state(arguments: Arguments, layout: RunLayout) -> HeldState:
         return DTYPE_BYTES.get(text(name, "fp32"), 1)
 
     def number(name: str) -> int | None:
-        return whole(arguments[name]) if name in arguments else None
+        return arguments[name].read(SIZE) if name in arguments else None
 
     # Step 1: weights, gradients and optimizer state of a parameter.
     low_precision = "bf16" in arguments or "fp16" in arguments
@@ -43,7 +43,7 @@ def held_state(arguments: Arguments, layout: RunLayout) -> HeldState:
         optimizer += dtype_bytes("exp-avg-dtype") + dtype_bytes("exp-avg-sq-dtype")
     if "optimizer-cpu-offload" in arguments:
         part = arguments.get("optimizer-offload-fraction")
-        optimizer *= 0 if part is None else 1 - converted(part, fraction)
+        optimizer *= 0 if part is None else 1 - part.read(fraction)
 
     # Step 2: which of them are sharded. Other optimizers than Adam shard their state by themselves.
     on_every_rank: float = weight + gradient

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.flags import positive
-from monta_megatron.launch.arguments import DISPATCHER, Arguments, converted, whole
+from monta_megatron.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.launch.memory import held_state
 from monta_megatron.launch.run_config import RunConfig
 from monta_megatron.names import one_of
@@ -175,7 +175,7 @@ def _model(path: str, arguments: Arguments) -> Model:
             continue
         field = name.replace("-", "_")
         expected = getattr(model, field)
-        if expected != whole(arguments[name]):
+        if expected != arguments[name].read(SIZE):
             raise ValueError(
                 f"{arguments[name].source}: got {arguments[name].value}, must be {expected} as "
                 f"{path}: {field}; name another model file, or none"
@@ -189,18 +189,18 @@ def _model(path: str, arguments: Arguments) -> Model:
 
 
 def _size(arguments: Arguments, name: str, default: int) -> int:
-    return whole(arguments[name]) if name in arguments else default
+    return arguments[name].read(SIZE) if name in arguments else default
 
 
 def _memory_limit_bytes(arguments: Arguments) -> float | None:
     limit = arguments.get("moe-monta-memory-limit-gb")
-    return None if limit is None else bytes_of_gb(converted(limit, positive))
+    return None if limit is None else bytes_of_gb(limit.read(positive))
 
 
 def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The chains and numbers of chunks that the run can choose from."""
     chunks = arguments.get("moe-monta-num-chunks")
-    num_chunks = None if chunks is None else whole(chunks)
+    num_chunks = None if chunks is None else chunks.read(SIZE)
     chosen = arguments.get("moe-monta-chain")
     if chosen is None or chosen.value == AUTO:
         return tuple(CHAINS), NUM_CHUNKS if num_chunks is None else (num_chunks,)
