@@ -87,6 +87,8 @@ class Case:
     @property
     def sum_dtype(self) -> torch.dtype:
         """Of the sums, as the dispatcher chooses it."""
+        if CHAINS[self.chain].rows == "tokens":
+            return torch.float32
         return torch.promote_types(getattr(torch, self.probs_dtype), torch.float32)
 
     def layout(self, rank: int) -> Layout:

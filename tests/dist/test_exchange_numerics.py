@@ -180,12 +180,19 @@ def table() -> Iterator[list[str]]:
     )
 
 
-def numerics_case(chain: str, shape: tuple[int, int, int], dtype: str, num_chunks: int) -> Case:
+def numerics_case(
+    chain: str,
+    shape: tuple[int, int, int],
+    dtype: str,
+    num_chunks: int,
+    probs_dtype: str = "float32",
+) -> Case:
     """Top-8 of 32, and entries enough that the root mean square is sure to a percent or so."""
     return case_of(
         chain,
         shape,
         dtype=dtype,
+        probs_dtype=probs_dtype,
         topk=8,
         num_local_experts=32 // shape[0],
         tokens=(128,) * 4,
@@ -195,7 +202,11 @@ def numerics_case(chain: str, shape: tuple[int, int, int], dtype: str, num_chunk
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+# The last as with --moe-router-dtype fp64, where sums over copies are in fp32 all the same.
+@pytest.mark.parametrize(
+    ("dtype", "probs_dtype"),
+    [("bfloat16", "float32"), ("float32", "float32"), ("float32", "float64")],
+)
 @pytest.mark.parametrize(
     ("chain", "shape"),
     [(chain, shape) for chain, shape in CHAIN_AND_SHAPE if shape in NUMERICS_SHAPES],
@@ -207,9 +218,10 @@ def test_rounding(
     chain: str,
     shape: tuple[int, int, int],
     dtype: str,
+    probs_dtype: str,
 ) -> None:
     for num_chunks in (1,) if CHAINS[chain].serial else (1, 4):
-        case = numerics_case(chain, shape, dtype, num_chunks)
+        case = numerics_case(chain, shape, dtype, num_chunks, probs_dtype)
         rms = Rms.of(pools[4].run(errors_of, case))
         # Sums have the same terms in the same order, however their program is executed.
         assert rms == Rms.of(pools[4].run(errors_in_device_order, case))

@@ -66,7 +66,7 @@ def planned_bytes(case: Case, rank: int) -> BytesByWalk:
         hidden_size=case.hidden,
         value_bytes=case.torch_dtype.itemsize,
         prob_bytes=getattr(torch, case.probs_dtype).itemsize,
-        sum_bytes=max(4, case.torch_dtype.itemsize, getattr(torch, case.probs_dtype).itemsize),
+        sum_bytes=max(case.sum_dtype.itemsize, case.torch_dtype.itemsize),
     )
     found: BytesByWalk = {}
     for walk in FORWARD_BACKWARD:

@@ -22,13 +22,17 @@ from stream_recorder import RecordedStream
 
 from monta_megatron import register
 from monta_megatron.chains import CHAINS
-from monta_megatron.integration import agreement, dispatcher, nodes
+from monta_megatron.chains.program import COMBINE
+from monta_megatron.integration import agreement, counts, dispatcher, nodes
+from monta_megatron.integration.choice import choose
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+from monta_megatron.options import Options
+from monta_megatron.planner.choice import PlannedChoice
 
 HIDDEN = 32
 LAYOUT = LAYOUTS[16, 1]
-COPY = "integration.dispatcher._copy_counts_to_host"
-WAIT = "integration.dispatcher._maybe_dtoh_and_synchronize"
+COPY = "integration.counts.copy_to_host"
+WAIT = "integration.counts.read"
 ROW_INDICES = "exchange.state._row_indices"
 
 
@@ -38,7 +42,7 @@ def world() -> Iterator[None]:
         yield
 
 
-def make_dispatcher(chain_name: str) -> MontaTokenDispatcher:
+def make_dispatcher(chain_name: str, router_dtype: str) -> MontaTokenDispatcher:
     """A layer's dispatcher; all ranks say what this one says."""
     register()
     config = TransformerConfig(
@@ -49,7 +53,7 @@ def make_dispatcher(chain_name: str) -> MontaTokenDispatcher:
         moe_router_topk=TOPK,
         moe_token_dispatcher_type="monta",
         moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
+        moe_router_dtype=router_dtype,
         expert_model_parallel_size=LAYOUT.ep,
         add_bias_linear=False,
         moe_monta_chain=chain_name,
@@ -64,11 +68,13 @@ def make_dispatcher(chain_name: str) -> MontaTokenDispatcher:
 
 
 @contextmanager
-def a_layer(chain_name: str) -> Iterator[tuple[MontaTokenDispatcher, torch.Tensor, FakeDevice]]:
+def a_layer(
+    chain_name: str, router_dtype: str = "fp32"
+) -> Iterator[tuple[MontaTokenDispatcher, torch.Tensor, FakeDevice]]:
     """A dispatcher on a device, and its routing map on the host."""
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
-        made = make_dispatcher(chain_name)
-        copied, routed = gathered_counts(made._counting)
+        made = make_dispatcher(chain_name, router_dtype)
+        copied, routed = gathered_counts(made._counts.counting)
         device = FakeDevice(listed=[COPY, WAIT, ROW_INDICES], host_values=copied.numpy())
         made.monitor = device.recorder.monitor
         made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
@@ -85,11 +91,13 @@ def unpermute(rows: Any, *_: Any, restore_shape: Any, **__: Any) -> torch.Tensor
     return rows.new_empty(restore_shape)
 
 
-def forward(made: MontaTokenDispatcher, routed: torch.Tensor) -> None:
+def forward(
+    made: MontaTokenDispatcher, routed: torch.Tensor, probs_dtype: torch.dtype = torch.float32
+) -> None:
     """The six phases; the experts do nothing."""
     num_tokens, num_experts = routed.shape
     hidden_states = torch.empty(num_tokens, 1, HIDDEN, device="cuda", requires_grad=True)
-    probs = torch.empty(num_tokens, num_experts, device="cuda", requires_grad=True)
+    probs = torch.empty(num_tokens, num_experts, device="cuda", requires_grad=True).to(probs_dtype)
     on_device = torch.empty(routed.shape, dtype=torch.bool, device="cuda")
     rows, row_probs = made.dispatch_preprocess(hidden_states, on_device, probs)
     rows, row_probs = made.token_dispatch(rows, row_probs)
@@ -117,6 +125,23 @@ def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None
     assert device.recorder.findings == []
 
 
+@pytest.mark.parametrize("chain_name", CHAINS)
+def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> None:
+    """The planner knows."""
+    with (
+        a_layer(chain_name, "fp64") as (made, routed, _),
+        mock.patch.object(dispatcher, "combine", wraps=dispatcher.combine) as combine,
+    ):
+        forward(made, routed, torch.float64)
+    exchange = combine.call_args.args[0]
+    planned = choose(Options(), made.config, made.layout, pairs_only=False)
+    assert isinstance(planned, PlannedChoice)
+    row = planned.workload.lower(exchange.bound, COMBINE, "streams").program.row
+    sum_dtype = torch.float64 if made.chain.rows == "pairs" else torch.float32
+    assert (row.prob_bytes, row.sum_bytes) == (8, sum_dtype.itemsize)
+    assert exchange.sum_dtype == sum_dtype
+
+
 @pytest.mark.parametrize(
     ("move", "message"),
     [
@@ -134,7 +159,7 @@ def test_a_copy_that_stops_the_host_is_found(move: Any, message: str) -> None:
         pytest.raises(HostWaitsError, match=message),
         a_layer("hierarchical_alltoall") as (made, routed, _),
         mock.patch.object(
-            dispatcher, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
+            counts, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
         ),
     ):
         forward(made, routed)
@@ -154,7 +179,7 @@ def test_counts_that_are_not_held_for_their_copy_are_found() -> None:
         return stock.maybe_move_tensor_to_cpu(counts)
 
     with a_layer("hierarchical_alltoall") as (made, routed, device):
-        with mock.patch.object(dispatcher, "maybe_move_tensor_to_cpu", move):
+        with mock.patch.object(counts, "maybe_move_tensor_to_cpu", move):
             forward(made, routed)
         made.exchange_counts = None
     assert {each.kind for each in device.recorder.findings} == {"reuse"}

@@ -31,8 +31,8 @@ class Exchange:
     Attributes:
         bound: the chain with this micro-batch's rows.
         groups: the process group for every group name of the chain.
-        sum_dtype: dtype of the sums over copies of a row, at least fp32. Megatron reduces over the
-            expert tensor parallel group in the dtype of the probabilities.
+        sum_dtype: dtype of the sums over copies of a row: fp32; for permuted tokens that of the
+            probabilities if it is wider, in which Megatron reduces over ETP.
         monitor: counts bytes; tells its recorder, if it has one, what is issued.
         list_width: W; 0 where rows are pairs.
         order: the order of issue; see `lower`.

@@ -12,7 +12,7 @@ from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.topology.layout import Layout
 
-# Sums are in fp32, or in what is wider.
+# Of fp32, in which copies of a row are summed at least.
 LEAST_SUM_BYTES = 4
 
 
@@ -56,16 +56,6 @@ class Workload:
         """The same exchange with another number of tokens on each rank."""
         return replace(self, tokens_per_rank=tokens_per_rank)
 
-    @property
-    def row(self) -> RowFormat:
-        """The sizes of a row's values."""
-        return RowFormat(
-            hidden_size=self.hidden_size,
-            value_bytes=self.value_bytes,
-            prob_bytes=self.prob_bytes,
-            sum_bytes=max(LEAST_SUM_BYTES, self.value_bytes, self.prob_bytes),
-        )
-
     def bind(self, chain: Chain, num_chunks: int, layout: Layout | None = None) -> BoundChain:
         """The chain bound to the expected rows of one rank.
 
@@ -80,10 +70,19 @@ class Workload:
 
     def lower(self, bound: BoundChain, walked: Pass, policy: Policy) -> BoundProgram:
         """The program of one pass over the chain."""
-        list_width = self.routing.list_width
+        list_width, sum_bytes = self.routing.list_width, max(LEAST_SUM_BYTES, self.value_bytes)
         if bound.chain.rows == "tokens":
             list_width = max(list_width, self.longest_list)
-        return lower(bound, walked, self.row, list_width, policy)
+        else:
+            # Megatron reduces permuted tokens in the dtype of their probabilities.
+            sum_bytes = max(sum_bytes, self.prob_bytes)
+        row = RowFormat(
+            hidden_size=self.hidden_size,
+            value_bytes=self.value_bytes,
+            prob_bytes=self.prob_bytes,
+            sum_bytes=sum_bytes,
+        )
+        return lower(bound, walked, row, list_width, policy)
 
 
 def workloads_of(

@@ -1,0 +1,126 @@
+"""What Megatron's phases do around a chain: for permuted tokens, and for tokens.
+
+                          PermutedTokens               WholeTokens
+    dispatch_preprocess   Megatron's permute           nothing
+    token_dispatch        rows + probs                 rows + probs and experts of each token
+    combine_postprocess   Megatron's unpermute         nothing: the chain sums copies itself
+    sums                  in the probabilities' dtype  fp32
+
+Notation: H = hidden size, T = tokens of this rank, E = experts, N = (token, expert) pairs of this
+rank, W = longest list of experts of any token.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.transformer.moe import token_dispatcher as stock
+
+from monta_megatron.exchange.counting import GatheredCounts, lists_of
+from monta_megatron.exchange.state import Exchange
+
+if TYPE_CHECKING:
+    from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+
+
+class PermutedTokens:
+    """For chains whose rows are pairs: Megatron permutes and sums them, to its own bits."""
+
+    def enter(
+        self, dispatcher: "MontaTokenDispatcher", tokens: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Permute: [T, H] and [T, E] -> [N, H] in expert order and [N]."""
+        dispatcher.hidden_shape_before_permute = tokens.shape
+        rows, row_probs, dispatcher.reversed_local_input_permutation_mapping, *_ = stock.permute(
+            tokens,
+            dispatcher.routing_map,
+            probs=probs,
+            num_out_tokens=dispatcher.num_out_tokens,
+            fused=dispatcher.config.moe_permute_fusion,
+            drop_and_pad=dispatcher.drop_and_pad,
+        )
+        return rows, row_probs
+
+    def bind(self, dispatcher: "MontaTokenDispatcher", counts: GatheredCounts) -> Exchange:
+        """This micro-batch's exchange."""
+        return Exchange(
+            bound=dispatcher.chain.bind(dispatcher.layout, counts.pairs, dispatcher.num_chunks),
+            groups=dispatcher.groups,
+            # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
+            sum_dtype=torch.promote_types(dispatcher.probs.dtype, torch.float32),
+            monitor=dispatcher.monitor,
+        )
+
+    def columns(
+        self, dispatcher: "MontaTokenDispatcher", exchange: Exchange, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What moves with the rows: their probabilities [N], and no experts."""
+        return probs, None
+
+    def leave(self, dispatcher: "MontaTokenDispatcher", rows: torch.Tensor) -> torch.Tensor:
+        """Unpermute, and add the shared experts' output: [N, H] -> [S/TP, B, H]."""
+        output: torch.Tensor = stock.MoEAlltoAllTokenDispatcher.combine_postprocess(
+            dispatcher, rows
+        )
+        return output
+
+
+class WholeTokens:
+    """For chains whose rows are tokens, which they copy and sum themselves."""
+
+    def enter(
+        self, dispatcher: "MontaTokenDispatcher", tokens: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave everything as it is: [T, H] and [T, E]."""
+        if dispatcher.config.overlap_moe_expert_parallel_comm:
+            # The 1F1B schedule frees what goes into token_dispatch, but the router has saved these.
+            return tokens.clone(), probs.clone()
+        return tokens, probs
+
+    def bind(self, dispatcher: "MontaTokenDispatcher", counts: GatheredCounts) -> Exchange:
+        """This micro-batch's exchange."""
+        assert counts.tokens is not None, "counted for chains of tokens"
+        layout = dispatcher.counted_layout
+        return Exchange(
+            bound=dispatcher.chain.bind(layout, counts.tokens, dispatcher.num_chunks),
+            groups=dispatcher.groups,
+            sum_dtype=torch.float32,
+            monitor=dispatcher.monitor,
+            list_width=counts.list_width,
+        )
+
+    def columns(
+        self, dispatcher: "MontaTokenDispatcher", exchange: Exchange, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What moves with the rows: [T, E] -> probabilities [T, W] and experts [T, W]."""
+        return lists_of(dispatcher.routing_map, probs, exchange.list_width)
+
+    def leave(self, dispatcher: "MontaTokenDispatcher", rows: torch.Tensor) -> torch.Tensor:
+        """Add the shared experts' output: [T, H] -> [S/TP, B, H]."""
+        output = rows.view(dispatcher.hidden_shape)
+        if dispatcher.shared_experts is not None:
+            output = output + dispatcher.shared_experts.get_output()
+        return output
+
+
+# By `Chain.rows`.
+STRATEGIES: dict[str, PermutedTokens | WholeTokens] = {
+    "pairs": PermutedTokens(),
+    "tokens": WholeTokens(),
+}
+
+
+def fill_to_capacity(routing_map: torch.Tensor, capacity: int) -> torch.Tensor:
+    """The pairs that fill each expert to its capacity: [T, E] -> [T, 2E].
+
+    Chosen as Megatron's permute does: an expert's routed tokens first, then tokens that were not
+    routed to it, each kind in order. An expert has two columns, one for each kind.
+    """
+    num_tokens, num_experts = routing_map.shape
+    # [T, E] -> [E, T] -> [E, capacity]
+    by_expert = routing_map.to(torch.int8).T.contiguous()
+    chosen = by_expert.argsort(dim=1, descending=True, stable=True)[:, :capacity]
+    is_padding = 1 - by_expert.gather(1, chosen).long()
+    # [E, capacity] -> [E, 2, T] -> [T, 2E]
+    pairs = routing_map.new_zeros(num_experts, 2 * num_tokens)
+    pairs.scatter_(1, is_padding * num_tokens + chosen, True)
+    return pairs.view(2 * num_experts, num_tokens).T.contiguous()
