@@ -120,13 +120,6 @@ class Counting:
             selected += [by_part[self.layout.rank], by_part[:, :, self._here(name)]]
         return torch.cat([counts.flatten() for counts in selected])
 
-    def tokens_per_expert(self, table: torch.Tensor) -> torch.Tensor:
-        """[L] pairs for each local expert, from the gathered table, on its device."""
-        num_experts, first = self.layout.num_experts, self.layout.first_expert
-        _, experts, *_ = table.split(self._widths, dim=1)
-        by_expert = experts.unflatten(1, (-1, num_experts)).sum(dim=(0, 1))
-        return by_expert[first : first + self.layout.num_local_experts]
-
     def read(self, selected: NDArray[np.int64]) -> GatheredCounts:
         """Read on the host what `select` returned."""
         layout, num_sources = self.layout, len(self.layout.nodes)

@@ -52,26 +52,22 @@ def on_every_exchange(set_up: Callable[[], T], exchanges: dist.ProcessGroup | No
         ValueError: `set_up` raised it, here or on another exchange; or MONTA_NODE is set on some
             exchanges only.
     """
-    refusal, result = "", None
+    refusals, result = [], None
     try:
         result = set_up()
     except ValueError as error:
-        refusal = str(error)
+        refusals = [str(error)]
     if exchanges is not None and dist.get_world_size(exchanges) > 1:
         ranks = dist.get_process_group_ranks(exchanges)
-        told = gather_objects((refusal, is_named()), exchanges)
-        if not refusal:
-            refusal = next(
-                (
-                    f"{other} (on the exchange of rank {rank})"
-                    for rank, (other, _) in zip(ranks, told, strict=True)
-                    if other
-                ),
-                "",
-            )
-        if not refusal:
-            check_named_alike([named for _, named in told], ranks)
-    if refusal:
-        raise ValueError(refusal)
+        answers = gather_objects((refusals, is_named()), exchanges)
+        refusals += [
+            f"{refusal} (on the exchange of rank {rank})"
+            for rank, (elsewhere, _) in zip(ranks, answers, strict=True)
+            for refusal in elsewhere
+        ]
+        if not refusals:
+            check_named_alike([named for _, named in answers], ranks)
+    if refusals:
+        raise ValueError(refusals[0])
     assert result is not None, "set up, or refused"
     return result

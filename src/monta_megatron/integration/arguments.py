@@ -3,7 +3,6 @@
 import functools
 import math
 import sys
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from monta_megatron.integration.config import check_config
@@ -22,7 +21,19 @@ def patch_arguments(arguments: Any) -> None:
     Args:
         arguments: the module megatron.training.arguments.
     """
-    arguments.validate_args = _checking_options(arguments.validate_args)
+    original = arguments.validate_args
+
+    @functools.wraps(original)
+    def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
+        _checked.append(True)
+        try:
+            check_arguments(args)
+        except ValueError as error:
+            report(f"monta: error: {error}")
+            raise SystemExit(2) from None
+        return original(args, *more, **kwargs)
+
+    arguments.validate_args = validate_args
 
 
 def check_arguments(args: Any) -> None:
@@ -89,17 +100,3 @@ def refuse(error: ValueError, reports: bool) -> NoReturn:
     else:
         linger()
     raise SystemExit(2) from None
-
-
-def _checking_options(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
-        _checked.append(True)
-        try:
-            check_arguments(args)
-        except ValueError as error:
-            report(f"monta: error: {error}")
-            raise SystemExit(2) from None
-        return original(args, *more, **kwargs)
-
-    return validate_args

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.integration.agreement import agree
 from monta_megatron.options import AUTO, Options
 from monta_megatron.planner.choice import (
@@ -18,7 +17,6 @@ from monta_megatron.planner.choice import (
     chains_for,
     uncalibrated,
 )
-from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import exchange_of
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
@@ -38,30 +36,19 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
     Raises:
         ValueError: the chain cannot run here, or a plan is for another layout.
     """
+    chain, num_chunks, reason = options.named_chain, options.num_chunks, "as asked for"
     if options.plan is not None:
-        chain = CHAINS[options.plan.chain]
         # The number of tokens is no part of the configuration; Megatron's arguments are checked.
         here = exchange_of(_workload(config, layout))
         del here["tokens_per_rank"]
-        reason = options.plan.misfit(here) or chain.refusal(layout)
-        if reason is not None:
-            raise ValueError(f"moe_monta_plan: {reason}")
-        return FixedChoice(
-            decision=Decision(
-                chain=chain,
-                num_chunks=options.plan.num_chunks,
-                reason=options.plan.reason,
-            )
-        )
-    if options.chain != AUTO:
-        chain = CHAINS[options.chain]
-        reason = chain.refusal(layout)
-        if reason is not None:
-            raise ValueError(f"moe_monta_chain: {chain.name} cannot run here: {reason}")
-        assert options.num_chunks is not None, "a named chain has a number of chunks"
-        return FixedChoice(
-            decision=Decision(chain=chain, num_chunks=options.num_chunks, reason="as asked for")
-        )
+        misfit = options.plan.misfit(here)
+        if misfit is not None:
+            raise ValueError(f"moe_monta_plan: {misfit}")
+        num_chunks, reason = options.plan.num_chunks, options.plan.reason
+    check_chain_runs(options, layout)
+    if chain is not None:
+        assert num_chunks is not None, "a named chain has a number of chunks"
+        return FixedChoice(decision=Decision(chain=chain, num_chunks=num_chunks, reason=reason))
     cluster = options.cluster or uncalibrated(layout)
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
@@ -69,31 +56,31 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
         )
+    chains = (chain for chain in chains_for(layout) if chain.rows == "pairs" or not pairs_only)
     return _planned_choice(
-        cluster,
-        _workload(config, layout),
-        tuple(chain for chain in chains_for(layout) if chain.rows == "pairs" or not pairs_only),
-        NUM_CHUNKS if options.num_chunks is None else (options.num_chunks,),
-        bytes_of_gb(options.memory_limit_gb),
-    )
-
-
-@cache
-def _planned_choice(
-    cluster: Cluster,
-    workload: Workload,
-    chains: tuple[Chain, ...],
-    num_chunks: tuple[int, ...],
-    memory_limit_bytes: float | None,
-) -> PlannedChoice:
-    """One choice for all layers that are alike, so that a plan is not made for each of them."""
-    return PlannedChoice(
         cluster=cluster,
-        workload=workload,
-        chains=chains,
-        num_chunks=num_chunks,
-        memory_limit_bytes=memory_limit_bytes,
+        workload=_workload(config, layout),
+        chains=tuple(chains),
+        num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
+        memory_limit_bytes=bytes_of_gb(options.memory_limit_gb),
     )
+
+
+# One choice for all layers that are alike, so that a plan is not made for each of them.
+_planned_choice = cache(PlannedChoice)
+
+
+def check_chain_runs(options: Options, layout: Layout) -> None:
+    """Check that the chain that the options name, if they do, can run on a layout.
+
+    Raises:
+        ValueError: it cannot; the message names the option.
+    """
+    chain = options.named_chain
+    reason = None if chain is None else chain.refusal(layout)
+    if chain is not None and reason is not None:
+        option = "moe_monta_chain" if options.plan is None else "moe_monta_plan"
+        raise ValueError(f"{option}: {chain.name} cannot run here: {reason}")
 
 
 def choose_alike(

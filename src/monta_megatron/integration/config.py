@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from monta_megatron.chains import Chain
+from monta_megatron.integration.choice import check_chain_runs
 from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
 from monta_megatron.integration.duties import check_duties
 from monta_megatron.integration.versions import check_megatron_version
@@ -62,24 +62,15 @@ def check_config(config: Any) -> None:
             f"num_experts: got {num_experts}, must be a multiple of "
             f"expert_model_parallel_size ({ep_size})"
         )
-    _check_chain(options.named_chain, ep_size, _etp_size(config))
-
-
-def _etp_size(config: Any) -> int:
     # Megatron's default.
-    etp_size = getattr(config, "expert_tensor_parallel_size", None)
-    return etp_size or getattr(config, "tensor_model_parallel_size", None) or 1
-
-
-def _check_chain(chain: Chain | None, ep_size: int, etp_size: int) -> None:
-    """Refuse a named chain that runs on no nodes; what depends on the nodes comes later."""
-    if chain is None:
-        return
+    etp_size = getattr(config, "expert_tensor_parallel_size", None) or (
+        getattr(config, "tensor_model_parallel_size", None) or 1
+    )
+    # What depends on the nodes is checked once they are known.
     one_node = (0,) * (ep_size * etp_size)
-    layout = Layout(ep=ep_size, etp=etp_size, num_local_experts=1, rank=0, nodes=one_node)
-    reason = chain.refusal(layout)
-    if reason is not None:
-        raise ValueError(f"moe_monta_chain: {chain.name} cannot run here: {reason}")
+    check_chain_runs(
+        options, Layout(ep=ep_size, etp=etp_size, num_local_experts=1, rank=0, nodes=one_node)
+    )
 
 
 def _with_subclasses(base: type) -> list[Any]:

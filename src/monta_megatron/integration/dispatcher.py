@@ -36,7 +36,7 @@ from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.agreement import agree, on_every_exchange
 from monta_megatron.integration.choice import choose_alike, rule_of
-from monta_megatron.integration.counts import CapacityCounts, CountExchange, capacity_of
+from monta_megatron.integration.counts import CapacityCounts, CountExchange
 from monta_megatron.integration.duties import check_duties
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.integration.strategies import (
@@ -260,7 +260,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             routing_map = pad(routing_map, stock.get_align_size_for_quantization(self.config))
         if self.drop_and_pad and self.chain.rows == "tokens":
             # Megatron's permute does it for permuted tokens.
-            return fill_to_capacity(routing_map, capacity_of(routing_map, self.config))
+            return fill_to_capacity(routing_map, self.config)
         return routing_map
 
     def _set_up(self) -> tuple[Layout, Choice, int]:

@@ -96,11 +96,12 @@ def is_monta(config: object) -> bool:
 @contextmanager
 def seen_as_alltoall(config: Any) -> Iterator[None]:
     """Inside this context, whoever reads `config` sees the stock dispatcher's name."""
+    dispatcher_type = config.moe_token_dispatcher_type
     config.moe_token_dispatcher_type = "alltoall"
     try:
         yield
     finally:
-        config.moe_token_dispatcher_type = DISPATCHER_TYPE
+        config.moe_token_dispatcher_type = dispatcher_type
 
 
 def patch_should_free_input(module: Any) -> None:

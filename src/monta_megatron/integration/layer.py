@@ -21,10 +21,10 @@ def patch_moe_layer(moe_layer: ModuleType) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_monta(config):
+        if is_monta(config):
+            build_with_monta(original, self, config, *args, **kwargs)
+        else:
             original(self, config, *args, **kwargs)
-            return
-        build_with_monta(original, self, config, *args, **kwargs)
 
     moe_layer.MoELayer.__init__ = __init__
 
@@ -55,10 +55,7 @@ def build_with_monta(
         )
     if kwargs.get("pg_collection") is None:
         kwargs["pg_collection"] = get_default_pg_collection()
-    if is_monta(config):
-        with seen_as_alltoall(config):
-            construct(layer, config, *args, **kwargs)
-    else:
+    with seen_as_alltoall(config):
         construct(layer, config, *args, **kwargs)
     try:
         dispatcher = MontaTokenDispatcher(

@@ -6,27 +6,28 @@
     combine_postprocess   Megatron's unpermute         nothing: the chain sums copies itself
     sums                  in the probabilities' dtype  fp32
 
+Each takes the layer's MontaTokenDispatcher, on which Megatron's own names are kept, so that CUDA
+graphs can replay them.
+
 Notation: H = hidden size, T = tokens of this rank, E = experts, N = (token, expert) pairs of this
 rank, W = longest list of experts of any token.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.exchange.counting import GatheredCounts, lists_of
 from monta_megatron.exchange.state import Exchange
-
-if TYPE_CHECKING:
-    from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+from monta_megatron.integration.counts import capacity_of
 
 
 class PermutedTokens:
     """For chains whose rows are pairs: Megatron permutes and sums them, to its own bits."""
 
     def enter(
-        self, dispatcher: "MontaTokenDispatcher", tokens: torch.Tensor, probs: torch.Tensor
+        self, dispatcher: Any, tokens: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Permute: [T, H] and [T, E] -> [N, H] in expert order and [N]."""
         dispatcher.hidden_shape_before_permute = tokens.shape
@@ -40,7 +41,7 @@ class PermutedTokens:
         )
         return rows, row_probs
 
-    def bind(self, dispatcher: "MontaTokenDispatcher", counts: GatheredCounts) -> Exchange:
+    def bind(self, dispatcher: Any, counts: GatheredCounts) -> Exchange:
         """This micro-batch's exchange."""
         return Exchange(
             bound=dispatcher.chain.bind(dispatcher.layout, counts.pairs, dispatcher.num_chunks),
@@ -51,16 +52,15 @@ class PermutedTokens:
         )
 
     def columns(
-        self, dispatcher: "MontaTokenDispatcher", exchange: Exchange, probs: torch.Tensor
+        self, dispatcher: Any, exchange: Exchange, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What moves with the rows: their probabilities [N], and no experts."""
         return probs, None
 
-    def leave(self, dispatcher: "MontaTokenDispatcher", rows: torch.Tensor) -> torch.Tensor:
+    def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
         """Unpermute, and add the shared experts' output: [N, H] -> [S/TP, B, H]."""
-        output: torch.Tensor = stock.MoEAlltoAllTokenDispatcher.combine_postprocess(
-            dispatcher, rows
-        )
+        megatrons = stock.MoEAlltoAllTokenDispatcher
+        output: torch.Tensor = megatrons.combine_postprocess(dispatcher, rows)
         return output
 
 
@@ -68,7 +68,7 @@ class WholeTokens:
     """For chains whose rows are tokens, which they copy and sum themselves."""
 
     def enter(
-        self, dispatcher: "MontaTokenDispatcher", tokens: torch.Tensor, probs: torch.Tensor
+        self, dispatcher: Any, tokens: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Leave everything as it is: [T, H] and [T, E]."""
         if dispatcher.config.overlap_moe_expert_parallel_comm:
@@ -76,7 +76,7 @@ class WholeTokens:
             return tokens.clone(), probs.clone()
         return tokens, probs
 
-    def bind(self, dispatcher: "MontaTokenDispatcher", counts: GatheredCounts) -> Exchange:
+    def bind(self, dispatcher: Any, counts: GatheredCounts) -> Exchange:
         """This micro-batch's exchange."""
         assert counts.tokens is not None, "counted for chains of tokens"
         layout = dispatcher.counted_layout
@@ -89,12 +89,12 @@ class WholeTokens:
         )
 
     def columns(
-        self, dispatcher: "MontaTokenDispatcher", exchange: Exchange, probs: torch.Tensor
+        self, dispatcher: Any, exchange: Exchange, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What moves with the rows: [T, E] -> probabilities [T, W] and experts [T, W]."""
         return lists_of(dispatcher.routing_map, probs, exchange.list_width)
 
-    def leave(self, dispatcher: "MontaTokenDispatcher", rows: torch.Tensor) -> torch.Tensor:
+    def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
         """Add the shared experts' output: [T, H] -> [S/TP, B, H]."""
         output = rows.view(dispatcher.hidden_shape)
         if dispatcher.shared_experts is not None:
@@ -109,13 +109,14 @@ STRATEGIES: dict[str, PermutedTokens | WholeTokens] = {
 }
 
 
-def fill_to_capacity(routing_map: torch.Tensor, capacity: int) -> torch.Tensor:
+def fill_to_capacity(routing_map: torch.Tensor, config: Any) -> torch.Tensor:
     """The pairs that fill each expert to its capacity: [T, E] -> [T, 2E].
 
     Chosen as Megatron's permute does: an expert's routed tokens first, then tokens that were not
     routed to it, each kind in order. An expert has two columns, one for each kind.
     """
     num_tokens, num_experts = routing_map.shape
+    capacity = capacity_of(routing_map, config)
     # [T, E] -> [E, T] -> [E, capacity]
     by_expert = routing_map.to(torch.int8).T.contiguous()
     chosen = by_expert.argsort(dim=1, descending=True, stable=True)[:, :capacity]
