@@ -8,6 +8,7 @@ Notation: T = tokens of this rank, E = experts, K = integers that this rank need
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,26 +23,16 @@ from monta_megatron.exchange.state import ExchangeError
 from monta_megatron.topology.layout import Layout
 
 
+@dataclass(kw_only=True)
 class CountExchange:
-    """Counts of all ranks, from which every split follows."""
+    """Counts of all ranks of the group, from which every split follows."""
 
-    def __init__(
-        self, counting: Counting, config: Any, group: dist.ProcessGroup, chain_name: str
-    ) -> None:
-        """Prepare the exchange of counts of one layer.
-
-        Args:
-            counting: what is counted.
-            config: the TransformerConfig.
-            group: the ranks of the exchange.
-            chain_name: for messages.
-        """
-        self.counting = counting
-        self._config = config
-        self._group = group
-        self._chain_name = chain_name
-        self._copy: torch.Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+    counting: Counting
+    config: Any
+    group: dist.ProcessGroup
+    chain_name: str
+    _copy: torch.Tensor | None = None
+    _copied: torch.cuda.Event | None = None
 
     def gather(self, routing_map: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
         """Gather what this rank needs: [T, E] bool -> [K] int64 on its device, with no sync.
@@ -52,18 +43,15 @@ class CountExchange:
         counts = self.counting.count(routing_map)
         with self._named():
             # [n] -> [EP*ETP, n]
-            table = gather_from_sequence_parallel_region(counts, group=self._group)
+            table = gather_from_sequence_parallel_region(counts, group=self.group)
         selected = self.counting.select(table.view(-1, len(counts)))
-        is_dropless = self._config.moe_expert_capacity_factor is None
-        if is_dropless and not self._config.moe_router_padding_for_quantization:
-            return selected, len(routing_map) * self._config.moe_router_topk
+        is_dropless = self.config.moe_expert_capacity_factor is None
+        if is_dropless and not self.config.moe_router_padding_for_quantization:
+            return selected, len(routing_map) * self.config.moe_router_topk
         return selected, None
 
     def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Start to copy what `gather` returned: the only tensor that goes to the host."""
-        if counts is None or not counts.is_cuda:
-            self._copy = counts
-            return
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             self._copy = maybe_move_tensor_to_cpu(counts, record_stream=True)
@@ -71,10 +59,9 @@ class CountExchange:
 
     def read(self) -> GatheredCounts:
         """Wait for the copy."""
-        if self._copied is not None:
-            with self._named():
-                self._copied.synchronize()
-        assert self._copy is not None, "the counts are not on their way to the host"
+        assert self._copy is not None and self._copied is not None, "not on its way to the host"
+        with self._named():
+            self._copied.synchronize()
         return self.counting.read(self._copy.numpy())
 
     @contextmanager
@@ -87,41 +74,40 @@ class CountExchange:
         try:
             yield
         except RuntimeError as error:
-            ranks = dist.get_process_group_ranks(self._group)
+            ranks = dist.get_process_group_ranks(self.group)
             raise ExchangeError(
-                f"dispatch: chain {self._chain_name}, exchange of counts, group tp_ep (rank "
+                f"dispatch: chain {self.chain_name}, exchange of counts, group tp_ep (rank "
                 f"{self.counting.layout.rank} of {len(ranks)}: ranks "
                 f"{', '.join(map(str, ranks))}) failed: {error}"
             ) from error
 
 
+@dataclass(kw_only=True)
 class CapacityCounts:
     """The counts where every expert takes `capacity` pairs from every rank: none are gathered."""
 
-    def __init__(self, layout: Layout, config: Any) -> None:
-        """Prepare the counts of one layer, by this rank's place and the TransformerConfig."""
-        self._layout = layout
-        self._config = config
-        self._capacity = 0
+    layout: Layout
+    config: Any
+    capacity: int = 0
 
     def gather(self, routing_map: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
         """Find the capacity, by [T, E]; returns None, and the number of this rank's pairs."""
-        self._capacity = capacity_of(routing_map, self._config)
-        return None, self._capacity * routing_map.shape[1]
+        self.capacity = capacity_of(routing_map, self.config)
+        return None, self.capacity * routing_map.shape[1]
 
     def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Do nothing: the capacity is on the host."""
 
     def read(self) -> GatheredCounts:
         """The same counts for every pair of ranks."""
-        layout, config = self._layout, self._config
-        received = np.full((layout.etp, layout.ep, layout.num_local_experts), self._capacity)
+        layout, config = self.layout, self.config
+        received = np.full((layout.etp, layout.ep, layout.num_local_experts), self.capacity)
         # All ranks know the capacity; each rank's number of tokens is known only to itself.
         per_token = config.moe_router_topk * config.moe_expert_capacity_factor
         return GatheredCounts(
             pairs=Counts(sent=received[0], received=received),
             tokens=None,
-            max_tokens=int(self._capacity * layout.num_experts / per_token),
+            max_tokens=int(self.capacity * layout.num_experts / per_token),
             list_width=0,
             hashes=np.empty(0, dtype=np.int64),
         )

@@ -8,10 +8,8 @@
     token_combine          A2A(EP)                    the chain's transpose
     combine_postprocess    unpermute                  `leave`
 
-What a chain's rows are decides what enters and leaves: for permuted tokens Megatron's permute and
-unpermute, for tokens nothing, since such a chain copies and sums by itself (`strategies`). Once the
-counts are on the host they become one `Exchange`, which both directions
-and their backward passes share.
+What enters and leaves depends on what a chain's rows are (`strategies`). Once the counts are on the
+host, they become one `Exchange`, which both directions and their backward passes share.
 
 Notation: H = hidden size, T = tokens of this rank, E = number of experts, L = local experts,
 EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N = rows.
@@ -108,13 +106,28 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # Routed pairs and padding, see `fill_to_capacity`.
         classes = 2 if self.drop_and_pad and "tokens" in self._kinds_of_rows else 1
         self.counted_layout = replace(self.layout, num_local_experts=num_local_experts * classes)
-        self._counts = self._count_source(classes)
+        self._counts: CountExchange | CapacityCounts
+        if self.drop_and_pad and classes == 1:
+            self._counts = CapacityCounts(layout=self.layout, config=config)
+        else:
+            self._counts = CountExchange(
+                counting=Counting(
+                    chains=chains,
+                    layout=self.counted_layout,
+                    num_blocks=counted_blocks(chains, self.choice.num_blocks),
+                    agreement=self._agreement,
+                    classes=classes,
+                ),
+                config=config,
+                group=self.tp_ep_group,
+                chain_name=chains[0].name if len(chains) == 1 else AUTO,
+            )
         self.exchange_counts: torch.Tensor | None = None
         self.num_out_tokens: int | None = None
         self._exchange: Exchange | None = None
-        # Megatron reads every listed attribute, so one that we never set must not be listed.
-        for name in ("tokens_per_expert", "num_global_tokens_per_local_expert"):
-            self.cudagraph_attrs.remove(name)
+        # Megatron reads every listed attribute, those too that our phases do not set.
+        self.tokens_per_expert = self.num_global_tokens_per_local_expert = None
+        self.reversed_local_input_permutation_mapping: torch.Tensor | None = None
         self.cudagraph_attrs.append("exchange_counts")
         # Until the first micro-batch's counts are known, the choice is that for one token.
         self._decide(max_tokens=1, log=len(chains) == 1)
@@ -124,14 +137,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Count, and permute where rows are permuted tokens.
 
-        Args:
-            hidden_states: [S/TP, B, H].
-            routing_map: [T, E] bool.
-            probs: [T, E].
-
-        Returns:
-            [N, H] pairs in expert order and their probabilities [N]; or the tokens [T, H] and
-            all probabilities [T, E].
+        [S/TP, B, H], [T, E] bool, [T, E] -> [N, H], [N] in expert order; or [T, H], [T, E].
         """
         self.hidden_shape = hidden_states.shape
         self.probs = probs
@@ -149,13 +155,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Move rows and probabilities to their experts.
 
-        Args:
-            permutated_local_input_tokens: what dispatch_preprocess returned.
-            permuted_probs: likewise.
-
-        Returns:
-            [rows for the local experts, H] and their probabilities, in the order (local expert,
-            ETP rank, EP rank, token).
+        They arrive in the order (local expert, ETP rank, EP rank, token).
         """
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
@@ -205,13 +205,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return self._strategy.leave(self, permutated_local_input_tokens)
 
     def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Gather the counts from which every split follows; nothing goes to the host yet.
+        """Count by [T, E] or, with padding in columns of its own, [T, 2E]; with no sync.
 
-        They are waited for before the permutation if they decide whether there is one, or how many
-        rows it makes.
-
-        Args:
-            routing_map: [T, E] bool; [T, 2E] if tokens are sent and padded to capacity.
+        The counts are waited for before the permutation if they decide whether there is one, or
+        how many rows it makes.
         """
         self.exchange_counts, self.num_out_tokens = self._counts.gather(routing_map)
         decides_permutation = self.num_out_tokens is None or "tokens" in self._kinds_of_rows
@@ -282,20 +279,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.options, self.config, layout, pairs_only, self.tp_ep_group
         )
         return layout, choice, agreement
-
-    def _count_source(self, classes: int) -> CountExchange | CapacityCounts:
-        chains = self.choice.chains
-        if self.drop_and_pad and classes == 1:
-            return CapacityCounts(self.layout, self.config)
-        counting = Counting(
-            chains=chains,
-            layout=self.counted_layout,
-            num_blocks=counted_blocks(chains, self.choice.num_blocks),
-            agreement=self._agreement,
-            classes=classes,
-        )
-        name = chains[0].name if len(chains) == 1 else AUTO
-        return CountExchange(counting, self.config, self.tp_ep_group, name)
 
     def _report(self, message: str) -> None:
         """Print a message once per pipeline stage: each may have its own choice."""

@@ -53,8 +53,7 @@ def build_with_monta(
             "layer spec, since Megatron's schedule would free what the experts have saved; set "
             "moe_token_dispatcher_type to 'monta' instead"
         )
-    if kwargs.get("pg_collection") is None:
-        kwargs["pg_collection"] = get_default_pg_collection()
+    groups = kwargs["pg_collection"] = kwargs.get("pg_collection") or get_default_pg_collection()
     with seen_as_alltoall(config):
         construct(layer, config, *args, **kwargs)
     try:
@@ -62,10 +61,9 @@ def build_with_monta(
             layer.num_local_experts,
             layer.local_expert_indices,
             config=config,
-            pg_collection=kwargs["pg_collection"],
+            pg_collection=groups,
         )
     except ValueError as error:
-        groups = kwargs["pg_collection"]
         refuse(error, reports_for_stage(groups.tp_ep, groups))
     if layer.token_dispatcher.shared_experts is not None:
         dispatcher.set_shared_experts(layer.token_dispatcher.shared_experts)
