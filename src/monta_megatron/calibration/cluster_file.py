@@ -17,8 +17,8 @@ from monta_megatron.calibration.points import (
     Point,
 )
 from monta_megatron.calibration.record import Sample
-from monta_megatron.chains.program import FORWARD_BACKWARD
-from monta_megatron.planner.cluster import COLLECTIVES, FINDS, Cluster, Contention, HostCosts
+from monta_megatron.chains.program import COLLECTIVES, FORWARD_BACKWARD
+from monta_megatron.planner.cluster import FINDS, Cluster, Contention, HostCosts
 from monta_megatron.planner.curves import Curve, fit
 
 # A curve may hold no time of 0, as an operation would have that ends before its start returns.

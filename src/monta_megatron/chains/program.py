@@ -38,7 +38,7 @@ Kind: TypeAlias = Literal[
     "reduce_parts",
     "put",
 ]
-COLLECTIVES: tuple[Kind, ...] = ("alltoall", "allgather")
+COLLECTIVES: tuple[Literal["alltoall", "allgather"], ...] = ("alltoall", "allgather")
 # When a buffer's memory is given back: to the next chunk but W - 1 once it was read ("window"), at
 # the end of the pass ("join"), once it was read for the last time ("last read"); a "caller" has its
 # own, and what is found about copies is kept for the passes that follow ("exchange").

@@ -74,9 +74,7 @@ def run(parsed: argparse.Namespace) -> int:
         document["memory"] = memory.document()
         document["layouts"] = None if inputs.ranking is None else strict_yaml.plain(inputs.ranking)
         if parsed.program:
-            document["operations"] = {
-                walk: [strict_yaml.plain(row) for row in rows] for walk, rows in programs.items()
-            }
+            document["operations"] = programs
         print(json.dumps(document, indent=2))
     else:
         lines = (

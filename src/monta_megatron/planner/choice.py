@@ -7,18 +7,23 @@ gathered counts.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol
 
+from monta_megatron import presets
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.cut import blocks_for
 from monta_megatron.chains.gathered import gathered_widths
-from monta_megatron.planner.cluster import Cluster, Contention, HostCosts, Link
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.plan import Plan, hash_of
-from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.search import NUM_CHUNKS, plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.quantities import counted, gb_text
 from monta_megatron.topology.layout import Layout
+
+# The preset whose figures are taken where nothing was measured.
+UNCALIBRATED = "h100_8x_ndr"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,35 +178,18 @@ def chains_for(layout: Layout) -> tuple[Chain, ...]:
     return tuple(chain for chain in CHAINS.values() if chain.refusal(layout) is None)
 
 
+@cache
 def uncalibrated(layout: Layout) -> Cluster:
-    """Published figures of a common cluster, H100 with 8 x NDR, in the absence of measured ones.
+    """Published figures of a common cluster, in the absence of measured ones: those of a preset.
 
-    They are those of configs/clusters/h100_8x_ndr.yaml, which gives the source of each.
+    Nothing is known of the memory of a rank.
     """
-    source = "configs/clusters/h100_8x_ndr.yaml"
     ranks_per_node = math.ceil(len(layout.nodes) / layout.num_nodes)
-    return Cluster(
+    return replace(
+        load_cluster(presets.find("clusters", UNCALIBRATED)),
         name="an uncalibrated cluster",
         num_nodes=layout.num_nodes,
         ranks_per_node=ranks_per_node,
         nics_per_node=ranks_per_node,
-        kind="datasheet",
-        source=source,
-        launch=HostCosts(
-            collective_us=11.4,
-            copy_us=7.6,
-            sum_us=7.6,
-            find_us=68.4,
-            counts_to_host_us=15.2,
-            kind="datasheet",
-            source=source,
-        ),
-        links=(
-            Link(tier="inter", alpha_us=30.0, rate=Rate(47.0), kind="datasheet", source=source),
-            Link(tier="intra", alpha_us=10.8, rate=Rate(335.0), kind="datasheet", source=source),
-            Link(tier="memory", alpha_us=2.9, rate=Rate(3350.0), kind="datasheet", source=source),
-        ),
-        contention=(
-            Contention(pair=("intra", "memory"), factor=1.25, kind="datasheet", source=source),
-        ),
+        memory_gb_per_rank=None,
     )

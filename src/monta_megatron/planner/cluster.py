@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple
 
-from monta_megatron.chains.program import Policy
+from monta_megatron.chains.program import COLLECTIVES, Policy
 from monta_megatron.planner.curves import OLD_RATE, TIERS, Curve, Kind, Operation, Tier
 from monta_megatron.planner.rate import Rate
 from monta_megatron.quantities import bytes_of_gb
@@ -20,7 +20,6 @@ from monta_megatron.strict_yaml import (
     require,
 )
 
-COLLECTIVES: tuple[Operation, ...] = ("alltoall", "allgather")
 # Operations on the routing map and on lists of experts, made of many short steps.
 FINDS: tuple[Operation, ...] = ("find", "find_lists", "count", "lists")
 

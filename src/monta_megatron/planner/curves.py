@@ -15,6 +15,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from monta_megatron.chains.program import Resource
 from monta_megatron.planner.rate import Rate
 from monta_megatron.strict_yaml import (
     NonNegativeFloat,
@@ -39,7 +40,7 @@ Operation: TypeAlias = Literal[
     "unpermute",
 ]
 # The resource through which an operation goes: the network, the fast tier, or the memory.
-Tier: TypeAlias = Literal["inter", "intra", "memory"]
+Tier: TypeAlias = Resource
 TIERS: tuple[Tier, ...] = get_args(Tier)
 # Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
 Kind: TypeAlias = Literal["measured", "datasheet"]

@@ -8,6 +8,7 @@ from monta_megatron.planner.plan import Candidate, Plan, StageCost
 from monta_megatron.planner.tier_rates import TIER_NAMES
 from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.quantities import counted, size_text
+from monta_megatron.tables import table
 
 WIDTH = 80
 MAX_LAYOUTS = 20
@@ -57,17 +58,22 @@ def rate_lines(plan: Plan) -> list[str]:
 
 def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> list[str]:
     """One line per layout, the best first, and the memory that the best one takes."""
-    head = (
-        f"{'TP':>3} {'EP':>4} {'ETP':>4} {'tokens':>8}  {'chain':<22}{'chunks':>6} "
-        f"{'us/1k':>9} {'peak':>8} {'needs':>8}"
-    )
-    lines = [head]
-    for each in layouts[:MAX_LAYOUTS]:
-        lines.append(
-            f"{each.tp:>3} {each.ep:>4} {each.etp:>4} {each.tokens_per_rank:>8,}  "
-            f"{each.chain:<22}{each.num_chunks:>6} {each.us_per_1k_tokens:>9,.0f} "
-            f"{size_text(each.peak_bytes):>8} {size_text(each.needed_bytes):>8}"
+    columns = (">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak", ">needs")
+    rows = [
+        (
+            each.tp,
+            each.ep,
+            each.etp,
+            f"{each.tokens_per_rank:,}",
+            each.chain,
+            each.num_chunks,
+            f"{each.us_per_1k_tokens:,.0f}",
+            size_text(each.peak_bytes),
+            size_text(each.needed_bytes),
         )
+        for each in layouts[:MAX_LAYOUTS]
+    ]
+    lines = [table(columns, rows)]
     if len(layouts) > MAX_LAYOUTS:
         lines.append(f"and {len(layouts) - MAX_LAYOUTS} more, all of them with --json")
     return [
@@ -110,12 +116,19 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
 
 
 def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
-    yield f"{'walk':<19}{'stage':<25}{'occupies':<9}{'us alone':>9}{'inter':>9}{'intra':>9}"
-    for stage in stages:
-        yield (
-            f"{stage.walk:<19}{stage.stage:<25}{stage.resource:<9}{stage.alone_us:>9,.0f}"
-            f"{size_text(stage.inter_bytes):>9}{size_text(stage.intra_bytes):>9}"
+    columns = ("walk", "stage", "occupies", ">us alone", ">inter", ">intra")
+    rows = [
+        (
+            stage.walk,
+            stage.stage,
+            stage.resource,
+            f"{stage.alone_us:,.0f}",
+            size_text(stage.inter_bytes),
+            size_text(stage.intra_bytes),
         )
+        for stage in stages
+    ]
+    yield table(columns, rows)
     yield "bytes are those of all ranks of one exchange; peak is that of one rank"
 
 

@@ -81,12 +81,12 @@ def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Fac
     # [kind of task][likewise]: what a running task of the second adds to the slowdown of one of the
     # first; the kinds are the series, then the launches of each series.
     resources = [work.resource for work in works] + ["memory"] * len(works)
+    of_resource = {
+        first: [factor(first, second) - 1 for second in resources] for first in set(resources)
+    }
     excess = [
-        [
-            1.0 if one == other else factor(first, second) - 1
-            for other, second in enumerate(resources)
-        ]
-        for one, first in enumerate(resources)
+        [*row[:kind], 1.0, *row[kind + 1 :]]
+        for kind, row in enumerate(of_resource[resource] for resource in resources)
     ]
     kinds = [operation.series for operation in operations]
     # A launch has the number ~n, which counts from the end.
