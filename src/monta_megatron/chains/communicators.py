@@ -30,13 +30,15 @@ def communicator_bytes(chain: Chain, layout: Layout, max_ctas: int = DEFAULT_MAX
     """Bytes of a rank's memory that the rail and node communicators of a chain take.
 
     Args:
-        chain: one that can run on the layout.
+        chain: the chain; 0 for one that cannot run on the layout.
         layout: the rank's place.
         max_ctas: the budget of each communicator.
     """
+    if chain.refusal(layout) is not None:
+        return 0.0
     # The power of two that is not below it.
     channels = 1 << (max_ctas - 1).bit_length()
-    total = 0
+    total = 0.0
     for stage in chain.stages:
         if not isinstance(stage, AllToAll | AllGather) or stage.group not in OWN_GROUPS:
             continue

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from monta_megatron.chains import CHAINS, chunks_of
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.flags import positive
 from monta_megatron.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.launch.memory import held_state
@@ -97,6 +98,7 @@ def plan_run(
         num_chunks=num_chunks,
         memory_limit_bytes=_memory_limit_bytes(arguments),
         or_least=True,
+        max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
     )
     return plan, memory, [*notes, f"needs {memory.describe()}"]
 
@@ -136,6 +138,7 @@ def _given_plan(
         where=f"{file}: layout",
         chains=(plan.chain,),
         num_chunks=(plan.num_chunks,),
+        max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
     )
     return plan, memory, [used, f"needs {memory.describe()}"]
 

@@ -47,6 +47,7 @@ class ChainPrice:
         traffic: what they move, in each walk.
         num_alike: [ranks] number of ranks that each of them stands for.
         peak_bytes: the most that the executor holds at once on one rank.
+        beside_bytes: what the chain takes there beside its exchange, within the same limit.
     """
 
     chain: Chain
@@ -55,6 +56,12 @@ class ChainPrice:
     traffic: tuple[WalkTraffic, ...]
     num_alike: tuple[int, ...]
     peak_bytes: float
+    beside_bytes: float = 0.0
+
+    @property
+    def held_bytes(self) -> float:
+        """What has to be within a limit."""
+        return self.peak_bytes + self.beside_bytes
 
     @property
     def name(self) -> str:

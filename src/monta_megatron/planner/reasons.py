@@ -26,7 +26,7 @@ class Outcome:
 
     def is_over_limit(self, price: ChainPrice) -> bool:
         """Whether something holds more than is allowed."""
-        return self.memory_limit_bytes is not None and price.peak_bytes > self.memory_limit_bytes
+        return self.memory_limit_bytes is not None and price.held_bytes > self.memory_limit_bytes
 
     @property
     def limit(self) -> str:
@@ -67,7 +67,7 @@ def why_rejected(price: ChainPrice, plainest: ChainPrice, outcome: Outcome) -> s
     if plainest is choice:
         return same
     if outcome.is_over_limit(price):
-        return f"needs {gb_text(price.peak_bytes)} on a rank, {outcome.limit}"
+        return f"needs {gb_text(price.held_bytes)} on a rank, {outcome.limit}"
     if price.total_us == choice.total_us:
         return f"as fast as {choice.name}, which is plainer"
     if price.total_us < choice.total_us:
@@ -91,10 +91,10 @@ def why_none(
         memory_limit_bytes: the limit, or None.
     """
     if prices and memory_limit_bytes is not None:
-        least = min(prices, key=lambda price: price.peak_bytes)
+        least = min(prices, key=lambda price: price.held_bytes)
         return (
             f"memory_limit: got {gb_text(memory_limit_bytes)}, must be at least "
-            f"{gb_text(least.peak_bytes)}, what {least.name} needs on a rank"
+            f"{gb_text(least.held_bytes)}, what {least.name} needs on a rank"
         )
     return "chains: none can run: " + "; ".join(
         f"{each.chain}: {each.rejected}" for each in refused

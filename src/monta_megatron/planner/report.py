@@ -81,9 +81,9 @@ def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> lis
         "",
         *_wrapped(
             "tokens: of a rank. us/1k: exchange of one layer and micro-batch, per 1,000 of them. "
-            "peak: held by the exchange on a rank. needs: that, weights, gradients, optimizer and "
-            "the inputs of all layers, the least that training holds on a rank. Name a layout "
-            "(--tp --ep --etp) to see its decision."
+            "peak: held by the exchange on a rank. needs: that, its communicators, weights, "
+            "gradients, optimizer and the inputs of all layers, the least that training holds on a "
+            "rank. Name a layout (--tp --ep --etp) to see its decision."
         ),
         *_wrapped(f"The first needs {memory.describe()}."),
     ]

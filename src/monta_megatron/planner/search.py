@@ -5,7 +5,7 @@ schedule, add up the walks. The space is small, so all of it is searched.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ def plan(
     or_least: bool = False,
     margin: float = MARGIN,
     gathered_counts: int | None = None,
+    beside_bytes: Mapping[str, float] | None = None,
 ) -> Plan:
     """Choose a chain and a number of chunks.
 
@@ -47,6 +48,7 @@ def plan(
         margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
         gathered_counts: integers per rank in the gather of counts, if the chain is chosen after it;
             None for what each chain needs.
+        beside_bytes: chain -> what it takes beside its exchange, within the limit, if anything.
 
     Raises:
         ValueError: no chain can run, or keeps to the limit.
@@ -59,7 +61,8 @@ def plan(
             refused.append(Candidate(chain=chain.name, num_chunks=None, rejected=reason))
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            prices.append(price_chain(workload, cluster, chain, chunks, phase, gathered_counts))
+            price = price_chain(workload, cluster, chain, chunks, phase, gathered_counts)
+            prices.append(replace(price, beside_bytes=(beside_bytes or {}).get(chain.name, 0.0)))
     prices.sort(key=lambda price: (price.total_us, price.plainness))
     # The plainest of those that do the same is the one that counts.
     plainest: dict[Hashable, ChainPrice] = {}
@@ -68,9 +71,9 @@ def plan(
 
     # Memory comes before time, the plainer chain before a small gain.
     limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
-    allowed = [price for price in plainest.values() if price.peak_bytes <= limit]
+    allowed = [price for price in plainest.values() if price.held_bytes <= limit]
     if or_least and prices and not allowed:
-        allowed = [min(prices, key=lambda price: price.peak_bytes)]
+        allowed = [min(prices, key=lambda price: price.held_bytes)]
     if not allowed:
         raise ValueError(reasons.why_none(prices, refused, memory_limit_bytes))
     choice = min(

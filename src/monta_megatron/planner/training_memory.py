@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, communicator_bytes
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
@@ -51,6 +53,7 @@ class TrainingMemory:
         state_bytes: weights, gradients and optimizer state.
         activation_bytes: the inputs of the layers, for all micro-batches in the pipeline.
         exchange_bytes: the most that the executor holds at once; see `memory.peak_bytes`.
+        communicator_bytes: buffers of the chain's own communicators.
         available_bytes: what a rank may use; None where the cluster file does not say.
         ignored: whether the user goes on without what is available.
     """
@@ -58,13 +61,15 @@ class TrainingMemory:
     state_bytes: float
     activation_bytes: float
     exchange_bytes: float = 0.0
+    communicator_bytes: float = 0.0
     available_bytes: float | None
     ignored: bool = False
 
     @property
     def needed_bytes(self) -> float:
         """All of it."""
-        return self.state_bytes + self.activation_bytes + self.exchange_bytes
+        beside = self.exchange_bytes + self.communicator_bytes
+        return self.state_bytes + self.activation_bytes + beside
 
     @property
     def left_bytes(self) -> float | None:
@@ -76,16 +81,20 @@ class TrainingMemory:
     @property
     def fits(self) -> bool:
         """Whether there is enough of it, as far as that is known and asked for."""
-        return self.left_bytes is None or self.exchange_bytes <= self.left_bytes
+        left = self.left_bytes
+        return left is None or self.exchange_bytes + self.communicator_bytes <= left
 
     @property
     def parts(self) -> str:
         """What is held, and how much of it."""
-        return (
+        held = (
             f"weights, gradients and optimizer {size_text(self.state_bytes)}, layer inputs "
             f"{size_text(self.activation_bytes)} (all else recomputed), exchange "
             f"{size_text(self.exchange_bytes)}"
         )
+        if not self.communicator_bytes:
+            return held
+        return f"{held}, its communicators {size_text(self.communicator_bytes)}"
 
     def describe(self) -> str:
         """What is needed of what is available, by part."""
@@ -102,6 +111,7 @@ class TrainingMemory:
             "state_bytes": self.state_bytes,
             "activation_bytes": self.activation_bytes,
             "exchange_bytes": self.exchange_bytes,
+            "communicator_bytes": self.communicator_bytes,
             "needed_bytes": self.needed_bytes,
             "available_bytes": self.available_bytes,
             "ignored": self.ignored,
@@ -116,6 +126,7 @@ def plan_within_memory(
     where: str,
     memory_limit_bytes: float | None = None,
     or_least: bool = False,
+    max_ctas: int = DEFAULT_MAX_CTAS,
     **settings: Any,
 ) -> tuple[Plan, Workload, TrainingMemory]:
     """`search.slowest_plan` with the chains that leave a training enough memory.
@@ -127,6 +138,7 @@ def plan_within_memory(
         where: the layout, for messages.
         memory_limit_bytes, or_least: as in `search.plan`, a limit of the user's beside that of the
             memory.
+        max_ctas: the budget of the chain's own communicators.
         settings: passed to `search.plan`.
 
     Returns:
@@ -135,16 +147,34 @@ def plan_within_memory(
     Raises:
         ValueError: no chain can run, or it does not fit; says what is needed.
     """
+    communicators = {
+        name: max(communicator_bytes(chain, each.layout, max_ctas) for each in workloads)
+        for name, chain in CHAINS.items()
+    }
     left = memory.left_bytes
     if left is not None and (memory_limit_bytes is None or left < memory_limit_bytes):
         # Where every chain holds more, the one that holds the least says what is needed.
         memory_limit_bytes, or_least = max(left, 0.0), True
+    beside: dict[str, float] = {}
+    if left is not None and memory_limit_bytes is not None:
+        # A limit of the user's is for the exchange alone, which may leave room for them.
+        room = left - memory_limit_bytes
+        beside = {name: max(0.0, taken - room) for name, taken in communicators.items()}
     plan, workload = slowest_plan(
-        workloads, cluster, memory_limit_bytes=memory_limit_bytes, or_least=or_least, **settings
+        workloads,
+        cluster,
+        memory_limit_bytes=memory_limit_bytes,
+        or_least=or_least,
+        beside_bytes=beside,
+        **settings,
     )
     choice = plan.chosen
     assert choice is not None, "it has just been made"
-    memory = replace(memory, exchange_bytes=choice.peak_bytes or 0.0)
+    memory = replace(
+        memory,
+        exchange_bytes=choice.peak_bytes or 0.0,
+        communicator_bytes=communicators[choice.chain],
+    )
     if not memory.fits:
         raise ValueError(
             f"{where}: needs {size_text(memory.needed_bytes)} on a rank, at the least "

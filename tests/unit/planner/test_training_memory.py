@@ -71,16 +71,44 @@ def test_what_is_held_by_hand() -> None:
 def test_a_chain_that_leaves_too_little_gives_way() -> None:
     free, needed = plan_in(80)
     beside = needed.state_bytes + needed.activation_bytes
-    # Between the buffers of the fastest chain in 2 chunks (509 MB) and in 4 (366 MB).
-    held = (beside + 400e6) / 1e9
-    plan, memory = plan_in(held)
+    # Between the buffers of the fastest chain in 2 chunks (509 MB) and in 4 (366 MB), and those of
+    # its communicators: 7 peers x 8 channels x 12 MiB in the node, 8 channels x 4 MiB on the rail.
+    communicators = (7 * 8 * 12 + 8 * 4) * 2**20
+    assert needed.communicator_bytes == communicators
+    plan, memory = plan_in((beside + communicators + 400e6) / 1e9)
     assert (free.chain, free.num_chunks) == ("hierarchical_alltoall", 2)
     assert (plan.chain, plan.num_chunks) == ("hierarchical_alltoall", 4)
     assert memory.fits and memory.exchange_bytes < 400e6 < needed.exchange_bytes
+    # No room for communicators: a chain that has none of its own, in the same memory.
+    plan, memory = plan_in((beside + 400e6) / 1e9)
+    assert plan.chain == "alltoall_dedup" and memory.communicator_bytes == 0 and memory.fits
+    (first, *_) = (each for each in plan.candidates if each.chain == free.chain)
+    assert first.rejected is not None and "over the limit of 0.4 GB" in first.rejected
     with pytest.raises(ValueError, match=r"^layout: needs 51 GB on a rank, at the least"):
         plan_in((beside + 100e6) / 1e9)
     ignoring, memory = plan_in((beside + 100e6) / 1e9, ignore_memory=True)
     assert ignoring.chain == free.chain and memory.ignored
+
+
+def test_a_limit_of_the_users_is_for_the_exchange_alone() -> None:
+    workloads = workloads_of(QWEN, FITS, 8)
+
+    def chosen(memory_gb: float) -> tuple[str, int | None]:
+        cluster = replace(H100, memory_gb_per_rank=memory_gb)
+        memory = training_memory(QWEN, cluster, FITS, workloads)
+        plan, _, memory = plan_within_memory(
+            workloads, cluster, memory, where="layout", memory_limit_bytes=400e6
+        )
+        assert memory.fits
+        return plan.chain, plan.num_chunks
+
+    _, needed = plan_in(80)
+    beside = (needed.state_bytes + needed.activation_bytes) / 1e9
+    assert chosen(80) == ("hierarchical_alltoall", 4)
+    # Room for 366 MB and communicators of 738 MB; for less than both; not even for the latter.
+    assert chosen(beside + 1.2) == ("hierarchical_alltoall", 4)
+    assert chosen(beside + 1.0) == ("hierarchical_alltoall", 8)
+    assert chosen(beside + 0.5) == ("alltoall_dedup", 4)
 
 
 def test_unknown_memory_is_no_limit_and_said() -> None:
@@ -119,7 +147,7 @@ def test_a_named_layout_that_does_not_fit_is_refused(
         document = document["points"][0]
     memory = document.get("memory") or document["about"]["memory"]
     assert memory["ignored"] and memory["needed_bytes"] > 309e9 > memory["available_bytes"]
-    parts = ("state_bytes", "activation_bytes", "exchange_bytes")
+    parts = ("state_bytes", "activation_bytes", "exchange_bytes", "communicator_bytes")
     assert memory["needed_bytes"] == sum(memory[part] for part in parts)
 
 
