@@ -197,9 +197,8 @@ def _launch_queues() -> list[Finding]:
 
 def _communicators() -> list[Finding]:
     from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
-    from monta_megatron.options import defaults_from_environment
 
-    budget = defaults_from_environment()["moe_monta_max_ctas"] or DEFAULT_MAX_CTAS
+    budget = os.environ.get("MOE_MONTA_MAX_CTAS") or DEFAULT_MAX_CTAS
     finding = Finding(
         "communicators",
         "ok",
