@@ -16,6 +16,7 @@ from monta_megatron.planner.training_memory import (
 )
 from monta_megatron.planner.workload import Workload
 from monta_megatron.progress import Progress
+from monta_megatron.quantities import GB_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ def rank_layouts(
             continue
         found.append(_ranked(layout, plan, memory))
     if not found:
-        needs = "" if least is None else f"; the least that one needs is {least / 1e9:.0f} GB"
+        needs = "" if least is None else f"; the least that one needs is {least / GB_BYTES:.0f} GB"
         raise ValueError(
             f"world_size: got {world_size}, no (tp, ep, etp) fits {model.name} on {cluster.name} "
             f"with cp {cp} and pp {pp}{needs}; more ranks or pipeline stages may help"
