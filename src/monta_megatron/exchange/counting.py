@@ -7,7 +7,6 @@ experts, EP = expert parallel size, R = ranks per node, W = width of the lists.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.chains.gathered import HEAD_SIZE, gathered_widths, part_sizes
+from monta_megatron.chains.gathered import gathered_widths, part_sizes
 from monta_megatron.topology.layout import Layout
 
 T = TypeVar("T", int, NDArray[np.int64])
@@ -66,16 +65,6 @@ class Counting:
         """Whether any chain's rows are tokens, which are counted by block."""
         return any(chain.rows == "tokens" for chain in self.chains)
 
-    @cached_property
-    def _parts(self) -> dict[str, int]:
-        """ "node", "rank" -> how many there are; only those that tokens are counted for."""
-        return part_sizes(self.chains, self.layout)
-
-    @cached_property
-    def _widths(self) -> list[int]:
-        """Widths of the sections of the gathered table."""
-        return gathered_widths(self.chains, self.layout, self.num_blocks)
-
     def count(self, routing_map: torch.Tensor) -> torch.Tensor:
         """This rank's counts: [K] int64, on the device of the map, with no sync.
 
@@ -99,7 +88,7 @@ class Counting:
         # [T, E] -> [B, T/B, E]
         blocks = padded.view(self.num_blocks, block, num_experts)
         counts.append(blocks.sum(dim=1).flatten())
-        for num_parts in self._parts.values():
+        for num_parts in part_sizes(self.chains, self.layout).values():
             # [B, T/B, E] -> [B, T/B, P, E/P] -> [B, P]: tokens with an expert in each part
             hits = blocks.unflatten(2, (num_parts, -1)).any(dim=3).sum(dim=1)
             counts.append(hits.flatten())
@@ -107,77 +96,64 @@ class Counting:
 
     def select(self, table: torch.Tensor) -> torch.Tensor:
         """The part of the gathered table [S, K] that this rank needs, as one tensor."""
-        num_experts, first = self.layout.num_experts, self.layout.first_expert
-        head, experts, *parts = table.split(self._widths, dim=1)
-        experts = experts.unflatten(1, (-1, num_experts))
-        selected = [
-            head,
-            experts[self.layout.rank].sum(dim=0),
-            experts[:, :, first : first + self.layout.num_local_experts],
-        ]
-        for name, counts in zip(self._parts, parts, strict=True):
-            by_part = counts.unflatten(1, (self.num_blocks, -1))
-            selected += [by_part[self.layout.rank], by_part[:, :, self._here(name)]]
-        return torch.cat([counts.flatten() for counts in selected])
+        return torch.cat([section.flatten() for section in self._sections(table).values()])
 
     def read(self, selected: NDArray[np.int64]) -> GatheredCounts:
         """Read on the host what `select` returned."""
-        layout, num_sources = self.layout, len(self.layout.nodes)
-        num_blocks = self.num_blocks
-        shapes = [
-            (num_sources, HEAD_SIZE),
-            (layout.ep, layout.num_local_experts),
-            (num_sources, num_blocks, layout.num_local_experts),
-        ]
-        for name, num_parts in self._parts.items():
-            here = self._here(name)
-            shapes += [(num_blocks, num_parts), (num_sources, num_blocks, here.stop - here.start)]
-        begin, found = 0, []
-        for shape in shapes:
-            end = begin + math.prod(shape)
-            found.append(selected[begin:end].reshape(shape))
-            begin = end
-        head, sent, experts, *parts = found
+        ends = np.cumsum([math.prod(shape) for shape in self._shapes.values()])
+        pieces = zip(np.split(selected, ends[:-1]), self._shapes.items(), strict=True)
+        sections = {name: piece.reshape(shape) for piece, (name, shape) in pieces}
+        head, sent, experts = (sections.pop(name) for name in ("head", "sent", "experts"))
+        layout = self.layout
         # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
         received = experts.sum(axis=1).reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2)
+        # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
+        num_tokens = head[:, :1]
+        block = _block_size(num_tokens, self.num_blocks)
+        tokens = np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
         return GatheredCounts(
-            pairs=Counts(sent=sent, received=received),
-            tokens=self._token_counts(head, experts, parts) if self.by_block else None,
+            pairs=Counts(sent=sent.sum(axis=0).reshape(layout.ep, -1), received=received),
+            tokens=TokenCounts(tokens=tokens, experts=experts, classes=self.classes, **sections)
+            if self.by_block
+            else None,
             max_tokens=int(head[:, 0].max()),
             list_width=max(int(head[:, 1].max()), 1) if self.by_block else 0,
             hashes=head[:, 2],
         )
 
-    def _token_counts(
-        self,
-        head: NDArray[np.int64],
-        experts: NDArray[np.int64],
-        parts: Sequence[NDArray[np.int64]],
-    ) -> TokenCounts:
-        fields: dict[str, NDArray[np.int64]] = {}
-        for name, sent, received in zip(self._parts, parts[::2], parts[1::2], strict=True):
-            if name == "node":
-                fields |= {"sent_to_nodes": sent, "for_node": received[:, :, 0]}
-            else:
-                own = self.layout.position if "node" in self._parts else 0
-                fields |= {"sent_to_ranks": sent, "for_rank": received[:, :, own]}
-                if "node" in self._parts:
-                    fields["for_node_ranks"] = received
-        # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
-        num_tokens = head[:, :1]
-        block = _block_size(num_tokens, self.num_blocks)
-        tokens = np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
-        return TokenCounts(tokens=tokens, experts=experts, classes=self.classes, **fields)
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what this rank needs, by name: those of an empty table."""
+        widths = gathered_widths(self.chains, self.layout, self.num_blocks)
+        table = torch.empty(len(self.layout.nodes), sum(widths), dtype=torch.int64)
+        return {name: tuple(section.shape) for name, section in self._sections(table).items()}
 
-    def _here(self, name: str) -> slice:
-        """The parts whose counts this rank needs from every source."""
-        if name == "node":
-            return slice(self.layout.node, self.layout.node + 1)
-        if "node" in self._parts:
+    def _sections(self, table: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What this rank needs of the gathered table [S, K]; of parts, as `TokenCounts` says."""
+        layout, first = self.layout, self.layout.first_expert
+        widths = gathered_widths(self.chains, layout, self.num_blocks)
+        head, experts, *parts = table.split(widths, dim=1)
+        # [S, B, E]
+        experts = experts.unflatten(1, (-1, layout.num_experts))
+        sections = {
+            "head": head,
+            "sent": experts[layout.rank],
+            "experts": experts[:, :, first : first + layout.num_local_experts],
+        }
+        names = part_sizes(self.chains, layout)
+        for name, counts in zip(names, parts, strict=True):
+            # [S, B, P]
+            by_part = counts.unflatten(1, (self.num_blocks, -1))
             # Copies per rank are made at ETP 1 only, where a rank is an EP rank.
-            first = self.layout.node * self.layout.ranks_per_node
-            return slice(first, first + self.layout.ranks_per_node)
-        return slice(self.layout.rank, self.layout.rank + 1)
+            here = layout.node if name == "node" else layout.rank
+            sections |= {
+                f"sent_to_{name}s": by_part[layout.rank],
+                f"for_{name}": by_part[..., here],
+            }
+            if name == "rank" and "node" in names:
+                on_node = by_part.unflatten(2, (layout.num_nodes, -1))
+                sections["for_node_ranks"] = on_node[:, :, layout.node]
+        return sections
 
 
 def lists_of(
