@@ -68,13 +68,12 @@ def start_all_gather(
     process_group = group.process_group
     if len(set(receive)) == 1:
         work = dist.all_gather_into_tensor(output, input_, group=process_group, async_op=True)
+    elif output.is_cuda:
+        # NCCL gathers unequal parts by one broadcast after the other.
+        outputs, inputs = list(output.split(receive)), [input_] * group.size
+        work = dist.all_to_all(outputs, inputs, group=process_group, async_op=True)
     else:
         outputs = list(output.split(receive))
-        if output.is_cuda:
-            # NCCL gathers unequal parts by one broadcast after the other.
-            inputs = [input_] * group.size
-            work = dist.all_to_all(outputs, inputs, group=process_group, async_op=True)
-        else:
-            work = dist.all_gather(outputs, input_, group=process_group, async_op=True)
+        work = dist.all_gather(outputs, input_, group=process_group, async_op=True)
     assert work is not None, f"this rank is no member of group {group.name}"
     return work

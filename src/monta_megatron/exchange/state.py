@@ -115,16 +115,14 @@ class State:
     def allocate(self, number: int) -> list[torch.Tensor]:
         """The messages of a buffer that is about to be written."""
         buffer = self.bound.program.buffers[number]
-        if number not in self._messages:
-            if buffer.release == "window":
-                whole = self._slots.get(buffer.slot)
-                if whole is None:
-                    users = self.bound.program.slots[buffer.slot]
-                    whole = self._allocate(buffer, max(map(self._num_rows, users)))
-                    self._slots[buffer.slot] = whole
-                self._messages[number] = [each[: self._num_rows(buffer)] for each in whole]
-            else:
-                self._messages[number] = self._allocate(buffer, self._num_rows(buffer))
+        if number not in self._messages and buffer.release != "window":
+            self._messages[number] = self._allocate(buffer, self._num_rows(buffer))
+        elif number not in self._messages:
+            if buffer.slot not in self._slots:
+                num_rows = max(map(self._num_rows, self.bound.program.slots[buffer.slot]))
+                self._slots[buffer.slot] = self._allocate(buffer, num_rows)
+            whole = self._slots[buffer.slot]
+            self._messages[number] = [each[: self._num_rows(buffer)] for each in whole]
         return self._messages[number]
 
     def lanes(self, number: int) -> Lanes:
