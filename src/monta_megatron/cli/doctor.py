@@ -4,13 +4,17 @@ import argparse
 import json
 import os
 import platform
+import textwrap
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from monta_megatron import extras
 from monta_megatron.cli.output import add_json
-from monta_megatron.tables import table
+from monta_megatron.tables import GAP, table
+
+WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,19 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        rows = [
-            (entry.status, entry.name, "; ".join(filter(None, (entry.found, entry.advice))))
-            for entry in findings
-        ]
-        print(table((">status", "what", "found"), rows))
+        print(table((">status", "what", "found"), _rows(findings)))
     return int(any(finding.status == "missing" for finding in findings))
+
+
+def _rows(findings: list[Finding]) -> Iterator[tuple[str, str, str]]:
+    """A row for each finding, or several where its text is long."""
+    width = WIDTH - len("missing") - max(len(entry.name) for entry in findings) - 2 * len(GAP)
+    for entry in findings:
+        head = (entry.status, entry.name)
+        text = "; ".join(filter(None, (entry.found, entry.advice)))
+        for line in textwrap.wrap(text, width, break_on_hyphens=False):
+            yield (*head, line)
+            head = ("", "")
 
 
 def examine() -> list[Finding]:
