@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from monta_megatron import extras
 from monta_megatron.cli.output import add_json
-from monta_megatron.tables import GAP, table
+from monta_megatron.tables import table
 
 WIDTH = 80
 
@@ -58,9 +58,9 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _rows(findings: list[Finding]) -> Iterator[tuple[str, str, str]]:
     """A row for each finding, or several where its text is long."""
-    width = WIDTH - len("missing") - max(len(entry.name) for entry in findings) - 2 * len(GAP)
+    width = WIDTH - len("missing") - max(len(entry.name) for entry in findings) - len("    ")
     for entry in findings:
-        head = (entry.status, entry.name)
+        head: tuple[str, str] = (entry.status, entry.name)
         text = "; ".join(filter(None, (entry.found, entry.advice)))
         for line in textwrap.wrap(text, width, break_on_hyphens=False):
             yield (*head, line)
