@@ -16,7 +16,10 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "src", "monta_megatron.configs": "configs"},
     packages=[*find_packages("src"), "monta_megatron.configs"],
-    package_data={"monta_megatron.launch": ["start.sh"], "monta_megatron.configs": ["*/*.yaml"]},
+    package_data={
+        "monta_megatron.tools.launch": ["start.sh"],
+        "monta_megatron.configs": ["*/*.yaml"],
+    },
     install_requires=["torch>=2.6", "megatron-core>=0.16,<0.20", "numpy", "pyyaml", "rich"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],

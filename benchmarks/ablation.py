@@ -33,22 +33,22 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
 
-from monta_megatron.benchmark.candidates import Candidate, build_dispatcher, stock_candidate
-from monta_megatron.benchmark.point import Bench
-from monta_megatron.benchmark.report import Row
-from monta_megatron.benchmark.settings import Settings
-from monta_megatron.benchmark.study import Study
-from monta_megatron.benchmark.traffic import PROBS_BYTES, Traffic, by_tier
-from monta_megatron.benchmark.workload import Batch, make_batch
 from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.chains.layout import Layout
 from monta_megatron.cli import bench
-from monta_megatron.dtypes import DTYPE_BYTES
-from monta_megatron.integration.bench_layer import dispatcher_on, layer_config
-from monta_megatron.integration.layer_shape import LayerShape
+from monta_megatron.common.dtypes import DTYPE_BYTES
+from monta_megatron.common.quantities import counted
+from monta_megatron.common.tables import table
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.quantities import counted
-from monta_megatron.tables import table
-from monta_megatron.topology.layout import Layout
+from monta_megatron.tools.bench.candidates import Candidate, build_dispatcher, stock_candidate
+from monta_megatron.tools.bench.layer import dispatcher_on, layer_config
+from monta_megatron.tools.bench.layer_shape import LayerShape
+from monta_megatron.tools.bench.point import Bench
+from monta_megatron.tools.bench.report import Row
+from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.study import Study
+from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_tier
+from monta_megatron.tools.bench.workload import Batch, make_batch
 
 CHAIN = "alltoall_allgather"
 # The number that the paper's published code always uses.

@@ -20,24 +20,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from monta_megatron.benchmark.candidates import Candidate, build_candidates
-from monta_megatron.benchmark.point import Bench
-from monta_megatron.benchmark.report import Row
-from monta_megatron.benchmark.settings import Settings
-from monta_megatron.benchmark.study import Study
-from monta_megatron.benchmark.timing import time_interleaved
-from monta_megatron.benchmark.workload import Batch
 from monta_megatron.chains import CHAINS, BoundChain, Counts
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import BoundStage, Place
 from monta_megatron.cli import bench
+from monta_megatron.common.tables import table
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
-from monta_megatron.integration.bench_layer import exchange_groups
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.tables import table
-from monta_megatron.topology.layout import Layout
+from monta_megatron.tools.bench.candidates import Candidate, build_candidates
+from monta_megatron.tools.bench.layer import exchange_groups
+from monta_megatron.tools.bench.point import Bench
+from monta_megatron.tools.bench.report import Row
+from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.study import Study
+from monta_megatron.tools.bench.timing import time_interleaved
+from monta_megatron.tools.bench.workload import Batch
 
 CHAIN = CHAINS["alltoall_allgather"]
 TIMES = ("alltoall_ms", "allgather_ms", "place_ms", "pipelined_ms")

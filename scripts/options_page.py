@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from monta_megatron.cli import build_parser, sub_parsers
-from monta_megatron.options import OptionFields
+from monta_megatron.integration.options import OptionFields
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 

@@ -113,8 +113,8 @@ def train(name: str, dispatcher: str, arguments: Sequence[str], options: argpars
 
 def summarise(runs: Sequence[Run], options: argparse.Namespace) -> dict[str, Any]:
     """What summary.json holds; `ratio` is alltoall's median iteration over monta's."""
-    from monta_megatron.benchmark.statistics import ratio_interval
-    from monta_megatron.provenance import commit, machine, versions
+    from monta_megatron.common.provenance import commit, machine, versions
+    from monta_megatron.tools.bench.statistics import ratio_interval
 
     times_ms = {
         name: np.array([ms for run in runs if run.dispatcher == name for ms in run.iteration_ms])

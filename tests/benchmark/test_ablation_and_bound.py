@@ -10,17 +10,17 @@ from forked_ranks import ForkedRanks
 from test_bench_command import SMALL, bench
 from test_bench_numbers import BASE, DTYPE_BYTES, HIDDEN, SPLIT, routing_map, row
 
-from monta_megatron import strict_yaml
-from monta_megatron.benchmark.settings import Settings, parse_settings
-from monta_megatron.benchmark.sweep import Results
-from monta_megatron.benchmark.traffic import Traffic
+from monta_megatron.common import strict_yaml
+from monta_megatron.tools.bench.settings import Settings, parse_settings
+from monta_megatron.tools.bench.sweep import Results
+from monta_megatron.tools.bench.traffic import Traffic
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("monta_megatron.benchmark.run")
+    ranks = ForkedRanks("monta_megatron.tools.bench.run")
     yield ranks
     ranks.close()
 

@@ -47,7 +47,7 @@ MONTA_BENCH = ("-m", "monta_megatron.cli", "bench")
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("monta_megatron.benchmark.run")
+    ranks = ForkedRanks("monta_megatron.tools.bench.run")
     yield ranks
     ranks.close()
 

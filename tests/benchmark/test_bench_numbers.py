@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monta_megatron import strict_yaml
-from monta_megatron.benchmark import traffic
-from monta_megatron.benchmark.prediction import predict, workload_of
-from monta_megatron.benchmark.report import Row, table
-from monta_megatron.benchmark.settings import parse_settings
-from monta_megatron.benchmark.statistics import ratio_interval, ratio_of_medians, spread
-from monta_megatron.benchmark.traffic import Traffic
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.this_rank import find_this_rank, is_first_rank
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.search import plan
-from monta_megatron.ranks.this_rank import find_this_rank, is_first_rank
-from monta_megatron.topology.layout import Layout
+from monta_megatron.tools.bench import traffic
+from monta_megatron.tools.bench.prediction import predict, workload_of
+from monta_megatron.tools.bench.report import Row, table
+from monta_megatron.tools.bench.settings import parse_settings
+from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians, spread
+from monta_megatron.tools.bench.traffic import Traffic
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 MODEL = Path(__file__).parents[2] / "configs/models/mixtral_8x7b.yaml"
@@ -275,20 +275,20 @@ def test_table_is_in_milliseconds_and_megabytes() -> None:
 
 def test_what_says_so_needs_no_torch() -> None:
     names = [
-        "provenance",
-        "ranks.this_rank",
-        "benchmark.flags",
-        "benchmark.plots",
-        "benchmark.prediction",
-        "benchmark.report",
-        "benchmark.settings",
-        "benchmark.statistics",
-        "benchmark.study",
-        "benchmark.summary",
-        "benchmark.summary_tables",
-        "benchmark.sweep",
-        "benchmark.sweep_plots",
-        "benchmark.traffic",
+        "common.provenance",
+        "common.this_rank",
+        "tools.bench.flags",
+        "tools.bench.plots",
+        "tools.bench.prediction",
+        "tools.bench.report",
+        "tools.bench.settings",
+        "tools.bench.statistics",
+        "tools.bench.study",
+        "tools.bench.summary",
+        "tools.bench.summary_tables",
+        "tools.bench.sweep",
+        "tools.bench.sweep_plots",
+        "tools.bench.traffic",
     ]
     imports = "; ".join(f"import monta_megatron.{name}" for name in names)
     check = f"import sys; {imports}; assert 'torch' not in sys.modules"

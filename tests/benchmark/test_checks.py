@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_bench_numbers import SPLIT
 
-from monta_megatron.benchmark import checks
-from monta_megatron.benchmark.candidates import Passed
+from monta_megatron.tools.bench import checks
+from monta_megatron.tools.bench.candidates import Passed
 
 
 def ours(rows: str = "pairs") -> Any:

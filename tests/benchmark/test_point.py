@@ -9,12 +9,12 @@ import torch
 from equal import assert_equal
 from test_bench_numbers import BASE, FLAT, routing_map
 
-from monta_megatron.benchmark import point, timing
-from monta_megatron.benchmark.point import Bench
-from monta_megatron.benchmark.settings import parse_settings
-from monta_megatron.benchmark.timing import time_interleaved
-from monta_megatron.benchmark.workload import make_batch
 from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.tools.bench import point, timing
+from monta_megatron.tools.bench.point import Bench
+from monta_megatron.tools.bench.settings import parse_settings
+from monta_megatron.tools.bench.timing import time_interleaved
+from monta_megatron.tools.bench.workload import make_batch
 
 
 def test_every_rank_has_its_own_data_wherever_it_is_made() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron import strict_yaml
-from monta_megatron.calibration.record import alone
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.tools.calibrate.record import alone
 
 # Seconds; a launch takes 20 where nothing else runs.
 LIMIT_S = 240

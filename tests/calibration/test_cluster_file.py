@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from linear_pipeline import Stage, operation_of
 
-from monta_megatron.calibration.cluster_file import Machine, excess_of, make_cluster, slowdowns
-from monta_megatron.calibration.doubts import doubts_of
-from monta_megatron.calibration.points import (
+from monta_megatron.planner.cluster_file import dump_measured, load_cluster
+from monta_megatron.planner.curves import Curve, fit
+from monta_megatron.planner.schedule import Work, simulate
+from monta_megatron.tools.calibrate.cluster_file import Machine, excess_of, make_cluster, slowdowns
+from monta_megatron.tools.calibrate.doubts import doubts_of
+from monta_megatron.tools.calibrate.points import (
     COUNTS,
     MESSAGE_ROW_BYTES,
     NUM_SIZES,
@@ -21,10 +24,7 @@ from monta_megatron.calibration.points import (
     all_points,
     choose_pairs,
 )
-from monta_megatron.calibration.record import Record, Sample, alone
-from monta_megatron.planner.cluster_file import dump_measured, load_cluster
-from monta_megatron.planner.curves import Curve, fit
-from monta_megatron.planner.schedule import Work, simulate
+from monta_megatron.tools.calibrate.record import Record, Sample, alone
 
 SHAPE = Shape(num_nodes=2, ranks_per_node=4)
 MACHINE = Machine(

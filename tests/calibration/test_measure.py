@@ -8,9 +8,9 @@ import pytest
 import torch
 from test_cluster_file import SHAPE
 
-from monta_megatron.calibration import measure, operations
-from monta_megatron.calibration.points import NUM_SIZES, Pair, Point, Repeated, all_points
-from monta_megatron.calibration.record import Sample
+from monta_megatron.tools.calibrate import measure, operations
+from monta_megatron.tools.calibrate.points import NUM_SIZES, Pair, Point, Repeated, all_points
+from monta_megatron.tools.calibrate.record import Sample
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from equal import assert_equal, difference
 
-from monta_megatron import reference
 from monta_megatron.chains import CHAINS
-from monta_megatron.exchange import state
+from monta_megatron.chains.layout import Layout
+from monta_megatron.exchange import reference, state
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting
@@ -30,7 +30,6 @@ from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import HostStreams
-from monta_megatron.topology.layout import Layout
 
 ROUTINGS = (
     "uniform",

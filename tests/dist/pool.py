@@ -164,7 +164,7 @@ def _fork_ranks() -> None:
 
     if os.environ["POOL_BACKEND"] == "gloo":
         # With a GPU each rank imports for itself: CUDA does not survive a fork.
-        from monta_megatron.integration import bench_layer, dispatcher  # noqa: F401
+        from monta_megatron.integration import dispatcher  # noqa: F401
 
     torch.set_num_threads(1)
     for rank in range(int(os.environ["WORLD_SIZE"])):

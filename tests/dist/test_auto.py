@@ -19,8 +19,8 @@ from layers import (
 )
 from pool import PoolError
 
-from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.choice import bucket_of
 from monta_megatron.planner.cluster import Cluster
 

@@ -26,8 +26,8 @@ from exchanges import (
     make_data,
 )
 
-from monta_megatron import reference
 from monta_megatron.chains import CHAINS
+from monta_megatron.exchange import reference
 
 # (ep, etp, ranks per node), on 4 ranks; 3 leaves the nodes uneven.
 SHAPES = [

@@ -15,9 +15,9 @@ from layers import (
 )
 from pool import PoolError
 
+from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.choice import uncalibrated
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.topology.layout import Layout
 
 
 def uncalibrated_cluster(ranks_per_node: int) -> Cluster:

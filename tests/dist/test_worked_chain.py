@@ -6,7 +6,7 @@ import pytest
 import worked_chain
 from conftest import Pools
 
-from monta_megatron import strict_yaml
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model

@@ -12,7 +12,7 @@ from command_lines import monta_arguments
 from pages import PAGES, REPOSITORY, commands, joined_lines
 
 from monta_megatron.cli import build_parser, main, sub_parsers
-from monta_megatron.launch.prepare import prepare
+from monta_megatron.tools.launch.prepare import prepare
 
 PLANS = re.compile(r"monta (plan|simulate|timeline --model) ")
 LAUNCHES = re.compile(r"monta launch --config (\S+)")

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from monta_megatron import strict_yaml
+from monta_megatron.common import strict_yaml
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common import strict_yaml
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.emulation.costs import SOURCE, default_costs
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
-from monta_megatron.topology.layout import Layout
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from monta_megatron.cli import main
-from monta_megatron.launch import run_directory
-from monta_megatron.launch.prepare import prepare
-from monta_megatron.launch.script import run_script
+from monta_megatron.tools.launch import run_directory
+from monta_megatron.tools.launch.prepare import prepare
+from monta_megatron.tools.launch.script import run_script
 
 MARKER = "injected"
 TOUCH = f"touch {MARKER}"

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import yaml
 
-from monta_megatron import strict_yaml
 from monta_megatron.cli import main
-from monta_megatron.launch import run_directory
-from monta_megatron.launch.arguments import from_words
-from monta_megatron.launch.check import checked
-from monta_megatron.launch.prepare import Run, prepare
-from monta_megatron.launch.run_config import RunConfig
-from monta_megatron.launch.script import run_script
-from monta_megatron.launch.start import choose_start, start_command, submit
-from monta_megatron.launch.summary import summary_of
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.plan import Plan
+from monta_megatron.tools.launch import run_directory
+from monta_megatron.tools.launch.arguments import from_words
+from monta_megatron.tools.launch.check import checked
+from monta_megatron.tools.launch.prepare import Run, prepare
+from monta_megatron.tools.launch.run_config import RunConfig
+from monta_megatron.tools.launch.script import run_script
+from monta_megatron.tools.launch.start import choose_start, start_command, submit
+from monta_megatron.tools.launch.summary import summary_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")

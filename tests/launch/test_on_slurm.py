@@ -8,9 +8,9 @@ import pytest
 import yaml
 from slurm_cluster import Cluster, missing, running_cluster
 
-from monta_megatron.launch import run_directory
-from monta_megatron.launch.prepare import Run, prepare
-from monta_megatron.launch.start import start_command
+from monta_megatron.tools.launch import run_directory
+from monta_megatron.tools.launch.prepare import Run, prepare
+from monta_megatron.tools.launch.start import start_command
 
 if reason := missing():
     pytest.skip(f"no Slurm: {reason}", allow_module_level=True)

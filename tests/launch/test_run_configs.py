@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from preloaded import Preloaded
 
-from monta_megatron import strict_yaml
-from monta_megatron.launch.prepare import Run, prepare
-from monta_megatron.launch.run_config import RunConfig
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.training_memory import state_bytes
+from monta_megatron.tools.launch.prepare import Run, prepare
+from monta_megatron.tools.launch.run_config import RunConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted((CONFIGS / "runs").glob("*.yaml"))

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron import strict_yaml
 from monta_megatron.cli import main
-from monta_megatron.launch.arguments import from_words
-from monta_megatron.launch.memory import held_state
-from monta_megatron.launch.prepare import prepare
-from monta_megatron.launch.run_config import RunLayout
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.training_memory import HeldState, state_bytes
+from monta_megatron.tools.launch.arguments import from_words
+from monta_megatron.tools.launch.memory import held_state
+from monta_megatron.tools.launch.prepare import prepare
+from monta_megatron.tools.launch.run_config import RunLayout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")

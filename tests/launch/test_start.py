@@ -114,7 +114,7 @@ def test_the_last_line_says_why_a_run_failed(tmp_path: Path) -> None:
 RUN_AND_LOG = """
 import sys
 from pathlib import Path
-from monta_megatron.launch.start import run_and_log
+from monta_megatron.tools.launch.start import run_and_log
 try:
     sys.exit(run_and_log(sys.argv[2:], Path(sys.argv[1]), sys.stdout.buffer))
 except KeyboardInterrupt as interrupt:

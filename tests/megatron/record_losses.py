@@ -17,7 +17,7 @@ from typing import Any
 
 import torch  # noqa: F401 - its import starts what the environment asks for
 
-from monta_megatron.import_hook import after_import
+from monta_megatron.common.import_hook import after_import
 
 
 def record_losses(training: ModuleType, record: Path) -> None:

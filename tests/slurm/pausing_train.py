@@ -16,7 +16,7 @@ from typing import Any
 
 import torch  # noqa: F401 - its import starts what the environment asks for
 
-from monta_megatron.import_hook import after_import
+from monta_megatron.common.import_hook import after_import
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "quickstart" / "train.py"
 LIMIT_S = 120

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.topology.layout import Layout
+from monta_megatron.chains.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

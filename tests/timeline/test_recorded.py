@@ -10,8 +10,8 @@ import pytest
 from forked_ranks import LIMIT_S, ForkedRanks
 
 from monta_megatron.cli import main
-from monta_megatron.timeline.recording import Recording
-from monta_megatron.timeline.spans import Span
+from monta_megatron.tools.timeline.recording import Recording
+from monta_megatron.tools.timeline.spans import Span
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 NUM_CHUNKS, NUM_RANKS = 3, 4
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("monta_megatron.timeline.record")
+    ranks = ForkedRanks("monta_megatron.tools.timeline.record")
     yield ranks
     ranks.close()
 

@@ -6,8 +6,8 @@ from linear_pipeline import Stage, operation_of
 
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.planner.schedule import Work
-from monta_megatron.timeline.clock import now_us
-from monta_megatron.timeline.step_times import DeviceRecorder
+from monta_megatron.tools.timeline.clock import now_us
+from monta_megatron.tools.timeline.step_times import DeviceRecorder
 
 if not torch.cuda.is_available() or torch.version.cuda is None:
     pytest.skip("needs a GPU: events have no times elsewhere", allow_module_level=True)

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 from linear_pipeline import Stage, operation_of, with_waits
 
-from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Operation, Policy
 from monta_megatron.cli import main
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
-from monta_megatron.timeline.overlap import overlap_table, overlaps
-from monta_megatron.timeline.predicted import predict
-from monta_megatron.timeline.spans import Span, TimedStep, Timeline, Track, rows_of, spans_of
-from monta_megatron.timeline.trace import chrome_trace
+from monta_megatron.tools.timeline.overlap import overlap_table, overlaps
+from monta_megatron.tools.timeline.predicted import predict
+from monta_megatron.tools.timeline.spans import Span, TimedStep, Timeline, Track, rows_of, spans_of
+from monta_megatron.tools.timeline.trace import chrome_trace
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = CONFIGS / "models/qwen3_235b_a22b.yaml"

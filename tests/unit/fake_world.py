@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains.layout import FLAT_GROUPS, Layout
 from monta_megatron.exchange.counting import Counting
-from monta_megatron.topology.layout import FLAT_GROUPS, Layout
 
 NUM_TOKENS = 48
 TOPK = 8

@@ -126,10 +126,10 @@ CASES = [
 ]
 
 IMPORTED_ONCE = (
-    "benchmark.settings",
+    "tools.bench.settings",
     "planner.search",
-    "planner.layout_ranking",
-    "calibration.run",
+    "tools.plan.layout_ranking",
+    "tools.calibrate.run",
 )
 
 Monta = Callable[[Path, str], tuple[int, str, str]]

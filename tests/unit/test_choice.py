@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from monta_megatron import strict_yaml
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common import strict_yaml
 from monta_megatron.integration.choice import choose
-from monta_megatron.options import Options
+from monta_megatron.integration.options import Options
 from monta_megatron.planner.choice import PlannedChoice, plan_for
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
-from monta_megatron.topology.layout import Layout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from preloaded import Preloaded
 
+from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.choice import uncalibrated
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
-from monta_megatron.topology.layout import Layout
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron import cli, extras
+from monta_megatron import cli
+from monta_megatron.common import extras
 
 if importlib.util.find_spec("shtab") is None:
     pytest.skip(f"needs {extras.install('completion')}", allow_module_level=True)

@@ -26,7 +26,7 @@ from monta_megatron.chains.program import COMBINE
 from monta_megatron.integration import agreement, counts, dispatcher, nodes
 from monta_megatron.integration.choice import choose
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
-from monta_megatron.options import Options
+from monta_megatron.integration.options import Options
 from monta_megatron.planner.choice import PlannedChoice
 
 HIDDEN = 32

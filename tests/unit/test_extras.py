@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron import extras
+from monta_megatron.common import extras
 
 REPOSITORY = Path(__file__).parents[2]
 

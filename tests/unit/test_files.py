@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron.files import write_whole
+from monta_megatron.common.files import write_whole
 
 
 def mode_of(path: Path) -> int:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, communicator_bytes
+from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange import groups
 from monta_megatron.exchange.groups import UNSET, peer_groups
-from monta_megatron.topology.layout import Layout
 
 CHAIN = CHAINS["hierarchical_allgather"]
 ALONE = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from monta_megatron.topology.layout import Layout
-from monta_megatron.topology.nodes import (
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.nodes import (
     consecutive_nodes,
     mixed_node,
     node_here,

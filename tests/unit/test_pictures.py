@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron import pictures
+from monta_megatron.tools import pictures
 
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron import presets
+from monta_megatron.common import presets
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.model import load_model
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import monta_megatron
-from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     COMBINE,
@@ -22,6 +22,7 @@ from monta_megatron.chains.program import (
     Policy,
     RowFormat,
 )
+from monta_megatron.common import strict_yaml
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
@@ -29,7 +30,6 @@ from monta_megatron.planner.model import Model
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.traffic import TRAFFIC
 from monta_megatron.planner.workload import Workload
-from monta_megatron.topology.layout import Layout
 
 SOURCES = Path(monta_megatron.__file__).parent
 CONFIGS = Path(__file__).parents[2] / "configs"

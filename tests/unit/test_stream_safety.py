@@ -19,6 +19,7 @@ from stream_recorder import Entry, Finding, RecordedStream, Recorder, times_in_o
 
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
 from monta_megatron.chains import lower as lower_module
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll
@@ -29,7 +30,6 @@ from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting
 from monta_megatron.exchange.state import Exchange, State
 from monta_megatron.exchange.streams import CudaStreams, Ready
-from monta_megatron.topology.layout import Layout
 
 NUM_LOCAL_EXPERTS = 2
 HIDDEN = 4

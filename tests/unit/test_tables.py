@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from monta_megatron.progress import show_progress
-from monta_megatron.tables import table
+from monta_megatron.common.progress import show_progress
+from monta_megatron.common.tables import table
 
 COLUMNS = ["chain", ">us", "why"]
 ROWS: list[Sequence[object]] = [
@@ -97,4 +97,4 @@ def test_a_training_run_does_not_import_rich() -> None:
     command = [sys.executable, "-W", "ignore", "-c", MODULES_OF_A_RUN]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     modules = set(json.loads(result.stdout))
-    assert not modules & {"rich", "monta_megatron.tables", "matplotlib"}
+    assert not modules & {"rich", "monta_megatron.common.tables", "matplotlib"}

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from monta_megatron.ranks import this_rank
+from monta_megatron.common import this_rank
 
 
 @pytest.mark.parametrize(

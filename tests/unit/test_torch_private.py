@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 import monta_megatron
-from monta_megatron.torch_private import (
+from monta_megatron.common.torch_private import (
     PRIVATE_NAMES,
     is_profiling,
     naming_group,

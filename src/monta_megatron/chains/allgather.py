@@ -9,9 +9,9 @@ go to most ranks anyway. Its transpose sums a token's partial sums over all rank
 import numpy as np
 
 from monta_megatron.chains.chain import Chain, TokenCounts
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.chains.tokens import CUT, ORDER, TO_EXPERTS, bind_cut, bind_experts, by_chunk
-from monta_megatron.topology.layout import Layout
 
 GATHER = AllGather(name="allgather", group="tp_ep")
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from monta_megatron.chains.chain import Chain, Counts
 from monta_megatron.chains.cut import cut, starts_of
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -32,7 +33,6 @@ from monta_megatron.chains.stages import (
     Segments,
     bind_gather,
 )
-from monta_megatron.topology.layout import Layout
 
 PACK = Place(name="pack")
 EXCHANGE = AllToAll(name="alltoall", group="ep")

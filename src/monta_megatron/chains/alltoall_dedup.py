@@ -9,6 +9,7 @@ one partial sum per (token, rank): one hop.
 import numpy as np
 
 from monta_megatron.chains.chain import Chain, TokenCounts
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
 from monta_megatron.chains.tokens import (
     CUT,
@@ -20,7 +21,6 @@ from monta_megatron.chains.tokens import (
     bind_experts,
     by_chunk,
 )
-from monta_megatron.topology.layout import Layout
 
 EXCHANGE = AllToAll(name="alltoall", group="ep")
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -23,7 +24,6 @@ from monta_megatron.chains.stages import (
     Stage,
     StageShape,
 )
-from monta_megatron.topology.layout import GroupName, Layout
 
 Rows: TypeAlias = Literal["pairs", "tokens"]
 Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]

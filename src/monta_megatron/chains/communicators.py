@@ -13,8 +13,8 @@ A communicator has as many channels as its budget allows; sends and receives use
 """
 
 from monta_megatron.chains.chain import Chain
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllGather, AllToAll
-from monta_megatron.topology.layout import Layout
 
 # CTAs (thread blocks) of a communicator: each keeps an SM busy and drives a channel. With 8 for
 # each of the two a chain takes 16 SMs. DeepEP takes 20 and Hybrid-EP 16 to 24; NCCL's own limit on

@@ -9,7 +9,7 @@ rows are tokens, nothing is counted by block.
 from collections.abc import Sequence
 
 from monta_megatron.chains.chain import Chain
-from monta_megatron.topology.layout import Layout
+from monta_megatron.chains.layout import Layout
 
 # A rank's tokens, its longest list of experts, and the hash of what the ranks agree on.
 HEAD_SIZE = 3

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from monta_megatron.chains.chain import BoundChain, Order, Rows, order_of_issue
+from monta_megatron.chains.layout import GroupName
 from monta_megatron.chains.one_chunk import one_chunk
 from monta_megatron.chains.program import (
     BoundProgram,
@@ -28,7 +29,6 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, StageShape
 from monta_megatron.chains.waits import waits_of
-from monta_megatron.topology.layout import GroupName
 
 
 def lower(

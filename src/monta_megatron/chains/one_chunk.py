@@ -15,6 +15,7 @@ elsewhere they are sent as they lie, column by column.
 from typing import NamedTuple
 
 from monta_megatron.chains.chain import Rows
+from monta_megatron.chains.layout import GroupName
 from monta_megatron.chains.program import (
     ID_BYTES,
     SUM_COLUMNS,
@@ -28,7 +29,6 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, Replicate, StageShape
-from monta_megatron.topology.layout import GroupName
 
 
 def parts_per_sum(etp: int, num_parts: int) -> int:

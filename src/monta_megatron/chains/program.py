@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.chain import BoundChain
+from monta_megatron.chains.layout import GroupName
 from monta_megatron.chains.stages import RowCounts
-from monta_megatron.topology.layout import GroupName
 
 ALIGNMENT_BYTES = 16
 ID_BYTES = 4

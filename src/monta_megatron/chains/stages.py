@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.topology.layout import GroupName
+from monta_megatron.chains.layout import GroupName
 
 # Rows per chunk and peer: integers at run time, expected values (floats) in the planner.
 RowCounts: TypeAlias = NDArray[Any]

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains.chain import TokenCounts
 from monta_megatron.chains.cut import expert_order, first_blocks, starts_of
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import (
     AllToAll,
     BoundStage,
@@ -14,7 +15,6 @@ from monta_megatron.chains.stages import (
     RowCounts,
     Segments,
 )
-from monta_megatron.topology.layout import Layout
 
 CUT = Place(name="cut")
 TO_NODES = Replicate(name="copy per node", part="node")

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron import cli
-from monta_megatron.benchmark.flags import FLAGS, Flag
 from monta_megatron.cli.output import add_json, only_the_report
+from monta_megatron.tools.bench.flags import FLAGS, Flag
 
 if TYPE_CHECKING:
-    from monta_megatron.benchmark.settings import Settings
-    from monta_megatron.benchmark.study import Study
-    from monta_megatron.benchmark.sweep import SweepPoint
     from monta_megatron.emulation.cluster import EmulatedCluster
+    from monta_megatron.tools.bench.settings import Settings
+    from monta_megatron.tools.bench.study import Study
+    from monta_megatron.tools.bench.sweep import SweepPoint
 
 EXAMPLE = """\
 examples, on 4 CPU ranks that stand for 2 nodes:
@@ -95,7 +95,7 @@ def check(parsed: argparse.Namespace, world_size: int) -> None:
 
 def run(parsed: argparse.Namespace, study: "Study | None" = None) -> int:
     """Run on this rank; the first rank prints. Exit status 1 if results differ from stock's."""
-    from monta_megatron.ranks.this_rank import run_as_rank
+    from monta_megatron.common.this_rank import run_as_rank
 
     if parsed.report is not None:
         return _report(parsed, study)
@@ -103,10 +103,10 @@ def run(parsed: argparse.Namespace, study: "Study | None" = None) -> int:
 
 
 def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
-    from monta_megatron.benchmark.sweep import Results
-    from monta_megatron.pictures import check_can_plot
+    from monta_megatron.common.this_rank import find_this_rank
     from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.ranks.this_rank import find_this_rank
+    from monta_megatron.tools.bench.sweep import Results
+    from monta_megatron.tools.pictures import check_can_plot
 
     # Step 1: what was asked for.
     cluster = None if parsed.cluster is None else load_cluster(parsed.cluster)
@@ -124,8 +124,8 @@ def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
     # Step 2: measure.
     reports = []
     with only_the_report():
-        from monta_megatron.benchmark.run import MismatchError, run_benchmarks
-        from monta_megatron.progress import show_progress
+        from monta_megatron.common.progress import show_progress
+        from monta_megatron.tools.bench.run import MismatchError, run_benchmarks
 
         def is_kept(settings: "Settings", emulated: "EmulatedCluster | None") -> bool:
             return results is not None and results.holds(settings, emulated, study)
@@ -153,8 +153,8 @@ def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
 
 
 def _points(parsed: argparse.Namespace, world_size: int) -> "list[SweepPoint]":
-    from monta_megatron.benchmark.settings import parse_settings
-    from monta_megatron.benchmark.sweep import SweepPoint, read_sweep
+    from monta_megatron.tools.bench.settings import parse_settings
+    from monta_megatron.tools.bench.sweep import SweepPoint, read_sweep
 
     if parsed.sweep is not None:
         if parsed.out is None:
@@ -164,8 +164,8 @@ def _points(parsed: argparse.Namespace, world_size: int) -> "list[SweepPoint]":
 
 
 def _report(parsed: argparse.Namespace, study: "Study | None") -> int:
-    from monta_megatron.benchmark.sweep import read_reports
-    from monta_megatron.pictures import check_can_plot
+    from monta_megatron.tools.bench.sweep import read_reports
+    from monta_megatron.tools.pictures import check_can_plot
 
     reports = read_reports(Path(parsed.report))
     if not reports:
@@ -179,8 +179,8 @@ def _report(parsed: argparse.Namespace, study: "Study | None") -> int:
 def _plot(reports: list[dict[str, Any]], folder: str | None) -> None:
     if folder is None or not reports:
         return
-    from monta_megatron.benchmark.plots import plot_report
-    from monta_megatron.benchmark.sweep_plots import plot_sweep
+    from monta_megatron.tools.bench.plots import plot_report
+    from monta_megatron.tools.bench.sweep_plots import plot_sweep
 
     for path in [*plot_report(reports[0], Path(folder)), *plot_sweep(reports, Path(folder))]:
         print(f"monta bench: drew {path}", file=sys.stderr)
@@ -189,8 +189,8 @@ def _plot(reports: list[dict[str, Any]], folder: str | None) -> None:
 def _print_summary(
     reports: list[dict[str, Any]], as_json: bool, study: "Study | None" = None
 ) -> None:
-    from monta_megatron.benchmark.summary import summarise
-    from monta_megatron.benchmark.summary_tables import summary_lines
+    from monta_megatron.tools.bench.summary import summarise
+    from monta_megatron.tools.bench.summary_tables import summary_lines
 
     if as_json:
         summary = {} if study is not None else {"summary": summarise(reports)}
@@ -202,7 +202,7 @@ def _print_summary(
 
 
 def _print_report(report: dict[str, Any], as_json: bool, study: "Study | None" = None) -> None:
-    from monta_megatron.benchmark.report import Row, prediction_table, table
+    from monta_megatron.tools.bench.report import Row, prediction_table, table
 
     rows = [Row(**row) for row in report["rows"]]
     left_out = (f"left out: {name}: {why}" for name, why in report["meta"]["skipped"].items())

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.output import add_json, only_the_report
-from monta_megatron.flags import positive, printable, whole
-from monta_megatron.quantities import counted
+from monta_megatron.common.flags import positive, printable, whole
+from monta_megatron.common.quantities import counted
 
 if TYPE_CHECKING:
-    from monta_megatron.calibration.run import Calibration
+    from monta_megatron.tools.calibrate.run import Calibration
 
 EXAMPLE = """\
 examples:
@@ -66,15 +66,15 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure on this rank; the first one writes and prints."""
-    from monta_megatron.ranks.this_rank import run_as_rank
+    from monta_megatron.common.this_rank import run_as_rank
 
     return run_as_rank(lambda: _run(parsed))
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from monta_megatron.calibration.record import alone
-    from monta_megatron.pictures import check_can_plot
-    from monta_megatron.ranks.this_rank import find_this_rank, is_first_rank
+    from monta_megatron.common.this_rank import find_this_rank, is_first_rank
+    from monta_megatron.tools.calibrate.record import alone
+    from monta_megatron.tools.pictures import check_can_plot
 
     # Step 1: what was asked for.
     if parsed.out is None:
@@ -91,8 +91,8 @@ def _run(parsed: argparse.Namespace) -> int:
     # Step 2: measure, and write.
     mine = alone(partial) if this_rank.rank == 0 else nullcontext()
     with mine, only_the_report():
-        from monta_megatron.calibration.run import Settings, calibrate
-        from monta_megatron.progress import show_progress
+        from monta_megatron.common.progress import show_progress
+        from monta_megatron.tools.calibrate.run import Settings, calibrate
 
         settings = Settings(
             partial=partial,
@@ -113,7 +113,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _write(result: "Calibration", out: Path, partial: Path) -> None:
-    from monta_megatron.files import write_whole
+    from monta_megatron.common.files import write_whole
     from monta_megatron.planner.cluster_file import dump_measured
 
     write_whole(out, dump_measured(result.cluster))
@@ -121,8 +121,8 @@ def _write(result: "Calibration", out: Path, partial: Path) -> None:
 
 
 def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None:
-    from monta_megatron import strict_yaml
-    from monta_megatron.calibration.report import doubt_lines, lines
+    from monta_megatron.common import strict_yaml
+    from monta_megatron.tools.calibrate.report import doubt_lines, lines
 
     wrote = f"{counted(result.rounds, 'round')}; wrote {out}"
     text = [*lines(result.cluster), "", wrote, *doubt_lines(result.cluster)]
@@ -136,7 +136,7 @@ def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None
         }
         print(json.dumps(document, indent=2))
     if parsed.plot is not None:
-        from monta_megatron.calibration.plots import plot_curves
+        from monta_megatron.tools.calibrate.plots import plot_curves
 
         path = plot_curves(result.cluster, Path(parsed.plot))
         print(f"monta calibrate: drew {path}", file=sys.stderr)

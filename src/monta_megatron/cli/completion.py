@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from monta_megatron import extras
+from monta_megatron.common import extras
 
 EXAMPLE = """\
 examples:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from monta_megatron import extras
 from monta_megatron.cli.output import add_json
-from monta_megatron.tables import table
+from monta_megatron.common import extras
+from monta_megatron.common.tables import table
 
 WIDTH = 80
 
@@ -240,7 +240,7 @@ def _communicators() -> list[Finding]:
 
 
 def _topology() -> list[Finding]:
-    from monta_megatron.topology.nodes import is_named, node_here, ranks_per_node_from_launcher
+    from monta_megatron.chains.nodes import is_named, node_here, ranks_per_node_from_launcher
 
     if is_named():
         return [Finding("node", "ok", f"{node_here()}, by MONTA_NODE")]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.output import add_json
 from monta_megatron.cli.planning import IGNORE_MEMORY
-from monta_megatron.quantities import counted
-from monta_megatron.texts import command_line, shown
+from monta_megatron.common.quantities import counted
+from monta_megatron.common.texts import command_line, shown
 
 if TYPE_CHECKING:
-    from monta_megatron.launch.prepare import Run
+    from monta_megatron.tools.launch.prepare import Run
 
 EXAMPLE = """\
 What stands behind -- are arguments of Megatron; they go before those of the
@@ -78,12 +78,12 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Prepare, write and start the run; returns its exit status."""
-    from monta_megatron.launch import run_directory
-    from monta_megatron.launch.check import checked
-    from monta_megatron.launch.prepare import prepare
-    from monta_megatron.launch.script import run_script
-    from monta_megatron.launch.start import choose_start, run_and_log, start_command, submit
-    from monta_megatron.launch.summary import summary_of
+    from monta_megatron.tools.launch import run_directory
+    from monta_megatron.tools.launch.check import checked
+    from monta_megatron.tools.launch.prepare import prepare
+    from monta_megatron.tools.launch.script import run_script
+    from monta_megatron.tools.launch.start import choose_start, run_and_log, start_command, submit
+    from monta_megatron.tools.launch.summary import summary_of
 
     words = parsed.megatron[1:] if parsed.megatron[:1] == ["--"] else parsed.megatron
     prepared = prepare(
@@ -129,7 +129,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _why(status: int, log: Path) -> str:
-    from monta_megatron.ranks.cause import cause_of, ended
+    from monta_megatron.common.cause import cause_of, ended
 
     with log.open(encoding="utf-8", errors="replace") as lines:
         cause = cause_of(lines)
@@ -163,7 +163,7 @@ def _tell(line: str) -> None:
 
 
 def _document(prepared: "Run", command: list[str]) -> dict[str, Any]:
-    from monta_megatron.strict_yaml import plain
+    from monta_megatron.common.strict_yaml import plain
 
     plan = prepared.plan
     return {

@@ -8,8 +8,8 @@ from typing import Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json
-from monta_megatron.flags import fraction, positive
-from monta_megatron.quantities import bytes_of_gb
+from monta_megatron.common.flags import fraction, positive
+from monta_megatron.common.quantities import bytes_of_gb
 
 EXAMPLE = """\
 examples:
@@ -51,11 +51,11 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print the decision, or the ranking."""
-    from monta_megatron import strict_yaml
-    from monta_megatron.planner.program_table import program_lines, program_of
-    from monta_megatron.planner.report import layout_lines, plan_lines, rate_lines
-    from monta_megatron.planner.request import plan_request
+    from monta_megatron.common import strict_yaml
     from monta_megatron.planner.search import MARGIN
+    from monta_megatron.tools.plan.program_table import program_lines, program_of
+    from monta_megatron.tools.plan.report import layout_lines, plan_lines, rate_lines
+    from monta_megatron.tools.plan.request import plan_request
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
         raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")

@@ -6,11 +6,11 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.flags import positive, whole
+from monta_megatron.common.flags import positive, whole
 from monta_megatron.planner import ROUTINGS
 
 if TYPE_CHECKING:
-    from monta_megatron.planner.request import PlanInputs, PlanRequest
+    from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
 
 SIZES = {
     "world-size": "all ranks (default: those of the cluster)",
@@ -70,8 +70,8 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
     Raises:
         ValueError: a file or flag is wrong, or the layout does not fit.
     """
-    from monta_megatron.planner.request import PlanRequest, read_inputs
-    from monta_megatron.progress import show_progress
+    from monta_megatron.common.progress import show_progress
+    from monta_megatron.tools.plan.request import PlanRequest, read_inputs
 
     request = PlanRequest(
         **{entry.name: getattr(parsed, entry.name) for entry in fields(PlanRequest)}

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json
-from monta_megatron.flags import positive, whole
-from monta_megatron.names import one_of
+from monta_megatron.common.flags import positive, whole
+from monta_megatron.common.names import one_of
+from monta_megatron.common.quantities import counted
+from monta_megatron.common.tables import table
 from monta_megatron.planner import ROUTINGS
-from monta_megatron.quantities import counted
-from monta_megatron.tables import table
 
 if TYPE_CHECKING:
     from monta_megatron.planner.layout import ParallelLayout
     from monta_megatron.planner.plan import Plan
-    from monta_megatron.planner.request import PlanInputs, PlanRequest
     from monta_megatron.planner.training_memory import TrainingMemory
+    from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
 
 EXAMPLE = """\
 examples:
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Plan at every value."""
-    from monta_megatron.pictures import check_can_plot
+    from monta_megatron.tools.pictures import check_can_plot
 
     request, inputs = planning.read(parsed)
     sweep: _Sweep = parsed.sweep
@@ -114,7 +114,7 @@ def run(parsed: argparse.Namespace) -> int:
         ]
         print("\n\n".join(["\n".join(about), *_tables(sweep, plans), "\n".join(after)]))
     if parsed.plot is not None:
-        from monta_megatron.planner.plots import plot_plans
+        from monta_megatron.tools.plan.plots import plot_plans
 
         path = Path(parsed.plot) / f"simulate_{sweep.factor}.png"
         plot_plans(sweep.values, plans, FACTORS[sweep.factor][1], title, path)
@@ -139,7 +139,7 @@ def _plan(
     request: "PlanRequest", inputs: "PlanInputs", factor: str, value: float
 ) -> "tuple[Plan, TrainingMemory]":
     """The plan with this value of the factor, everything else as requested, and its memory."""
-    from monta_megatron.planner.request import plan_request
+    from monta_megatron.tools.plan.request import plan_request
 
     model, cluster = inputs.model, inputs.cluster
     settings: dict[str, Any] = {}

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.benchmark.flags import FLAGS
 from monta_megatron.cli import planning
 from monta_megatron.cli.bench import add_flags
 from monta_megatron.cli.output import add_json, only_the_report
-from monta_megatron.files import make_folder
-from monta_megatron.flags import whole
-from monta_megatron.quantities import counted
+from monta_megatron.common.files import make_folder
+from monta_megatron.common.flags import whole
+from monta_megatron.common.quantities import counted
+from monta_megatron.tools.bench.flags import FLAGS
 
 if TYPE_CHECKING:
     from monta_megatron.chains import Chain
     from monta_megatron.planner.cluster import Cluster
-    from monta_megatron.timeline.recording import Recording
-    from monta_megatron.timeline.spans import Timeline
+    from monta_megatron.tools.timeline.recording import Recording
+    from monta_megatron.tools.timeline.spans import Timeline
 
 EXAMPLE = """\
 examples:
@@ -92,7 +92,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Draw; in a launch, only the first rank writes and prints."""
-    from monta_megatron.ranks.this_rank import run_as_rank
+    from monta_megatron.common.this_rank import run_as_rank
 
     return _run(parsed) if parsed.record is None else run_as_rank(lambda: _run(parsed))
 
@@ -154,7 +154,7 @@ def _way(parsed: argparse.Namespace) -> str:
 
 
 def _read(parsed: argparse.Namespace) -> _Drawing:
-    from monta_megatron.timeline.recording import Recording
+    from monta_megatron.tools.timeline.recording import Recording
 
     path = Path(parsed.recording)
     return _of_recording(Recording.load(path), path, _cluster(parsed))
@@ -162,9 +162,9 @@ def _read(parsed: argparse.Namespace) -> _Drawing:
 
 def _predict(parsed: argparse.Namespace) -> _Drawing:
     from monta_megatron.chains import CHAINS
-    from monta_megatron.planner.request import plan_request
-    from monta_megatron.timeline.predicted import predict
-    from monta_megatron.timeline.spans import pipeline_name
+    from monta_megatron.tools.plan.request import plan_request
+    from monta_megatron.tools.timeline.predicted import predict
+    from monta_megatron.tools.timeline.spans import pipeline_name
 
     request, inputs = planning.read(parsed)
     cluster, layout = inputs.cluster, inputs.layout
@@ -193,9 +193,9 @@ def _predict(parsed: argparse.Namespace) -> _Drawing:
 
 def _record(parsed: argparse.Namespace) -> _Drawing | None:
     """Record on this rank; None on all but the first."""
-    from monta_megatron.benchmark.settings import parse_settings
-    from monta_megatron.progress import show_progress
-    from monta_megatron.ranks.this_rank import find_this_rank
+    from monta_megatron.common.progress import show_progress
+    from monta_megatron.common.this_rank import find_this_rank
+    from monta_megatron.tools.bench.settings import parse_settings
 
     this_rank = find_this_rank("timeline --record")
     flags = {**vars(parsed), "stock": "alltoall", "chains": "auto", "num_chunks": None}
@@ -211,7 +211,7 @@ def _record(parsed: argparse.Namespace) -> _Drawing | None:
         make_folder(folder, "--record")
 
     with only_the_report():
-        from monta_megatron.timeline.record import record
+        from monta_megatron.tools.timeline.record import record
 
         with show_progress("timeline", this_rank.rank == 0) as progress:
             recording = record(settings, this_rank, cluster, progress)
@@ -241,7 +241,7 @@ def _of_recording(recording: "Recording", path: Path, cluster: "Cluster | None")
 
 def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
     """The cluster of --cluster, if it is given."""
-    from monta_megatron.planner.request import cluster_with_rate
+    from monta_megatron.tools.plan.request import cluster_with_rate
 
     if parsed.cluster is None:
         return None
@@ -259,11 +259,12 @@ def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
 
 def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
     """Write the trace and the picture, then print how much overlapped, as text or JSON."""
-    from monta_megatron import pictures, strict_yaml
-    from monta_megatron.files import write_whole
-    from monta_megatron.timeline.overlap import overlap_table, overlaps
-    from monta_megatron.timeline.picture import draw
-    from monta_megatron.timeline.trace import chrome_trace
+    from monta_megatron.common import strict_yaml
+    from monta_megatron.common.files import write_whole
+    from monta_megatron.tools import pictures
+    from monta_megatron.tools.timeline.overlap import overlap_table, overlaps
+    from monta_megatron.tools.timeline.picture import draw
+    from monta_megatron.tools.timeline.trace import chrome_trace
 
     folder = drawing.folder if parsed.out is None else Path(parsed.out)
     make_folder(folder, "--out")

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from monta_megatron.common.import_hook import after_import
 from monta_megatron.emulation import gloo_collectives
-from monta_megatron.import_hook import after_import
 
 # What a Megatron command line needs on CPU ranks: no Transformer Engine, no fused CUDA kernel, and
 # no extra processes to load data.

@@ -21,15 +21,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from monta_megatron import strict_yaml
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.cause import cause_of, ended
+from monta_megatron.common.files import write_whole
+from monta_megatron.common.quantities import counted
+from monta_megatron.common.texts import shown
 from monta_megatron.emulation import link_rate, network, sandbox
 from monta_megatron.emulation.cluster import ENVIRONMENT_VARIABLE, EmulatedCluster
 from monta_megatron.emulation.costs import default_costs
 from monta_megatron.emulation.network import PRIVATE_DIRECTORY, in_node
-from monta_megatron.files import write_whole
-from monta_megatron.quantities import counted
-from monta_megatron.ranks.cause import cause_of, ended
-from monta_megatron.texts import shown
 
 # After one node has failed, the others get this long to fail too and to report why.
 _GRACE_SECONDS = 5.0
@@ -150,7 +150,7 @@ def _start_node(
         *(str(stdout_rank), sys.executable, "-u", *command),
     ]
     torchrun = [
-        *(sys.executable, "-m", "monta_megatron.ranks.torchrun"),
+        *(sys.executable, "-m", "monta_megatron.common.torchrun"),
         *("--nnodes", str(cluster.nodes), "--node-rank", str(node)),
         *("--nproc-per-node", str(cluster.ranks_per_node)),
         *("--master-addr", cluster.address(0), "--master-port", "29500", "--local-addr", address),

@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from monta_megatron.torch_private import timeout_of
+from monta_megatron.common.torch_private import timeout_of
 
 # torch's own, taken before `gloo_collectives` replaces it by a stand-in.
 _all_gather = dist.all_gather

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
 from monta_megatron.chains.gathered import gathered_widths, part_sizes
-from monta_megatron.topology.layout import Layout
+from monta_megatron.chains.layout import Layout
 
 T = TypeVar("T", int, NDArray[np.int64])
 

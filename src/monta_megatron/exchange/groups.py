@@ -7,16 +7,16 @@ import torch.distributed as dist
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, OWN_GROUPS
-from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.topology.layout import Layout
-from monta_megatron.topology.nodes import (
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.nodes import (
     check_named_alike,
     consecutive_nodes,
     is_named,
     node_here,
     number_nodes,
 )
-from monta_megatron.torch_private import naming_group, options_of, timeout_of
+from monta_megatron.common.torch_private import naming_group, options_of, timeout_of
+from monta_megatron.exchange.collectives import PeerGroup
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import profiler
 
 from monta_megatron.chains.program import Operation
-from monta_megatron.torch_private import is_profiling
+from monta_megatron.common.torch_private import is_profiling
 
 Action = Literal["begin", "start", "wait", "ready", "end"]
 _NO_RANGE = nullcontext()

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common.quantities import bytes_of_gb, counted
 from monta_megatron.integration.agreement import agree
-from monta_megatron.options import AUTO, Options
+from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.planner.choice import (
     NUM_CHUNKS,
     Choice,
@@ -20,8 +22,6 @@ from monta_megatron.planner.choice import (
 from monta_megatron.planner.plan import exchange_of
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
-from monta_megatron.quantities import bytes_of_gb, counted
-from monta_megatron.topology.layout import Layout
 
 
 def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> Choice:

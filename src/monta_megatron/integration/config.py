@@ -10,18 +10,18 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from monta_megatron.chains.layout import Layout
 from monta_megatron.integration.choice import check_chain_runs
 from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
 from monta_megatron.integration.duties import check_duties
-from monta_megatron.integration.versions import check_megatron_version
-from monta_megatron.options import (
+from monta_megatron.integration.options import (
     DISPATCHER_TYPE,
     OPTION_NAMES,
     OptionFields,
     Options,
     defaults_from_environment,
 )
-from monta_megatron.topology.layout import Layout
+from monta_megatron.integration.versions import check_megatron_version
 
 
 def extend_transformer_config(transformer_config: ModuleType) -> None:

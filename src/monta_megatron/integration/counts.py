@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
 
 from monta_megatron.chains import Counts
+from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.counting import Counting, GatheredCounts
 from monta_megatron.exchange.state import ExchangeError
-from monta_megatron.topology.layout import Layout
 
 
 @dataclass(kw_only=True)

@@ -26,6 +26,9 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from monta_megatron.chains.gathered import counted_blocks
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common.quantities import counted
+from monta_megatron.common.texts import shown
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counting import Counting, GatheredCounts
@@ -37,17 +40,14 @@ from monta_megatron.integration.choice import choose_alike, rule_of
 from monta_megatron.integration.counts import CapacityCounts, CountExchange
 from monta_megatron.integration.duties import check_duties
 from monta_megatron.integration.nodes import nodes_of_exchange
+from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.integration.strategies import (
     STRATEGIES,
     PermutedTokens,
     WholeTokens,
     fill_to_capacity,
 )
-from monta_megatron.options import AUTO, Options
 from monta_megatron.planner.choice import Choice
-from monta_megatron.quantities import counted
-from monta_megatron.texts import shown
-from monta_megatron.topology.layout import Layout
 
 # Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.

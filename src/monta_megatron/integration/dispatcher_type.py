@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
-from monta_megatron.options import DISPATCHER_TYPE
+from monta_megatron.integration.options import DISPATCHER_TYPE
 
 
 class Place(NamedTuple):

@@ -3,11 +3,7 @@
 import torch.distributed as dist
 
 from monta_megatron import __version__
-from monta_megatron.exchange.groups import gather_objects
-from monta_megatron.integration.agreement import check_alike
-from monta_megatron.options import Options
-from monta_megatron.quantities import counted
-from monta_megatron.topology.nodes import (
+from monta_megatron.chains.nodes import (
     check_named_alike,
     consecutive_nodes,
     is_named,
@@ -15,6 +11,10 @@ from monta_megatron.topology.nodes import (
     node_here,
     number_nodes,
 )
+from monta_megatron.common.quantities import counted
+from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.integration.agreement import check_alike
+from monta_megatron.integration.options import Options
 
 
 def nodes_of_exchange(

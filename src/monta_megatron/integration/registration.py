@@ -13,7 +13,7 @@ import pkgutil
 import sys
 from types import ModuleType
 
-from monta_megatron.import_hook import after_import
+from monta_megatron.common.import_hook import after_import
 
 # A module of Megatron, and the function in this package that changes it: by name, so that this file
 # stays light and the function is imported only when Megatron's module is.

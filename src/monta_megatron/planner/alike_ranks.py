@@ -17,8 +17,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from monta_megatron.chains.layout import FLAT_GROUPS, Layout
 from monta_megatron.planner.routing import Routing
-from monta_megatron.topology.layout import FLAT_GROUPS, Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from monta_megatron.chains.program import (
     FORWARD_BACKWARD,
     Pass,
 )
+from monta_megatron.common.quantities import counted
 from monta_megatron.planner.alike_ranks import priced_ranks
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import TIERS, Tier
@@ -22,7 +23,6 @@ from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, price_walk
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.traffic import WalkTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
-from monta_megatron.quantities import counted
 
 WALKS: dict[Phase, tuple[Pass, ...]] = {
     "forward": FORWARD,

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
-from monta_megatron import presets
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.cut import blocks_for
 from monta_megatron.chains.gathered import gathered_widths
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common import presets
+from monta_megatron.common.quantities import counted, gb_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.plan import Plan, hash_of
 from monta_megatron.planner.search import NUM_CHUNKS, plan
 from monta_megatron.planner.workload import Workload
-from monta_megatron.quantities import counted, gb_text
-from monta_megatron.topology.layout import Layout
 
 # The preset whose figures are taken where nothing was measured.
 UNCALIBRATED = "h100_8x_ndr"

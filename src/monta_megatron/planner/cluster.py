@@ -8,10 +8,8 @@ from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple
 
 from monta_megatron.chains.program import COLLECTIVES, Policy
-from monta_megatron.planner.curves import OLD_RATE, TIERS, Curve, Kind, Operation, Tier
-from monta_megatron.planner.rate import Rate
-from monta_megatron.quantities import bytes_of_gb
-from monta_megatron.strict_yaml import (
+from monta_megatron.common.quantities import bytes_of_gb
+from monta_megatron.common.strict_yaml import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -19,6 +17,8 @@ from monta_megatron.strict_yaml import (
     Text,
     require,
 )
+from monta_megatron.planner.curves import OLD_RATE, TIERS, Curve, Kind, Operation, Tier
+from monta_megatron.planner.rate import Rate
 
 # Operations on the routing map and on lists of experts, made of many short steps.
 FINDS: tuple[Operation, ...] = ("find", "find_lists", "count", "lists")

@@ -8,7 +8,7 @@ memory may be changed by hand; who changes the costs says so with `checksum: edi
 from pathlib import Path
 from typing import Any
 
-from monta_megatron import presets, strict_yaml
+from monta_megatron.common import presets, strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import hash_of
 

@@ -16,8 +16,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 import numpy as np
 
 from monta_megatron.chains.program import Resource
-from monta_megatron.planner.rate import Rate
-from monta_megatron.strict_yaml import (
+from monta_megatron.common.strict_yaml import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -25,6 +24,7 @@ from monta_megatron.strict_yaml import (
     Text,
     require,
 )
+from monta_megatron.planner.rate import Rate
 
 Operation: TypeAlias = Literal[
     "alltoall",

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common.strict_yaml import PositiveInt, require
 from monta_megatron.planner.model import Model
-from monta_megatron.strict_yaml import PositiveInt, require
-from monta_megatron.topology.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ Notation: T = tokens, E = experts.
 import numpy as np
 from numpy.typing import NDArray
 
+from monta_megatron.common.quantities import counted
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.sampled_routing import SampledRouting
-from monta_megatron.quantities import counted
 
 # Tokens drawn to find the expected counts of a routing that has no formula.
 NUM_SAMPLES = 4096

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
-from monta_megatron.files import write_whole
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.files import write_whole
+from monta_megatron.common.strict_yaml import NonNegativeFloat, PositiveInt, Text
 from monta_megatron.planner.curves import Tier
 from monta_megatron.planner.tier_rates import TierRate
 from monta_megatron.planner.workload import Workload
-from monta_megatron.strict_yaml import NonNegativeFloat, PositiveInt, Text
 
 Phase = Literal["forward", "forward_backward"]
 

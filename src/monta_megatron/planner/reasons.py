@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from monta_megatron.common.quantities import gb_text
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.plan import Candidate
-from monta_megatron.quantities import gb_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from monta_megatron.common.quantities import counted
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.sampled_routing import SampledRouting
-from monta_megatron.quantities import counted
 
 # Enough tokens for shares within half a percent; the rest of a long trace is not read.
 MAX_TOKENS_PER_FILE = 32768

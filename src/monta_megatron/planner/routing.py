@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.quantities import counted
-from monta_megatron.topology.layout import Layout
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common.quantities import counted
 
 
 class Routing(Hashable, Protocol):

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from monta_megatron.common.strict_yaml import Text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import TIERS, Operation, Tier
 from monta_megatron.planner.rate import Rate
-from monta_megatron.strict_yaml import Text
 
 TIER_NAMES: dict[Tier, str] = {"inter": "network", "intra": "node link", "memory": "memory"}
 

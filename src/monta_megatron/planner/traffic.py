@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.program import BoundProgram, Kind, Resource
 from monta_megatron.chains.program import Operation as ProgramOperation
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.curves import Operation
-from monta_megatron.topology.layout import GroupName, Layout
 
 GATHER_OF_COUNTS = "gather of counts"
 COUNT_BYTES = 8

@@ -10,13 +10,13 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, communicator_bytes
+from monta_megatron.common.quantities import size_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.search import slowest_plan
 from monta_megatron.planner.workload import Workload
-from monta_megatron.quantities import size_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.cut import blocks_for
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import BoundProgram, Pass, Policy, RowFormat
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing import Routing, UniformRouting
-from monta_megatron.topology.layout import Layout
 
 # Of fp32, in which copies of a row are summed at least.
 LEAST_SUM_BYTES = 4

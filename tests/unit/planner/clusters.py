@@ -3,13 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from monta_megatron import strict_yaml
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 from monta_megatron.planner.curves import Tier
 from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload
-from monta_megatron.topology.layout import Layout
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 

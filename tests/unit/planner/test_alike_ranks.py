@@ -7,13 +7,13 @@ from clusters import layout_of, preset, workload_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.alike_ranks import PricedRanks, priced_ranks
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.named_routing import skewed_routing
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
-from monta_megatron.topology.layout import Layout
 
 
 class RankByRank(UniformRouting):

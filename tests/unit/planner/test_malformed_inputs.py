@@ -9,8 +9,8 @@ import pytest
 import yaml
 from clusters import CONFIGS, preset, workload_of
 
-from monta_megatron import strict_yaml
 from monta_megatron.cli import main
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.search import plan
 

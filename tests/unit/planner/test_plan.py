@@ -13,9 +13,9 @@ import pytest
 from clusters import CONFIGS, LAUNCH, layout_of, link, preset, with_link, workload_of
 from measured_routing import MeasuredRouting
 
-from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.gathered import gathered_widths
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.alike_ranks import priced_ranks
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.choice import uncalibrated
@@ -25,10 +25,10 @@ from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.named_routing import skewed_routing
 from monta_megatron.planner.plan import Phase, Plan, exchange_of, hash_of
-from monta_megatron.planner.report import plan_lines
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
+from monta_megatron.tools.plan.report import plan_lines
 
 A800 = preset("a800_2x8_ib200")
 H100 = preset("h100_8x_ndr")

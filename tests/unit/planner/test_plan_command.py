@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from clusters import CONFIGS, layout_of, preset
 
-from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS
 from monta_megatron.cli import main
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.layout_ranking import rank_layouts
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import state_bytes
 from monta_megatron.planner.workload import Workload, workloads_of
+from monta_megatron.tools.plan.layout_ranking import rank_layouts
 
 MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
 A800 = ["--cluster", str(CONFIGS / "clusters" / "a800_2x8_ib200.yaml")]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from clusters import CONFIGS, link, preset, workload_of
 
-from monta_megatron import strict_yaml
 from monta_megatron.cli import main
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.plan import Plan

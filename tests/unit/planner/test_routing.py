@@ -11,8 +11,8 @@ import pytest
 from clusters import CONFIGS, layout_of
 from measured_routing import MeasuredRouting
 
-from monta_megatron import strict_yaml
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
+from monta_megatron.common import strict_yaml
 from monta_megatron.planner import router_trace
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.router_trace import traced_routing

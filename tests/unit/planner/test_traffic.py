@@ -7,7 +7,6 @@ import pytest
 from clusters import preset, workload_of
 from measured_routing import MeasuredRouting
 
-from monta_megatron.calibration.points import BYTES_PER_ROW, HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.program import (
     COMBINE,
@@ -21,6 +20,7 @@ from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.traffic import WalkTraffic
 from monta_megatron.planner.workload import Workload
+from monta_megatron.tools.calibrate.points import BYTES_PER_ROW, HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 
 
 def walk_traffic(

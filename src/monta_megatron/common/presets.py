@@ -1,0 +1,38 @@
+"""Presets: the models, clusters and runs of `configs/`, which every installation has by name."""
+
+from pathlib import Path
+from typing import Literal
+
+from monta_megatron.common.names import advice
+
+Kind = Literal["models", "clusters", "runs"]
+
+# setup.py puts the checkout's folder into the package of a wheel.
+_IN_WHEEL, _IN_CHECKOUT = (
+    Path(__file__).parents[1] / "configs",
+    Path(__file__).parents[3] / "configs",
+)
+FOLDER = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
+
+
+def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
+    """The file that a user means: an existing path, or else the name of a preset.
+
+    Args:
+        kind: what it holds.
+        given: the path or the name.
+        folder: what a relative path is relative to; the working folder by default.
+
+    Raises:
+        ValueError: there is neither; the message names the preset that was probably meant.
+    """
+    path = Path(folder, given)
+    presets = {preset.stem: preset for preset in sorted((FOLDER / kind).glob("*.yaml"))}
+    if not path.is_file() and str(given) in presets:
+        return presets[str(given)]
+    if not path.exists():
+        known = advice(path.stem, presets)
+        raise ValueError(
+            f"{path}: cannot be read: No such file or directory, nor a preset; {known}"
+        )
+    return path

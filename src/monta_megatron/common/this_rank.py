@@ -1,0 +1,140 @@
+"""Which rank this process is, from the variables of torchrun or srun. No torch."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from monta_megatron.common.texts import shown
+
+OTHER_RANKS_LINGER_S = 5.0
+OTHER_NODES_LINGER_S = 10.0
+INTERRUPT_REACHES_ALL_S = 1.0
+
+# torch's variables, and those of srun that mean the same.
+AS_SRUN_NAMES = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThisRank:
+    """This process among the ranks of its launch.
+
+    Attributes:
+        rank: its number among all ranks.
+        world_size: number of ranks.
+        local_rank: its number among the ranks of its node.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def find_this_rank(command: str, environ: MutableMapping[str, str] = os.environ) -> ThisRank:
+    """Which rank this process is; under srun, sets the variables that torch reads.
+
+    Args:
+        command: the sub-command of `monta`, for the message.
+        environ: the environment of this process.
+
+    Raises:
+        ValueError: there is no launcher, or one of its variables is missing.
+    """
+    if "RANK" not in environ and environ.keys() >= set(AS_SRUN_NAMES.values()):
+        _name_as_torch_does(environ)
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        raise ValueError(
+            "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
+            f"--nproc-per-node N -m monta_megatron.cli {command} ..., srun, or monta emulate"
+        )
+    return ThisRank(
+        rank=int(environ["RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
+        local_rank=int(environ.get("LOCAL_RANK", "0")),
+    )
+
+
+def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank reports for all; also true in a process that no launcher started."""
+    return _variable("RANK", environ) in (None, "0")
+
+
+def linger(time_s: float = OTHER_RANKS_LINGER_S) -> None:
+    """Let the first rank report why before a silent rank's exit makes torchrun end all ranks."""
+    time.sleep(time_s)
+
+
+def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Report a mistake on standard error, if possible in one line for all ranks that make it.
+
+    The first rank does so at once, and its end ends the launch. A rank that is still there after a
+    while has made the mistake without it, as where one node lacks a file, and reports it too; first
+    ranks of nodes come before the others. Where a launcher lets nodes end by themselves, that is
+    one line per node.
+    """
+    line = shown(line)
+    if is_first_rank(environ):
+        print(line, file=sys.stderr, flush=True)
+        return
+    linger(OTHER_NODES_LINGER_S)
+    if _variable("LOCAL_RANK", environ) != "0":
+        linger()
+    print(
+        f"{line} (rank {_variable('RANK', environ)} on {socket.gethostname()})",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def run_as_rank(run: Callable[[], int]) -> int:
+    """Run a command on every rank of a launch, so that Ctrl-C and failures end all of it in order.
+
+    Args:
+        run: the command; returns the exit status, or raises ValueError for a user's mistake.
+    """
+    interrupts = []
+
+    def interrupt(*signal_and_frame: Any) -> None:
+        interrupts.append(signal_and_frame)
+        raise KeyboardInterrupt
+
+    handler_before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        status = run()
+    except RuntimeError:
+        # An interrupted launch ends rank by rank, so it is no fault that this rank lost its peers:
+        # its own interrupt may still be on its way, or autograd may have replaced it by the error
+        # about the lost peers.
+        time.sleep(INTERRUPT_REACHES_ALL_S)
+        if interrupts:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, handler_before)
+    if status != 0 and not is_first_rank():
+        linger()
+    return status
+
+
+def _variable(name: str, environ: Mapping[str, str]) -> str | None:
+    """A variable of torch's, or the one of srun that means the same."""
+    return environ.get(name, environ.get(AS_SRUN_NAMES[name]))
+
+
+def _name_as_torch_does(environ: MutableMapping[str, str]) -> None:
+    for name, slurm_name in AS_SRUN_NAMES.items():
+        environ[name] = environ[slurm_name]
+    if "MASTER_ADDR" not in environ:
+        raise ValueError(
+            "MASTER_ADDR: not set, must be the host of rank 0 under srun: "
+            "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+        )
+    environ.setdefault("MASTER_PORT", "29500")

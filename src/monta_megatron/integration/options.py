@@ -1,0 +1,190 @@
+"""What a user can choose, in one place: names, environment variables, rules.
+
+Each option is a field of Megatron's TransformerConfig, hence a Megatron argument
+(`--moe-monta-chain`), hence in Megatron's printed arguments and in its checkpoints. The
+environment variable of the same name (MOE_MONTA_CHAIN) gives the default of that argument.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+from monta_megatron.common import presets
+from monta_megatron.common.strict_yaml import require
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.plan import Plan
+
+T = TypeVar("T")
+
+DISPATCHER_TYPE = "monta"
+AUTO = "auto"
+# A chain's name or a file; code may pass a cluster itself.
+_FILE_TYPES = (str, os.PathLike, Cluster)
+
+
+def _or_text(number: Callable[[str], T]) -> Callable[[str], T | str]:
+    """Reads a number; what is none stays a text, for `Options.of` to refuse in one line."""
+
+    def read(text: str) -> T | str:
+        try:
+            return number(text)
+        except ValueError:
+            return text
+
+    return read
+
+
+def _option(help_text: str, convert: Callable[[str], Any] = str) -> Any:
+    # Megatron reads help texts from its class's source, which does not contain these fields.
+    meta = {"help": help_text, "type": convert}
+    return field(default=None, metadata={"argparse_meta": meta})
+
+
+@dataclass(kw_only=True)
+class OptionFields:
+    """The fields that a TransformerConfig gains; None means not given.
+
+    Written with `Optional`, which is the form that Megatron's argument factory understands.
+    """
+
+    moe_monta_chain: Optional[str] = _option(  # noqa: UP045
+        "Chain of the monta token dispatcher: auto (the planner chooses; default), "
+        + ", ".join(CHAINS)
+        + "."
+    )
+    moe_monta_num_chunks: Optional[int] = _option(  # noqa: UP045
+        "Number of chunks that the monta token dispatcher pipelines (default: the planner "
+        f"chooses; {DEFAULT_NUM_CHUNKS} for a chain that is named, or 1 if it is serial).",
+        _or_text(int),
+    )
+    moe_monta_ranks_per_node: Optional[int] = _option(  # noqa: UP045
+        "Ranks joined by the fast tier (default: as MONTA_NODE says, else those of the cluster "
+        "file; without one, what the launcher or the host names say).",
+        _or_text(int),
+    )
+    moe_monta_cluster: Optional[str] = _option(  # noqa: UP045
+        "Cluster file, made by `monta calibrate`, or preset by which the planner chooses."
+    )
+    moe_monta_plan: Optional[str] = _option(  # noqa: UP045
+        "Plan file, made by `monta plan`, whose chain and number of chunks are used."
+    )
+    moe_monta_memory_limit_gb: Optional[float] = _option(  # noqa: UP045
+        "What the planner expects an exchange to hold on a rank, at most, of the chain that it "
+        "chooses (default: no limit).",
+        _or_text(float),
+    )
+    moe_monta_max_ctas: Optional[int] = _option(  # noqa: UP045
+        "SMs that each NCCL communicator of a rail or a node may keep busy (default: max_ctas of "
+        f"ep in --nccl-communicator-config-path, else {DEFAULT_MAX_CTAS}).",
+        _or_text(int),
+    )
+
+
+OPTION_NAMES = tuple(entry.name for entry in fields(OptionFields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one dispatcher, resolved and checked.
+
+    Attributes:
+        chain: key of `chains.CHAINS`, or "auto".
+        num_chunks: at least 1; None where the planner chooses.
+        ranks_per_node: ranks joined by the fast tier; None leaves it to MONTA_NODE, the cluster,
+            the launcher or host names.
+        cluster: costs by which the planner chooses, or None if no file gives them.
+        plan: a choice that was made before, or None.
+        memory_limit_gb: limit for the planner, or None.
+        max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
+    """
+
+    chain: str = AUTO
+    num_chunks: int | None = None
+    ranks_per_node: int | None = None
+    cluster: Cluster | None = None
+    plan: Plan | None = None
+    memory_limit_gb: float | None = None
+    max_ctas: int | None = None
+
+    @property
+    def named_chain(self) -> Chain | None:
+        """The chain that a flag or a plan names; None where the planner chooses."""
+        name = self.chain if self.plan is None else self.plan.chain
+        return None if name == AUTO else CHAINS[name]
+
+    @classmethod
+    def of(cls, source: object) -> "Options":
+        """The options that `source`, a TransformerConfig or parsed arguments, carries.
+
+        Raises:
+            ValueError: one is out of range; the message names option, value and rule.
+        """
+        given = {
+            name.removeprefix("moe_monta_"): getattr(source, name)
+            for name in OPTION_NAMES
+            if getattr(source, name, None) is not None
+        }
+
+        def check(name: str, holds: Callable[[Any], bool], rule: str) -> None:
+            if name in given:
+                value = given[name]
+                require(holds(value), f"moe_monta_{name}", repr(value), rule)
+
+        for name in ("chain", "cluster", "plan"):
+            what = "a name" if name == "chain" else "a file"
+            check(name, lambda value: value and isinstance(value, _FILE_TYPES), f"be {what}")
+        chain = given.get("chain", AUTO)
+        check_chain(chain, "moe_monta_chain", also=(AUTO,))
+        for name in ("num_chunks", "ranks_per_node", "max_ctas"):
+            check(name, lambda value: type(value) is int and value >= 1, "be an integer >= 1")
+        check(
+            "memory_limit_gb",
+            lambda value: type(value) in (int, float) and 0 < value < math.inf,
+            "be a number > 0",
+        )
+        check(
+            "memory_limit_gb",
+            lambda _: chain == AUTO and "plan" not in given,
+            "be left out where a flag or a plan names the chain, which is used whatever it holds",
+        )
+        if "plan" in given:
+            for name in ("chain", "num_chunks"):
+                check(name, lambda _: False, "be left out beside moe_monta_plan, which holds it")
+            given["plan"] = _once(Plan.load, given["plan"])
+        if chain != AUTO:
+            given["num_chunks"] = chunks_of(
+                CHAINS[chain], given.get("num_chunks"), "moe_monta_num_chunks"
+            )
+        # Code may pass a `Cluster` itself instead of a file.
+        if "cluster" in given and not isinstance(given["cluster"], Cluster):
+            given["cluster"] = _once(load_cluster, presets.find("clusters", given["cluster"]))
+        return cls(**given)
+
+
+def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Defaults of the option fields, from MOE_MONTA_CHAIN and the like; None where unset."""
+    defaults: dict[str, Any] = {}
+    for entry in fields(OptionFields):
+        text = environ.get(entry.name.upper())
+        convert = entry.metadata["argparse_meta"]["type"]
+        defaults[entry.name] = convert(text) if text else None
+    return defaults
+
+
+def _once(read: Callable[[str | Path], T], path: str | Path) -> T:
+    """What is in a file, read once per process unless it changes: every layer asks for it."""
+    # `read` says what is wrong with a file that does not exist.
+    changed = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
+    return _as_of(read, path, changed)
+
+
+@cache
+def _as_of(read: Callable[[str | Path], T], path: str | Path, changed: int) -> T:
+    return read(path)

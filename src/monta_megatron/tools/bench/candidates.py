@@ -1,0 +1,230 @@
+"""The dispatchers to compare, and how one of them runs.
+
+Notation: T = tokens of a rank, H = hidden size, E = experts, N = rows for the local experts.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.layout import Layout
+from monta_megatron.common.dtypes import DTYPE_BYTES
+from monta_megatron.integration.options import AUTO
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.tools.bench import traffic
+from monta_megatron.tools.bench.layer import (
+    Experts,
+    monta_dispatcher,
+    stock_dispatcher,
+)
+from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.traffic import Traffic
+from monta_megatron.tools.bench.workload import Batch
+
+STOCK_TRAFFIC = {"alltoall": traffic.stock_alltoall, "allgather": traffic.stock_allgather}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One dispatcher, with the data that it runs on.
+
+    Attributes:
+        kind: whose dispatcher it is.
+        requested: stock's dispatcher or our chain, as asked for; "auto" where the planner chooses.
+        dispatcher: an object with Megatron's six phases.
+        batch: its input.
+        own_tokens: where this rank's tokens lie in the batch.
+        traffic: called with whether to include backward, gives the bytes that this rank's tokens
+            cause; None where the dispatcher counts what it sends.
+    """
+
+    kind: Literal["megatron", "monta"]
+    requested: str
+    dispatcher: Any
+    batch: Batch
+    own_tokens: slice = field(default_factory=lambda: slice(None))
+    traffic: Callable[[bool], Traffic] | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The chain that runs and its number of chunks; for "auto", known only after a run."""
+        if self.kind == "megatron":
+            return self.requested, 1
+        return self.dispatcher.chain.name, self.dispatcher.num_chunks
+
+    @property
+    def name(self) -> str:
+        """The name used in messages."""
+        chain, num_chunks = self.key
+        return f"{self.kind} {chain} x{num_chunks}"
+
+    @property
+    def rows(self) -> Literal["pairs", "tokens"]:
+        """What a row of our chain is."""
+        rows: Literal["pairs", "tokens"] = self.dispatcher.chain.rows
+        return rows
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the others may be compared with this one; the first that is so is taken."""
+        return self.kind == "megatron" and self.requested == "alltoall"
+
+
+# What `build_candidates` is.
+Build: TypeAlias = Callable[
+    [Settings, Cluster | None, Layout, Batch], tuple[list[Candidate], dict[str, str]]
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """What came out of the dispatcher at both ends.
+
+    Attributes:
+        expert_rows: [N, H].
+        tokens_per_expert: rows of each local expert.
+        row_probs: [N].
+        output: [T, 1, H].
+        input_gradient: [T, 1, H], or None without backward.
+        probs_gradient: [T, E], likewise.
+    """
+
+    expert_rows: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    row_probs: torch.Tensor
+    output: torch.Tensor
+    input_gradient: torch.Tensor | None
+    probs_gradient: torch.Tensor | None
+
+
+def stock_candidate(settings: Settings, layout: Layout, batch: Batch, name: str) -> Candidate:
+    """One of Megatron's dispatchers."""
+    return Candidate(
+        kind="megatron",
+        requested=name,
+        dispatcher=stock_dispatcher(settings, name),
+        batch=batch,
+        traffic=functools.partial(
+            STOCK_TRAFFIC[name],
+            layout,
+            batch.routing_map.cpu().numpy(),
+            settings.hidden,
+            DTYPE_BYTES[settings.dtype],
+        ),
+    )
+
+
+def build_candidates(
+    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Stock's dispatchers, then ours, chain by chain.
+
+    Returns:
+        The candidates, and by name why a chain was left out, if chains were not asked for by name.
+
+    Raises:
+        ValueError: a chain that was asked for by name cannot run here.
+    """
+    candidates = [stock_candidate(settings, layout, batch, name) for name in settings.stock]
+    refused: dict[str, str] = {}
+    for name in settings.chains:
+        for num_chunks in _numbers_of_chunks(name, settings):
+            try:
+                dispatcher = build_dispatcher(settings, cluster, name, num_chunks)
+            except ValueError as error:
+                if not settings.skip_refused:
+                    raise
+                refused[name] = str(error)
+                break
+            candidates.append(
+                Candidate(kind="monta", requested=name, dispatcher=dispatcher, batch=batch)
+            )
+    return candidates, refused
+
+
+def build_dispatcher(
+    settings: Settings,
+    cluster: Cluster | None,
+    chain: str,
+    num_chunks: int | None,
+) -> Any:
+    """Our dispatcher, with the benchmark's nodes and costs.
+
+    Raises:
+        ValueError: the chain cannot run here.
+    """
+    return monta_dispatcher(
+        settings,
+        chain=chain,
+        num_chunks=num_chunks,
+        ranks_per_node=settings.ranks_per_node,
+        cluster=cluster,
+    )
+
+
+def _numbers_of_chunks(chain: str, settings: Settings) -> tuple[int | None, ...]:
+    """The numbers of chunks to run a chain with; None where the planner chooses."""
+    if chain == AUTO:
+        return (None,)
+    return (1,) if CHAINS[chain].serial else settings.num_chunks
+
+
+def identity_experts(
+    rows: torch.Tensor, tokens_per_expert: torch.Tensor, row_probs: torch.Tensor
+) -> torch.Tensor:
+    """No work between the two exchanges: what is timed is the exchange alone."""
+    return rows
+
+
+def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Passed:
+    """One pass of the layer's exchange: dispatch, experts, combine, and optionally backward.
+
+    The gradient of the probabilities comes from the experts. `identity_experts` give none, so ones
+    stand in for it, and the backward pass carries what it carries in training.
+    """
+    dispatcher, batch = candidate.dispatcher, candidate.batch
+    hidden = batch.hidden.detach().requires_grad_()
+    probs = batch.probs.detach().requires_grad_()
+
+    rows, row_probs = dispatcher.dispatch_preprocess(hidden, batch.routing_map, probs)
+    rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
+    rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+    outputs = experts(rows, tokens_per_expert, row_probs)
+    combined = dispatcher.token_combine(dispatcher.combine_preprocess(outputs))
+    output = dispatcher.combine_postprocess(combined)
+
+    if backward:
+        roots, gradients = [output], [batch.output_gradient]
+        if experts is identity_experts:
+            roots.append(row_probs)
+            gradients.append(torch.ones_like(row_probs))
+        torch.autograd.backward(roots, gradients)
+    return Passed(
+        expert_rows=rows.detach(),
+        tokens_per_expert=torch.as_tensor(tokens_per_expert),
+        row_probs=row_probs.detach(),
+        output=output.detach(),
+        input_gradient=hidden.grad,
+        probs_gradient=probs.grad,
+    )
+
+
+def traffic_of_run(candidate: Candidate, backward: bool, num_runs: int) -> Traffic:
+    """Payload per run that this rank's tokens cause, or that it sends: the sums over ranks agree.
+
+    Args:
+        candidate: what ran.
+        backward: whether its runs had a backward pass.
+        num_runs: number of runs since its monitor was cleared, all identical.
+    """
+    if candidate.traffic is not None:
+        return candidate.traffic(backward)
+    sent = candidate.dispatcher.monitor.bytes_by_tier()
+    return Traffic(
+        inter_bytes=sent["inter"] // num_runs,
+        intra_bytes=sent["intra"] // num_runs,
+    )

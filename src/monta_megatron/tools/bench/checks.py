@@ -1,0 +1,211 @@
+"""Correctness before time: every candidate against stock alltoall, on the benchmark's own data.
+
+Data that only moves must be bitwise equal. So must sums that are taken in stock's order; the rms
+error of other sums, against an fp64 sum over the data of all ranks, must be within a bound.
+
+Notation: T = tokens of a rank, H = hidden size, E = experts, k = experts of a token, ETP = expert
+tensor parallel size, N = rows for the local experts.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.chains.layout import Layout
+from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.tools.bench.candidates import Candidate, Passed, run_candidate
+from monta_megatron.tools.bench.layer import Experts
+from monta_megatron.tools.bench.workload import Batch
+
+# bf16: every hop that carries partial sums adds one rounding to the single one of an fp32 sum;
+# errors of k independent roundings add up as sqrt(k). The margin covers the fp32 sums' own errors.
+LOW_PRECISION_MARGIN = 1.05
+# fp32: our error over stock's, which rounds after every addition.
+FULL_PRECISION_FACTOR = 1.5
+# Gradients of the probabilities are sums of ETP terms of one sign; summed in another order, they
+# differ by a few eps.
+PROBS_TOLERANCE_EPS = 8
+# Baselines other than alltoall are Megatron's or plain collectives, which sum in the rows' dtype.
+BASELINE_FACTOR = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The expected sums, computed from the rounded outputs of the experts.
+
+    Attributes:
+        exact: [T, H] fp64.
+        once: [T, H] summed in fp32 in the order of the experts, then rounded once.
+    """
+
+    exact: torch.Tensor
+    once: torch.Tensor
+
+
+def check_candidates(candidates: list[Candidate], layout: Layout) -> list[str]:
+    """One line for each difference of a candidate on any rank; the same list on every rank."""
+    experts = weighted_experts(layout)
+    baseline = next(candidate for candidate in candidates if candidate.is_baseline)
+    expected = run_candidate(baseline, experts, backward=True)
+    batch = baseline.batch
+    output = reference_sum(batch.hidden, batch, layout)
+    gradient = reference_sum(batch.output_gradient, batch, layout)
+
+    found: list[str] = []
+    for candidate in candidates:
+        if candidate is baseline:
+            continue
+        passed = run_candidate(candidate, experts, backward=True)
+        differences = _moved(candidate, passed, expected) if candidate.kind == "monta" else []
+        exact = has_stocks_order(candidate, layout)
+        for name, mine, theirs, reference in (
+            ("output", passed.output, expected.output, output),
+            ("input gradient", passed.input_gradient, expected.input_gradient, gradient),
+        ):
+            assert mine is not None and theirs is not None
+            mine = mine[candidate.own_tokens]
+            if exact:
+                differences += [] if torch.equal(mine, theirs) else [f"{name} differs"]
+            else:
+                differences += _rounded(name, mine, theirs, reference, candidate, layout)
+        found += [f"{candidate.name}: {line}" for line in differences]
+    return _of_all_ranks(found)
+
+
+def weighted_experts(layout: Layout) -> Experts:
+    """Experts that scale a row by its probability, each by a factor of its own.
+
+    So a row at the wrong expert, or with another's probability, changes the output.
+    """
+
+    def compute(
+        rows: torch.Tensor, tokens_per_expert: torch.Tensor, row_probs: torch.Tensor
+    ) -> torch.Tensor:
+        local = torch.arange(layout.num_local_experts) + layout.first_expert
+        factors = expert_factor(local, layout.rank % layout.etp)
+        by_row = factors.repeat_interleave(torch.as_tensor(tokens_per_expert).cpu())
+        return (rows * (row_probs * by_row.to(rows.device))[:, None]).to(rows.dtype)
+
+    return compute
+
+
+def expert_factor(experts: torch.Tensor, etp_rank: int) -> torch.Tensor:
+    """A factor between 1 and 2 for the part of each expert on one of its ranks."""
+    return 1 + ((7 * experts + 3 * etp_rank) % 16).float() / 16
+
+
+def reference_sum(rows: torch.Tensor, batch: Batch, layout: Layout) -> Reference:
+    """The sum, over experts and their parts, of the outputs of `weighted_experts` for these rows.
+
+    Its backward pass scales gradients by the same factors, so this serves both directions.
+
+    Args:
+        rows: [T, 1, H] hidden states, or gradients of the output.
+    """
+    tokens = rows.flatten(0, 1)  # [T, H]
+    ids = _experts_of_tokens(batch.routing_map)  # [T, k]
+    exact = tokens.new_zeros(tokens.shape, dtype=torch.float64)
+    once = tokens.new_zeros(tokens.shape, dtype=torch.float32)
+    for slot in range(ids.shape[1]):
+        chosen = ids[:, slot, None]
+        for etp_rank in range(layout.etp):
+            factors = expert_factor(chosen.cpu(), etp_rank).to(tokens.device)
+            term = (tokens * (batch.probs.gather(1, chosen) * factors)).to(tokens.dtype)
+            exact += term
+            once += term
+    return Reference(exact=exact, once=once.to(tokens.dtype))
+
+
+def has_stocks_order(candidate: Candidate, layout: Layout) -> bool:
+    """Whether sums must be taken in stock alltoall's order, and so be bitwise equal to its own."""
+    return candidate.kind == "monta" and layout.etp <= 2 and candidate.rows == "pairs"
+
+
+def num_partial_hops(candidate: Candidate, layout: Layout) -> int:
+    """Number of exchanges that carry partial sums, each rounded to the rows' dtype."""
+    if candidate.rows == "pairs":
+        return int(layout.etp > 1)
+    return len(candidate.dispatcher.chain.groups)
+
+
+def error_bound(dtype: torch.dtype, num_hops: int, once_rms: float, stock_rms: float) -> float:
+    """The largest rms error that a sum may have.
+
+    Args:
+        dtype: dtype of the rows.
+        num_hops: number of exchanges that carry partial sums.
+        once_rms: rms error of the fp32 sum that is rounded once.
+        stock_rms: rms error of stock alltoall's sum.
+    """
+    if dtype == torch.float32:
+        return FULL_PRECISION_FACTOR * stock_rms
+    return LOW_PRECISION_MARGIN * math.sqrt(1 + num_hops) * once_rms
+
+
+def _moved(candidate: Candidate, passed: Passed, expected: Passed) -> list[str]:
+    """Differences in what has to be stock's: bitwise, but for the probabilities' gradient."""
+    assert passed.probs_gradient is not None and expected.probs_gradient is not None
+    found = [
+        f"{name} differ from stock's"
+        for name, mine, theirs in (
+            ("rows at the experts", passed.expert_rows, expected.expert_rows),
+            ("counts at the experts", passed.tokens_per_expert, expected.tokens_per_expert),
+            ("probabilities at the experts", passed.row_probs, expected.row_probs),
+        )
+        if not torch.equal(mine, theirs)
+    ]
+    difference = (passed.probs_gradient - expected.probs_gradient).abs()
+    largest = PROBS_TOLERANCE_EPS * torch.finfo(difference.dtype).eps
+    # A NaN compares as a difference.
+    if not (difference <= largest * expected.probs_gradient.abs()).all():
+        found.append(f"gradient of the probabilities is off by up to {difference.max():.3g}")
+    return found
+
+
+def _rounded(
+    name: str,
+    mine: torch.Tensor,
+    theirs: torch.Tensor,
+    reference: Reference,
+    candidate: Candidate,
+    layout: Layout,
+) -> list[str]:
+    """A line if the rms error of a sum, over all ranks, is above its bound."""
+    errors = torch.stack(
+        [
+            (rows.reshape(reference.exact.shape).double() - reference.exact).square().sum().cpu()
+            for rows in (mine, theirs, reference.once)
+        ]
+    )
+    count = torch.tensor([float(reference.exact.numel())], dtype=torch.float64)
+    totals = torch.cat([errors, count])
+    dist.all_reduce(totals)
+    mine_rms, stock_rms, once_rms = (totals[:3] / totals[3]).sqrt().tolist()
+    if candidate.kind == "monta":
+        num_hops = num_partial_hops(candidate, layout)
+        bound = error_bound(mine.dtype, num_hops, once_rms, stock_rms)
+    else:
+        bound = BASELINE_FACTOR * max(stock_rms, once_rms)
+    if mine_rms <= bound:
+        return []
+    return [
+        f"rms error of the {name} is {mine_rms:.3g}, above {bound:.3g} (stock alltoall "
+        f"{stock_rms:.3g}, one rounding {once_rms:.3g})"
+    ]
+
+
+def _experts_of_tokens(routing_map: torch.Tensor) -> torch.Tensor:
+    """[T, E] -> [T, k] ascending; every token has as many experts as the first."""
+    topk = int(routing_map[0].sum())
+    return routing_map.nonzero()[:, 1].view(-1, topk)
+
+
+def _of_all_ranks(found: list[str]) -> list[str]:
+    """The distinct lines of all ranks, each with the ranks that found it."""
+    ranks_by_line: dict[str, list[int]] = {}
+    for rank, lines in enumerate(gather_objects(found)):
+        for line in lines:
+            ranks_by_line.setdefault(line, []).append(rank)
+    return [f"{line} (rank {', '.join(map(str, ranks))})" for line, ranks in ranks_by_line.items()]

@@ -1,0 +1,156 @@
+"""Megatron's side of the benchmark: its groups, the dispatchers on them, its experts.
+
+Stock's dispatchers and ours are built on the same process groups from the same configuration.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import token_dispatcher as stock
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from monta_megatron.chains.layout import Layout
+from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+from monta_megatron.tools.bench.layer_shape import LayerShape
+
+STOCK_DISPATCHERS = {
+    "alltoall": stock.MoEAlltoAllTokenDispatcher,
+    "allgather": stock.MoEAllGatherTokenDispatcher,
+}
+
+# (rows, number of rows of each local expert, the rows' probabilities) -> the experts' outputs.
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def layer_config(shape: LayerShape) -> Any:
+    """A TransformerConfig for one such layer, with the alltoall dispatcher."""
+    dtype = getattr(torch, shape.dtype)
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.tp,
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=shape.topk,
+        moe_ffn_hidden_size=shape.ffn_hidden,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+        moe_router_pre_softmax=shape.topk == 1,
+        moe_grouped_gemm=find_spec("transformer_engine") is not None,
+        tensor_model_parallel_size=shape.tp,
+        expert_model_parallel_size=shape.ep,
+        expert_tensor_parallel_size=shape.etp,
+        sequence_parallel=shape.tp > 1,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+    )
+
+
+def initialize_groups(shape: LayerShape) -> None:
+    """Make Megatron's process groups, replacing those of any other layout."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=shape.tp,
+        expert_model_parallel_size=shape.ep,
+        expert_tensor_parallel_size=shape.etp,
+    )
+
+
+def exchange_layout(shape: LayerShape, nodes: Sequence[int]) -> Layout:
+    """This rank's place in the exchange.
+
+    Args:
+        shape: the layer's shape.
+        nodes: node of every rank of the launch; the layout keeps these numbers.
+    """
+    group = exchange_groups()["tp_ep"]
+    return Layout(
+        ep=shape.ep,
+        etp=shape.etp,
+        num_local_experts=shape.num_experts // shape.ep,
+        rank=dist.get_group_rank(group, dist.get_rank()),
+        nodes=tuple(nodes[rank] for rank in dist.get_process_group_ranks(group)),
+    )
+
+
+def exchange_groups() -> dict[str, dist.ProcessGroup]:
+    """Megatron's process groups, by the names that chains use for them."""
+    groups = get_default_pg_collection()
+    return {"ep": groups.ep, "etp": groups.expt_tp, "tp_ep": groups.tp_ep}
+
+
+def stock_dispatcher(shape: LayerShape, name: str) -> Any:
+    """Megatron's own dispatcher of this name."""
+    config = layer_config(shape)
+    config.moe_token_dispatcher_type = name
+    return dispatcher_on(STOCK_DISPATCHERS[name], shape, config, get_default_pg_collection())
+
+
+def monta_dispatcher(shape: LayerShape, **options: Any) -> Any:
+    """Our dispatcher; options are named without "moe_monta_", and None means not given.
+
+    Raises:
+        ValueError: an option is wrong, or the chain cannot run on this layout.
+    """
+    config = layer_config(shape)
+    for name, value in options.items():
+        setattr(config, f"moe_monta_{name}", value)
+    return dispatcher_on(MontaTokenDispatcher, shape, config, get_default_pg_collection())
+
+
+def build_experts(shape: LayerShape) -> Experts:
+    """Megatron's experts on this rank; grouped GEMM if Transformer Engine is installed."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+    model_parallel_cuda_manual_seed(1)
+    config = layer_config(shape)
+    if config.moe_grouped_gemm:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=shape.num_experts, moe_grouped_gemm=True
+        )
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=shape.num_experts, moe_grouped_gemm=False
+        )
+    mlp, groups = spec.submodules.mlp, get_default_pg_collection()
+    # megatron-core >= 0.18 builds the MoE layer from a partial, earlier releases from a spec.
+    if isinstance(mlp, ModuleSpec):
+        layer = build_module(mlp, config=config, pg_collection=groups)
+    else:
+        layer = mlp(config=config, pg_collection=groups)
+    experts = layer.to("cuda").experts
+
+    def compute(
+        rows: torch.Tensor, tokens_per_expert: torch.Tensor, row_probs: torch.Tensor
+    ) -> torch.Tensor:
+        outputs, bias = experts(rows, tokens_per_expert, row_probs)
+        assert bias is None, "built without bias"
+        return outputs
+
+    return compute
+
+
+def dispatcher_on(dispatcher_class: Any, shape: LayerShape, config: Any, groups: Any) -> Any:
+    """A dispatcher of this class for the layer, on these process groups."""
+    num_local_experts = shape.num_experts // shape.ep
+    first = dist.get_rank(groups.ep) * num_local_experts
+    return dispatcher_class(
+        num_local_experts,
+        list(range(first, first + num_local_experts)),
+        config=config,
+        pg_collection=groups,
+    )

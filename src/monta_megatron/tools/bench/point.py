@@ -1,0 +1,241 @@
+"""One point of a benchmark: what was asked for, the dispatchers on its data, and their rows."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.nodes import is_named
+from monta_megatron.common.progress import Progress
+from monta_megatron.common.quantities import counted
+from monta_megatron.common.this_rank import ThisRank
+from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.emulation.costs import default_costs
+from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.integration.options import AUTO
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.plan import Phase
+from monta_megatron.tools.bench import traffic
+from monta_megatron.tools.bench.candidates import (
+    Build,
+    Candidate,
+    build_candidates,
+    run_candidate,
+    traffic_of_run,
+)
+from monta_megatron.tools.bench.layer import (
+    Experts,
+    exchange_layout,
+    initialize_groups,
+)
+from monta_megatron.tools.bench.prediction import predict
+from monta_megatron.tools.bench.report import Row, describe
+from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians, spread
+from monta_megatron.tools.bench.timing import time_interleaved, wait_for_all
+from monta_megatron.tools.bench.traffic import Traffic
+from monta_megatron.tools.bench.workload import Batch, make_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one point has to measure, and where.
+
+    Attributes:
+        name: prefix of its progress messages.
+        settings: what was asked for.
+        this_rank: this process among the ranks.
+        cluster: costs for predictions, or None.
+        emulated: the emulated cluster that it runs on, or None.
+        progress: this rank's progress display.
+    """
+
+    name: str
+    settings: Settings
+    this_rank: ThisRank
+    cluster: Cluster | None
+    emulated: EmulatedCluster | None
+    progress: Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """The candidates, and everything that their rows report.
+
+    Attributes:
+        task: what was asked for.
+        nodes: node of every rank of the launch.
+        layout: this rank's place in its exchange.
+        batch: this rank's data.
+        candidates: stock's dispatchers and ours.
+        skipped: why chains were left out.
+    """
+
+    task: Task
+    nodes: tuple[int, ...]
+    layout: Layout
+    batch: Batch
+    candidates: list[Candidate]
+    skipped: dict[str, str]
+
+    def meta(self) -> dict[str, Any]:
+        """Where and how it runs: the `meta` of a report."""
+        gpu = torch.cuda.get_device_name() if self.batch.hidden.is_cuda else None
+        return describe(self.task.settings, self.nodes, self.task.emulated, self.skipped, gpu)
+
+    def rows(self, scope: str, experts: Experts, phase: Phase) -> list[Row]:
+        """Time all candidates in one phase; one row for each."""
+        task, candidates = self.task, self.candidates
+        settings, emulated = task.settings, task.emulated
+        backward = phase == "forward_backward"
+        num_runs = settings.warmup + settings.repeats
+        task.progress.phase(
+            f"{task.name}{scope}, {phase}, {settings.warmup} + "
+            f"{counted(settings.repeats, 'repeat')}",
+            num_runs,
+        )
+        for candidate in candidates:
+            if candidate.kind == "monta":
+                candidate.dispatcher.monitor.bytes_sent.clear()
+        reads_nics = task.this_rank.local_rank == 0
+        timings = time_interleaved(
+            [functools.partial(run_candidate, each, experts, backward) for each in candidates],
+            settings.repeats,
+            settings.warmup,
+            emulated.sent_bytes if emulated and reads_nics else lambda: 0,
+            task.progress.step,
+        )
+        limit_ms = self._limit_ms(backward)
+        ours = [each.key for each in candidates if each.kind == "monta"]
+        prediction = predict(
+            settings, self.layout, task.cluster if scope == "exchange" else None, phase, ours
+        )
+        autos = [each.key for each in candidates if each.requested == AUTO]
+        chosen = autos[0] if autos else prediction.chosen
+        base = next(at for at, candidate in enumerate(candidates) if candidate.is_baseline)
+        base_ms = timings.times_ms[:, base]
+
+        rows = []
+        for position, candidate in enumerate(candidates):
+            times_ms = timings.times_ms[:, position]
+            p10_ms, median_ms, p90_ms = spread(times_ms)
+            low, high = ratio_interval(base_ms, times_ms)
+            moved = _of_all_ranks(traffic_of_run(candidate, backward, num_runs))
+            chain, num_chunks = candidate.key
+            is_ours = candidate.kind == "monta"
+            rows.append(
+                Row(
+                    dispatcher=candidate.kind,
+                    chain=chain,
+                    num_chunks=num_chunks,
+                    requested=candidate.requested,
+                    scope=scope,
+                    phase=phase,
+                    tokens=settings.tokens,
+                    top_k=settings.topk,
+                    routing=settings.routing,
+                    experts=settings.num_experts,
+                    hidden=settings.hidden,
+                    dtype=settings.dtype,
+                    tp=settings.tp,
+                    ep=settings.ep,
+                    etp=settings.etp,
+                    inter_mbit=emulated.inter_mbit if emulated else None,
+                    median_ms=median_ms,
+                    p10_ms=p10_ms,
+                    p90_ms=p90_ms,
+                    inter_bytes=moved.inter_bytes,
+                    intra_bytes=moved.intra_bytes,
+                    nic_bytes=int(timings.nic_bytes[position]) if emulated else None,
+                    pct_of_limit=None if limit_ms is None else 100 * limit_ms / median_ms,
+                    ratio_to_alltoall=ratio_of_medians(base_ms, times_ms),
+                    ratio_low=low,
+                    ratio_high=high,
+                    predicted_ms=prediction.predicted_ms.get(candidate.key) if is_ours else None,
+                    chosen=is_ours and candidate.key == chosen,
+                )
+            )
+        return rows
+
+    def _limit_ms(self, backward: bool) -> float | None:
+        """The least time that the links between nodes allow; None if unknown or nothing crosses."""
+        settings, emulated, layout = self.task.settings, self.task.emulated, self.layout
+        num_nodes = len(set(self.nodes))
+        if emulated is None or emulated.measured_inter_gbit_per_s is None or num_nodes == 1:
+            return None
+        crossing = torch.zeros(num_nodes, num_nodes, dtype=torch.long)
+        crossing[layout.nodes[layout.rank]] = torch.from_numpy(
+            traffic.rows_that_cross(layout, self.batch.routing_map.cpu().numpy(), num_nodes)
+        )
+        dist.all_reduce(crossing)
+        if not crossing.any():
+            return None
+        node_gbit_per_s = emulated.measured_inter_gbit_per_s * emulated.nics_per_node
+        return traffic.limit_ms(crossing.numpy(), settings.row_bytes, node_gbit_per_s, backward)
+
+
+def prepare(
+    task: Task, device: torch.device, makes_groups: bool, build: Build = build_candidates
+) -> Bench:
+    """Megatron's groups, the data, and the dispatchers on both.
+
+    Args:
+        task: what to measure.
+        device: where.
+        makes_groups: whether the groups of these sizes have to be made first.
+        build: makes the dispatchers.
+
+    Raises:
+        ValueError: a setting cannot run here; raised on every rank, once all have come this far.
+    """
+    try:
+        return _prepare(task, device, makes_groups, build)
+    except ValueError:
+        # The same on every rank: wait, so that none exits long before the first one has reported.
+        wait_for_all()
+        raise
+
+
+def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build) -> Bench:
+    settings = task.settings
+    if makes_groups:
+        initialize_groups(settings)
+    world = dist.group.WORLD
+    assert world is not None, "start has joined the launch"
+    nodes = find_nodes(world, settings.ranks_per_node)
+    cluster = task.cluster
+    # Unless they are named, a dispatcher takes its nodes from the cluster file, the benchmark from
+    # the launch. Every rank compares the nodes of all ranks, so that all of them refuse.
+    if (
+        cluster is not None
+        and settings.ranks_per_node is None
+        and not is_named()
+        and find_nodes(world, cluster.ranks_per_node) != nodes
+    ):
+        raise ValueError(
+            f"--cluster: got one of {counted(cluster.ranks_per_node, 'rank')} per node, must have "
+            f"{nodes.count(nodes[0])} as this launch, or --ranks-per-node says how many"
+        )
+    layout = exchange_layout(settings, nodes)
+    batch = make_batch(settings, layout, task.this_rank.rank, device)
+    # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
+    costs = default_costs(task.emulated) if cluster is None and task.emulated else cluster
+    candidates, skipped = build(settings, costs, layout, batch)
+    return Bench(
+        task=task,
+        nodes=nodes,
+        layout=layout,
+        batch=batch,
+        candidates=candidates,
+        skipped=skipped,
+    )
+
+
+def _of_all_ranks(own: Traffic) -> Traffic:
+    total = torch.tensor([own.inter_bytes, own.intra_bytes])
+    dist.all_reduce(total)
+    inter_bytes, intra_bytes = total.tolist()
+    return Traffic(inter_bytes=inter_bytes, intra_bytes=intra_bytes)

@@ -1,0 +1,81 @@
+"""What the planner predicts: the time of every candidate, and its pick. No torch."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.nodes import number_nodes
+from monta_megatron.common.dtypes import DTYPE_BYTES
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.named_routing import expected_routing
+from monta_megatron.planner.plan import Phase
+from monta_megatron.planner.search import plan
+from monta_megatron.planner.workload import Workload
+from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.traffic import PROBS_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the planner predicts for one phase.
+
+    Attributes:
+        predicted_ms: predicted time by chain and number of chunks.
+        chosen: the chain and number of chunks that the planner picks, or None without a cluster.
+    """
+
+    predicted_ms: Mapping[tuple[str, int], float]
+    chosen: tuple[str, int] | None
+
+
+def predict(
+    settings: Settings,
+    layout: Layout,
+    cluster: Cluster | None,
+    phase: Phase,
+    candidates: Iterable[tuple[str, int]],
+) -> Prediction:
+    """Plan with the expected counts of the routing; without a cluster file the result is empty.
+
+    Args:
+        settings: what the benchmark was asked for.
+        layout: this rank's place.
+        cluster: the costs, or None.
+        phase: the phase to predict and to optimise.
+        candidates: chains and numbers of chunks to choose from.
+    """
+    keys = set(candidates)
+    if cluster is None or not keys:
+        return Prediction(predicted_ms={}, chosen=None)
+    found = plan(
+        workload_of(settings, layout),
+        cluster,
+        phase=phase,
+        chains=[name for name in CHAINS if name in {chain for chain, _ in keys}],
+        num_chunks=sorted({num_chunks for _, num_chunks in keys}),
+    )
+    return Prediction(
+        predicted_ms={
+            (each.chain, each.num_chunks): each.predicted_us / 1e3
+            for each in found.candidates
+            if each.num_chunks is not None and each.predicted_us is not None
+        },
+        chosen=(found.chain, found.num_chunks),
+    )
+
+
+def workload_of(settings: Settings, layout: Layout) -> Workload:
+    """The exchange as the planner sees it."""
+    # The planner numbers the nodes of an exchange from 0.
+    nodes = number_nodes([str(node) for node in layout.nodes])
+    return Workload(
+        layout=replace(layout, nodes=nodes),
+        hidden_size=settings.hidden,
+        value_bytes=DTYPE_BYTES[settings.dtype],
+        prob_bytes=PROBS_BYTES,
+        routing=expected_routing(
+            settings.routing, settings.num_experts, settings.topk, layout.num_nodes, settings.seed
+        ),
+        tokens_per_rank=settings.tokens,
+    )

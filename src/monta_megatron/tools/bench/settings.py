@@ -1,0 +1,135 @@
+"""What a benchmark was asked for: parsed from text, checked, frozen. No torch."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.common.dtypes import DTYPE_BYTES
+from monta_megatron.integration.options import AUTO
+from monta_megatron.planner.plan import Phase
+from monta_megatron.tools.bench.flags import ALL_CHAINS, FLAGS
+from monta_megatron.tools.bench.layer_shape import LayerShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(LayerShape):
+    """One benchmark, resolved.
+
+    Attributes:
+        tokens: tokens of each rank.
+        routing: one of `planner.ROUTINGS`.
+        chains: names of our chains, and "auto" for what the planner chooses.
+        skip_refused: a chain that cannot run on this layout is left out and reported, instead of
+            being an error; true where the chains were not asked for by name.
+        num_chunks: numbers of chunks; every pipelined chain runs with each.
+        stock: Megatron's dispatchers to compare; "alltoall" is always among them.
+        phases: what is timed.
+        layer: whether the layer with its experts is timed too.
+        repeats: timed runs of every candidate.
+        warmup: untimed runs of every candidate before those.
+        seed: seed of the data.
+        ranks_per_node: ranks joined by the fast tier, or None where the launcher knows.
+        cluster: file of the costs by which the planner chooses, or None.
+        inter_rate_ratio: this network's rate over the cluster file's; the costs are scaled by it.
+        world_size: ranks of the launch.
+    """
+
+    tokens: int
+    routing: str
+    chains: tuple[str, ...]
+    skip_refused: bool
+    num_chunks: tuple[int, ...]
+    stock: tuple[str, ...]
+    phases: tuple[Phase, ...]
+    layer: bool
+    repeats: int
+    warmup: int
+    seed: int
+    ranks_per_node: int | None
+    cluster: str | None
+    inter_rate_ratio: float
+    world_size: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one hidden row."""
+        return self.hidden * DTYPE_BYTES[self.dtype]
+
+
+def parse_settings(flags: Mapping[str, Any], world_size: int) -> Settings:
+    """Check the flags of the command line against each other and against the launch.
+
+    Args:
+        flags: their texts by name, with underscores; None where not given.
+        world_size: ranks of the launch.
+
+    Raises:
+        ValueError: a flag is wrong; names the flag, the value and the rule.
+    """
+    given = _read(flags)
+    for name in ("experts", "top_k", "hidden", "tokens"):
+        if given[name] is None:
+            raise ValueError(f"{_flag(name)}: not given, must be an integer >= 1")
+    given["etp"] = given["etp"] or given["tp"]
+    given["ep"] = given["ep"] or max(world_size // given["etp"], 1)
+    given["ffn_hidden"] = given["ffn_hidden"] or given["hidden"]
+    # alltoall is the base of every ratio.
+    given["stock"] = tuple(dict.fromkeys(("alltoall", *given["stock"])))
+    are_all = ALL_CHAINS in given["chains"]
+    if are_all:
+        given["chains"] = (*CHAINS, AUTO)
+    settings = Settings(
+        num_experts=given.pop("experts"),
+        topk=given.pop("top_k"),
+        phases=given.pop("phase"),
+        skip_refused=are_all,
+        world_size=world_size,
+        **given,
+    )
+    _check_together(settings)
+    return settings
+
+
+def _read(texts: Mapping[str, Any]) -> dict[str, Any]:
+    """All flags' values, by name as in `texts`; None where neither text nor default gives one."""
+    values: dict[str, Any] = {"layer": bool(texts.get("layer"))}
+    for name, flag in FLAGS.items():
+        key = name.replace("-", "_")
+        text = flag.default if texts.get(key) is None else str(texts[key])
+        try:
+            values[key] = None if text is None else flag.read(text)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--{name}: {error}") from error
+    return values
+
+
+def _check_together(settings: Settings) -> None:
+    """The rules between flags."""
+
+    def rule(holds: bool, name: str, value: int, text: str) -> None:
+        if not holds:
+            raise ValueError(f"{_flag(name)}: got {value}, must be {text}")
+
+    world_size, ep, etp, tp = settings.world_size, settings.ep, settings.etp, settings.tp
+    rule(world_size % tp == 0, "tp", tp, f"a divisor of the {world_size} ranks of this launch")
+    rule(
+        world_size % (ep * etp) == 0,
+        "ep",
+        ep,
+        f"such that ep x etp ({ep} x {etp}) divides the {world_size} ranks of this launch",
+    )
+    num_experts = settings.num_experts
+    rule(num_experts % ep == 0, "experts", num_experts, f"a multiple of --ep ({ep})")
+    rule(settings.topk <= num_experts, "top_k", settings.topk, f"at most --experts ({num_experts})")
+    rule(settings.hidden % tp == 0, "hidden", settings.hidden, f"a multiple of --tp ({tp})")
+    ffn_hidden = settings.ffn_hidden
+    rule(ffn_hidden % etp == 0, "ffn_hidden", ffn_hidden, f"a multiple of --etp ({etp})")
+    if settings.cluster is None and settings.inter_rate_ratio != 1:
+        ratio = settings.inter_rate_ratio
+        raise ValueError(f"--inter-rate-ratio: got {ratio:g}, must come with --cluster")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,210 @@
+"""From samples to a cluster: curves with their fits, launch times, contention factors. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from monta_megatron.chains.program import COLLECTIVES, FORWARD_BACKWARD
+from monta_megatron.planner.cluster import FINDS, Cluster, Contention, HostCosts
+from monta_megatron.planner.curves import Curve, fit
+from monta_megatron.tools.calibrate.doubts import doubts_of
+from monta_megatron.tools.calibrate.points import (
+    BYTES_PER_ROW,
+    COUNTS,
+    NUM_WALK_CHUNKS,
+    NUM_WALK_STAGES,
+    WALKS,
+    WALKS_IN_CHUNKS,
+    Contenders,
+    Pair,
+    Point,
+)
+from monta_megatron.tools.calibrate.record import Sample
+
+# A curve may hold no time of 0, as an operation would have that ends before its start returns.
+LEAST_US = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is known about a cluster without measuring its curves.
+
+    Attributes:
+        name: the name that users give it.
+        num_nodes: sets of ranks joined by the fast tier.
+        ranks_per_node: ranks in each.
+        nics_per_node: network interfaces that the ranks of a node share.
+        memory_gb_per_rank: 1e9 bytes of a GPU; None on CPU ranks, which share the host's.
+        on_cpu: whether ranks are CPU ranks.
+        counts_to_host_us: time of a copy of some integers to the host, with the wait for it.
+        source: when and with what it was measured.
+    """
+
+    name: str
+    num_nodes: int
+    ranks_per_node: int
+    nics_per_node: int
+    memory_gb_per_rank: float | None
+    on_cpu: bool
+    counts_to_host_us: float
+    source: str
+
+
+def make_cluster(
+    machine: Machine,
+    points: Sequence[Point],
+    pairs: Sequence[Contenders],
+    samples: Sequence[Sample],
+) -> Cluster:
+    """A cluster from the medians of all samples."""
+    by_task: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_task.setdefault(sample.task, []).append(sample)
+    times_us = {task: median(each.us for each in found) for task, found in by_task.items()}
+    launches_us = {
+        task: median(each.launch_us for each in found) for task, found in by_task.items()
+    }
+    launch = _launch(machine, points, launches_us, times_us)
+    curves = _curves(machine, points, times_us, launch)
+    return Cluster(
+        name=machine.name,
+        num_nodes=machine.num_nodes,
+        ranks_per_node=machine.ranks_per_node,
+        nics_per_node=machine.nics_per_node,
+        kind="measured",
+        source=machine.source,
+        launch=launch,
+        memory_gb_per_rank=machine.memory_gb_per_rank,
+        copies_block_host=machine.on_cpu,
+        curves=curves,
+        contention=tuple(_contention(machine, each, by_task) for each in pairs),
+        doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),
+    )
+
+
+def _launch(
+    machine: Machine,
+    points: Sequence[Point],
+    launches_us: Mapping[str, float],
+    times_us: Mapping[str, float],
+) -> HostCosts:
+    """The least time that each operation takes the host; what it takes beyond is in the curves.
+
+    The caches hold an operation's code whatever its size, so one number says how much longer the
+    first of several runs takes.
+    """
+
+    def least(*operations: str) -> float:
+        found = [launches_us[p.name] for p in points if p.operation in operations]
+        return round(min(found), 1)
+
+    def first(*operations: str) -> float:
+        found = [
+            times_us[p.name_of_first] - times_us[p.name]
+            for p in points
+            if p.operation in operations and p.name_of_first in times_us
+        ]
+        return round(max(median(found), 0.0), 1) if found else 0.0
+
+    num_walks = len(FORWARD_BACKWARD)
+    more_us = times_us[WALKS_IN_CHUNKS.name] - times_us[WALKS.name]
+    stage_us = max(more_us / (num_walks * (NUM_WALK_CHUNKS - 1) * NUM_WALK_STAGES), 0.0)
+    # Where copies run on the host, their time is not launch time.
+    blocks = machine.on_cpu
+    return HostCosts(
+        collective_us=least(*COLLECTIVES),
+        copy_us=0.0 if blocks else least(*(BYTES_PER_ROW.keys() - {*FINDS, "sum"})),
+        sum_us=0.0 if blocks else least("sum"),
+        find_us=0.0 if blocks else least(*FINDS),
+        counts_to_host_us=round(machine.counts_to_host_us, 1),
+        counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
+        walk_us=round(max(times_us[WALKS.name] / num_walks - NUM_WALK_STAGES * stage_us, 0.0), 1),
+        stage_us=round(stage_us, 1),
+        first_collective_us=first(*COLLECTIVES),
+        first_copy_us=first(*(BYTES_PER_ROW.keys() - FINDS)),
+        first_find_us=first(*FINDS),
+        kind="measured",
+        source=machine.source,
+    )
+
+
+def _curves(
+    machine: Machine, points: Sequence[Point], times_us: Mapping[str, float], launch: HostCosts
+) -> tuple[Curve, ...]:
+    by_curve: dict[tuple[str, str, int], list[Point]] = {}
+    for point in points:
+        by_curve.setdefault((point.tier, point.operation, point.group_size), []).append(point)
+    curves = []
+    for group in (by_curve[key] for key in sorted(by_curve)):
+        first = group[0]
+        launch_us = launch.start_us(first.operation)
+        sizes = tuple(point.num_bytes for point in group)
+        times = tuple(max(round(times_us[p.name] - launch_us, 1), LEAST_US) for p in group)
+        curves.append(
+            Curve(
+                operation=first.operation,
+                tier=first.tier,
+                group_size=first.group_size,
+                sizes_bytes=sizes,
+                times_us=times,
+                kind="measured",
+                source=machine.source,
+                fit=fit(sizes, times),
+            )
+        )
+    return tuple(curves)
+
+
+def _contention(
+    machine: Machine, contenders: Contenders, by_task: Mapping[str, Sequence[Sample]]
+) -> Contention:
+    """Takes the excess round by round, as times differ more between rounds than by the excess."""
+
+    def excess(pair: Pair) -> float:
+        rounds = zip(
+            *(by_task[each.name] for each in (pair.first, pair.second, pair)), strict=False
+        )
+        return median(excess_of(*(sample.us for sample in each)) for each in rounds)
+
+    first, second = slowdowns(excess(contenders.short), excess(contenders.long))
+    return Contention(
+        pair=(contenders.long.first.point.tier, contenders.long.second.point.tier),
+        factor=round(first, 3),
+        factor_of_second=round(second, 3),
+        kind="measured",
+        source=f"{contenders.short.name}, {contenders.long.name}; {machine.source}",
+    )
+
+
+def excess_of(first_us: float, second_us: float, both_us: float) -> float:
+    """How much longer two operations take together than the longer one alone, over the shorter.
+
+    0 where the shorter one is hidden, 1 where they might as well run one after the other; anything
+    beyond is noise and is cut off.
+    """
+    shorter_us, longer_us = sorted((first_us, second_us))
+    return min(max((both_us - longer_us) / shorter_us, 0.0), 1.0)
+
+
+def slowdowns(short_excess: float, long_excess: float) -> tuple[float, float]:
+    """By how much two operations slow each other, from their excess in two pairs.
+
+    While both run, the first is slowed by x and the second by y. A short second one takes y times
+    as long, and the first loses 1 - 1/x of that: the excess is y (1 - 1/x). With a short first one
+    it is x (1 - 1/y). Hand-worked: x = 1.25 and y = 2 give 0.4 and 0.625.
+
+    Args:
+        short_excess: excess where the second operation is the shorter one.
+        long_excess: excess where it is the longer one.
+
+    Returns:
+        x and y, from 1 to 2: at worst as slow as one after the other.
+    """
+    if short_excess + long_excess >= 2 - 1e-6:
+        return 2.0, 2.0
+    common = 1 - short_excess * long_excess
+    if common >= 2 * (1 - short_excess):
+        return 2.0, 1 / (1 - long_excess / 2)
+    if common >= 2 * (1 - long_excess):
+        return 1 / (1 - short_excess / 2), 2.0
+    return common / (1 - short_excess), common / (1 - long_excess)

@@ -1,0 +1,225 @@
+"""One calibration on one rank: groups, estimates, rounds, and the cluster they give."""
+
+import os
+import platform
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.common.progress import Progress
+from monta_megatron.common.quantities import counted
+from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.exchange.groups import find_nodes, gather_objects
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.tools.calibrate.cluster_file import Machine, make_cluster
+from monta_megatron.tools.calibrate.measure import MAX_ROUNDS, RUN_US, first_runs, measure_rounds
+from monta_megatron.tools.calibrate.operations import (
+    COLD_BYTES,
+    counts_of,
+    make_groups,
+    operation_of,
+    walks_of,
+)
+from monta_megatron.tools.calibrate.points import (
+    COUNTS,
+    NUM_SIZES,
+    NUM_WALK_CHUNKS,
+    WALKS,
+    WALKS_IN_CHUNKS,
+    Point,
+    Shape,
+    Task,
+    all_points,
+    choose_pairs,
+)
+from monta_megatron.tools.calibrate.record import Record, Sample
+from monta_megatron.tools.joined_ranks import join, on_first_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What was asked for.
+
+    Attributes:
+        partial: file in which samples are kept.
+        budget_s: time for everything; one round is always run.
+        name: name of the cluster, or None.
+        ranks_per_node: ranks joined by the fast tier, or None where the launcher knows.
+        nics_per_node: network interfaces of a node; None takes the emulated cluster's number, else
+            one per rank.
+    """
+
+    partial: Path
+    budget_s: float
+    name: str | None
+    ranks_per_node: int | None
+    nics_per_node: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The result.
+
+    Attributes:
+        cluster: the cluster to write.
+        rounds: the fewest samples of any task.
+        kept_samples: number of samples that an earlier, killed calibration had taken.
+    """
+
+    cluster: Cluster
+    rounds: int
+    kept_samples: int
+
+
+def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibration:
+    """Measure; every rank calls this, and every rank gets the result.
+
+    Raises:
+        ValueError: the cluster cannot be calibrated, or the record is of another one.
+    """
+    device = join(local_rank)
+    end_s = time.monotonic() + settings.budget_s
+    # Step 1: the machine.
+    world = dist.group.WORLD
+    assert world is not None, "it has been joined"
+    nodes = find_nodes(world, settings.ranks_per_node)
+    shape = shape_of(nodes)
+    machine = _machine(settings, shape, device)
+    points = all_points(shape, NUM_SIZES[device.type])
+    ranks_per_core = _ranks_per_core() if machine.on_cpu else 1.0
+
+    # Step 2: what an earlier calibration has left.
+    identity = _identity(machine, ranks_per_core)
+    record = on_first_rank(lambda: Record.open(settings.partial, identity))
+
+    # Step 3: first runs, whose times also decide which points are paired.
+    progress.phase(f"first runs of {counted(len(points), 'point')}", len(points))
+    groups = make_groups(shape, nodes)
+    # Where operations are mixed, others run between two runs of one and leave its buffers cold.
+    cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
+    starts = {
+        point.name: operation_of(point, groups, nodes, device, cold_bytes) for point in points
+    }
+    starts[COUNTS.name] = counts_of(nodes, device)
+    starts[WALKS.name] = walks_of(device, 1)
+    starts[WALKS_IN_CHUNKS.name] = walks_of(device, NUM_WALK_CHUNKS)
+    host_work = [COUNTS, WALKS, WALKS_IN_CHUNKS]
+
+    def keep_first(point: Point, us: float | None) -> None:
+        progress.step()
+        if us is not None and dist.get_rank() == 0:
+            record.add_first(point.name, us)
+
+    expected_us = first_runs(points, starts, record.first_us, keep_first)
+    pairs = choose_pairs(points, expected_us)
+
+    # Step 4: rounds, each kept as it is measured.
+    tasks: list[Task] = [*points, *(task for each in pairs for task in each.tasks), *host_work]
+    # A pair takes long enough not to be repeated within a run; the host's work, too, is done only
+    # once in a real exchange.
+    expected_us += [RUN_US] * (len(tasks) - len(points))
+    taken = Counter(sample.task for sample in record.samples)
+    names = {task.name for task in tasks}
+    progress.phase("rounds", sum(max(MAX_ROUNDS - taken[name], 0) for name in names))
+
+    def keep(sample: Sample) -> None:
+        if sample.task in names:
+            progress.step()
+        if dist.get_rank() == 0:
+            record.add(sample)
+        else:
+            record.samples.append(sample)
+
+    measure_rounds(tasks, starts, expected_us, ranks_per_core, taken, end_s, keep)
+
+    # Step 5: the cluster.
+    counts = Counter(sample.task for sample in record.samples)
+    return Calibration(
+        cluster=make_cluster(machine, points, pairs, record.samples),
+        rounds=min(counts.values()),
+        kept_samples=taken.total(),
+    )
+
+
+def shape_of(nodes: tuple[int, ...]) -> Shape:
+    """The shape of nodes that have equally many ranks each, in order.
+
+    Raises:
+        ValueError: they have not, or there is only one rank on a node.
+    """
+    shape = Shape(num_nodes=len(set(nodes)), ranks_per_node=nodes.count(nodes[0]))
+    in_order = tuple(node for node in range(shape.num_nodes) for _ in range(shape.ranks_per_node))
+    if nodes != in_order:
+        raise ValueError(
+            f"ranks: got nodes {list(nodes)}, must be the same number on every node, in order"
+        )
+    if shape.ranks_per_node == 1:
+        raise ValueError(
+            "ranks per node: got 1, must be at least 2; --ranks-per-node says it where the "
+            "launcher does not"
+        )
+    return shape
+
+
+def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
+    emulated = EmulatedCluster.from_environment()
+    on_cpu = device.type == "cpu"
+    if emulated is not None:
+        kind, nics_per_node = f"emulated at {emulated.inter_mbit:g} Mbit/s", emulated.nics_per_node
+    else:
+        kind, nics_per_node = "CPU ranks", shape.ranks_per_node
+        if not on_cpu:
+            kind = torch.cuda.get_device_name(device)
+    day = datetime.now(timezone.utc).date().isoformat()
+    return Machine(
+        name=settings.name or f"{kind}, {shape.num_nodes} x {shape.ranks_per_node}",
+        num_nodes=shape.num_nodes,
+        ranks_per_node=shape.ranks_per_node,
+        nics_per_node=settings.nics_per_node or nics_per_node,
+        memory_gb_per_rank=None
+        if on_cpu
+        else torch.cuda.get_device_properties(device).total_memory / 1e9,
+        on_cpu=on_cpu,
+        counts_to_host_us=0.0 if on_cpu else _counts_to_host_us(device),
+        source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
+    )
+
+
+def _ranks_per_core() -> float:
+    """Ranks per core that they may use, over all emulated nodes of a machine; at least 1."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    by_machine: dict[str, list[set[int]]] = {}
+    for name, cores in gather_objects((machine, os.sched_getaffinity(0))):
+        by_machine.setdefault(name, []).append(cores)
+    return max(1.0, *(len(ranks) / len(set().union(*ranks)) for ranks in by_machine.values()))
+
+
+def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
+    """What two calibrations must have in common for their samples to be put together."""
+    # Another job has other nodes; CPU ranks measure their machine itself.
+    on_cpu = machine.on_cpu
+    return {
+        "name": machine.name,
+        "num_nodes": machine.num_nodes,
+        "ranks_per_node": machine.ranks_per_node,
+        "nics_per_node": machine.nics_per_node,
+        "ranks_per_core": ranks_per_core,
+        "torch": torch.__version__,
+        "machine": platform.node() if on_cpu else torch.cuda.get_device_name(),
+    }
+
+
+def _counts_to_host_us(device: torch.device) -> float:
+    num_runs = 20
+    counts = torch.zeros(1024, dtype=torch.int64, device=device)
+    counts.cpu()
+    begin_s = time.perf_counter()
+    for _ in range(num_runs):
+        counts.cpu()
+    return (time.perf_counter() - begin_s) * 1e6 / num_runs

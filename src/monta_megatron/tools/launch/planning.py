@@ -1,0 +1,216 @@
+"""The plan of a run: what the planner expects of its exchange, kept with it for comparison.
+
+The run itself is given the cluster, not this plan: a plan is for one number of tokens, and the
+dispatcher plans again when the number changes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from monta_megatron.chains import CHAINS, chunks_of
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+from monta_megatron.common.flags import positive
+from monta_megatron.common.names import one_of
+from monta_megatron.common.quantities import bytes_of_gb
+from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.plan import Plan, exchange_of
+from monta_megatron.planner.search import NUM_CHUNKS
+from monta_megatron.planner.training_memory import (
+    TrainingMemory,
+    plan_within_memory,
+    training_memory,
+)
+from monta_megatron.planner.workload import Workload, workloads_of
+from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
+from monta_megatron.tools.launch.memory import held_state
+from monta_megatron.tools.launch.run_config import RunConfig
+
+# Fields of the model that Megatron's arguments of the same name must agree with, as the exchange is
+# planned from them. The number of layers is not among them, so that a shortened model can be tried.
+MODEL_ARGUMENTS = (
+    "hidden-size",
+    "num-attention-heads",
+    "num-experts",
+    "moe-router-topk",
+    "moe-ffn-hidden-size",
+    "moe-router-num-groups",
+    "moe-router-group-topk",
+)
+
+
+def plan_run(
+    config: RunConfig, arguments: Arguments, file: str, ignore_memory: bool = False
+) -> tuple[Plan | None, TrainingMemory | None, list[str]]:
+    """The plan and the memory that it takes, or None where there is nothing to plan; and notes.
+
+    Args:
+        config: the configuration, with paths resolved and everything merged.
+        arguments: Megatron's arguments.
+        file: the run file, for messages.
+        ignore_memory: plan a run that does not fit into the memory of a rank, too.
+
+    Raises:
+        ValueError: model, cluster, layout and arguments do not fit each other, or the run does not
+            fit into the memory of a rank.
+    """
+    if DISPATCHER not in arguments or arguments[DISPATCHER].value != DISPATCHER_TYPE:
+        why = f"{DISPATCHER} is not {DISPATCHER_TYPE}"
+        return None, None, [f"no plan, and memory not checked: {why}"]
+    if config.model is not None and "moe-monta-plan" in arguments:
+        return _given_plan(config, arguments, file, ignore_memory)
+    if config.model is None or "moe-monta-cluster" not in arguments:
+        why = "the file names no model and cluster"
+        return None, None, [f"no plan, and memory not checked: {why}"]
+
+    # Step 1: check that what was asked for fits together.
+    model = _model(config.model, arguments)
+    # The dispatcher's cluster file: the run file's, unless the command line names another.
+    cluster_file = str(arguments["moe-monta-cluster"].value)
+    cluster = load_cluster(cluster_file)
+    layout = _layout(config, model, file)
+    if layout.world_size > cluster.num_ranks:
+        raise ValueError(
+            f"{file}: layout.nodes * ranks_per_node: got {layout.world_size}, must be at most the "
+            f"{cluster.num_ranks} ranks of {cluster_file}; its num_nodes is that of the cluster"
+        )
+    notes = []
+    ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", cluster.ranks_per_node)
+    if ranks_per_node != config.layout.ranks_per_node:
+        notes.append(
+            f"{ranks_per_node} ranks are taken to share the fast tier, and "
+            f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
+        )
+
+    # Step 2: plan the exchanges that the dispatcher will have to plan, in the memory that is left.
+    chains, num_chunks = _candidates(arguments)
+    workloads = workloads_of(model, layout, ranks_per_node)
+    memory = _memory(config, arguments, model, cluster, workloads, ignore_memory)
+    plan, _, memory = plan_within_memory(
+        workloads,
+        cluster,
+        memory,
+        where=f"{file}: layout",
+        chains=chains,
+        num_chunks=num_chunks,
+        memory_limit_bytes=_memory_limit_bytes(arguments),
+        or_least=True,
+        max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
+    )
+    return plan, memory, [*notes, f"needs {memory.describe()}"]
+
+
+def _given_plan(
+    config: RunConfig, arguments: Arguments, file: str, ignore_memory: bool
+) -> tuple[Plan, TrainingMemory | None, list[str]]:
+    """The plan of --moe-monta-plan, checked against the run that is to use it.
+
+    Raises:
+        ValueError: it was made for something else, or the run does not fit into the memory of a
+            rank with it.
+    """
+    given = arguments["moe-monta-plan"]
+    plan = Plan.load(str(given.value))
+    assert config.model is not None, "the caller has looked"
+    model = _model(config.model, arguments)
+    cluster, ranks_per_node = None, config.layout.ranks_per_node
+    if "moe-monta-cluster" in arguments:
+        cluster = load_cluster(str(arguments["moe-monta-cluster"].value))
+        ranks_per_node = cluster.ranks_per_node
+    ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", ranks_per_node)
+    workloads = workloads_of(model, _layout(config, model, file), ranks_per_node)
+    for workload in workloads:
+        misfit = plan.misfit(exchange_of(workload)) or CHAINS[plan.chain].refusal(workload.layout)
+        if misfit is not None:
+            raise ValueError(f"{given.source}: {given.value}: {misfit}")
+    used = f"no plan made: {given.value} is used"
+    if cluster is None:
+        return plan, None, [f"{used}, and memory is not checked, as there is no cluster file"]
+    if cluster.name != plan.situation.cluster:
+        used += f", made by the costs of {plan.situation.cluster} and not of {cluster.name}"
+    _, _, memory = plan_within_memory(
+        workloads,
+        cluster,
+        _memory(config, arguments, model, cluster, workloads, ignore_memory),
+        where=f"{file}: layout",
+        chains=(plan.chain,),
+        num_chunks=(plan.num_chunks,),
+        max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
+    )
+    return plan, memory, [used, f"needs {memory.describe()}"]
+
+
+def _memory(
+    config: RunConfig,
+    arguments: Arguments,
+    model: Model,
+    cluster: Cluster,
+    workloads: Sequence[Workload],
+    ignore_memory: bool,
+) -> TrainingMemory:
+    """What the run holds beside its exchange, as Megatron's arguments say."""
+    return training_memory(
+        model,
+        cluster,
+        config.layout.parallel,
+        workloads,
+        held=held_state(arguments, config.layout),
+        ignore_memory=ignore_memory,
+    )
+
+
+def _layout(config: RunConfig, model: Model, file: str) -> ParallelLayout:
+    """The layout, which has to be able to train the model."""
+    layout = config.layout.parallel
+    misfit = layout.misfit(model)
+    if misfit is not None:
+        raise ValueError(f"{file}: layout.{misfit}")
+    return layout
+
+
+def _model(path: str, arguments: Arguments) -> Model:
+    model = load_model(path)
+    for name in MODEL_ARGUMENTS:
+        if name not in arguments:
+            continue
+        field = name.replace("-", "_")
+        expected = getattr(model, field)
+        if expected != arguments[name].read(SIZE):
+            raise ValueError(
+                f"{arguments[name].source}: got {arguments[name].value}, must be {expected} as "
+                f"{path}: {field}; name another model file, or none"
+            )
+    # These are choices of the training; the model file only holds defaults for them.
+    return replace(
+        model,
+        seq_length=_size(arguments, "seq-length", model.seq_length),
+        micro_batch_size=_size(arguments, "micro-batch-size", model.micro_batch_size),
+    )
+
+
+def _size(arguments: Arguments, name: str, default: int) -> int:
+    return arguments[name].read(SIZE) if name in arguments else default
+
+
+def _memory_limit_bytes(arguments: Arguments) -> float | None:
+    limit = arguments.get("moe-monta-memory-limit-gb")
+    return None if limit is None else bytes_of_gb(limit.read(positive))
+
+
+def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The chains and numbers of chunks that the run can choose from."""
+    chunks = arguments.get("moe-monta-num-chunks")
+    num_chunks = None if chunks is None else chunks.read(SIZE)
+    chosen = arguments.get("moe-monta-chain")
+    if chosen is None or chosen.value == AUTO:
+        return tuple(CHAINS), NUM_CHUNKS if num_chunks is None else (num_chunks,)
+    known = (AUTO, *CHAINS)
+    if chosen.value not in known:
+        raise ValueError(
+            f"{chosen.source}: got {chosen.value}, must be {one_of(chosen.value, known)}"
+        )
+    field = chosen.source if chunks is None else chunks.source
+    return (chosen.value,), (chunks_of(CHAINS[chosen.value], num_chunks, field),)

@@ -1,0 +1,186 @@
+"""Read a run file and everything that it names; nothing is written or started."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.common import presets, strict_yaml
+from monta_megatron.common.texts import check_printable
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.training_memory import TrainingMemory
+from monta_megatron.tools.launch.arguments import (
+    Arguments,
+    check_batch,
+    escaped,
+    from_words,
+    merge,
+    replaced,
+)
+from monta_megatron.tools.launch.planning import plan_run
+from monta_megatron.tools.launch.run_config import RunConfig
+
+PRETRAIN_GPT = "${MEGATRON_LM_DIR}/pretrain_gpt.py"
+# The arguments that a requeued job needs to continue where it was when its time was nearly up.
+RESUMES_WITH = ("save", "load", "exit-signal-handler")
+# Where `${NAME}` is replaced, in addition to `environment`.
+SECTIONS = ("megatron", "script_arguments")
+PATHS = ("model", "cluster", "script")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that is known in full.
+
+    Attributes:
+        config: the configuration, with paths and variables resolved and everything merged.
+        script: what every rank runs.
+        arguments: Megatron's arguments.
+        script_arguments: the script's own arguments, which follow them.
+        directory: the run's own directory.
+        plan: what the planner expects, or None.
+        memory: what the run holds on a rank, or None without a plan.
+        megatron: version of the Megatron-Core that has checked the arguments; None if unchecked.
+        notes: what the user should know, one line each.
+        copies: name in the directory -> the file that is copied there.
+    """
+
+    config: RunConfig
+    script: str
+    arguments: Arguments
+    script_arguments: Arguments
+    directory: Path
+    plan: Plan | None
+    memory: TrainingMemory | None
+    notes: tuple[str, ...]
+    megatron: str | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lacks_to_resume(self) -> tuple[str, ...]:
+        """The arguments without which a requeued job would start over."""
+        return tuple(name for name in RESUMES_WITH if name not in self.arguments)
+
+
+def prepare(
+    file: str,
+    words: Sequence[str],
+    directory: Path | None,
+    dry_run: bool,
+    ignore_memory: bool = False,
+) -> Run:
+    """Read, merge and plan.
+
+    Args:
+        file: the run file.
+        words: arguments of Megatron from the command line.
+        directory: directory of the run, or None for runs/NAME.
+        dry_run: whether the script may be missing.
+        ignore_memory: whether the run may hold more than a rank has.
+
+    Raises:
+        ValueError: one line that names the file, the key, the value and the rule.
+    """
+    file = str(presets.find("runs", file))
+    config = strict_yaml.load(RunConfig, file)
+    command_line = from_words(words)
+    directory = free_directory(config.name, directory)
+    check_printable(str(directory), "--run-directory")
+    check_printable(os.path.abspath(file), "--config")
+    config = _with_variables(config, file, {**os.environ, "RUN_DIRECTORY": str(directory)})
+    config = _with_files(config, file)
+    merged = merge(config, file, command_line)
+    plan, memory, plan_notes = plan_run(merged.config, merged.arguments, file, ignore_memory)
+    check_batch(merged.arguments, merged.config.layout.parallel.dp)
+    script, script_notes = _script(config.script, file, dry_run)
+    return Run(
+        config=replace(merged.config, script=script),
+        script=script,
+        arguments=merged.arguments,
+        script_arguments=merged.script_arguments,
+        directory=directory,
+        plan=plan,
+        memory=memory,
+        notes=(*merged.notes, *plan_notes, *script_notes),
+    )
+
+
+def free_directory(name: str, given: Path | None) -> Path:
+    """The run's directory: one that does not exist yet, or is empty. Nothing is written.
+
+    Raises:
+        ValueError: the one that was asked for is not empty, or not a folder.
+    """
+    if given is not None:
+        if given.exists() and (not given.is_dir() or any(given.iterdir())):
+            raise ValueError(f"--run-directory: got {given}, must be a new or an empty folder")
+        return given.absolute()
+    first = Path("runs", name).absolute()
+    number = 1
+    directory = first
+    while directory.exists():
+        number += 1
+        directory = first.with_name(f"{name}-{number}")
+    return directory
+
+
+def _with_variables(config: RunConfig, file: str, variables: Mapping[str, str]) -> RunConfig:
+    """Replace `${NAME}`: in `environment` by the caller's variables, then elsewhere by both."""
+
+    def section(name: str, known: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            key: replaced(value, known, f"{file}: {name}.{key}")
+            for key, value in getattr(config, name).items()
+        }
+
+    environment = section("environment", variables)
+    known = {**variables, **{name: str(value) for name, value in environment.items()}}
+    changes: dict[str, Any] = {name: section(name, known) for name in SECTIONS}
+    for name in PATHS:
+        changes[name] = replaced(getattr(config, name), known, f"{file}: {name}")
+    return replace(config, environment=environment, **changes)
+
+
+def _with_files(config: RunConfig, file: str) -> RunConfig:
+    """Make paths absolute, which are relative to the run file, and find the presets."""
+    folder = Path(file).absolute().parent
+    files: dict[str, str] = {}
+    try:
+        if config.model is not None:
+            files["model"] = os.path.abspath(presets.find("models", config.model, folder))
+        if config.cluster is not None:
+            files["cluster"] = os.path.abspath(presets.find("clusters", config.cluster, folder))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    if config.script is not None:
+        files["script"] = os.path.normpath(folder / config.script)
+    return replace(config, **files)  # type: ignore[arg-type]
+
+
+def to_run_file(config: RunConfig) -> str:
+    """A resolved configuration as a run file that resolves to the same configuration."""
+    changes: dict[str, Any] = {name: escaped(getattr(config, name)) for name in PATHS}
+    for name in ("environment", *SECTIONS):
+        changes[name] = {key: escaped(value) for key, value in getattr(config, name).items()}
+    return strict_yaml.dump(replace(config, **changes))
+
+
+def _script(script: str | None, file: str, dry_run: bool) -> tuple[str, list[str]]:
+    if script is None:
+        checkout = os.environ.get("MEGATRON_LM_DIR")
+        if checkout is None:
+            problem = (
+                f"{file}: script: missing, must be given where MEGATRON_LM_DIR is not set; set it "
+                "to a checkout of Megatron-LM, whose pretrain_gpt.py is then run"
+            )
+            if dry_run:
+                return PRETRAIN_GPT, [problem]
+            raise ValueError(problem)
+        script = str(Path(checkout, "pretrain_gpt.py").absolute())
+    if not Path(script).is_file():
+        problem = f"{file}: script: got {script}, must be a Python script that exists"
+        if not dry_run:
+            raise ValueError(problem)
+        return script, [problem]
+    return script, []

@@ -1,0 +1,164 @@
+#!/usr/bin/env bash
+# Start one process per rank: in a shell, as a task of srun, or as the batch script of sbatch.
+#
+#   start.sh [--ranks-per-node N] [--nodes M] -- SCRIPT ARGS...
+#
+#   SCRIPT             a Python script, or -m MODULE
+#   --ranks-per-node   default: $RANKS_PER_NODE, else the GPUs that Slurm gives on a node
+#   --nodes            default: all of the job; in a shell $NNODES, else 1
+#
+# in a shell    torchrun on this node. Several nodes: the same on each, with NODE_RANK, MASTER_ADDR
+#               and MASTER_PORT in the environment.
+# under srun    one task per node: torchrun; one task per rank: SCRIPT itself.
+# under sbatch  (salloc too) runs itself under srun, one task per node. With
+#               `--signal=B:USR1@SECONDS --requeue` every rank gets SIGTERM that long before the
+#               time limit, and Megatron's --exit-signal-handler writes a checkpoint and ends; if
+#               all ranks end with status 0, the job is requeued and resumes from the checkpoint.
+#
+# A batch script of your own has to end with `exec bash start.sh ...`: Slurm signals nothing else.
+#
+# The exit status is that of what was started; 2 if nothing was. PYTHON names the interpreter.
+set -euo pipefail
+
+say() {
+    printf 'start.sh: %s\n' "$*" >&2
+}
+
+die() {
+    say "$*"
+    exit 2
+}
+
+# check_count NAME VALUE: refuse what is not an integer >= 1.
+check_count() {
+    [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1: got '$2', must be an integer >= 1"
+}
+
+# signal NAME PROCESS...: send a signal to processes, which may have ended already.
+signal() {
+    kill -"$1" "${@:2}" 2>/dev/null || true
+}
+
+# wait_for CHILD: its exit status, however often a trap interrupts the wait.
+wait_for() {
+    while kill -0 "$1" 2>/dev/null; do
+        wait "$1" || true
+    done
+    wait "$1"
+}
+
+first_host() {
+    local host
+    read -r host < <(scontrol show hostnames "$1") || die "scontrol names no host of '$1'"
+    printf '%s\n' "$host"
+}
+
+in_shell() {
+    nodes=${nodes:-${NNODES:-1}}
+    check_count --nodes "$nodes"
+    local place=(--standalone)
+    if ((nodes > 1)); then
+        [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
+            die "NODE_RANK, MASTER_ADDR: not set, must be on each of $nodes nodes without Slurm"
+        place=(
+            --nnodes "$nodes" --node-rank "$NODE_RANK"
+            --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"
+        )
+    fi
+    exec "${torchrun[@]}" "${place[@]}" "$@"
+}
+
+# One task of a step: this node's ranks, or one rank.
+in_step() {
+    nodes=${nodes:-$SLURM_STEP_NUM_NODES}
+    local tasks=$SLURM_STEP_NUM_TASKS command ranks_are=children
+    ((nodes == SLURM_STEP_NUM_NODES)) ||
+        die "--nodes: got $nodes, must be the $SLURM_STEP_NUM_NODES nodes of this srun"
+    # Set by the batch script; in a container there may be no scontrol to ask.
+    MASTER_ADDR=${MASTER_ADDR:-$(first_host "$SLURM_STEP_NODELIST")}
+    export MASTER_ADDR MASTER_PORT
+    if ((tasks == nodes)); then
+        command=(
+            "${torchrun[@]}" --nnodes "$nodes" --node-rank "$SLURM_NODEID"
+            --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
+        )
+    elif ((tasks == nodes * ranks_per_node)); then
+        export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
+        export WORLD_SIZE=$tasks LOCAL_WORLD_SIZE=$ranks_per_node
+        command=("$python" "$@")
+        ranks_are=child
+    else
+        die "srun started $tasks tasks on $nodes nodes, must be 1 or $ranks_per_node on each"
+    fi
+    # Some of Slurm's process trackers send USR1 to every process of the step, which would end them.
+    (
+        trap '' USR1
+        exec "${command[@]}"
+    ) &
+    child=$!
+    trap end_ranks USR1 TERM INT
+    wait_for "$child"
+}
+
+# Ask the ranks of this task to end, or torchrun itself if it has not started any. Where there are
+# ranks torchrun is not asked: it would kill them after 30 s, and a checkpoint may take longer.
+end_ranks() {
+    local ranks=()
+    if [[ $ranks_are == children ]]; then
+        read -ra ranks <"/proc/$child/task/$child/children" || true
+    fi
+    signal TERM "${ranks[@]:-$child}"
+}
+
+in_job() {
+    nodes=${nodes:-$SLURM_JOB_NUM_NODES}
+    local requeue=no status=0
+    MASTER_ADDR=$(first_host "$SLURM_JOB_NODELIST")
+    export MASTER_ADDR MASTER_PORT
+    # Pass the text of this file, since Slurm's copy of a batch script is on one node only. Without
+    # a CPU binding the one task of a node may use all the cores of the job there.
+    # On some clusters a job passes nothing of its environment to its steps unless it says so.
+    srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --cpu-bind none --kill-on-bad-exit \
+        --export ALL bash -c "$(<"$0")" \
+        start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" &
+    child=$!
+    trap 'requeue=yes; signal USR1 "$child"' USR1
+    trap 'signal TERM "$child"' TERM INT
+    wait_for "$child" || status=$?
+    if [[ $requeue == yes && $status == 0 ]]; then
+        trap - TERM
+        say "the ranks have ended as signalled; job $SLURM_JOB_ID is requeued"
+        scontrol requeue "$SLURM_JOB_ID"
+    elif [[ $requeue == yes ]]; then
+        say "the ranks have ended with status $status as signalled; not requeued." \
+            "Megatron needs --exit-signal-handler"
+    fi
+    exit "$status"
+}
+
+python=${PYTHON:-python}
+ranks_per_node=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
+nodes=
+while (($# > 0)); do
+    case $1 in
+        --ranks-per-node) ranks_per_node=${2:-} ;;
+        --nodes) nodes=${2:-}; check_count "$1" "$nodes" ;;
+        --) shift; break ;;
+        *) die "got '$1', must be --ranks-per-node N, --nodes M, or -- before the script" ;;
+    esac
+    shift $(($# > 1 ? 2 : 1))
+done
+check_count --ranks-per-node "$ranks_per_node"
+(($# > 0)) || die "no script after --"
+torchrun=("$python" -m monta_megatron.common.torchrun --nproc-per-node "$ranks_per_node")
+
+# The steps of salloc's own shell and of batch scripts have reserved numbers, the highest ones.
+if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    in_shell "$@"
+fi
+MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+if ((${SLURM_STEP_ID:-4294967295} < 4294967280)); then
+    in_step "$@"
+else
+    in_job "$@"
+fi

@@ -1,0 +1,90 @@
+"""What a run has come to, from its log: the lines that Megatron and the dispatcher print."""
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from monta_megatron.tools.launch.prepare import Run
+
+# Megatron's line: `iteration 2/ 10 | ... | elapsed time per iteration (ms): 81.4 | ... |
+# lm loss: 5.4E+00 | ...`.
+ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|")
+TIME_MS = re.compile(r"elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
+LOSS = re.compile(r"\blm loss: (-?\d+(?:\.\d+)?(?:E[-+]\d+)?|nan|-?inf)(?=[\s|])", re.IGNORECASE)
+# The dispatcher's line: `monta: chain alltoall, 1 chunk, EP 8 x ETP 1 over 2 nodes: why`.
+CHAIN = re.compile(r"^monta(?:, rank \d+)?: chain ([^:]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run that has ended.
+
+    Attributes:
+        iterations: the last one logged; None if there is none.
+        first_loss: the first loss logged.
+        last_loss: the last one.
+        ms_per_iteration: the median; without the first one logged, which starts everything.
+        chain: the chain that ran last, with chunks and sizes, in the dispatcher's words.
+        planned_inter_bytes: payload between nodes as planned, of all ranks of an exchange, for one
+            layer and micro-batch; None without a plan, or if another chain ran.
+        planned_intra_bytes: the same inside the nodes.
+        log: the file that this comes from.
+    """
+
+    iterations: int | None
+    first_loss: float | None
+    last_loss: float | None
+    ms_per_iteration: float | None
+    chain: str | None
+    planned_inter_bytes: float | None
+    planned_intra_bytes: float | None
+    log: str
+
+    def document(self) -> dict[str, Any]:
+        """All of it for JSON, which knows no NaN: a loss that is none is a text."""
+        return {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
+
+    def lines(self) -> list[str]:
+        """One line for each thing that is known."""
+        lines = []
+        if self.first_loss is not None and self.last_loss is not None:
+            lines.append(f"loss: {self.first_loss:.6g} at first, {self.last_loss:.6g} at last")
+        if self.iterations is not None and self.ms_per_iteration is not None:
+            lines.append(f"iterations: {self.iterations}, {self.ms_per_iteration:,.1f} ms each")
+        if self.chain is not None:
+            lines.append(f"chain: {self.chain}")
+        if self.planned_inter_bytes is not None and self.planned_intra_bytes is not None:
+            lines.append(
+                "bytes per layer and micro-batch, as planned: "
+                f"{self.planned_inter_bytes:,.0f} between nodes, "
+                f"{self.planned_intra_bytes:,.0f} inside"
+            )
+        return [*lines, f"log: {self.log}"]
+
+
+def summary_of(run: Run) -> Summary:
+    """The summary of a run that has ended, whether or not it came to its end."""
+    log = run.directory / "logs" / "run.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = [line for line in text.splitlines() if ITERATION.search(line)]
+    numbers = [int(found[1]) for line in lines if (found := ITERATION.search(line))]
+    times_ms = [float(found[1]) for line in lines if (found := TIME_MS.search(line))]
+    losses = [float(found[1]) for line in lines if (found := LOSS.search(line))]
+    chains = CHAIN.findall(text)
+    chosen = None if run.plan is None else run.plan.chosen
+    as_planned = chosen is not None and chains and chains[-1].split(",")[0] == chosen.chain
+    return Summary(
+        iterations=numbers[-1] if numbers else None,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        ms_per_iteration=median(times_ms[1:] or times_ms) if times_ms else None,
+        chain=chains[-1] if chains else None,
+        planned_inter_bytes=chosen.inter_bytes if chosen is not None and as_planned else None,
+        planned_intra_bytes=chosen.intra_bytes if chosen is not None and as_planned else None,
+        log=str(log),
+    )

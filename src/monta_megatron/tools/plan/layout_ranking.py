@@ -1,0 +1,155 @@
+"""Every layout that fits the model and the cluster, ranked by what its exchange costs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from monta_megatron.common.progress import Progress
+from monta_megatron.common.quantities import GB_BYTES
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.plan import Phase, Plan
+from monta_megatron.planner.search import MARGIN
+from monta_megatron.planner.training_memory import (
+    TrainingMemory,
+    plan_within_memory,
+    training_memory,
+)
+from monta_megatron.planner.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedLayout:
+    """A layout, with the plan for its exchange.
+
+    Attributes:
+        tp, ep, etp, cp, pp: sizes of the parallel groups.
+        tokens_per_rank: tokens that a rank brings to an exchange.
+        chain: the chain of the plan.
+        num_chunks: the number of chunks of the plan.
+        predicted_us: time of the exchanges of one layer and micro-batch.
+        us_per_1k_tokens: the same per 1,000 tokens of a rank; layouts differ in tokens per rank.
+        peak_bytes: the most that the executor holds at once on one rank.
+        state_bytes: weights, gradients and optimizer state on one rank.
+        activation_bytes: see `training_memory.TrainingMemory`.
+        needed_bytes: the three together.
+    """
+
+    tp: int
+    ep: int
+    etp: int
+    cp: int
+    pp: int
+    tokens_per_rank: int
+    chain: str
+    num_chunks: int
+    predicted_us: float
+    us_per_1k_tokens: float
+    peak_bytes: float
+    state_bytes: float
+    activation_bytes: float
+    needed_bytes: float
+
+
+def rank_layouts(
+    model: Model,
+    cluster: Cluster,
+    *,
+    world_size: int,
+    cp: int = 1,
+    pp: int = 1,
+    phase: Phase = "forward_backward",
+    workloads: Callable[[ParallelLayout], Sequence[Workload]],
+    memory_limit_bytes: float | None = None,
+    margin: float = MARGIN,
+    ignore_memory: bool = False,
+    progress: Progress | None = None,
+) -> list[RankedLayout]:
+    """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
+
+    TP and ETP stay inside a node. If the cluster says how much memory a rank has, layouts that do
+    not fit into it are left out; see `training_memory`.
+
+    Args:
+        model: what is trained.
+        cluster: the cluster it is trained on.
+        world_size, cp, pp: the same for all layouts.
+        phase: the phase to choose for.
+        workloads: layout -> its exchanges; see `workload.workloads_of`.
+        memory_limit_bytes, margin: for the plan of each layout; see `search.plan`.
+        ignore_memory: keep the layouts that do not fit.
+        progress: gets a step for every layout.
+
+    Raises:
+        ValueError: no layout fits.
+    """
+    found = []
+    least: float | None = None
+    layouts = list(_layouts(model, cluster, world_size, cp, pp))
+    progress = progress or Progress()
+    progress.phase("layouts", len(layouts))
+    for layout in layouts:
+        progress.step()
+        of_layout = workloads(layout)
+        memory = training_memory(model, cluster, layout, of_layout, ignore_memory=ignore_memory)
+        least = min(least or memory.needed_bytes, memory.needed_bytes)
+        if memory.left_bytes is not None and memory.left_bytes < 0:
+            continue
+        try:
+            plan, _, memory = plan_within_memory(
+                of_layout,
+                cluster,
+                memory,
+                where="layout",
+                phase=phase,
+                memory_limit_bytes=memory_limit_bytes,
+                margin=margin,
+            )
+        except ValueError:
+            # No chain fits into the memory that is left.
+            continue
+        found.append(_ranked(layout, plan, memory))
+    if not found:
+        needs = "" if least is None else f"; the least that one needs is {least / GB_BYTES:.0f} GB"
+        raise ValueError(
+            f"world_size: got {world_size}, no (tp, ep, etp) fits {model.name} on {cluster.name} "
+            f"with cp {cp} and pp {pp}{needs}; more ranks or pipeline stages may help"
+        )
+    return sorted(found, key=lambda each: (each.us_per_1k_tokens, each.peak_bytes))
+
+
+def _layouts(
+    model: Model, cluster: Cluster, world_size: int, cp: int, pp: int
+) -> Iterator[ParallelLayout]:
+    in_node = _divisors(cluster.ranks_per_node)
+    for tp, etp, ep in product(in_node, in_node, _divisors(model.num_experts)):
+        if world_size % (tp * cp * pp) == 0 and world_size % (etp * ep * pp) == 0:
+            layout = ParallelLayout(world_size=world_size, tp=tp, ep=ep, etp=etp, cp=cp, pp=pp)
+            if layout.misfit(model) is None:
+                yield layout
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _ranked(layout: ParallelLayout, plan: Plan, memory: TrainingMemory) -> RankedLayout:
+    predicted_us = plan.predicted_us or 0.0
+    tokens = plan.situation.tokens_per_rank
+    return RankedLayout(
+        tp=layout.tp,
+        ep=layout.ep,
+        etp=layout.etp,
+        cp=layout.cp,
+        pp=layout.pp,
+        tokens_per_rank=tokens,
+        chain=plan.chain,
+        num_chunks=plan.num_chunks,
+        predicted_us=predicted_us,
+        us_per_1k_tokens=predicted_us / max(tokens, 1) * 1e3,
+        peak_bytes=memory.exchange_bytes,
+        state_bytes=memory.state_bytes,
+        activation_bytes=memory.activation_bytes,
+        needed_bytes=memory.needed_bytes,
+    )

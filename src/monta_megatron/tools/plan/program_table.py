@@ -1,0 +1,70 @@
+"""The operations of every pass, as a table and as JSON: what `monta plan --program` shows."""
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.program import BoundProgram, Operation
+from monta_megatron.common.quantities import size_text
+from monta_megatron.common.tables import table
+from monta_megatron.planner.chain_price import WALKS
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.workload import Workload
+
+# One operation on the first rank, as plain values; docs/plans.md has the fields.
+Row: TypeAlias = dict[str, Any]
+
+
+def program_of(plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, list[Row]]:
+    """Pass -> its operations, for the chain that a plan chose."""
+    bound = workload.bind(CHAINS[plan.chain], plan.num_chunks)
+    programs = [workload.lower(bound, walk, cluster.policy) for walk in WALKS[plan.situation.phase]]
+    return {
+        program.program.walked.name: [
+            _row(program, operation) for operation in program.program.operations
+        ]
+        for program in programs
+    }
+
+
+def program_lines(programs: dict[str, list[Row]]) -> Iterator[str]:
+    """A table for each pass."""
+    for walk, rows in programs.items():
+        cells = [
+            (
+                row["number"],
+                row["operation"],
+                row["stage"],
+                row["chunk"],
+                f"{','.join(map(str, row['reads']))}>{row['writes'][0]}",
+                f"{row['rows']:.0f}",
+                size_text(row["bytes"]),
+                " ".join(filter(None, (row["resource"], row["group"]))),
+            )
+            for row in rows
+        ]
+        name = walk.replace("_", " ")
+        columns = (">", name, "stage", ">in", ">buffers", ">rows", ">bytes", "occupies")
+        yield table(columns, cells) + "\n"
+    yield "in: number of the chunk. buffers: read > written; 0 is the input of the pass."
+    yield "rows and bytes: written by the first rank."
+
+
+def _row(bound: BoundProgram, operation: Operation) -> Row:
+    written = bound.program.buffers[operation.writes[0]]
+    # Of the whole output, an operation writes its chunk's rows; what finds copies writes none.
+    rows = written.copies * bound.bound.rows_at[written.boundary][operation.chunk]
+    row_bytes = sum(bound.message_bytes(written))
+    return {
+        "number": operation.number,
+        "operation": operation.kind,
+        "stage": operation.stage,
+        "chunk": operation.chunk,
+        "reads": list(operation.reads),
+        "writes": list(operation.writes),
+        "rows": rows if row_bytes else 0.0,
+        "bytes": row_bytes * rows,
+        "resource": operation.resource,
+        "group": operation.group if operation.is_collective else None,
+    }

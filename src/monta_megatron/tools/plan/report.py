@@ -1,0 +1,146 @@
+"""A plan, and a ranking of layouts, as text of 80 columns."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from monta_megatron.common.quantities import counted, size_text
+from monta_megatron.common.tables import table
+from monta_megatron.planner.plan import Candidate, Plan, StageCost
+from monta_megatron.planner.tier_rates import TIER_NAMES
+from monta_megatron.planner.training_memory import TrainingMemory
+from monta_megatron.tools.plan.layout_ranking import RankedLayout
+
+WIDTH = 80
+MAX_LAYOUTS = 20
+PHASES = {
+    "forward": "dispatch + combine, forward",
+    "forward_backward": "dispatch + combine, forward + backward",
+}
+
+
+def plan_lines(plan: Plan, memory: TrainingMemory | None = None) -> list[str]:
+    """The decision and what a training holds, then every chain, then the choice by stages."""
+    situation = plan.situation
+    time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f} us"
+    chunks = counted(plan.num_chunks, "chunk")
+    lines = [
+        *_field(
+            "exchange",
+            f"EP {situation.ep} x ETP {situation.etp} over "
+            f"{counted(len(set(situation.nodes)), 'node')} of {situation.cluster}",
+        ),
+        *_field(
+            "tokens",
+            f"{situation.tokens_per_rank:,} per rank, top-{situation.topk} of "
+            f"{situation.num_experts} experts, {situation.routing}",
+        ),
+        *rate_lines(plan),
+        *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[situation.phase]}"),
+        *_field("why", plan.reason),
+        *([] if memory is None else _field("needs", memory.describe())),
+        *(line for note in plan.notes for line in _field("note", note)),
+        "",
+        *_candidate_lines(plan),
+    ]
+    if plan.stages:
+        lines += ["", *_stage_lines(plan.stages)]
+    return lines
+
+
+def rate_lines(plan: Plan) -> list[str]:
+    """The rate by which large messages were priced, in bytes and in bits; one field per tier."""
+    return [
+        line
+        for each in plan.rates
+        for line in _field(TIER_NAMES[each.tier], f"{each.rate.in_both_units} {each.basis}")
+    ]
+
+
+def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> list[str]:
+    """One line per layout, the best first, and the memory that the best one takes."""
+    columns = (">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak", ">needs")
+    rows = [
+        (
+            each.tp,
+            each.ep,
+            each.etp,
+            f"{each.tokens_per_rank:,}",
+            each.chain,
+            each.num_chunks,
+            f"{each.us_per_1k_tokens:,.0f}",
+            size_text(each.peak_bytes),
+            size_text(each.needed_bytes),
+        )
+        for each in layouts[:MAX_LAYOUTS]
+    ]
+    lines = [table(columns, rows)]
+    if len(layouts) > MAX_LAYOUTS:
+        lines.append(f"and {len(layouts) - MAX_LAYOUTS} more, all of them with --json")
+    return [
+        *lines,
+        "",
+        *_wrapped(
+            "tokens: of a rank. us/1k: exchange of one layer and micro-batch, per 1,000 of them. "
+            "peak: held by the exchange on a rank. needs: that, its communicators, weights, "
+            "gradients, optimizer and the inputs of all layers, the least that training holds on a "
+            "rank. Name a layout (--tp --ep --etp) to see its decision."
+        ),
+        *_wrapped(f"The first needs {memory.describe()}."),
+    ]
+
+
+def _candidate_lines(plan: Plan) -> Iterable[str]:
+    """The best number of chunks of every chain, and why it was not chosen."""
+    yield f"{'chain':<23}{'chunks':>6}{'us':>12}{'inter':>12}{'intra':>12}{'peak':>12}"
+    by_chain: dict[str, list[Candidate]] = {}
+    for entry in plan.candidates:
+        by_chain.setdefault(entry.chain, []).append(entry)
+    # The choice, else the fastest of those that are not the same as another chain.
+    shown = [
+        min(entries, key=lambda each: (each.rejected is not None, each.same_as is not None))
+        for entries in by_chain.values()
+    ]
+    for entry in sorted(shown, key=plan.candidates.index):
+        if entry.predicted_us is None:
+            yield f"{entry.chain:<23}{'-':>6}"
+        else:
+            yield (
+                f"{entry.chain:<23}{entry.num_chunks:>6}{entry.predicted_us:>12,.0f}"
+                f"{size_text(entry.inter_bytes):>12}{size_text(entry.intra_bytes):>12}"
+                f"{size_text(entry.peak_bytes):>12}"
+            )
+        yield from _wrapped(entry.rejected or "chosen", indent="    ")
+    hidden = len(plan.candidates) - len(shown)
+    if hidden > 0:
+        yield f"and {hidden} more in other numbers of chunks, all of them with --json or --out"
+
+
+def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
+    columns = ("walk", "stage", "occupies", ">us alone", ">inter", ">intra")
+    rows = [
+        (
+            stage.walk,
+            stage.stage,
+            stage.resource,
+            f"{stage.alone_us:,.0f}",
+            size_text(stage.inter_bytes),
+            size_text(stage.intra_bytes),
+        )
+        for stage in stages
+    ]
+    yield table(columns, rows)
+    yield "bytes are those of all ranks of one exchange; peak is that of one rank"
+
+
+def _field(name: str, text: str) -> list[str]:
+    return _wrapped(text, first=f"{name:<10}", indent=" " * 10)
+
+
+def _wrapped(text: str, first: str | None = None, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,229 @@
+"""What the planner is asked: a model on a cluster, in one layout or in the best of all that fit."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.names import one_of
+from monta_megatron.common.progress import Progress
+from monta_megatron.common.quantities import counted
+from monta_megatron.planner import ROUTINGS
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.named_routing import expected_routing, skewed_routing
+from monta_megatron.planner.plan import Phase, Plan
+from monta_megatron.planner.router_trace import traced_routing
+from monta_megatron.planner.routing import Routing
+from monta_megatron.planner.training_memory import (
+    TrainingMemory,
+    plan_within_memory,
+    training_memory,
+)
+from monta_megatron.planner.workload import Workload, uniform_routing, workloads_of
+from monta_megatron.tools.plan.layout_ranking import RankedLayout, rank_layouts
+
+SIZES = tuple(entry.name for entry in fields(ParallelLayout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A request, as the command line makes it.
+
+    Attributes:
+        model: model file, or the name of a preset.
+        cluster: cluster file, or the name of a preset.
+        layout: file of a `ParallelLayout`, whose sizes those here override; None for none.
+        world_size: ranks of the training; None for those of the cluster.
+        tp: tensor parallel size; where it, `ep`, `etp` and `layout` are None, all are ranked.
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
+        cp: context parallel size.
+        pp: pipeline parallel size.
+        tokens: of a rank; None for the model's batch.
+        routing: one of `ROUTINGS`, or a folder of Megatron's router traces.
+        phase: what has to be fast.
+        inter_rate_ratio: rate of the network over the cluster file's; None for 1.
+        ignore_memory: plan what does not fit into the memory of a rank, too.
+    """
+
+    model: str
+    cluster: str
+    layout: str | None = None
+    world_size: int | None = None
+    tp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    tokens: int | None = None
+    routing: str = "uniform"
+    phase: Phase = "forward_backward"
+    inter_rate_ratio: float | None = None
+    ignore_memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """The files and sizes of a request, read.
+
+    Attributes:
+        model: what is trained.
+        cluster: what it is trained on.
+        layout: the one given, or the best of `ranking`.
+        ranking: every layout that fits, where none was given.
+    """
+
+    model: Model
+    cluster: Cluster
+    layout: ParallelLayout
+    ranking: list[RankedLayout] | None
+
+
+def read_inputs(
+    request: PlanRequest,
+    progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(Progress()),
+    **settings: Any,
+) -> PlanInputs:
+    """Read what a request names, and rank the layouts where it names none.
+
+    Args:
+        request: what was asked for.
+        progress: opened around the ranking, which takes seconds.
+        settings: arguments of `planner.search.plan`, for the ranking.
+
+    Raises:
+        ValueError: a file or a size is wrong, or the layout does not fit.
+    """
+    model = load_model(request.model)
+    cluster = cluster_with_rate(request.cluster, request.inter_rate_ratio)
+    ranking, sizes = None, {}
+    if (request.layout, request.tp, request.ep, request.etp) == (None, None, None, None):
+        world_size = cluster.num_ranks if request.world_size is None else request.world_size
+        _check_world("--world-size", world_size, cluster, request)
+        if request.routing == "node-limited":
+            raise ValueError(
+                "--routing: got node-limited, must be beside a layout (--ep N): it depends on the "
+                "nodes of an exchange"
+            )
+        with progress() as shown:
+            ranking = rank_layouts(
+                model,
+                cluster,
+                world_size=world_size,
+                cp=request.cp or 1,
+                pp=request.pp or 1,
+                phase=request.phase,
+                workloads=lambda layout: _workloads(request, model, cluster, layout),
+                ignore_memory=request.ignore_memory,
+                progress=shown,
+                **settings,
+            )
+        sizes = {name: getattr(ranking[0], name) for name in ("tp", "ep", "etp")}
+    layout = _layout(request, cluster, sizes)
+    misfit = layout.misfit(model)
+    if misfit is not None:
+        raise ValueError(f"{request.layout or 'layout'}: {misfit}")
+    return PlanInputs(model=model, cluster=cluster, layout=layout, ranking=ranking)
+
+
+def cluster_with_rate(file: str, rate_ratio: float | None) -> Cluster:
+    """The cluster of a file or preset, its network `rate_ratio` times as fast.
+
+    Raises:
+        ValueError: the file is wrong.
+    """
+    cluster = load_cluster(file)
+    return cluster if rate_ratio is None else cluster.with_inter_rate(rate_ratio)
+
+
+def plan_request(
+    request: PlanRequest, inputs: PlanInputs, where: str | None = None, **settings: Any
+) -> tuple[Plan, Workload, TrainingMemory]:
+    """The plan of a layout, its workload, and what training with it holds on a rank.
+
+    Args:
+        request: tokens, routing, phase and memory.
+        inputs: model, cluster and layout.
+        where: what gave the layout, for messages; None for the request or its file.
+        settings: arguments of `planner.search.plan`.
+
+    Raises:
+        ValueError: no chain can run, or the training does not fit into the memory of a rank.
+    """
+    model, cluster, layout = inputs.model, inputs.cluster, inputs.layout
+    workloads = _workloads(request, model, cluster, layout)
+    memory = training_memory(model, cluster, layout, workloads, ignore_memory=request.ignore_memory)
+    return plan_within_memory(
+        workloads,
+        cluster,
+        memory,
+        where=where or request.layout or "layout",
+        phase=request.phase,
+        **settings,
+    )
+
+
+def _workloads(
+    request: PlanRequest, model: Model, cluster: Cluster, layout: ParallelLayout
+) -> list[Workload]:
+    return workloads_of(
+        model,
+        layout,
+        cluster.ranks_per_node,
+        request.tokens,
+        lambda place: _routing(request.routing, model, place.num_nodes),
+    )
+
+
+def _layout(request: PlanRequest, cluster: Cluster, sizes: dict[str, int]) -> ParallelLayout:
+    """The layout from defaults, then the file, then the request."""
+    where, data = request.layout or "layout", {"world_size": cluster.num_ranks, **sizes}
+    if request.layout is not None:
+        in_file = strict_yaml.read(request.layout)
+        data = {**data, **in_file} if isinstance(in_file, dict) else in_file
+    if isinstance(data, dict):
+        given = {name: getattr(request, name) for name in SIZES}
+        data |= {name: size for name, size in given.items() if size is not None}
+    layout = strict_yaml.build(ParallelLayout, data, where)
+    _check_world(f"{where}: world_size", layout.world_size, cluster, request)
+    return layout
+
+
+def _check_world(where: str, world_size: int, cluster: Cluster, request: PlanRequest) -> None:
+    if world_size > cluster.num_ranks:
+        raise ValueError(
+            f"{where}: got {world_size}, must be at most the {cluster.num_ranks} ranks of "
+            f"{request.cluster}; its num_nodes is that of the cluster"
+        )
+
+
+def _routing(name: str, model: Model, num_nodes: int) -> Routing:
+    if name == "uniform":
+        return uniform_routing(model)
+    if name != "node-limited":
+        return _sampled(name, model)
+    if model.num_experts % num_nodes:
+        raise ValueError(
+            f"--routing: got {name}, must not be where an exchange lies on "
+            f"{counted(num_nodes, 'node')}, which cannot share {model.num_experts} experts evenly"
+        )
+    return expected_routing(name, model.num_experts, model.moe_router_topk, num_nodes)
+
+
+# Cached, because a ranking asks for every layout.
+@cache
+def _sampled(name: str, model: Model) -> Routing:
+    if name == "skewed":
+        return skewed_routing(model.num_experts, model.moe_router_topk)
+    if not Path(name).is_dir():
+        raise ValueError(
+            f"--routing: got {name!r}, must be a folder of Megatron's --moe-routing-trace-path, or "
+            f"{one_of(name, ROUTINGS)}"
+        )
+    return traced_routing(name, model)

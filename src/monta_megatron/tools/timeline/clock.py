@@ -1,0 +1,57 @@
+"""One clock for all ranks."""
+
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.tools.joined_ranks import wait_for_all
+
+NUM_BARRIERS = 31
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def now_us() -> float:
+    """The monotonic clock, which all processes of a host share."""
+    return time.monotonic_ns() / 1e3
+
+
+class Clock:
+    """The offset of this rank's clock from the first rank's; made by all ranks together.
+
+    Where ranks run on several hosts, all of them read their clocks right after barriers, which they
+    leave at nearly the same time: the median of the differences is the offset.
+
+    Attributes:
+        name: how the offset was found.
+        offset_us: this rank's clock minus the first rank's.
+        error_us: half the interquartile range of the differences; the largest of any rank.
+    """
+
+    def __init__(self) -> None:
+        hosts = gather_objects(_host())
+        self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
+        if len(set(hosts)) > 1:
+            self._compare()
+
+    def _compare(self) -> None:
+        own = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
+        for turn in range(NUM_BARRIERS):
+            wait_for_all()
+            own[turn] = now_us()
+        first = own.clone()
+        dist.broadcast(first, src=0)
+        low_us, middle_us, high_us = np.percentile((own - first).numpy(), (25, 50, 75))
+        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64)
+        dist.all_reduce(error_us, op=dist.ReduceOp.MAX)
+        self.name = f"monotonic clocks compared behind {NUM_BARRIERS} barriers"
+        self.offset_us, self.error_us = float(middle_us), float(error_us)
+
+
+def _host() -> str:
+    """The same for processes that share a clock; host names differ between emulated nodes."""
+    return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()

@@ -1,0 +1,122 @@
+"""Runs a chain under a launch, as `monta bench` does, and records it.
+
+Of several passes the one with the median time is kept: a picture of a disturbed run says nothing.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.common.progress import Progress
+from monta_megatron.common.quantities import counted
+from monta_megatron.common.this_rank import ThisRank
+from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.tools.bench.candidates import Candidate, identity_experts, run_candidate
+from monta_megatron.tools.bench.point import Bench, Task, prepare
+from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.joined_ranks import join, wait_for_all
+from monta_megatron.tools.timeline.clock import Clock
+from monta_megatron.tools.timeline.recording import RankRecord, Recording
+from monta_megatron.tools.timeline.spans import pipeline_name, spans_of
+from monta_megatron.tools.timeline.step_times import DeviceRecorder, HostRecorder, Taken
+
+
+def record(
+    settings: Settings, this_rank: ThisRank, cluster: Cluster | None, progress: Progress
+) -> Recording | None:
+    """Record one chain.
+
+    Args:
+        settings: what to run, one chain in one number of chunks and one phase; `repeats` passes
+            are recorded, of which one is kept.
+        this_rank: this process among the ranks.
+        cluster: costs by which `auto` chooses, or None.
+        progress: this rank's progress display.
+
+    Returns:
+        The recording on the first rank; None on the others.
+
+    Raises:
+        ValueError: a setting cannot run here.
+    """
+    device = join(this_rank.local_rank)
+    task = Task(
+        name="",
+        settings=settings,
+        this_rank=this_rank,
+        cluster=cluster,
+        emulated=EmulatedCluster.from_environment(),
+        progress=progress,
+    )
+    bench = prepare(task, device, makes_groups=True)
+    (candidate,) = (each for each in bench.candidates if each.kind == "monta")
+    return _record(bench, candidate)
+
+
+def _record(bench: Bench, candidate: Candidate) -> Recording | None:
+    settings, progress = bench.task.settings, bench.task.progress
+    (phase,) = settings.phases
+    recorder = DeviceRecorder() if bench.batch.hidden.is_cuda else HostRecorder()
+    clock = Clock()
+    progress.phase(
+        f"{candidate.requested}, {settings.warmup} + {settings.repeats} passes",
+        settings.warmup + settings.repeats,
+    )
+    # Step 1: run, with the recorder in place from the first pass on, so that it is warm too.
+    candidate.dispatcher.monitor.recorder = recorder
+    taken: list[Taken] = []
+    for _ in range(settings.warmup + settings.repeats):
+        wait_for_all()
+        run_candidate(candidate, identity_experts, backward=phase == "forward_backward")
+        taken.append(recorder.take())
+        progress.step()
+    candidate.dispatcher.monitor.recorder = None
+
+    # Step 2: the pass with the median time, where a pass takes as long as its slowest rank.
+    passes = taken[settings.warmup :]
+    times_us = torch.tensor([_time_us(each) for each in passes], dtype=torch.float64)
+    dist.all_reduce(times_us, op=dist.ReduceOp.MAX)
+    middle = passes[int(times_us.argsort()[len(passes) // 2])]
+
+    # Step 3: its spans, on all ranks' common clock, on the first rank.
+    chain, num_chunks = candidate.key
+    own = spans_of(middle.steps, middle.ends_us)
+    gathered: list[Any] | None = [None] * len(bench.nodes) if dist.get_rank() == 0 else None
+    dist.gather_object([span.shifted(-clock.offset_us) for span in own], gathered)
+    if gathered is None:
+        return None
+    first_us = min(span.start_us for spans in gathered for span in spans)
+    return Recording(
+        title=_title(bench, chain, num_chunks),
+        chain=chain,
+        num_chunks=num_chunks,
+        phase=phase,
+        settings=settings,
+        clock=clock.name,
+        clock_error_us=clock.error_us,
+        meta=bench.meta(),
+        ranks=tuple(
+            RankRecord(node=node, spans=tuple(span.shifted(-first_us) for span in spans))
+            for node, spans in zip(bench.nodes, gathered, strict=True)
+        ),
+    )
+
+
+def _title(bench: Bench, chain: str, num_chunks: int) -> str:
+    settings, emulated = bench.task.settings, bench.task.emulated
+    ranks = "GPUs" if bench.batch.hidden.is_cuda else "CPU ranks"
+    rate = "" if emulated is None else f" at {emulated.inter_mbit:g} Mbit/s"
+    return (
+        f"{pipeline_name(chain, num_chunks)}, recorded on {len(bench.nodes)} {ranks} of "
+        f"{counted(len(set(bench.nodes)), 'node')}{rate}: TP {settings.tp}, EP {settings.ep}, "
+        f"ETP {settings.etp}, top-{settings.topk} of {settings.num_experts} experts, "
+        f"{settings.routing} routing, H {settings.hidden}, "
+        f"{counted(settings.tokens, 'token')} per rank, {settings.dtype}"
+    )
+
+
+def _time_us(taken: Taken) -> float:
+    times = [step.device_us for step in taken.steps]
+    return max(times) - min(times)

@@ -1,0 +1,144 @@
+"""Records the times at which a walk's copies and collectives start and end.
+
+On CPU ranks they are read from the host's clock: copies block the host, and a thread of its own
+waits for each collective, as it ends long before the executor asks for it. Where ranks outnumber
+cores that costs time: 4 ranks on 2 cores, medians of 21 passes, 216 ms with it and 195 ms without.
+On a GPU they come from events on the streams on which the executor launches, converted to the
+host's clock; nothing there blocks the host.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.exchange.monitor import Step
+from monta_megatron.tools.timeline.clock import now_us
+from monta_megatron.tools.timeline.spans import Key, TimedStep
+
+# More than the number of collectives that the executor ever has in flight.
+NUM_THREADS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """The record of a pass.
+
+    Attributes:
+        steps: the steps, in the order in which they were noted.
+        ends_us: when each collective finished.
+    """
+
+    steps: list[TimedStep]
+    ends_us: dict[Key, float]
+
+
+class HostRecorder:
+    """Records the times of a CPU rank; an `exchange.monitor.Recorder`."""
+
+    def __init__(self) -> None:
+        self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        for _ in range(NUM_THREADS):
+            # Daemons, so that an interrupted rank does not wait for collectives with its peers.
+            Thread(target=self._wait_beside, daemon=True).start()
+        self._steps: list[TimedStep] = []
+        self._ends_us: dict[Key, float] = {}
+
+    def note(self, step: Step) -> None:
+        """Record that a step happens now."""
+        at_us = now_us()
+        self._steps.append(TimedStep(*step, host_us=at_us, device_us=at_us))
+
+    def watch(self, works: Sequence[dist.Work], walk: str, operation: int) -> list[dist.Work]:
+        """Let a thread wait for a collective; returns a handle that waits for that thread."""
+
+        end: Future[None] = Future()
+
+        def wait() -> None:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                end.set_exception(error)
+            else:
+                self._ends_us[walk, operation] = now_us()
+                end.set_result(None)
+
+        self._waits.put(wait)
+        return [cast(dist.Work, _Watched(end))]
+
+    def take(self) -> Taken:
+        """What was recorded since the last call."""
+        taken = Taken(steps=self._steps, ends_us=self._ends_us)
+        self._steps, self._ends_us = [], {}
+        return taken
+
+    def _wait_beside(self) -> None:
+        while True:
+            self._waits.get()()
+
+
+class DeviceRecorder:
+    """Records the times of a GPU; an `exchange.monitor.Recorder`."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Step, float, torch.cuda.Event]] = []
+        self._collectives: set[Key] = set()
+        self._ends: dict[Key, torch.cuda.Event] = {}
+        torch.cuda.synchronize()
+        self._origin = _event(torch.cuda.current_stream())
+        self._origin.synchronize()
+        self._origin_us = now_us()
+
+    def note(self, step: Step) -> None:
+        """Record that a step happens now on the host, and when the current stream reaches it."""
+        event = _event(torch.cuda.current_stream())
+        key = (step.walk, step.operation.number)
+        if step.action == "ready" and key in self._collectives:
+            # The stream that is the first to wait for it has it behind itself now.
+            self._ends.setdefault(key, event)
+        self._noted.append((step, now_us(), event))
+
+    def watch(self, works: Sequence[dist.Work], walk: str, operation: int) -> list[dist.Work]:
+        """Remember that it is a collective."""
+        self._collectives.add((walk, operation))
+        return list(works)
+
+    def take(self) -> Taken:
+        """What was recorded since the last call; waits for the device."""
+        torch.cuda.synchronize()
+        taken = Taken(
+            steps=[
+                TimedStep(*step, host_us=host_us, device_us=self._us(event))
+                for step, host_us, event in self._noted
+            ],
+            ends_us={key: self._us(event) for key, event in self._ends.items()},
+        )
+        self._noted, self._collectives, self._ends = [], set(), {}
+        return taken
+
+    def _us(self, event: torch.cuda.Event) -> float:
+        return self._origin_us + 1e3 * self._origin.elapsed_time(event)
+
+
+class _Watched:
+    """Stands in for a collective that a thread waits for."""
+
+    def __init__(self, end: Future[None]) -> None:
+        self._end = end
+
+    def wait(self, *timeout: Any) -> bool:
+        """Return, or fail, as the collective does."""
+        self._end.result()
+        return True
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
