@@ -83,10 +83,10 @@ def reduce(state: State, operation: Operation) -> Works:
         end = int(gathered[: state.group(operation).rank + 1].sum())
         (own,) = state.allocate(operation.writes[1])
         targets.append((own, slice(end - own.shape[0], end)))
-    for columns in column_blocks(lanes.rows, state.sum_dtype):
-        sums = copies.sum_by_row(lanes.rows[:, columns], state.sum_dtype, index)
+    for block in column_blocks(lanes.rows, state.sum_dtype):
+        sums = copies.sum_by_row(lanes.rows[:, block], state.sum_dtype, index)
         for target, rows in targets:
-            target[:, columns] = sums[rows]
+            target[:, block] = sums[rows]
         # Its memory is needed for the next block.
         del sums
     if into.probs is not None and lanes.probs is not None:
