@@ -1,9 +1,9 @@
 r"""The ablation of the MoNTA paper (arXiv 2411.00662), at ETP = TP: its ideas one by one.
 
     0  every tensor-parallel rank sends the tokens of its whole group
-    1  duplicates dropped: each sends its own; A2A, then AG, then Place
+    1  duplicates dropped: each sends its own; A2A, then AG, then Permute
     2  + A2A and AG of neighbouring chunks overlap
-    3  + Place overlaps too
+    3  + Permute overlaps too
     4  + the number of chunks is chosen
 
 Step 0 is Megatron without sequence parallelism, with stock's alltoall dispatcher. It moves TP
@@ -56,9 +56,9 @@ FIXED_NUM_CHUNKS = 4
 
 STEPS = {
     0: "every TP rank sends its group's tokens",
-    1: "duplicates dropped, A2A then AG then Place",
+    1: "duplicates dropped, A2A then AG then Permute",
     2: f"A2A and AG pipelined, {FIXED_NUM_CHUNKS} chunks",
-    3: "Place pipelined too",
+    3: "Permute pipelined too",
     4: "number of chunks chosen",
 }
 
@@ -97,7 +97,7 @@ def build(
             DTYPE_BYTES[settings.dtype],
         ),
     )
-    # The last one is the same chain, but no Place of it overlaps a collective.
+    # The last one is the same chain, but no Permute of it overlaps a collective.
     numbers = [*sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks}), FIXED_NUM_CHUNKS]
     ours = [build_dispatcher(settings, cluster, CHAIN, number) for number in numbers]
     bind = ours[-1]._bind
@@ -124,14 +124,14 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--etp: got {etp}, must be equal to --tp ({tp})")
 
 
-def order_with_places_apart(depths: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
+def order_with_places_apart(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
     """The usual order, with every first stage moved to the front and every last one to the end.
 
     The last chunk goes first at both ends: at the beginning, so that the first collective waits
     for all copies; at the end, so that the first copy waits for the last collective.
     """
-    order = order_of_issue(depths, num_chunks)
-    last = len(depths) - 1
+    order = order_of_issue(offsets, num_chunks)
+    last = len(offsets) - 1
     return [
         *((0, chunk) for position, chunk in reversed(order) if position == 0),
         *((position, chunk) for position, chunk in order if 0 < position < last),

@@ -2,8 +2,8 @@ r"""How close the pipeline of `alltoall_allgather` comes to its bound: the slowe
 
 Each stage is timed alone, on the rows that it moves in the chain, in the same interleaved run as
 the chain; "forward" covers both dispatch and combine. A perfect pipeline takes as long as its
-slowest stage, so it is (A2A + AG + Place) / max(A2A, AG, Place) times faster than the stages one
-after the other. Permutation and metadata, which every dispatcher has, are left out.
+slowest stage, so it is (A2A + AG + Permute) / max(A2A, AG, Permute) times faster than the stages
+one after the other. Permutation and metadata, which every dispatcher has, are left out.
 
 Takes the flags of `monta bench`, whose rows come first, and like it one process per rank:
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.stages import BoundStage, Place
+from monta_megatron.chains.stages import BoundStage, Permute
 from monta_megatron.cli import bench
 from monta_megatron.common.tables import table
 from monta_megatron.exchange.autograd import combine, dispatch
@@ -97,7 +97,7 @@ def measure_bound(settings: Settings, layout: Layout, batch: Batch) -> list[Boun
         return Exchange(bound=bound, groups=groups, sum_dtype=torch.float32, monitor=Monitor())
 
     serial = CHAIN.bind(layout, counts, 1)
-    # A2A, AG and the Place into expert order; one chunk needs no packing.
+    # A2A, AG and the Permute into expert order; one chunk needs no packing.
     alone = [_alone(serial, stage) for stage in serial.stages[1:]]
     pipelines = [CHAIN.bind(layout, counts, num_chunks) for num_chunks in settings.num_chunks]
     results = []
@@ -122,7 +122,7 @@ def measure_bound(settings: Settings, layout: Layout, batch: Batch) -> list[Boun
 def bound_result(
     phase: str, num_chunks: int, stages_ms: Sequence[float], pipelined_ms: float
 ) -> BoundResult:
-    """The figures that follow from the times of A2A, AG and Place alone, and of the pipeline."""
+    """The figures that follow from the times of A2A, AG and Permute alone, and of the pipeline."""
     alltoall_ms, allgather_ms, place_ms = stages_ms
     speedup, bound = sum(stages_ms) / pipelined_ms, sum(stages_ms) / max(stages_ms)
     return BoundResult(
@@ -143,7 +143,7 @@ def bound_text(reports: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(
         table(
             [
-                *("phase", ">chunks", ">A2A", ">AG", ">Place", ">chain"),
+                *("phase", ">chunks", ">A2A", ">AG", ">Permute", ">chain"),
                 *(">speedup", ">bound", ">%"),
             ],
             [
@@ -168,7 +168,7 @@ def _alone(serial: BoundChain, stage: BoundStage) -> BoundChain:
 
     def end(num_rows: int) -> BoundStage:
         rows = np.full((1, 1), num_rows)
-        return BoundStage(stage=Place(name="end"), send=rows, receive=rows)
+        return BoundStage(stage=Permute(name="end"), send=rows, receive=rows)
 
     num_rows = int(stage.rows_before.sum())
     before, after = end(num_rows), end(int(stage.rows_after.sum()))

@@ -84,7 +84,8 @@ class Record:
         dist.all_gather_object(by_rank, mine)
         layers = [layer for rank in by_rank for layer in rank]
         num_bytes = {
-            tier: sum(layer["bytes"][tier] for layer in layers) for tier in ("inter", "intra")
+            resource: sum(layer["bytes"][resource] for layer in layers)
+            for resource in ("inter", "intra")
         }
         # What differs between layers or ranks stays visible: every distinct value is listed.
         distinct = {
@@ -106,7 +107,7 @@ def _describe(dispatcher: Any) -> dict[str, Any]:
         "dispatcher": type(dispatcher).__name__,
         "chain": chain.name if chain else None,
         "num_chunks": dispatcher.num_chunks if chain else None,
-        "bytes": dispatcher.monitor.bytes_by_tier() if chain else {"inter": 0, "intra": 0},
+        "bytes": dispatcher.monitor.bytes_by_resource() if chain else {"inter": 0, "intra": 0},
     }
 
 

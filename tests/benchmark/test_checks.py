@@ -13,7 +13,7 @@ from monta_megatron.tools.bench import checks
 from monta_megatron.tools.bench.candidates import Passed
 
 
-def ours(rows: str = "pairs") -> Any:
+def ours(rows: str = "permuted tokens") -> Any:
     """A candidate of ours with only the attributes that the checks read."""
     return SimpleNamespace(kind="monta", rows=rows)
 
@@ -51,7 +51,12 @@ def test_a_gradient_of_probabilities_that_is_nan_is_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "ep", "etp", "exact"),
-    [("pairs", 4, 1, True), ("pairs", 2, 2, True), ("pairs", 1, 4, False), ("tokens", 4, 1, False)],
+    [
+        ("permuted tokens", 4, 1, True),
+        ("permuted tokens", 2, 2, True),
+        ("permuted tokens", 1, 4, False),
+        ("tokens", 4, 1, False),
+    ],
 )
 def test_which_sums_have_to_be_stocks_to_the_bit(rows: str, ep: int, etp: int, exact: bool) -> None:
     assert checks.has_stocks_order(ours(rows), replace(SPLIT, ep=ep, etp=etp)) == exact

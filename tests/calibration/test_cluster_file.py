@@ -16,8 +16,8 @@ from monta_megatron.tools.calibrate.points import (
     COUNTS,
     MESSAGE_ROW_BYTES,
     NUM_SIZES,
-    WALKS,
-    WALKS_IN_CHUNKS,
+    PASSES,
+    PASSES_IN_CHUNKS,
     Pair,
     Point,
     Shape,
@@ -57,24 +57,29 @@ def samples_of(points: list[Point]) -> list[Sample]:
 def test_groups_are_those_that_layouts_give() -> None:
     """Rails, EP beside ETP 2, the whole exchange; ETP 2 and nodes."""
     groups = {
-        (each.operation, each.tier, each.group_size) for each in all_points(SHAPE, NUM_SIZES["cpu"])
+        (each.operation, each.resource, each.group_size)
+        for each in all_points(SHAPE, NUM_SIZES["cpu"])
     }
-    assert {size for name, tier, size in groups if (name, tier) == ("alltoall", "inter")} == {
+    assert {
+        size for name, resource, size in groups if (name, resource) == ("alltoall", "inter")
+    } == {
         2,
         4,
         8,
     }
-    assert {size for name, tier, size in groups if (name, tier) == ("allgather", "intra")} == {2, 4}
+    assert {
+        size for name, resource, size in groups if (name, resource) == ("allgather", "intra")
+    } == {2, 4}
 
 
 def test_a_point_counts_the_bytes_that_leave_a_rank_in_its_tier() -> None:
     # 2 nodes of 4 ranks: by tier and group size, the number of peers reached in that tier.
     peers = {("inter", 2): 1, ("inter", 4): 2, ("inter", 8): 4, ("intra", 2): 1, ("intra", 4): 3}
     collectives = [each for each in all_points(SHAPE, NUM_SIZES["cpu"]) if each.is_collective]
-    assert {(each.tier, each.group_size) for each in collectives} == set(peers)
+    assert {(each.resource, each.group_size) for each in collectives} == set(peers)
     for point in collectives:
         to_each_bytes = MESSAGE_ROW_BYTES * point.num_rows
-        assert point.num_bytes == to_each_bytes * peers[point.tier, point.group_size]
+        assert point.num_bytes == to_each_bytes * peers[point.resource, point.group_size]
 
 
 def test_the_second_of_a_pair_ends_long_before_or_after() -> None:
@@ -110,7 +115,7 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     ]
     on_host = [
         Sample(task=task.name, us=us, launch_us=us)
-        for task, us in ((COUNTS, 600.0), (WALKS, 1000.0), (WALKS_IN_CHUNKS, 1224.0))
+        for task, us in ((COUNTS, 600.0), (PASSES, 1000.0), (PASSES_IN_CHUNKS, 1224.0))
     ]
     made = make_cluster(
         MACHINE, points, pairs, samples_of(points) + first_in_row + together + on_host
@@ -126,14 +131,14 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     }
     assert {(each.factor, each.factor_of_second) for each in cluster.contention} == {(1.25, 2.0)}
     assert cluster.launch.collective_us == LAUNCH_US
-    # Once per dispatch; four walks of four stages, 7 more chunks: 224 us = 4 x 4 x 7 x 2 us, and of
-    # each walk in one chunk 250 us, of which its stages take 4 x 2.
+    # Once per dispatch; four passes of four stages, 7 more chunks: 224 us = 4 x 4 x 7 x 2 us, and
+    # of each pass in one chunk 250 us, of which its stages take 4 x 2.
     launch = cluster.launch
-    assert (launch.counts_us, launch.stage_us, launch.walk_us) == (600, 2, 242)
+    assert (launch.counts_us, launch.stage_us, launch.pass_us) == (600, 2, 242)
     assert (launch.first_collective_us, launch.first_find_us) == (30, 7)
     assert 10 <= launch.first_copy_us <= 11
     for curve in cluster.curves:
-        in_memory = LAUNCH_US if curve.tier == "memory" else 0.0
+        in_memory = LAUNCH_US if curve.resource == "memory" else 0.0
         assert curve.fit is not None
         assert curve.fit.rate.gbytes_per_s == pytest.approx(0.1, rel=0.01)
         assert curve.fit.alpha_us == pytest.approx(100 + in_memory, rel=0.05)
@@ -149,7 +154,7 @@ def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
         for point in points
         for name, us in [(point.name, 8.0 if point.operation == "put" else 25.0)]
     ]
-    for task in (*alone, COUNTS, WALKS, WALKS_IN_CHUNKS):
+    for task in (*alone, COUNTS, PASSES, PASSES_IN_CHUNKS):
         samples.append(Sample(task=task.name, us=100.0, launch_us=100.0))
     gpu = replace(MACHINE, on_cpu=False, memory_gb_per_rank=80.0)
     cluster = make_cluster(gpu, points, pairs, samples)
@@ -163,7 +168,7 @@ def test_the_copy_of_the_counts_is_not_counted_twice() -> None:
     alone = [each for contenders in pairs for each in contenders.tasks]
     samples = samples_of(points) + [
         Sample(task=task.name, us=100.0, launch_us=LAUNCH_US)
-        for task in (*alone, COUNTS, WALKS, WALKS_IN_CHUNKS)
+        for task in (*alone, COUNTS, PASSES, PASSES_IN_CHUNKS)
     ]
     gpu = replace(MACHINE, on_cpu=False, counts_to_host_us=30.0)
     launch = make_cluster(gpu, points, pairs, samples).launch
@@ -231,7 +236,7 @@ def test_doubts_are_kept_in_the_file(tmp_path: Path) -> None:
     points = all_points(SHAPE, NUM_SIZES["cpu"])
     host_work = [
         Sample(task=task.name, us=100.0, launch_us=LAUNCH_US)
-        for task in (COUNTS, WALKS, WALKS_IN_CHUNKS)
+        for task in (COUNTS, PASSES, PASSES_IN_CHUNKS)
         for _ in range(3)
     ]
     samples = [*samples_of(points), *host_work]
@@ -259,7 +264,7 @@ def test_a_poor_curve(times_us: tuple[float, ...], said: str | None) -> None:
     sizes = (1000, 2000, 3000, 4000)
     curve = Curve(
         operation="alltoall",
-        tier="inter",
+        resource="inter",
         group_size=8,
         sizes_bytes=sizes,
         times_us=times_us,
@@ -314,8 +319,8 @@ def test_a_calibrated_file_that_was_cut_short_is_refused(tmp_path: Path) -> None
     lines = text.splitlines(keepends=True)
     cuts = ["".join(lines[:number]) for number in (*range(0, 220, 20), *range(220, len(lines)))]
     cuts += [text[:-length] for length in range(2, len(lines[-1]))]
-    for cut in cuts:
-        path.write_text(cut)
+    for split in cuts:
+        path.write_text(split)
         with pytest.raises(ValueError) as error:
             load_cluster(path)
         assert str(path) in str(error.value) and "\n" not in str(error.value)

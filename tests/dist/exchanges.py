@@ -25,7 +25,7 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange import reference, state
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.counting import Counting
+from monta_megatron.exchange.count_table import CountTable
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
@@ -277,13 +277,13 @@ def make_source(case: Case, data: Data) -> Source:
     num_tokens, num_experts = routing_map.shape
 
     num_blocks = case.num_blocks if chain.rows == "tokens" else 1
-    counting = Counting(chains=(chain,), layout=layout, num_blocks=num_blocks)
+    count_table = CountTable(chains=(chain,), layout=layout, num_blocks=num_blocks)
     # What the ranks would gather.
-    table = torch.stack([counting.count(routing_map) for routing_map in data.routing_maps])
-    gathered = counting.read(counting.select(table).numpy())
+    table = torch.stack([count_table.count(routing_map) for routing_map in data.routing_maps])
+    gathered = count_table.read(count_table.select(table).numpy())
     counts: Any = gathered.tokens if chain.rows == "tokens" else gathered.pairs
-    width = gathered.list_width
-    if chain.rows == "pairs":
+    width = gathered.max_experts_per_token
+    if chain.rows == "permuted tokens":
         # Megatron's permutation: [E, T] in order.
         expert, token = routing_map.T.nonzero(as_tuple=True)
         row_probs = probs[token, expert]
@@ -299,14 +299,14 @@ def make_source(case: Case, data: Data) -> Source:
         groups=groups,
         sum_dtype=case.sum_dtype,
         monitor=Monitor(),
-        list_width=width,
+        max_experts_per_token=width,
     )
     return Source(exchange=exchange, rank=rank, token=token, expert=expert, probs=row_probs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Walks:
-    """What the four walks gave one rank.
+    """What the four passes gave one rank.
 
     Attributes:
         expert_rows, expert_probs, tokens_per_expert: of dispatch.
@@ -327,7 +327,7 @@ class Walks:
 
 
 def run_walks(case: Case, data: Data) -> Walks:
-    """All four walks of one exchange."""
+    """All four passes of one exchange."""
     source = make_source(case, data)
     rank, exchange = source.rank, source.exchange
     num_tokens = data.tokens[rank].shape[0]
@@ -367,7 +367,7 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
 
 
 def check(case: Case) -> list[str]:
-    """Our four walks against the reference: what differs, one line each."""
+    """Our four passes against the reference: what differs, one line each."""
     exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
     data = make_data(case, exchange_index)
     with uninitialised_memory_is_nan():
@@ -434,7 +434,7 @@ def check_many(cases: list[Case]) -> list[tuple[int, str]]:
 
 
 def check_deterministic(case: Case) -> None:
-    """The same bits on a second run, in all four walks."""
+    """The same bits on a second run, in all four passes."""
     exchange_index, _, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
     data = make_data(case, exchange_index)
     first, second = run_walks(case, data), run_walks(case, data)
@@ -443,7 +443,7 @@ def check_deterministic(case: Case) -> None:
 
 
 def adjoint_defects(case: Case) -> dict[str, float]:
-    """How far each pair of walks is from being transposed, relative to |A x| |y|; in fp64.
+    """How far each pair of passes is from being transposed, relative to |A x| |y|; in fp64.
 
     <A x, y> = <x, A' y>, summed over all ranks, for dispatch with its backward, for combine with
     its backward, and for dispatch (rows alone) with combine.
@@ -573,4 +573,4 @@ def bytes_of_dispatch(case: Case) -> tuple[dict[tuple[str, str], int], int]:
     source = make_source(case, data)
     with torch.no_grad():
         dispatch(source.exchange, source.rows(data.tokens[rank]), source.probs, source.ids)
-    return dict(source.exchange.monitor.bytes_sent), source.exchange.list_width
+    return dict(source.exchange.monitor.bytes_sent), source.exchange.max_experts_per_token

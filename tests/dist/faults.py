@@ -10,7 +10,7 @@ import torch
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
 from monta_megatron.exchange import autograd, executor, operations, state
-from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.payload import Columns
 
 T = TypeVar("T")
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -37,10 +37,10 @@ def last_chunk_skipped() -> Any:
     def skip(now: Any, operation: Any) -> Any:
         (output,) = operation.writes
         is_first = output not in now._messages
-        for lane in now.allocate(output):
+        for column in now.allocate(output):
             if is_first:
                 # Fresh memory may still hold the right rows, of the run with stock.
-                lane.fill_(torch.nan)
+                column.fill_(torch.nan)
         if operation.chunk < now.exchange.bound.num_chunks - 1:
             return put(now, operation)
         return []
@@ -52,10 +52,10 @@ def probability_gradients_dropped() -> Any:
     """The backward pass of dispatch forgets one lane."""
     original = executor.run
 
-    def run(exchange: Any, way: Any, lanes: Lanes) -> Lanes:
-        result = original(exchange, way, lanes)
+    def run(exchange: Any, way: Any, columns: Columns) -> Columns:
+        result = original(exchange, way, columns)
         if way is DISPATCH_BACKWARD:
-            return Lanes(rows=result.rows, probs=torch.zeros_like(result.probs))
+            return Columns(rows=result.rows, probs=torch.zeros_like(result.probs))
         return result
 
     return mock.patch.object(autograd, "run", run)
@@ -84,8 +84,8 @@ def wrong_split() -> Any:
 def serial_loop() -> Any:
     """No chunk starts before the one before it is done."""
 
-    def order(depths: Any, num_chunks: int) -> list[tuple[int, int]]:
-        return [(stage, chunk) for chunk in range(num_chunks) for stage in range(len(depths))]
+    def order(offsets: Any, num_chunks: int) -> list[tuple[int, int]]:
+        return [(stage, chunk) for chunk in range(num_chunks) for stage in range(len(offsets))]
 
     def in_order(*arguments: Any, **options: Any) -> BoundProgram:
         return lower(*arguments, **{**options, "order": order})

@@ -64,7 +64,7 @@ class Case:
         from monta_megatron.chains import CHAINS
 
         chain = CHAINS.get(self.options.get("moe_monta_chain", DEFAULT_CHAIN))
-        return self.etp <= 2 and chain is not None and chain.rows == "pairs"
+        return self.etp <= 2 and chain is not None and chain.rows == "permuted tokens"
 
 
 # Megatron's process groups by layout. They are kept, not made anew: every Gloo group has threads
@@ -292,7 +292,7 @@ def compare(case: Case, chunks: list[int]) -> dict[str, Any]:
         assert_same_results(ours, stock, case.exact_sums, f"{case}, {num_chunks} chunks")
         report = {
             "dispatcher": type(layer.token_dispatcher).__name__,
-            "bytes": layer.token_dispatcher.monitor.bytes_by_tier(),
+            "bytes": layer.token_dispatcher.monitor.bytes_by_resource(),
             "tokens": int(ours.tokens_per_expert.sum()),
         }
     return report
@@ -303,7 +303,9 @@ def record_of_walks(case: Case, num_chunks: int) -> list[tuple[str, str, str, in
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     layer.token_dispatcher.monitor.recorder = steps = StepList()
     forward_backward(case, layer)
-    return [(step.action, step.walk, step.operation.stage, step.operation.chunk) for step in steps]
+    return [
+        (step.action, step.pass_name, step.operation.stage, step.operation.chunk) for step in steps
+    ]
 
 
 def mismatch(case: Case, num_chunks: int) -> str:
@@ -709,7 +711,7 @@ def second_derivative(case: Case, num_chunks: int) -> str:
 
 def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
     """Write the plan behind a layer's choice for so many tokens; what it chose."""
-    from monta_megatron.planner.choice import plan_for
+    from monta_megatron.planner.chain_policy import plan_for
 
     layer = build_layer(case, "monta")
     plan = plan_for(layer.token_dispatcher.choice, tokens)

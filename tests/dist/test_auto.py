@@ -21,7 +21,7 @@ from pool import PoolError
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.choice import bucket_of
+from monta_megatron.planner.chain_policy import bucket_of
 from monta_megatron.planner.cluster import Cluster
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/emulated_2x4_500mbit.yaml"
@@ -122,7 +122,7 @@ def test_padded_to_capacity_all_ranks_choose_for_as_many_tokens(pools: Pools) ->
 
 
 def test_auto_takes_pairs_where_cuda_graphs_capture_permutation(pools: Pools) -> None:
-    for captures, rows in ((False, {"pairs", "tokens"}), (True, {"pairs"})):
+    for captures, rows in ((False, {"permuted tokens", "tokens"}), (True, {"permuted tokens"})):
         found = pools[4].run(rows_to_choose_from, Case(options=AUTO), captures)
         assert found == [rows] * 4
 

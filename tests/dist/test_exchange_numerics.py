@@ -60,7 +60,7 @@ CHAIN_AND_SHAPE = [
     (chain, shape)
     for chain in CHAINS
     for shape in SHAPES
-    if CHAINS[chain].refusal(case_of(chain, shape).layout(0)) is None
+    if CHAINS[chain].incompatibility(case_of(chain, shape).layout(0)) is None
 ]
 
 
@@ -273,11 +273,11 @@ def expected_bytes(case: Case) -> list[Counter[tuple[str, str]]]:
     sent: list[Counter[tuple[str, str]]] = [Counter() for _ in range(size)]
 
     def send(stage: str, source: int, peer: int, num_bytes: int) -> None:
-        tier = "intra" if node_of[source] == node_of[peer] else "inter"
+        resource = "intra" if node_of[source] == node_of[peer] else "inter"
         if source != peer:
-            sent[source][stage, tier] += num_bytes
+            sent[source][stage, resource] += num_bytes
 
-    if CHAINS[case.chain].rows == "pairs":
+    if CHAINS[case.chain].rows == "permuted tokens":
         for source, routing_map in enumerate(maps):
             pairs = routing_map.unflatten(1, (case.ep, num_local_experts)).sum(dim=(0, 2))
             for ep_rank, count in enumerate(pairs.tolist()):
@@ -344,8 +344,8 @@ def test_one_copy_per_node_between_nodes(pools: Pools, chain: str) -> None:
     crossed = sum(
         num_bytes
         for sent, _ in pools[4].run(bytes_of_dispatch, case)
-        for (_, tier), num_bytes in sent.items()
-        if tier == "inter"
+        for (_, resource), num_bytes in sent.items()
+        if resource == "inter"
     )
     # 8 * (4 + 4) bytes of list behind 4096 * 2 bytes of row.
     assert crossed == copies * (8192 + 64)

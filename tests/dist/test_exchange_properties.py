@@ -56,7 +56,7 @@ def runnable(world_size: int) -> list[tuple[str, tuple[int, int, int]]]:
         (chain, (ep, etp, ranks_per_node))
         for chain in CHAINS
         for ep, etp, ranks_per_node in SHAPES[world_size]
-        if CHAINS[chain].refusal(
+        if CHAINS[chain].incompatibility(
             Case(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node).layout(0)
         )
         is None

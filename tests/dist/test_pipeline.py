@@ -1,4 +1,4 @@
-"""It is really pipelined, in all four walks; and planted faults are found."""
+"""It is really pipelined, in all four passes; and planted faults are found."""
 
 import dataclasses
 import re
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.old_end
 CASE = Case(tp=2, ep=2, etp=2, num_local_experts=2)
 NUM_CHUNKS = 4
 
-# First and second collective of each walk, and from one chunk to the next: the chain forward, or
+# First and second collective of each pass, and from one chunk to the next: the chain forward, or
 # its transpose, which takes the chunks from the last to the first.
-WALKS = {
+PASSES = {
     "dispatch": ("alltoall", "allgather", 1),
     "combine": ("allgather", "alltoall", -1),
     "dispatch_backward": ("allgather", "alltoall", -1),
@@ -33,7 +33,7 @@ WALKS = {
 
 def assert_pipelined(record: list[tuple[str, str, str, int]], num_chunks: int) -> None:
     """The next chunk's first collective starts before a chunk's second one is waited for."""
-    for walk, (first, second, step) in WALKS.items():
+    for walk, (first, second, step) in PASSES.items():
         for chunk in range(num_chunks)[::step][:-1]:
             started = record.index(("start", walk, first, chunk + step))
             waited = record.index(("wait", walk, second, chunk))

@@ -12,7 +12,7 @@ from measured_routing import MeasuredRouting
 from test_exchange_properties import DTYPES, runnable
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.gathered import gathered_widths
+from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch
@@ -24,7 +24,7 @@ BytesByWalk = dict[str, dict[tuple[str, str], int]]
 
 
 def bytes_of_walks(cases: list[Case]) -> list[BytesByWalk]:
-    """On a rank: what the executor sent for each case, by walk, then by stage and tier."""
+    """On a rank: what the executor sent for each case, by pass, then by stage and tier."""
     return [_bytes_of_walks(case) for case in cases]
 
 
@@ -70,12 +70,12 @@ def planned_bytes(case: Case, rank: int) -> BytesByWalk:
     )
     found: BytesByWalk = {}
     for walk in FORWARD_BACKWARD:
-        program = lower(bound, walk, row, routing.list_width, "host")
+        program = lower(bound, walk, row, routing.max_experts_per_token, "host")
         found[walk.name] = {
-            (stage.stage, tier): count
+            (stage.stage, resource): count
             for stage in walk_traffic([program], len(maps[rank]), case.num_blocks).pipeline
-            for tier in ("inter", "intra")
-            if (count := stage.sent_bytes(tier, [1]))
+            for resource in ("inter", "intra")
+            if (count := stage.sent_bytes(resource, [1]))
         }
     return found
 
@@ -112,22 +112,22 @@ def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
     cases = random_cases()
     seen: Counter[tuple[str, str]] = Counter()
     for rank, counted in enumerate(pools[4].run(bytes_of_walks, cases)):
-        for case, by_walk in zip(cases, counted, strict=True):
+        for case, by_pass in zip(cases, counted, strict=True):
             # Where an exchange is smaller than the world, the second one has data of its own.
             if rank < case.size:
-                assert by_walk == planned_bytes(case, rank), f"{case}, rank {rank}"
-                seen.update(key for walk in by_walk.values() for key in walk)
+                assert by_pass == planned_bytes(case, rank), f"{case}, rank {rank}"
+                seen.update(key for walk in by_pass.values() for key in walk)
     # Every collective of every chain, in each tier that it can cross.
     assert len(seen) == 7, f"stages and tiers that sent anything: {sorted(seen)}"
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_gathered_counts_are_as_many_as_planned(chain: str) -> None:
-    from monta_megatron.exchange.counting import Counting
+    from monta_megatron.exchange.count_table import CountTable
 
     case = dataclasses.replace(Case(chain=chain), num_blocks=3)
     layout = case.layout(1)
-    expected = sum(gathered_widths((CHAINS[chain],), layout, case.num_blocks))
+    expected = sum(count_widths((CHAINS[chain],), layout, case.num_blocks))
     num_blocks = case.num_blocks if CHAINS[chain].rows == "tokens" else 1
-    counting = Counting(chains=(CHAINS[chain],), layout=layout, num_blocks=num_blocks)
-    assert counting.count(make_data(case).routing_maps[1]).shape == (expected,)
+    count_table = CountTable(chains=(CHAINS[chain],), layout=layout, num_blocks=num_blocks)
+    assert count_table.count(make_data(case).routing_maps[1]).shape == (expected,)

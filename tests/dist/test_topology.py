@@ -16,7 +16,7 @@ from layers import (
 from pool import PoolError
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.planner.choice import uncalibrated
+from monta_megatron.planner.chain_policy import uncalibrated
 from monta_megatron.planner.cluster import Cluster
 
 

@@ -62,15 +62,15 @@ def test_a_parallel_size_on_the_command_line_changes_the_layout() -> None:
     run = ready(MIXTRAL, "--pipeline-model-parallel-size", "1", "--expert-tensor-parallel-size=2")
     assert (run.config.layout.pp, run.config.layout.etp) == (1, 2)
     assert run.arguments["expert-tensor-parallel-size"].words[1] == "2"
-    assert run.plan is not None and run.plan.situation.etp == 2
-    assert run.plan.situation.nodes[-1] == 1
+    assert run.plan is not None and run.plan.key.etp == 2
+    assert run.plan.key.nodes[-1] == 1
 
 
 def test_longer_sequences_and_larger_batches_are_planned_for() -> None:
     for size, tokens in (("1", 8192), ("2", 16384)):
         batch = ["--seq-length", "8192", "--micro-batch-size", size]
         run = ready(MIXTRAL, *batch, "--num-layers", "4")
-        assert run.plan is not None and run.plan.situation.tokens_per_rank == tokens
+        assert run.plan is not None and run.plan.key.tokens_per_rank == tokens
 
 
 def test_planned_for_the_slowest_exchange(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_planned_for_the_slowest_exchange(tmp_path: Path) -> None:
         ("megatron", "global-batch-size", 24),
     )
     run = ready(edited(tmp_path, *changes))
-    assert run.plan is not None and run.plan.situation.nodes == (0, 1)
+    assert run.plan is not None and run.plan.key.nodes == (0, 1)
 
 
 def test_planned_for_the_cluster_that_the_dispatcher_is_given() -> None:
@@ -90,7 +90,7 @@ def test_planned_for_the_cluster_that_the_dispatcher_is_given() -> None:
     with pytest.raises(ValueError, match=f"at most the 8 ranks of {other}"):
         ready(MIXTRAL, "--moe-monta-cluster", str(other))
     run = ready(MIXTRAL, "--moe-monta-cluster", str(CONFIGS / "clusters" / "gb200_nvl72.yaml"))
-    assert run.plan is not None and run.plan.situation.cluster == "GB200 NVL72"
+    assert run.plan is not None and run.plan.key.cluster == "GB200 NVL72"
     assert any("72 ranks are taken to share the fast tier" in note for note in run.notes)
 
 

@@ -35,7 +35,7 @@ class MeasuredRouting:
         return self.routing_maps[0].shape[1]
 
     @property
-    def list_width(self) -> int:
+    def max_experts_per_token(self) -> int:
         """The longest list of any rank."""
         return max(
             max((int(each.sum(axis=1).max(initial=0)) for each in self.routing_maps), default=0), 1
@@ -50,7 +50,7 @@ class MeasuredRouting:
     ) -> Counts | TokenCounts:
         """See `Routing`; the tokens are those of the maps."""
         own = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
-        if chain.rows == "pairs":
+        if chain.rows == "permuted tokens":
             # [S, E] -> [EP, ETP, E] -> [ETP, EP, L]
             table = np.stack([each.sum(axis=0) for each in self.routing_maps])
             received = table.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2)[:, :, own]

@@ -19,7 +19,7 @@ LAYER = (
     "--chain alltoall_allgather --num-chunks 3 --tp 2 --experts 8 --top-k 2 --hidden 32 "
     "--tokens 96 --ranks-per-node 2 --repeats 3 --warmup 1"
 )
-# First and second collective of each walk.
+# First and second collective of each pass.
 COLLECTIVES = {
     "dispatch": ("alltoall", "allgather"),
     "combine": ("allgather", "alltoall"),
@@ -54,13 +54,13 @@ def recording(folder: Path) -> Recording:
 
 
 def spans_of_walk(
-    spans: tuple[Span, ...], walk: str, action: str = "run"
+    spans: tuple[Span, ...], pass_name: str, action: str = "run"
 ) -> dict[tuple[str, int], Span]:
-    """What ran in a walk, or was waited for, by stage and chunk."""
+    """What ran in a pass, or was waited for, by stage and chunk."""
     return {
         (span.stage, span.chunk): span
         for span in spans
-        if span.walk == walk and span.action == action and span.chunk is not None
+        if span.pass_name == pass_name and span.action == action and span.chunk is not None
     }
 
 
@@ -68,15 +68,15 @@ def test_every_stage_and_chunk_of_every_walk_is_there(recording: Recording) -> N
     assert len(recording.ranks) == NUM_RANKS
     assert [record.node for record in recording.ranks] == [0, 0, 1, 1]
     for record in recording.ranks:
-        assert {span.walk for span in record.spans} == set(COLLECTIVES)
+        assert {span.pass_name for span in record.spans} == set(COLLECTIVES)
         assert all(span.start_us <= span.end_us for span in record.spans)
-        for walk, collectives in COLLECTIVES.items():
-            ran = spans_of_walk(record.spans, walk)
+        for pass_name, collectives in COLLECTIVES.items():
+            ran = spans_of_walk(record.spans, pass_name)
             for stage in (*collectives, "pack", "order"):
                 assert {chunk for name, chunk in ran if name == stage} == set(range(NUM_CHUNKS))
-            lanes = {stage: span.lane for (stage, _), span in ran.items()}
-            assert (lanes["alltoall"], lanes["allgather"]) == ("inter", "intra")
-            assert lanes["pack"] == lanes["order"] == "memory"
+            resources = {stage: span.resource for (stage, _), span in ran.items()}
+            assert (resources["alltoall"], resources["allgather"]) == ("inter", "intra")
+            assert resources["pack"] == resources["order"] == "memory"
     # On one clock, from the first span on.
     assert recording.clock == "the monotonic clock of one host"
     assert min(span.start_us for record in recording.ranks for span in record.spans) == 0
@@ -85,10 +85,10 @@ def test_every_stage_and_chunk_of_every_walk_is_there(recording: Recording) -> N
 def test_collectives_of_neighbouring_chunks_overlap(recording: Recording) -> None:
     # These are over in a moment, so what tells is when the host waits for them.
     for record in recording.ranks:
-        for walk, (first, second) in COLLECTIVES.items():
-            ran = spans_of_walk(record.spans, walk)
-            waited = spans_of_walk(record.spans, walk, action="wait")
-            # Transposed walks take the chunks from the last to the first.
+        for pass_name, (first, second) in COLLECTIVES.items():
+            ran = spans_of_walk(record.spans, pass_name)
+            waited = spans_of_walk(record.spans, pass_name, action="wait")
+            # Transposed passes take the chunks from the last to the first.
             chunks = sorted(range(NUM_CHUNKS), key=lambda chunk: ran[first, chunk].start_us)
             for chunk, following in pairwise(chunks):
                 assert ran[first, following].start_us < waited[second, chunk].start_us
@@ -97,8 +97,8 @@ def test_collectives_of_neighbouring_chunks_overlap(recording: Recording) -> Non
 
 def test_all_ranks_are_in_the_pass_at_the_same_time(recording: Recording) -> None:
     # An exchange ends on no rank before it has begun on all: clocks that differ would show.
-    for walk, (first, second) in COLLECTIVES.items():
-        spans = [spans_of_walk(record.spans, walk) for record in recording.ranks]
+    for pass_name, (first, second) in COLLECTIVES.items():
+        spans = [spans_of_walk(record.spans, pass_name) for record in recording.ranks]
         starts = [min(ran[first, chunk].start_us for chunk in range(NUM_CHUNKS)) for ran in spans]
         ends = [max(ran[second, chunk].end_us for chunk in range(NUM_CHUNKS)) for ran in spans]
         assert max(starts) < min(ends)
@@ -124,20 +124,22 @@ def test_ranks_of_several_hosts_are_put_on_the_first_ones_clock(
 def test_a_profile_has_a_range_for_every_stage_and_chunk(folder: Path) -> None:
     for rank in range(NUM_RANKS):
         names = set(json.loads((folder / f"ranges_{rank}").read_text()))
-        for walk in COLLECTIVES:
+        for pass_name in COLLECTIVES:
             for stage in ("pack", "alltoall", "allgather", "order"):
                 for chunk in range(NUM_CHUNKS):
-                    assert f"monta {walk}: alltoall_allgather, {stage}, chunk {chunk}" in names
+                    assert f"monta {pass_name}: alltoall_allgather, {stage}, chunk {chunk}" in names
 
 
 def test_the_run_itself_draws_and_tells(folder: Path) -> None:
     document = json.loads((folder / "stdout.json").read_text())
     assert "recorded on 4 CPU ranks of 2 nodes" in document["title"]
-    assert [row["walk"] for row in document["overlaps"]] == [*COLLECTIVES, "all"]
+    assert [row["pass_name"] for row in document["overlaps"]] == [*COLLECTIVES, "all"]
     for row in document["overlaps"]:
         assert row["source"] == "recorded" and row["total_us"] > 0
         assert all(0 <= share <= 1 + 1e-9 for share in row["hidden_share"].values())
-        assert all(row["busy_us"][lane] > 0 for lane in ("inter", "intra", "memory", "host"))
+        assert all(
+            row["busy_us"][resource] > 0 for resource in ("inter", "intra", "memory", "host")
+        )
     assert set(document["files"]) == {"recording", "trace", "picture"}
     assert Path(document["files"]["picture"]).read_bytes().startswith(b"\x89PNG")
 
@@ -170,15 +172,15 @@ def test_a_recording_that_is_none_is_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = folder / "alltoall_allgather_x3.json"
-    cut, foreign, binary = tmp_path / "cut.json", tmp_path / "foreign.json", tmp_path / "binary"
-    cut.write_text(good.read_text()[:-40])
+    split, foreign, binary = tmp_path / "cut.json", tmp_path / "foreign.json", tmp_path / "binary"
+    split.write_text(good.read_text()[:-40])
     foreign.write_text('{"traceEvents": []}')
     binary.write_bytes(b"\x89PNG\xff\x00")
     span = json.loads(good.read_text())["ranks"][0]["spans"][0]
     for path, words in (
         (tmp_path / "nowhere.json", "cannot be read: No such file or directory"),
         (tmp_path, "cannot be read: Is a directory"),
-        (cut, "is no whole JSON file"),
+        (split, "is no whole JSON file"),
         (binary, "is no whole JSON file"),
         (foreign, "format: got None, must be 'monta timeline 1'"),
         (edited(good, tmp_path / "old.json", format="monta timeline 0"), "format: got"),
@@ -187,7 +189,9 @@ def test_a_recording_that_is_none_is_one_line(
         (edited(good, tmp_path / "phase.json", phase="forwrd"), "(did you mean forward?)"),
         (edited(good, tmp_path / "ranks.json", ranks=[]), "ranks: got 0, must be at least"),
         (
-            edited(good, tmp_path / "s.json", ranks=[{"node": 0, "spans": [{**span, "lane": 3}]}]),
+            edited(
+                good, tmp_path / "s.json", ranks=[{"node": 0, "spans": [{**span, "resource": 3}]}]
+            ),
             "ranks[0].spans[0].lane: got 3, must be one of",
         ),
     ):

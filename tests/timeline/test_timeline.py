@@ -52,12 +52,14 @@ def predicted(workload: Workload, cluster: Cluster) -> Timeline:
     return predict(workload, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
 
 
-def span(lane: Any, start_us: float, end_us: float, action: Any = "run", chunk: int = 0) -> Span:
+def span(
+    resource: Any, start_us: float, end_us: float, action: Any = "run", chunk: int = 0
+) -> Span:
     return Span(
-        walk="dispatch",
+        pass_name="dispatch",
         stage="stage",
         chunk=chunk,
-        lane=lane,
+        resource=resource,
         action=action,
         start_us=start_us,
         end_us=end_us,
@@ -70,27 +72,27 @@ def test_predicted_spans_are_those_of_the_schedule(
     price = price_chain(workload, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
     (track,) = predicted.tracks
     walk_start_us = 0.0
-    for walk in price.walks:
-        transposed = walk.walk in ("combine", "dispatch_backward")
+    for pass_name in price.passes:
+        transposed = pass_name.pass_name in ("combine", "dispatch_backward")
         ran = {
             (span.stage, span.operation): span
             for span in track.spans
-            if span.walk == walk.walk and span.action == "run"
+            if span.pass_name == pass_name.pass_name and span.action == "run"
         }
         # What comes before is one after the other, and ends where the pipeline begins.
-        before_us = sum(work.launch_us + sum(work.times_us) for work in walk.before)
+        before_us = sum(work.launch_us + sum(work.times_us) for work in pass_name.before)
         first_us = walk_start_us + before_us
-        for number, series in enumerate(walk.program.series):
+        for number, series in enumerate(pass_name.program.series):
             for turn, operation in enumerate(series):
-                work = walk.pipeline[number]
+                work = pass_name.pipeline[number]
                 found = ran.pop((work.stage, operation.number))
                 assert found.chunk == (3 - turn if transposed else turn)
-                assert found.lane == work.resource
-                times = walk.schedule.times[operation.number]
+                assert found.resource == work.resource
+                times = pass_name.schedule.times[operation.number]
                 assert found.start_us == pytest.approx(first_us + times.start_us)
                 assert found.end_us == pytest.approx(first_us + times.end_us)
-        assert set(ran) == {(work.stage, None) for work in (*walk.before, *walk.after)}
-        walk_start_us += walk.total_us
+        assert set(ran) == {(work.stage, None) for work in (*pass_name.before, *pass_name.after)}
+        walk_start_us += pass_name.total_us
     assert walk_start_us == pytest.approx(price.total_us)
     assert max(span.end_us for span in track.spans) == pytest.approx(price.total_us)
 
@@ -98,31 +100,31 @@ def test_predicted_spans_are_those_of_the_schedule(
 def test_what_the_host_does_around_the_stages_comes_first(
     workload: Workload, cluster: Cluster
 ) -> None:
-    """As on a calibrated cluster: 50 us in every walk, and 70 more in dispatch."""
-    cluster = replace(cluster, launch=replace(cluster.launch, walk_us=50.0, counts_us=70.0))
+    """As on a calibrated cluster: 50 us in every pass, and 70 more in dispatch."""
+    cluster = replace(cluster, launch=replace(cluster.launch, pass_us=50.0, counts_us=70.0))
     chain = CHAINS["hierarchical_alltoall"]
     price = price_chain(workload, cluster, chain, 4, "forward_backward")
     (track,) = predict(workload, cluster, chain, 4, "forward_backward").tracks
     walk_start_us = 0.0
-    for walk, around_us in zip(price.walks, (120.0, 50.0, 50.0, 50.0), strict=True):
-        spans = [span for span in track.spans if span.walk == walk.walk]
+    for pass_name, around_us in zip(price.passes, (120.0, 50.0, 50.0, 50.0), strict=True):
+        spans = [span for span in track.spans if span.pass_name == pass_name.pass_name]
         (around,) = (span for span in spans if span.stage == "around the stages")
-        assert (around.lane, around.action) == ("host", "run")
+        assert (around.resource, around.action) == ("host", "run")
         assert around.start_us == pytest.approx(walk_start_us)
         assert around.end_us == pytest.approx(walk_start_us + around_us)
         assert all(span.start_us >= around.end_us - 1e-6 for span in spans if span is not around)
-        walk_start_us += walk.total_us
+        walk_start_us += pass_name.total_us
         assert max(span.end_us for span in spans) == pytest.approx(walk_start_us)
 
 
 def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:
     (track,) = predicted.tracks
-    launches = [span for span in track.spans if span.lane == "host"]
+    launches = [span for span in track.spans if span.resource == "host"]
     assert len(rows_of(launches)) == 1
-    by_key = {(span.walk, span.stage, span.operation): span for span in launches}
+    by_key = {(span.pass_name, span.stage, span.operation): span for span in launches}
     for ran in track.spans:
-        if ran.lane != "host":
-            assert by_key[ran.walk, ran.stage, ran.operation].end_us <= ran.start_us + 1e-6
+        if ran.resource != "host":
+            assert by_key[ran.pass_name, ran.stage, ran.operation].end_us <= ran.start_us + 1e-6
 
 
 # What happens, to which operation, and when.
@@ -140,13 +142,13 @@ STEPS = (
 
 
 def timed(
-    walk: str, steps: Sequence[tuple[str, int, float]], operations: Sequence[Operation]
+    pass_name: str, steps: Sequence[tuple[str, int, float]], operations: Sequence[Operation]
 ) -> list[TimedStep]:
-    return [TimedStep(action, walk, operations[at], us, us) for action, at, us in steps]
+    return [TimedStep(action, pass_name, operations[at], us, us) for action, at, us in steps]
 
 
 def fields(spans: list[Span]) -> list[tuple[str, str, str, float, float]]:
-    return [(each.stage, each.lane, each.action, each.start_us, each.end_us) for each in spans]
+    return [(each.stage, each.resource, each.action, each.start_us, each.end_us) for each in spans]
 
 
 def test_spans_of_a_collective_and_the_copies_around_it() -> None:
@@ -214,7 +216,7 @@ def test_overlap_by_hand() -> None:
     idle = Track(name="idle", spans=(span("inter", 0, 10),))
     timeline = Timeline(source="recorded", tracks=(Track(name="busy", spans=spans), idle))
     dispatch, total = overlaps(timeline)
-    assert (dispatch.walk, total.walk) == ("dispatch", "all")
+    assert (dispatch.pass_name, total.pass_name) == ("dispatch", "all")
     assert dispatch.total_us == 24
     # Means of two ranks.
     assert dispatch.busy_us == {"inter": 10, "intra": 4, "memory": 2, "host": 0.5}
@@ -282,7 +284,7 @@ def test_the_command_draws_the_planners_choice(
     assert document["overlaps"][-1]["total_us"] == pytest.approx(plan["predicted_us"])
     picture, trace = (Path(document["files"][kind]) for kind in ("picture", "trace"))
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.parent == tmp_path / "new"
-    assert json.loads(trace.read_text())["otherData"]["model"] == plan["situation"].get(
+    assert json.loads(trace.read_text())["otherData"]["model"] == plan["key"].get(
         "model", "Qwen3-235B-A22B"
     )
 
@@ -291,7 +293,7 @@ def test_one_phase_and_one_chain(tmp_path: Path, capsys: pytest.CaptureFixture[s
     flags = [*FLAGS, "--phase", "forward", "--chain", "alltoall", "--out", str(tmp_path)]
     assert main(["timeline", *flags, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [row["walk"] for row in document["overlaps"]] == ["dispatch", "combine", "all"]
+    assert [row["pass_name"] for row in document["overlaps"]] == ["dispatch", "combine", "all"]
     assert Path(document["files"]["trace"]).name == "alltoall_x1.trace.json"
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.layout import FLAT_GROUPS, Layout
-from monta_megatron.exchange.counting import Counting
+from monta_megatron.exchange.count_table import CountTable
 
 NUM_TOKENS = 48
 TOPK = 8
@@ -72,10 +72,12 @@ def routing_map(num_tokens: int, num_experts: int, padded: bool = False) -> torc
     return routed
 
 
-def gathered_counts(counting: Counting, padded: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def exchanged_counts(
+    count_table: CountTable, padded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank copies of the counts of all ranks, and its own map."""
-    layout = counting.layout
+    layout = count_table.layout
     maps = [routing_map(NUM_TOKENS - less, layout.num_experts, padded) for less in range(3)]
-    lines = [counting.count(each) for each in maps]
+    lines = [count_table.count(each) for each in maps]
     table = torch.stack([lines[rank % 3] for rank in range(len(layout.nodes))])
-    return counting.select(table), maps[layout.rank % 3]
+    return count_table.select(table), maps[layout.rank % 3]

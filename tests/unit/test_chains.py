@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.chain import order_of_issue
-from monta_megatron.chains.cut import cut, expert_order, first_blocks
+from monta_megatron.chains.chunks import expert_order, first_blocks, split
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower, pipeline_offsets
 from monta_megatron.chains.one_chunk import parts_per_sum
@@ -73,7 +73,7 @@ def test_one_chunk_copies_nothing_on_the_way_in() -> None:
 
 def test_remainders_do_not_gather_in_one_chunk() -> None:
     # Eight experts with one row each, four chunks: two rows in each chunk.
-    chunks = np.diff(cut(np.ones(8, dtype=np.int64), 4), axis=0)
+    chunks = np.diff(split(np.ones(8, dtype=np.int64), 4), axis=0)
     assert chunks.sum(axis=1).tolist() == [2, 2, 2, 2]
 
 
@@ -93,7 +93,7 @@ def test_the_last_chunk_is_smaller_and_first_on_the_way_back() -> None:
     counts = Counts(sent=np.full((2, 2), 1.5), received=np.full((2, 2, 2), 1.5))
     bound = CHAIN.bind(layout_of(2, 2, 2), counts, num_chunks=2)
     row = RowFormat(hidden_size=8, value_bytes=4, prob_bytes=0, sum_bytes=4)
-    back = lower(bound, COMBINE, row, list_width=0)
+    back = lower(bound, COMBINE, row, max_experts_per_token=0)
     exchange = [each for each in back.program.operations if each.stage == "alltoall"]
     assert [back.splits(each)[1] for each in exchange] == [[1.0, 1.0], [2.0, 2.0]]
     assert [each.chunk for each in exchange] == [1, 0]

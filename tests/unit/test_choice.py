@@ -11,9 +11,9 @@ import torch
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
-from monta_megatron.integration.choice import choose
+from monta_megatron.integration.chain_policy import choose
 from monta_megatron.integration.options import Options
-from monta_megatron.planner.choice import PlannedChoice, plan_for
+from monta_megatron.planner.chain_policy import PlannedPolicy, plan_for
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
@@ -37,8 +37,8 @@ def config(**changes: Any) -> SimpleNamespace:
 
 def test_auto_plans_for_what_the_configuration_exchanges() -> None:
     def workload(**changes: Any) -> Workload:
-        choice = choose(Options(), config(**changes), LAYOUT, pairs_only=False)
-        assert isinstance(choice, PlannedChoice)
+        choice = choose(Options(), config(**changes), LAYOUT, permuted_only=False)
+        assert isinstance(choice, PlannedPolicy)
         return choice.workload
 
     plain = workload()
@@ -54,26 +54,26 @@ def test_auto_plans_for_what_the_configuration_exchanges() -> None:
 
 
 def test_auto_chooses_pairs_where_tokens_cannot_be_sent() -> None:
-    pairs = choose(Options(), config(), LAYOUT, pairs_only=True)
-    assert {chain.rows for chain in pairs.chains} == {"pairs"}
-    both = choose(Options(), config(), LAYOUT, pairs_only=False)
-    assert {chain.rows for chain in both.chains} == {"pairs", "tokens"}
+    pairs = choose(Options(), config(), LAYOUT, permuted_only=True)
+    assert {chain.rows for chain in pairs.chains} == {"permuted tokens"}
+    both = choose(Options(), config(), LAYOUT, permuted_only=False)
+    assert {chain.rows for chain in both.chains} == {"permuted tokens", "tokens"}
 
 
 def test_an_exchange_on_more_nodes_than_there_are_is_refused() -> None:
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a800_2x8_ib200.yaml")
-    assert choose(Options(cluster=cluster), config(), LAYOUT, pairs_only=False)
+    assert choose(Options(cluster=cluster), config(), LAYOUT, permuted_only=False)
     spread = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 1, 2, 3))
     with pytest.raises(ValueError, match=r"has 2 nodes, must have at least the 4 of the exch"):
-        choose(Options(cluster=cluster), config(), spread, pairs_only=False)
+        choose(Options(cluster=cluster), config(), spread, permuted_only=False)
 
 
 def test_a_doubtful_calibration_is_said() -> None:
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a800_2x8_ib200.yaml")
     doubtful = replace(cluster, doubts=("calibrated in 1 round",))
     for costs, said in ((cluster, False), (doubtful, True)):
-        choice = choose(Options(cluster=costs), config(), LAYOUT, pairs_only=False)
-        assert isinstance(choice, PlannedChoice)
+        choice = choose(Options(cluster=costs), config(), LAYOUT, permuted_only=False)
+        assert isinstance(choice, PlannedPolicy)
         assert ("whose calibration is doubtful" in choice.decide(64).reason) is said
         assert ("calibrated in 1 round" in plan(choice.workload, costs).notes) is said
 
@@ -89,12 +89,12 @@ def test_a_doubtful_calibration_is_said() -> None:
     ],
 )
 def test_a_plan_for_another_model_is_refused(changes: dict[str, Any], said: str) -> None:
-    auto = choose(Options(), config(), LAYOUT, pairs_only=False)
-    assert isinstance(auto, PlannedChoice)
+    auto = choose(Options(), config(), LAYOUT, permuted_only=False)
+    assert isinstance(auto, PlannedPolicy)
     given = Options(plan=plan(auto.workload.with_tokens(512), auto.cluster))
-    assert choose(given, config(), LAYOUT, pairs_only=False)
+    assert choose(given, config(), LAYOUT, permuted_only=False)
     with pytest.raises(ValueError, match=rf"^moe_monta_plan: situation\.{said}"):
-        choose(given, config(**changes), LAYOUT, pairs_only=False)
+        choose(given, config(**changes), LAYOUT, permuted_only=False)
 
 
 def test_a_memory_limit() -> None:
@@ -102,7 +102,7 @@ def test_a_memory_limit() -> None:
 
     def decide(limit_gb: float | None) -> tuple[str, str]:
         options = Options(memory_limit_gb=limit_gb)
-        decision = choose(options, large, LAYOUT, pairs_only=False).decide(4096)
+        decision = choose(options, large, LAYOUT, permuted_only=False).decide(4096)
         return decision.chain.name, decision.reason
 
     def held_gb(reason: str) -> float:
@@ -127,8 +127,8 @@ def test_a_long_list_of_experts_is_priced() -> None:
     layout = Layout(
         ep=16, etp=1, num_local_experts=16, rank=0, nodes=tuple(rank // 8 for rank in range(16))
     )
-    choice = choose(Options(), large, layout, pairs_only=False)
-    assert isinstance(choice, PlannedChoice)
+    choice = choose(Options(), large, layout, permuted_only=False)
+    assert isinstance(choice, PlannedPolicy)
     decision = choice.decide(4096, 251)
     assert choice.decide(4000, 193) is decision
     assert "4,096 tokens per rank with up to 256 experts each" in decision.reason
@@ -169,8 +169,8 @@ def test_files_are_read_once_unless_they_change(tmp_path: Path) -> None:
     """Every layer makes its options."""
     cluster, plan_file = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
     cluster.write_bytes((CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_bytes())
-    choice = choose(Options(), config(), LAYOUT, pairs_only=False)
-    assert isinstance(choice, PlannedChoice)
+    choice = choose(Options(), config(), LAYOUT, permuted_only=False)
+    assert isinstance(choice, PlannedPolicy)
     plan(choice.workload, choice.cluster).save(plan_file)
     for name, path in (("cluster", cluster), ("plan", plan_file)):
         given = SimpleNamespace(**{f"moe_monta_{name}": str(path)})

@@ -12,7 +12,7 @@ import pytest
 from preloaded import Preloaded
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.planner.choice import uncalibrated
+from monta_megatron.planner.chain_policy import uncalibrated
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload

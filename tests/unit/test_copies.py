@@ -11,7 +11,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.autograd import dispatch
 from monta_megatron.exchange.copies import find_copies, pick
-from monta_megatron.exchange.counting import lists_of
+from monta_megatron.exchange.count_table import expert_ids_of
 
 # 256 experts on two nodes of 8 ranks.
 LAYOUT = dataclasses.replace(LAYOUTS[16, 1], num_local_experts=16)
@@ -62,7 +62,7 @@ def test_lists_keep_nothing_of_their_length_until_backward() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        lists, ids = lists_of(routed, probs, int(routed.sum(dim=1).max()))
+        lists, ids = expert_ids_of(routed, probs, int(routed.sum(dim=1).max()))
     assert [each.data_ptr() for each in saved] == [routed.data_ptr()]
     padded = torch.nn.functional.pad(probs * routed, (0, 1))
     assert torch.equal(lists, padded.gather(1, ids.long()))

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_device import FakeDevice, HostWaitsError
-from fake_world import LAYOUTS, TOPK, fake_world, gathered_counts, megatron_groups
+from fake_world import LAYOUTS, TOPK, exchanged_counts, fake_world, megatron_groups
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.gathered import counted_blocks
+from monta_megatron.chains.count_format import num_counted_blocks
 from monta_megatron.chains.program import (
     COMBINE,
     COMBINE_BACKWARD,
@@ -24,13 +24,13 @@ from monta_megatron.chains.program import (
     FORWARD_BACKWARD,
     Operation,
 )
-from monta_megatron.chains.stages import Place
+from monta_megatron.chains.stages import Permute
 from monta_megatron.exchange import executor
 from monta_megatron.exchange.collectives import start_all_gather
-from monta_megatron.exchange.counting import Counting, lists_of
+from monta_megatron.exchange.count_table import CountTable, expert_ids_of
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.groups import peer_groups
-from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
 
 HIDDEN = 32
@@ -42,7 +42,7 @@ CASES = [
     for chain in CHAINS.values()
     for (ep, etp), layout in LAYOUTS.items()
     # On 128 ranks, those alone that have something to do in an expert tensor parallel group.
-    if chain.refusal(layout) is None and (ep * etp <= 64 or "etp" in chain.groups)
+    if chain.incompatibility(layout) is None and (ep * etp <= 64 or "etp" in chain.groups)
 ]
 
 
@@ -57,31 +57,33 @@ def make_exchange(
 ) -> tuple[Exchange, torch.Tensor]:
     """A micro-batch's exchange, and its routing map on the host."""
     chain, layout = CHAINS[chain_name], LAYOUTS[ep, etp]
-    blocks = counted_blocks([chain], NUM_BLOCKS)
-    counting = Counting(chains=(chain,), layout=layout, num_blocks=blocks)
-    copied, routed = gathered_counts(counting, padded)
-    gathered = counting.read(copied.numpy())
-    counts = gathered.pairs if chain.rows == "pairs" else gathered.tokens
+    blocks = num_counted_blocks([chain], NUM_BLOCKS)
+    count_table = CountTable(chains=(chain,), layout=layout, num_blocks=blocks)
+    copied, routed = exchanged_counts(count_table, padded)
+    gathered = count_table.read(copied.numpy())
+    counts = gathered.pairs if chain.rows == "permuted tokens" else gathered.tokens
     assert counts is not None
     exchange = Exchange(
         bound=chain.bind(layout, counts, 1 if chain.serial else NUM_CHUNKS),
         groups=peer_groups([chain], layout, megatron_groups(layout)),
         sum_dtype=torch.float32,
         monitor=device.recorder.monitor,
-        list_width=gathered.list_width,
+        max_experts_per_token=gathered.max_experts_per_token,
     )
     return exchange, routed
 
 
-def source_lanes(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> Lanes:
+def source_lanes(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> Columns:
     """The columns that dispatch is given."""
     num_rows = int(exchange.bound.num_source_rows)
     rows = torch.empty(num_rows, HIDDEN, dtype=dtype, device="cuda")
-    if not exchange.list_width:
-        return Lanes(rows=rows, probs=torch.empty(num_rows, device="cuda"))
+    if not exchange.max_experts_per_token:
+        return Columns(rows=rows, probs=torch.empty(num_rows, device="cuda"))
     on_device = torch.empty(routed.shape, dtype=torch.bool, device="cuda")
-    probs, ids = lists_of(on_device, torch.empty(routed.shape, device="cuda"), exchange.list_width)
-    return Lanes(rows=rows, probs=probs, ids=ids)
+    probs, ids = expert_ids_of(
+        on_device, torch.empty(routed.shape, device="cuda"), exchange.max_experts_per_token
+    )
+    return Columns(rows=rows, probs=probs, ids=ids)
 
 
 def run_layer(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> None:
@@ -92,13 +94,13 @@ def run_layer(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> N
     expert = run(exchange, DISPATCH, source)
     expect(expert.rows, (num_expert_rows, HIDDEN), dtype)
     expect(expert.probs, (num_expert_rows,), torch.float32)
-    output = run(exchange, COMBINE, Lanes(rows=torch.empty_like(expert.rows)))
+    output = run(exchange, COMBINE, Columns(rows=torch.empty_like(expert.rows)))
     expect(output.rows, tuple(source.rows.shape), dtype)
-    gradients = run(exchange, COMBINE_BACKWARD, Lanes(rows=torch.empty_like(output.rows)))
+    gradients = run(exchange, COMBINE_BACKWARD, Columns(rows=torch.empty_like(output.rows)))
     expect(gradients.rows, (num_expert_rows, HIDDEN), dtype)
     probs_gradient = torch.empty(num_expert_rows, device="cuda")
     input_gradients = run(
-        exchange, DISPATCH_BACKWARD, Lanes(rows=gradients.rows, probs=probs_gradient)
+        exchange, DISPATCH_BACKWARD, Columns(rows=gradients.rows, probs=probs_gradient)
     )
     expect(input_gradients.rows, tuple(source.rows.shape), dtype)
     expect(input_gradients.probs, tuple(source.probs.shape), torch.float32)
@@ -117,8 +119,8 @@ def test_the_host_waits_for_nothing(
 ) -> None:
     device = FakeDevice(listed=[ROW_INDICES])
     exchange, routed = make_exchange(chain_name, ep, etp, device, padded)
-    if exchange.list_width:
-        assert (exchange.list_width > 2 * TOPK) == padded
+    if exchange.max_experts_per_token:
+        assert (exchange.max_experts_per_token > 2 * TOPK) == padded
     stages = exchange.bound.stages
     with device:
         run_layer(exchange, routed, dtype)
@@ -127,13 +129,15 @@ def test_the_host_waits_for_nothing(
     permutes = [
         each
         for each in stages
-        if isinstance(each.shape.stage, Place)
+        if isinstance(each.shape.stage, Permute)
         and each.segments is not None
         and not each.segments.is_slice
     ]
     assert device.crossings == [f"{ROW_INDICES} copies to the device"] * len(permutes)
     assert device.recorder.findings == []
-    passes = {each.step.walk for each in device.recorder.collectives() if each.step is not None}
+    passes = {
+        each.step.pass_name for each in device.recorder.collectives() if each.step is not None
+    }
     assert passes == {each.name for each in FORWARD_BACKWARD}
 
 

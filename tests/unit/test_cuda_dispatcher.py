@@ -15,7 +15,14 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import torch
 from fake_device import FakeDevice, HostWaitsError
-from fake_world import LAYOUTS, RANKS_PER_NODE, TOPK, fake_world, gathered_counts, megatron_groups
+from fake_world import (
+    LAYOUTS,
+    RANKS_PER_NODE,
+    TOPK,
+    exchanged_counts,
+    fake_world,
+    megatron_groups,
+)
 from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from stream_recorder import RecordedStream
@@ -24,10 +31,10 @@ from monta_megatron import register
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
 from monta_megatron.integration import agreement, counts, dispatcher, nodes
-from monta_megatron.integration.choice import choose
+from monta_megatron.integration.chain_policy import choose
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
-from monta_megatron.planner.choice import PlannedChoice
+from monta_megatron.planner.chain_policy import PlannedPolicy
 
 HIDDEN = 32
 LAYOUT = LAYOUTS[16, 1]
@@ -74,7 +81,7 @@ def a_layer(
     """A dispatcher on a device, and its routing map on the host."""
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
         made = make_dispatcher(chain_name, router_dtype)
-        copied, routed = gathered_counts(made._counts.counting)
+        copied, routed = exchanged_counts(made._counts.count_table)
         device = FakeDevice(listed=[COPY, WAIT, ROW_INDICES], host_values=copied.numpy())
         made.monitor = device.recorder.monitor
         made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
@@ -134,10 +141,10 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
     ):
         forward(made, routed, torch.float64)
     exchange = combine.call_args.args[0]
-    planned = choose(Options(), made.config, made.layout, pairs_only=False)
-    assert isinstance(planned, PlannedChoice)
+    planned = choose(Options(), made.config, made.layout, permuted_only=False)
+    assert isinstance(planned, PlannedPolicy)
     row = planned.workload.lower(exchange.bound, COMBINE, "streams").program.row
-    sum_dtype = torch.float64 if made.chain.rows == "pairs" else torch.float32
+    sum_dtype = torch.float64 if made.chain.rows == "permuted tokens" else torch.float32
     assert (row.prob_bytes, row.sum_bytes) == (8, sum_dtype.itemsize)
     assert exchange.sum_dtype == sum_dtype
 

@@ -13,7 +13,7 @@ from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Pass, RowFormat
 from monta_megatron.exchange import autograd, executor
-from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import CudaStreams, HostStreams, Streams
 from monta_megatron.planner.memory import peak_bytes
@@ -35,15 +35,15 @@ def measure(
     dtype: torch.dtype,
     streams: Callable[[torch.device], Streams] = CudaStreams,
 ) -> tuple[dict[str, int], BoundChain, int]:
-    """Bytes at the peak of each walk beyond its input; the bound chain; the longest list."""
+    """Bytes at the peak of each pass beyond its input; the bound chain; the longest list."""
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
     routing_map = Routing(num_tokens=96).map(layout.num_experts)
     recorder = Recorder(streams)
     peaks: dict[str, int] = {}
 
-    def run(exchange: Exchange, way: Pass, lanes: Lanes) -> Lanes:
-        before = recorder.forget_peak(lanes.tensors())
-        outputs = executor.run(exchange, way, lanes)
+    def run(exchange: Exchange, way: Pass, columns: Columns) -> Columns:
+        before = recorder.forget_peak(columns.tensors())
+        outputs = executor.run(exchange, way, columns)
         peaks[way.name] = recorder.peak_bytes - before
         return outputs
 
@@ -54,7 +54,7 @@ def measure(
         recorder,
     ):
         run_layer(exchange, routing_map)
-    return peaks, exchange.bound, exchange.list_width
+    return peaks, exchange.bound, exchange.max_experts_per_token
 
 
 @each_dtype

@@ -107,9 +107,9 @@ def test_columns_share_a_message_where_rows_are_copied() -> None:
 def test_one_structure_serves_all_counts_widths_and_ranks() -> None:
     few, many = bound_chain(rows=1), bound_chain(rows=50)
     other = dataclasses.replace(few, layout=dataclasses.replace(few.layout, rank=3))
-    first = lower(few, DISPATCH, BF16, list_width=2)
-    assert lower(many, DISPATCH, BF16, list_width=7).program is first.program
-    assert lower(other, DISPATCH, BF16, list_width=2).program is first.program
+    first = lower(few, DISPATCH, BF16, max_experts_per_token=2)
+    assert lower(many, DISPATCH, BF16, max_experts_per_token=7).program is first.program
+    assert lower(other, DISPATCH, BF16, max_experts_per_token=2).program is first.program
 
 
 @pytest.mark.parametrize("policy", get_args(Policy))
@@ -121,8 +121,8 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
     workload = Workload.of(model, layout, 512)
     for chain in CHAINS.values():
         bound = workload.bind(chain, 1 if chain.serial else num_chunks)
-        for walk in FORWARD_BACKWARD:
-            program = workload.lower(bound, walk, policy).program
+        for pass_ in FORWARD_BACKWARD:
+            program = workload.lower(bound, pass_, policy).program
             for operation in program.operations:
                 # Whatever something waits for was issued before it.
                 before = (*operation.waits, *operation.after, *operation.launch_after)
@@ -146,14 +146,14 @@ def test_long_sequences_hold_a_window_of_chunks() -> None:
 
 
 def test_only_chains_know_the_kinds_of_stages() -> None:
-    stages = {"Place", "Replicate", "AllToAll", "AllGather"}
+    stages = {"Permute", "Duplicate", "AllToAll", "AllGather"}
     found = {
         path.relative_to(SOURCES).as_posix()
         for path in SOURCES.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.pass_name(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and getattr(node.func, "id", "") == "isinstance"
-        and stages & {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+        and stages & {each.id for each in ast.pass_name(node.args[1]) if isinstance(each, ast.Name)}
     }
     assert found == {
         "chains/chain.py",

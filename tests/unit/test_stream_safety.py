@@ -1,4 +1,4 @@
-"""Streams, waits and the life of buffers, on every chain and walk, without a GPU.
+"""Streams, waits and the life of buffers, on every chain and pass, without a GPU.
 
 A layer runs as one rank of a world in which all ranks have the same tokens; see stream_recorder.
 """
@@ -27,7 +27,7 @@ from monta_megatron.exchange import executor, operations
 from monta_megatron.exchange import streams as streams_module
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.counting import Counting
+from monta_megatron.exchange.count_table import CountTable
 from monta_megatron.exchange.state import Exchange, State
 from monta_megatron.exchange.streams import CudaStreams, Ready
 
@@ -36,7 +36,7 @@ HIDDEN = 4
 DTYPE = torch.float32
 NUM_BLOCKS = 6
 NUM_CHUNKS = (1, 2, 3, 5)
-WALKS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+PASSES = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 # Two nodes of two ranks.
 LAYOUTS = {
     "ep4": Layout(ep=4, etp=1, num_local_experts=NUM_LOCAL_EXPERTS, rank=1, nodes=(0, 0, 1, 1)),
@@ -48,7 +48,7 @@ CASES = [
     (chain.name, layout)
     for chain in CHAINS.values()
     for layout in LAYOUTS
-    if chain.refusal(LAYOUTS[layout]) is None
+    if chain.incompatibility(LAYOUTS[layout]) is None
 ]
 
 
@@ -101,15 +101,15 @@ def count(
     chain: Chain, layout: Layout, routing_map: torch.Tensor
 ) -> tuple[Counts | TokenCounts, int]:
     """What the gather would bring, and the longest list."""
-    if chain.rows == "pairs":
+    if chain.rows == "permuted tokens":
         sent = routing_map.sum(dim=0).view(layout.ep, layout.num_local_experts)
         received = sent[layout.rank // layout.etp].expand(layout.etp, layout.ep, -1)
         return Counts(sent=sent.numpy(), received=received.numpy()), 0
-    counting = Counting(chains=(chain,), layout=layout, num_blocks=NUM_BLOCKS)
-    table = counting.count(routing_map).expand(len(layout.nodes), -1)
-    gathered = counting.read(counting.select(table).numpy())
+    count_table = CountTable(chains=(chain,), layout=layout, num_blocks=NUM_BLOCKS)
+    table = count_table.count(routing_map).expand(len(layout.nodes), -1)
+    gathered = count_table.read(count_table.select(table).numpy())
     assert gathered.tokens is not None
-    return gathered.tokens, gathered.list_width
+    return gathered.tokens, gathered.max_experts_per_token
 
 
 def make_exchange(
@@ -121,7 +121,7 @@ def make_exchange(
         groups=groups_of(layout),
         sum_dtype=torch.float32,
         monitor=recorder.monitor,
-        list_width=width,
+        max_experts_per_token=width,
     )
 
 
@@ -129,7 +129,7 @@ def make_inputs(
     exchange: Exchange, routing_map: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Rows, probabilities and, in an exchange of tokens, lists of experts."""
-    width = exchange.list_width
+    width = exchange.max_experts_per_token
     num_rows = int(exchange.bound.num_source_rows)
     probs = torch.ones(num_rows, width) if width else torch.ones(num_rows)
     ids = None
@@ -143,7 +143,7 @@ def make_inputs(
 
 
 def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> None:
-    """All four walks, with work on the caller's stream before, between and after them."""
+    """All four passes, with work on the caller's stream before, between and after them."""
     rows, probs, ids = make_inputs(exchange, routing_map)
     expert_rows, expert_probs = dispatch(exchange, rows * 1, probs * 1, ids)
     output = combine(exchange, expert_rows * expert_probs[:, None].to(DTYPE))
@@ -185,8 +185,8 @@ def test_every_access_is_ordered_and_memory_lives_long_enough(
     assert recorder.findings == []
     # Nothing is proved about memory that was not freed, or if nothing happened.
     assert not [owner for owner in recorder.owners_of_live_memory() if owner != "caller"]
-    walks = {entry.step.walk for entry in recorder.collectives() if entry.step is not None}
-    assert walks == set(WALKS)
+    passes = {entry.step.pass_name for entry in recorder.collectives() if entry.step is not None}
+    assert passes == set(PASSES)
     assert sum(entry.kind == "kernel" for entry in recorder.queue) > 20
     assert {stream.priority for stream in recorder.side_streams} == {-1}, "not the caller's"
 
@@ -339,7 +339,7 @@ def test_a_window_that_is_not_waited_for_is_found(chain_name: str, layout_name: 
 
 @pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
 def test_what_walks_share_is_kept(chain_name: str, layout_name: str) -> None:
-    """In these two no stage but one in a walk reads it, which all others wait for."""
+    """In these two no stage but one in a pass reads it, which all others wait for."""
     findings = record(chain_name, LAYOUTS[layout_name], 3, streams=NoKeep).findings
     is_shared = chain_name not in ("alltoall", "allgather")
     assert {finding.kind for finding in findings} == ({"reuse"} if is_shared else set())
@@ -371,9 +371,9 @@ def test_one_side_stream_more_than_collectives_at_most(chain_name: str, layout_n
 
 
 def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:
-    """(walk, group, stage, chunk) of every collective in the order of issue."""
+    """(pass, group, stage, chunk) of every collective in the order of issue."""
     return [
-        (entry.step.walk, entry.group, entry.step.operation.stage, entry.step.operation.chunk)
+        (entry.step.pass_name, entry.group, entry.step.operation.stage, entry.step.operation.chunk)
         for entry in recorder.collectives()
         if entry.step is not None
     ]
@@ -404,7 +404,7 @@ def test_as_many_messages_are_sent_as_are_priced(
     chain_name: str, layout_name: str, num_chunks: int
 ) -> None:
     recorder, layout = sound(chain_name, layout_name, num_chunks), LAYOUTS[layout_name]
-    sent = Counter((walk, stage) for walk, _, stage, _ in order_of(recorder))
+    sent = Counter((pass_name, stage) for pass_name, _, stage, _ in order_of(recorder))
     routing_map = PLAIN.map(layout.num_experts)
     exchange = make_exchange(CHAINS[chain_name], layout, routing_map, num_chunks, recorder)
     row = RowFormat(hidden_size=HIDDEN, value_bytes=4, prob_bytes=4, sum_bytes=4)
@@ -492,12 +492,12 @@ def active_collectives(chain_name: str, layout_name: str) -> list[str]:
 
 
 def spans(recorder: Recorder) -> dict[tuple[str, str, int], tuple[float, float]]:
-    """(walk, stage, chunk) -> from when to when its collectives run, in one launch queue."""
+    """(pass, stage, chunk) -> from when to when its collectives run, in one launch queue."""
     times = times_in_one_queue(recorder.queue)
     result: dict[tuple[str, str, int], tuple[float, float]] = {}
     for entry in recorder.collectives():
         assert entry.step is not None
-        key = (entry.step.walk, entry.step.operation.stage, entry.step.operation.chunk)
+        key = (entry.step.pass_name, entry.step.operation.stage, entry.step.operation.chunk)
         start, end = times[entry]
         result[key] = (min(start, result.get(key, (start, end))[0]), end)
     return result
@@ -506,10 +506,10 @@ def spans(recorder: Recorder) -> dict[tuple[str, str, int], tuple[float, float]]
 def assert_overlap(recorder: Recorder, collectives: list[str], num_chunks: int) -> None:
     """The next chunk's first collective and a chunk's second one run at the same time.
 
-    Transposed walks take the chunks from the last to the first.
+    Transposed passes take the chunks from the last to the first.
     """
     times = spans(recorder)
-    for name in WALKS:
+    for name in PASSES:
         is_transposed = name in ("combine", "dispatch_backward")
         first, second = collectives[::-1] if is_transposed else collectives
         step = -1 if is_transposed else 1

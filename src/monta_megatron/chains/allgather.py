@@ -1,6 +1,6 @@
 """`allgather`: every rank gets every token and keeps what its experts want.
 
-    Place (cut) | AG(TP x EP) | Replicate (per expert) | Place (into expert order)
+    Permute (cut) | AG(TP x EP) | Duplicate (per expert) | Permute (into expert order)
 
 It wins where few ranks share the experts and top-k is close to their number, so that most tokens
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
@@ -11,7 +11,14 @@ import numpy as np
 from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
-from monta_megatron.chains.tokens import CUT, ORDER, TO_EXPERTS, bind_cut, bind_experts, by_chunk
+from monta_megatron.chains.tokens import (
+    ORDER,
+    SPLIT,
+    TO_EXPERTS,
+    bind_experts,
+    bind_split,
+    by_chunk,
+)
 
 GATHER = AllGather(name="allgather", group="tp_ep")
 
@@ -21,7 +28,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
     gathered = by_chunk(counts.tokens, num_chunks, axis=1).T  # [C, S]
     gather = bind_gather(GATHER, gathered, layout.rank)
     return (
-        bind_cut(layout, counts, num_chunks),
+        bind_split(layout, counts, num_chunks),
         gather,
         *bind_experts(layout, counts, gather, np.arange(len(layout.nodes))),
     )
@@ -30,6 +37,6 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
 ALLGATHER = Chain(
     name="allgather",
     rows="tokens",
-    stages=(CUT, GATHER, TO_EXPERTS, ORDER),
+    stages=(SPLIT, GATHER, TO_EXPERTS, ORDER),
     bind_stages=bind_stages,
 )

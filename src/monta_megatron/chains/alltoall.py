@@ -1,6 +1,6 @@
 """`alltoall`: what stock does, stage after stage, in one chunk.
 
-    A2A(EP) then AG(ETP) then Place (into expert order)
+    A2A(EP) then AG(ETP) then Permute (into expert order)
 
 The plainest chain: it wins where there is one tier, where messages are tiny, and at top-1. Its
 stages are those of `alltoall_allgather`, which pipelines them.
@@ -11,7 +11,7 @@ from monta_megatron.chains.chain import Chain
 
 ALLTOALL = Chain(
     name="alltoall",
-    rows="pairs",
+    rows="permuted tokens",
     stages=alltoall_allgather.ALLTOALL_ALLGATHER.stages,
     bind_stages=alltoall_allgather.bind_stages,
     serial=True,

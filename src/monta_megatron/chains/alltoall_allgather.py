@@ -1,6 +1,6 @@
 """`alltoall_allgather`: the MoNTA layout, for expert tensor parallelism across nodes.
 
-    Place (pack chunk c) | A2A(EP) | AG(ETP) | Place (into expert order)
+    Permute (pack chunk c) | A2A(EP) | AG(ETP) | Permute (into expert order)
 
 The AllToAll crosses nodes while the AllGather of the previous chunk runs inside them and the
 copies of the chunk before that run alongside both (arXiv 2411.00662; here in forward and backward).
@@ -23,21 +23,21 @@ sends [4, 1] rows, then [2, 2].
 import numpy as np
 
 from monta_megatron.chains.chain import Chain, Counts
-from monta_megatron.chains.cut import cut, starts_of
+from monta_megatron.chains.chunks import split, starts_of
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
     BoundStage,
-    Place,
+    Permute,
     Segments,
     bind_gather,
 )
 
-PACK = Place(name="pack")
+PACK = Permute(name="pack")
 EXCHANGE = AllToAll(name="alltoall", group="ep")
 GATHER = AllGather(name="allgather", group="etp")
-ORDER = Place(name="order")
+ORDER = Permute(name="order")
 
 
 def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundStage, ...]:
@@ -46,16 +46,16 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
     etp_rank = layout.rank % layout.etp
 
     # Step 1: cut the rows of every (source, expert) pair.
-    sent_cuts = cut(counts.sent, num_chunks)  # [C + 1, EP, L]
-    received_cuts = cut(counts.received, num_chunks)  # [C + 1, ETP, EP, L]
-    sent = np.diff(sent_cuts, axis=0)  # [C, EP, L]
-    received = np.diff(received_cuts, axis=0)  # [C, ETP, EP, L]
+    sent_bounds = split(counts.sent, num_chunks)  # [C + 1, EP, L]
+    received_bounds = split(counts.received, num_chunks)  # [C + 1, ETP, EP, L]
+    sent = np.diff(sent_bounds, axis=0)  # [C, EP, L]
+    received = np.diff(received_bounds, axis=0)  # [C, ETP, EP, L]
 
     # Step 2: on the source side, a chunk's rows are one run of every expert's rows.
     packed = None
     if num_chunks > 1:
         packed = Segments(
-            starts=(starts_of(counts.sent) + sent_cuts[:-1]).reshape(num_chunks, -1),
+            starts=(starts_of(counts.sent) + sent_bounds[:-1]).reshape(num_chunks, -1),
             lengths=sent.reshape(num_chunks, -1),
         )
 
@@ -68,7 +68,7 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
     if num_chunks > 1 or num_local_experts > 1:
         expert_starts = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)
         ordered = Segments(
-            starts=(expert_starts + received_cuts[:-1]).reshape(num_chunks, -1),
+            starts=(expert_starts + received_bounds[:-1]).reshape(num_chunks, -1),
             lengths=received.reshape(num_chunks, -1),
         )
 
@@ -84,7 +84,7 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
 
 ALLTOALL_ALLGATHER = Chain(
     name="alltoall_allgather",
-    rows="pairs",
+    rows="permuted tokens",
     stages=(PACK, EXCHANGE, GATHER, ORDER),
     bind_stages=bind_stages,
 )

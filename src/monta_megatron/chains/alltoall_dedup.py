@@ -1,6 +1,6 @@
 """`alltoall_dedup`: one copy of a token per destination rank, however many experts it has there.
 
-    Place (cut) | Replicate (per rank) | A2A(EP) | Replicate (per expert) | Place (expert order)
+    Permute (cut) | Duplicate (per rank) | A2A(EP) | Duplicate (per expert) | Permute (expert order)
 
 It wins where EP lies in one tier and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
@@ -12,20 +12,20 @@ from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
 from monta_megatron.chains.tokens import (
-    CUT,
     ORDER,
+    SPLIT,
     TO_EXPERTS,
     TO_RANKS,
     bind_copies,
-    bind_cut,
     bind_experts,
+    bind_split,
     by_chunk,
 )
 
 EXCHANGE = AllToAll(name="alltoall", group="ep")
 
 
-def refusal(layout: Layout) -> str | None:
+def incompatibility(layout: Layout) -> str | None:
     """Refuse ETP > 1: every rank of an expert would need the copy, as in the AllGather chains."""
     if layout.etp > 1:
         return (
@@ -38,14 +38,14 @@ def refusal(layout: Layout) -> str | None:
 def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     assert counts.sent_to_ranks is not None and counts.for_rank is not None
-    cut = bind_cut(layout, counts, num_chunks)
+    split = bind_split(layout, counts, num_chunks)
     send = by_chunk(counts.sent_to_ranks, num_chunks, axis=0)  # [C, EP]
     receive = by_chunk(counts.for_rank, num_chunks, axis=1).T  # [C, EP]
     parts = ExpertRange(first=0, size=layout.num_local_experts, num_parts=layout.ep)
     exchange = BoundStage(stage=EXCHANGE, send=send, receive=receive)
     return (
-        cut,
-        bind_copies(TO_RANKS, cut.receive[:, 0], send, parts),
+        split,
+        bind_copies(TO_RANKS, split.receive[:, 0], send, parts),
         exchange,
         *bind_experts(layout, counts, exchange, np.arange(layout.ep)),
     )
@@ -54,7 +54,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
 ALLTOALL_DEDUP = Chain(
     name="alltoall_dedup",
     rows="tokens",
-    stages=(CUT, TO_RANKS, EXCHANGE, TO_EXPERTS, ORDER),
+    stages=(SPLIT, TO_RANKS, EXCHANGE, TO_EXPERTS, ORDER),
     bind_stages=bind_stages,
-    refusal=refusal,
+    incompatibility=incompatibility,
 )

@@ -1,7 +1,7 @@
 """A chain: a short list of stages, and the rule that turns counts into rows per stage and chunk.
 
 Dispatch applies the chain to the rows, and combine applies its transpose; the backward pass of
-each applies what the other does. So one description serves all four walks.
+each applies what the other does. So one description serves all four passes.
 
 Notation: C = number of chunks, B = number of token blocks, S = source ranks, EP = expert parallel
 size, ETP = expert tensor parallel size, L = local experts per EP rank.
@@ -19,13 +19,13 @@ from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
     BoundStage,
-    Replicate,
+    Duplicate,
     RowCounts,
     Stage,
     StageShape,
 )
 
-Rows: TypeAlias = Literal["pairs", "tokens"]
+Rows: TypeAlias = Literal["permuted tokens", "tokens"]
 Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 
@@ -75,19 +75,19 @@ class TokenCounts:
     classes: int = 1
 
 
-def order_of_issue(depths: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
+def order_of_issue(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
     """(stage, chunk) pairs in the order of issue, which is the same on every rank.
 
     Stage s of chunk c is issued in step c + depths[s]; within a step, stages go in order.
 
     Args:
-        depths: how many steps each stage of a pass trails the first; see `pipeline_offsets`.
+        offsets: how many steps each stage of a pass trails the first; see `pipeline_offsets`.
         num_chunks: C; chunks are numbered in the order in which the pass takes them.
     """
     return [
         (position, step - depth)
-        for step in range(num_chunks + depths[-1])
-        for position, depth in enumerate(depths)
+        for step in range(num_chunks + offsets[-1])
+        for position, depth in enumerate(offsets)
         if 0 <= step - depth < num_chunks
     ]
 
@@ -102,7 +102,7 @@ class Chain:
             permutation, or a token, which is copied for the parts it goes to.
         stages: applied left to right by dispatch, transposed right to left by combine.
         bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
-        refusal: why the chain cannot run on a layout, or None if it can.
+        incompatibility: why the chain cannot run on a layout, or None if it can.
         serial: the chain runs in one chunk.
     """
 
@@ -110,13 +110,13 @@ class Chain:
     rows: Rows
     stages: tuple[Stage, ...]
     bind_stages: Callable[[Layout, Any, int], tuple[BoundStage, ...]]
-    refusal: Callable[[Layout], str | None] = lambda layout: None
+    incompatibility: Callable[[Layout], str | None] = lambda layout: None
     serial: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
         """What the chain copies tokens for, in order: "node", "rank", "expert"."""
-        return tuple(stage.part for stage in self.stages if isinstance(stage, Replicate))
+        return tuple(stage.part for stage in self.stages if isinstance(stage, Duplicate))
 
     @property
     def groups(self) -> tuple[GroupName, ...]:

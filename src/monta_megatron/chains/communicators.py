@@ -34,7 +34,7 @@ def communicator_bytes(chain: Chain, layout: Layout, max_ctas: int = DEFAULT_MAX
         layout: the rank's place.
         max_ctas: the budget of each communicator.
     """
-    if chain.refusal(layout) is not None:
+    if chain.incompatibility(layout) is not None:
         return 0.0
     # The power of two that is not below it.
     channels = 1 << (max_ctas - 1).bit_length()

@@ -1,6 +1,6 @@
 """`hierarchical_allgather`: one copy of a token per node, then every rank of the node gets it.
 
-    Place (cut) | Replicate (per node) | A2A(rail) | AG(node) | Replicate (per expert) | Place
+    Permute (cut) | Duplicate (per node) | A2A(rail) | AG(node) | Duplicate (per expert) | Permute
 
 It wins where EP spans nodes, top-k is high and nodes have few ranks: most tokens that reach a
 node are wanted by most of its ranks. Its transpose carries a partial sum per (token, rank) inside
@@ -11,9 +11,9 @@ from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.chains.tokens import (
-    CUT,
     ORDER,
     RAIL_EXCHANGE,
+    SPLIT,
     TO_EXPERTS,
     TO_NODES,
     arrival_on_node,
@@ -42,7 +42,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
 HIERARCHICAL_ALLGATHER = Chain(
     name="hierarchical_allgather",
     rows="tokens",
-    stages=(CUT, TO_NODES, RAIL_EXCHANGE, GATHER, TO_EXPERTS, ORDER),
+    stages=(SPLIT, TO_NODES, RAIL_EXCHANGE, GATHER, TO_EXPERTS, ORDER),
     bind_stages=bind_stages,
-    refusal=Layout.uneven_nodes,
+    incompatibility=Layout.uneven_nodes,
 )

@@ -1,7 +1,7 @@
 """`hierarchical_alltoall`: one copy of a token per node, then one per rank inside it.
 
-    Place (cut) | Replicate (per node) | A2A(rail) | Replicate (per rank) | A2A(node)
-                | Replicate (per expert) | Place (into expert order)
+    Permute (cut) | Duplicate (per node) | A2A(rail) | Duplicate (per rank) | A2A(node)
+                | Duplicate (per expert) | Permute (into expert order)
 
 It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
 per (token, rank) inside the node and one per (token, node) between them: two hops.
@@ -12,9 +12,9 @@ from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
 from monta_megatron.chains.tokens import (
-    CUT,
     ORDER,
     RAIL_EXCHANGE,
+    SPLIT,
     TO_EXPERTS,
     TO_NODES,
     TO_RANKS,
@@ -28,16 +28,16 @@ from monta_megatron.chains.tokens import (
 EXCHANGE = AllToAll(name="alltoall in node", group="node")
 
 
-def refusal(layout: Layout) -> str | None:
+def incompatibility(layout: Layout) -> str | None:
     """Refuse ETP > 1, as `alltoall_dedup` does, and uneven nodes, which have no rails."""
-    return alltoall_dedup.refusal(layout) or layout.uneven_nodes()
+    return alltoall_dedup.incompatibility(layout) or layout.uneven_nodes()
 
 
 def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     assert counts.for_node_ranks is not None
     num_ranks = layout.ranks_per_node
-    cut, to_nodes, along_rail = bind_node_exchange(layout, counts, num_chunks)
+    split, to_nodes, along_rail = bind_node_exchange(layout, counts, num_chunks)
     # [S, C, R] -> [R, C, R]: tokens that arrive along each rail, for each rank of this node.
     ranks = by_chunk(counts.for_node_ranks, num_chunks, axis=1)
     by_rail = ranks.reshape(layout.num_nodes, num_ranks, num_chunks, num_ranks).sum(axis=0)
@@ -50,7 +50,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
     )
     exchange = BoundStage(stage=EXCHANGE, send=send, receive=receive)
     return (
-        cut,
+        split,
         to_nodes,
         along_rail,
         bind_copies(TO_RANKS, along_rail.receive.sum(axis=1), send, parts),
@@ -62,7 +62,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
 HIERARCHICAL_ALLTOALL = Chain(
     name="hierarchical_alltoall",
     rows="tokens",
-    stages=(CUT, TO_NODES, RAIL_EXCHANGE, TO_RANKS, EXCHANGE, TO_EXPERTS, ORDER),
+    stages=(SPLIT, TO_NODES, RAIL_EXCHANGE, TO_RANKS, EXCHANGE, TO_EXPERTS, ORDER),
     bind_stages=bind_stages,
-    refusal=refusal,
+    incompatibility=incompatibility,
 )

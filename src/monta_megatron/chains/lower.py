@@ -33,9 +33,9 @@ from monta_megatron.chains.waits import waits_of
 
 def lower(
     bound: BoundChain,
-    walked: Pass,
+    pass_: Pass,
     row: RowFormat,
-    list_width: int,
+    max_experts_per_token: int,
     policy: Policy = "streams",
     order: Order = order_of_issue,
 ) -> BoundProgram:
@@ -43,9 +43,9 @@ def lower(
 
     Args:
         bound: the chain with one rank's rows.
-        walked: the pass.
+        pass_: the pass.
         row: the sizes of a row's values.
-        list_width: W; see `BoundProgram`.
+        max_experts_per_token: W; see `BoundProgram`.
         policy: how the program is executed.
         order: (pipeline offsets of the stages, C) -> (stage, chunk) in the order of issue.
     """
@@ -57,11 +57,11 @@ def lower(
         bound.num_chunks,
         layout.etp,
         layout.crossing_groups,
-        walked,
+        pass_,
         row,
         policy,
     )
-    return BoundProgram(program=program, bound=bound, list_width=list_width)
+    return BoundProgram(program=program, bound=bound, max_experts_per_token=max_experts_per_token)
 
 
 def pipeline_offsets(
@@ -103,24 +103,24 @@ def _structure(
     num_chunks: int,
     etp: int,
     crossing: frozenset[GroupName],
-    walked: Pass,
+    pass_: Pass,
     row: RowFormat,
     policy: Policy,
 ) -> Program:
     # Step 1: what is done for a chunk, stage by stage.
-    in_order = shapes[::-1] if walked.transpose else shapes
+    in_order = shapes[::-1] if pass_.transpose else shapes
     offsets = pipeline_offsets(in_order, crossing, policy)
     packs = num_chunks > 1 or rows == "tokens"
-    work = one_chunk(in_order, offsets, rows, etp, crossing, walked, row, packs)
+    work = one_chunk(in_order, offsets, rows, etp, crossing, pass_, row, packs)
 
     # Step 2: the order of the chunks. Transposed passes take them from the last to the first, the
     # small one first, unless a single collective is followed by a copy alone: that could hide
     # nothing, and after a small first chunk the large ones would be in memory with the output.
-    turns_back = walked.transpose and pipeline_offsets(shapes, crossing, "streams")[-1] > 1
+    turns_back = pass_.transpose and pipeline_offsets(shapes, crossing, "streams")[-1] > 1
     chunks = range(num_chunks)[:: -1 if turns_back else 1]
 
     # Step 3: the order of issue, and the operations of all chunks.
-    positions = range(len(shapes))[:: -1 if walked.transpose else 1]
+    positions = range(len(shapes))[:: -1 if pass_.transpose else 1]
     by_stage = [[each.series for each in work.operations if each.position == p] for p in positions]
     issued = [(each, turn) for at, turn in order(offsets, num_chunks) for each in by_stage[at]]
     stamped = _stamp(
@@ -151,7 +151,7 @@ def _structure(
         ]
     last = stamped.writes[work.output][-1]
     return Program(
-        walked=walked,
+        pass_=pass_,
         row=row,
         operations=stamped.operations,
         buffers=tuple(buffers),

@@ -1,13 +1,13 @@
 """What a pass does for one chunk: its operations and buffers, which `lower` stamps out.
 
     stage        forward                              transposed
-    Place        pack first, put last                 likewise, from the other end
-    Replicate    find copies (dispatch), duplicate    reduce
+    Permute        pack first, put last                 likewise, from the other end
+    Duplicate    find copies (dispatch), duplicate    reduce
     AllToAll     alltoall                             alltoall
     AllGather    allgather                            alltoall of parts; reduce parts, before what
                                                       reads them
 
-A stage that moves nothing has no operation: a group of one rank, a `Place` whose rows lie in order.
+A stage that moves nothing has no operation: a group of one rank, rows that lie in order.
 The columns of a row share a message where a stage copies rows anyway and a collective comes next;
 elsewhere they are sent as they lie, column by column.
 """
@@ -28,7 +28,7 @@ from monta_megatron.chains.program import (
     Resource,
     RowFormat,
 )
-from monta_megatron.chains.stages import AllGather, AllToAll, Replicate, StageShape
+from monta_megatron.chains.stages import AllGather, AllToAll, Duplicate, StageShape
 
 
 def parts_per_sum(etp: int, num_parts: int) -> int:
@@ -61,7 +61,7 @@ def one_chunk(
     rows: Rows,
     etp: int,
     crossing: frozenset[GroupName],
-    walked: Pass,
+    pass_: Pass,
     row: RowFormat,
     packs: bool,
 ) -> OneChunk:
@@ -73,12 +73,12 @@ def one_chunk(
         rows: what a row of the chain is.
         etp: expert tensor parallel size.
         crossing: the groups that span nodes.
-        walked: the pass.
+        pass_: the pass.
         row: the sizes of a row's values.
         packs: columns may share a message.
     """
-    num_stages, back = len(shapes), walked.transpose
-    columns = _columns(rows, shapes[::-1] if back else shapes, walked, row)
+    num_stages, back = len(shapes), pass_.transpose
+    columns = _columns(rows, shapes[::-1] if back else shapes, pass_, row)
     # Sums are in another dtype than rows, and converted so many columns at a time.
     is_rounded = row.sum_bytes > row.value_bytes
     sum_width = min(row.hidden_size, SUM_COLUMNS) if is_rounded else row.hidden_size
@@ -186,7 +186,7 @@ def one_chunk(
             resource: Resource = "inter" if stage.group in crossing else "intra"
             kind: Kind = "allgather" if is_gather else "alltoall"
             place = add(kind, at, [place], [arrived], name, resource, stage.group)
-        elif isinstance(stage, Replicate) and back:
+        elif isinstance(stage, Duplicate) and back:
             following, group, writes = shapes[at + 1], None, [message(at)]
             if isinstance(following.stage, AllGather) and following.group_size > 1 and is_rounded:
                 group = following.stage.group
@@ -198,16 +198,16 @@ def one_chunk(
                 # What is read row by row is there in its own dtype before it is converted.
                 writes.append(summed(at, before_it, row.value_bytes, slot=writes[-1]))
             place = add("reduce", at, [place], writes, name, group=group)
-        elif isinstance(stage, Replicate):
+        elif isinstance(stage, Duplicate):
             reads = [place]
-            if walked.ids:
+            if pass_.ids:
                 reads.append(buffer(name, at, (), release="exchange"))
                 kind = "find_copies" if _is_per_expert(shape) else "find_lists"
                 add(kind, at, [place], reads[1:], name)
             place = add("duplicate", at, reads, [message(at)], name)
         elif at == 0:
             # A sum reads each row once, so it can read it in place.
-            if shape.placement == "index" and not isinstance(shapes[1].stage, Replicate):
+            if shape.placement == "index" and not isinstance(shapes[1].stage, Duplicate):
                 place = add("pack", at, [place], [message(at)], name)
         elif shape.placement == "none":
             buffers[place] = buffers[place]._replace(release="caller")
@@ -218,7 +218,7 @@ def one_chunk(
 
 
 def _columns(
-    rows: Rows, shapes: tuple[StageShape, ...], walked: Pass, row: RowFormat
+    rows: Rows, shapes: tuple[StageShape, ...], pass_: Pass, row: RowFormat
 ) -> list[tuple[Column, ...]]:
     """[N + 1] what a row consists of at each boundary.
 
@@ -228,9 +228,9 @@ def _columns(
     if rows == "tokens":
         lists_until = max(at for at, shape in enumerate(shapes) if _is_per_expert(shape))
     hidden = Column("rows", row.hidden_size, row.value_bytes)
-    ids = (Column("ids", None, ID_BYTES),) if walked.ids else ()
+    ids = (Column("ids", None, ID_BYTES),) if pass_.ids else ()
     of_list, of_one = (
-        (hidden, *((Column("probs", width, row.prob_bytes),) if walked.probs else ()))
+        (hidden, *((Column("probs", width, row.prob_bytes),) if pass_.probs else ()))
         for width in (None, 1)
     )
     with_list = lists_until + 1
@@ -238,4 +238,4 @@ def _columns(
 
 
 def _is_per_expert(shape: StageShape) -> bool:
-    return isinstance(shape.stage, Replicate) and shape.stage.part == "expert"
+    return isinstance(shape.stage, Duplicate) and shape.stage.part == "expert"

@@ -173,7 +173,7 @@ class Program:
     """The structure of a pass: all that does not depend on counts.
 
     Attributes:
-        walked: the pass.
+        pass_: the pass.
         row: the sizes of a row's values.
         operations: in the order of issue, which is the same on every rank.
         buffers: the input comes first.
@@ -182,7 +182,7 @@ class Program:
         num_streams: side streams that the operations name.
     """
 
-    walked: Pass
+    pass_: Pass
     row: RowFormat
     operations: tuple[Operation, ...]
     buffers: tuple[Buffer, ...]
@@ -220,12 +220,12 @@ class BoundProgram:
     Attributes:
         program: the structure.
         bound: the chain with its rows.
-        list_width: W. Where a row is a permuted token no column has that width.
+        max_experts_per_token: W. Where a row is a permuted token no column has that width.
     """
 
     program: Program
     bound: BoundChain
-    list_width: int
+    max_experts_per_token: int
 
     def rows(self, buffer: Buffer) -> float:
         """Rows in a buffer; an integer at run time."""
@@ -238,7 +238,7 @@ class BoundProgram:
     def message_bytes(self, buffer: Buffer) -> tuple[int, ...]:
         """Bytes of a row in each of its messages."""
         sizes = [
-            (self.list_width if width is None else width, value_bytes)
+            (self.max_experts_per_token if width is None else width, value_bytes)
             for _, width, value_bytes in buffer.columns
         ]
         if buffer.packed:
@@ -253,7 +253,7 @@ class BoundProgram:
         """[C, P] rows that a stage sends to each peer in this pass, and that it receives."""
         stage = self.bound.stages[position]
         sides = stage.send, stage.receive
-        return sides[::-1] if self.program.walked.transpose else sides
+        return sides[::-1] if self.program.pass_.transpose else sides
 
     def splits(self, operation: Operation) -> tuple[list[int], list[int]]:
         """Rows that a collective sends to each peer, and rows that it receives from each."""

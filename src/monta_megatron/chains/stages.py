@@ -1,8 +1,8 @@
 """The four stages that a chain is made of: linear maps on rows, each with a known transpose.
 
     stage        forward                                    transpose
-    Place        whole[start:start+length] <-> chunk rows   the inverse permutation
-    Replicate    a copy for each part that a row goes to    the sum of a row's copies, in fp32
+    Permute        whole[start:start+length] <-> chunk rows   the inverse permutation
+    Duplicate    a copy for each part that a row goes to    the sum of a row's copies, in fp32
     AllToAll     exchange rows with the group               the same with swapped counts
     AllGather    concatenate over the group                 exchange of parts, then one fp32 sum
 
@@ -25,14 +25,14 @@ RowCounts: TypeAlias = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Permute:
     """A device-to-device copy between a whole tensor and the rows of one chunk."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replicate:
+class Duplicate:
     """A copy of a row for every part of the experts in which its list has an expert.
 
     The parts are nodes, ranks or single experts. Copies are ordered by part, then by row; each
@@ -65,7 +65,7 @@ class AllGather:
     group: GroupName
 
 
-Stage: TypeAlias = Place | Replicate | AllToAll | AllGather
+Stage: TypeAlias = Permute | Duplicate | AllToAll | AllGather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRange:
-    """The parts of a `Replicate`: equal, consecutive ranges of experts.
+    """The parts of a `Duplicate`: equal, consecutive ranges of experts.
 
     Attributes:
         first: the first expert of the first part.
@@ -106,7 +106,7 @@ class ExpertRange:
     num_parts: int
 
 
-# Where a `Place` finds or puts the rows of a chunk: nowhere else than they lie, in one run of the
+# Where a `Permute` finds or puts the rows of a chunk: nowhere else than they lie, in one run of the
 # whole tensor, or row by row.
 Placement: TypeAlias = Literal["none", "slice", "index"]
 
@@ -116,7 +116,7 @@ class StageShape(NamedTuple):
 
     Attributes:
         stage: what is done.
-        placement: where a `Place` finds or puts its rows.
+        placement: where a `Permute` finds or puts its rows.
         group_size: ranks of a collective's group.
     """
 
@@ -131,12 +131,12 @@ class BoundStage:
 
     Attributes:
         stage: what is done.
-        send: [C, P] rows that leave for each peer (this rank's own share included). A `Place`
+        send: [C, P] rows that leave for each peer (this rank's own share included). A `Permute`
             has P = 1, and an `AllGather` sends the same rows to every peer.
         receive: [C, P] rows that arrive from each peer.
-        segments: where a `Place` finds or puts its rows; None where the chunk is the whole
+        segments: where a `Permute` finds or puts its rows; None where the chunk is the whole
             tensor in its own order, so that there is nothing to copy.
-        parts: what a `Replicate` copies for; its `receive` counts the copies by part.
+        parts: what a `Duplicate` copies for; its `receive` counts the copies by part.
     """
 
     stage: Stage

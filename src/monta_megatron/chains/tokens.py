@@ -4,24 +4,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains.chain import TokenCounts
-from monta_megatron.chains.cut import expert_order, first_blocks, starts_of
+from monta_megatron.chains.chunks import expert_order, first_blocks, starts_of
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import (
     AllToAll,
     BoundStage,
+    Duplicate,
     ExpertRange,
-    Place,
-    Replicate,
+    Permute,
     RowCounts,
     Segments,
 )
 
-CUT = Place(name="cut")
-TO_NODES = Replicate(name="copy per node", part="node")
-TO_RANKS = Replicate(name="copy per rank", part="rank")
+SPLIT = Permute(name="cut")
+TO_NODES = Duplicate(name="copy per node", part="node")
+TO_RANKS = Duplicate(name="copy per rank", part="rank")
 RAIL_EXCHANGE = AllToAll(name="alltoall between nodes", group="rail")
-TO_EXPERTS = Replicate(name="copy per expert", part="expert")
-ORDER = Place(name="order")
+TO_EXPERTS = Duplicate(name="copy per expert", part="expert")
+ORDER = Permute(name="order")
 
 
 def by_chunk(blocks: RowCounts, num_chunks: int, axis: int) -> RowCounts:
@@ -30,17 +30,17 @@ def by_chunk(blocks: RowCounts, num_chunks: int, axis: int) -> RowCounts:
     return np.add.reduceat(blocks, starts, axis=axis)
 
 
-def bind_cut(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundStage:
+def bind_split(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundStage:
     """The tokens of each chunk: one run of this rank's tokens."""
     lengths = by_chunk(counts.tokens[layout.rank], num_chunks, axis=0)[:, None]
     segments = Segments(starts=starts_of(lengths), lengths=lengths)
-    return BoundStage(stage=CUT, send=lengths, receive=lengths, segments=segments)
+    return BoundStage(stage=SPLIT, send=lengths, receive=lengths, segments=segments)
 
 
 def bind_copies(
-    stage: Replicate, rows: RowCounts, copies: RowCounts, parts: ExpertRange
+    stage: Duplicate, rows: RowCounts, copies: RowCounts, parts: ExpertRange
 ) -> BoundStage:
-    """A `Replicate` of rows [C] into copies [C, P]."""
+    """A `Duplicate` of rows [C] into copies [C, P]."""
     return BoundStage(stage=stage, send=rows[:, None], receive=copies, parts=parts)
 
 
@@ -52,7 +52,7 @@ def bind_node_exchange(
     The rail joins the ranks that have the same position on their nodes, in the order of the nodes.
     """
     assert counts.sent_to_nodes is not None and counts.for_node is not None
-    cut = bind_cut(layout, counts, num_chunks)
+    split = bind_split(layout, counts, num_chunks)
     send = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)  # [C, nodes]
     rail = np.arange(layout.num_nodes) * layout.ranks_per_node + layout.position
     receive = by_chunk(counts.for_node[rail], num_chunks, axis=1).T  # [C, nodes]
@@ -60,8 +60,8 @@ def bind_node_exchange(
         first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes
     )
     return (
-        cut,
-        bind_copies(TO_NODES, cut.receive[:, 0], send, parts),
+        split,
+        bind_copies(TO_NODES, split.receive[:, 0], send, parts),
         BoundStage(stage=RAIL_EXCHANGE, send=send, receive=receive),
     )
 

@@ -2,7 +2,7 @@
 
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
-from monta_megatron.planner.curves import Tier
+from monta_megatron.planner.curves import Resource
 from monta_megatron.planner.rate import Rate
 
 SOURCE = "configs/clusters/emulated_2x4_500mbit.yaml"
@@ -16,8 +16,10 @@ def default_costs(emulated: EmulatedCluster) -> Cluster:
     the rate. All but the network's rate is as in `SOURCE`, which says where each number is from.
     """
 
-    def link(tier: Tier, alpha_us: float, rate: Rate) -> Link:
-        return Link(tier=tier, alpha_us=alpha_us, rate=rate, kind="datasheet", source=SOURCE)
+    def link(resource: Resource, alpha_us: float, rate: Rate) -> Link:
+        return Link(
+            resource=resource, alpha_us=alpha_us, rate=rate, kind="datasheet", source=SOURCE
+        )
 
     # The same cores carry both tiers, so the network is never the faster one for a rank.
     most = INTRA.times(emulated.ranks_per_node / emulated.nics_per_node)

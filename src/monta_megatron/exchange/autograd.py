@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange
 
 
@@ -24,16 +24,16 @@ class _Dispatch(torch.autograd.Function):
         ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.exchange = exchange
-        lanes = run(exchange, DISPATCH, _contiguous(rows, probs, ids))
-        return lanes.rows, lanes.probs
+        columns = run(exchange, DISPATCH, _contiguous(rows, probs, ids))
+        return columns.rows, columns.probs
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, rows_gradient: torch.Tensor, probs_gradient: torch.Tensor
     ) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
-        lanes = run(ctx.exchange, DISPATCH_BACKWARD, _contiguous(rows_gradient, probs_gradient))
-        return None, lanes.rows, lanes.probs, None
+        columns = run(ctx.exchange, DISPATCH_BACKWARD, _contiguous(rows_gradient, probs_gradient))
+        return None, columns.rows, columns.probs, None
 
 
 class _Combine(torch.autograd.Function):
@@ -75,7 +75,7 @@ def combine(exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
 
 def _contiguous(
     rows: torch.Tensor, probs: torch.Tensor | None = None, ids: torch.Tensor | None = None
-) -> Lanes:
-    return Lanes(
+) -> Columns:
+    return Columns(
         rows=rows.contiguous(), probs=None if probs is None else probs.contiguous(), ids=ids
     )

@@ -1,4 +1,4 @@
-"""What a `Replicate` copies: derived on the device from the lists of experts, without a sync.
+"""What a `Duplicate` copies: derived on the device from the lists of experts, without a sync.
 
 The host knows the size of every output from the counts, so nothing here waits for the device.
 

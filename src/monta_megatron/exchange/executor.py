@@ -2,17 +2,17 @@
 
 from monta_megatron.chains.program import Pass
 from monta_megatron.exchange.operations import OPERATIONS
-from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
 
 
-def run(exchange: Exchange, walked: Pass, lanes: Lanes) -> Lanes:
+def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
     """Apply the chain, or its transpose, to all rows.
 
     Args:
         exchange: what moves.
-        walked: the pass.
-        lanes: contiguous, on the source side, or on the experts' side for a transpose.
+        pass_: the pass.
+        columns: contiguous, on the source side, or on the experts' side for a transpose.
 
     Returns:
         The lanes on the other side, without ids. They share no memory with the input unless no
@@ -21,13 +21,13 @@ def run(exchange: Exchange, walked: Pass, lanes: Lanes) -> Lanes:
     Raises:
         ExchangeError: a collective failed or timed out.
     """
-    state = State(exchange, walked, lanes)
+    state = State(exchange, pass_, columns)
     program, streams, monitor = state.bound.program, state.streams, exchange.monitor
     streams.fork(program.num_streams)
     for operation in program.operations:
         with (
             streams.on(operation.stream),
-            monitor.range(walked.name, exchange.bound.chain.name, operation),
+            monitor.range(pass_.name, exchange.bound.chain.name, operation),
         ):
             state.wait(operation.waits)
             state.issued(operation, OPERATIONS[operation.kind](state, operation))
@@ -35,4 +35,4 @@ def run(exchange: Exchange, walked: Pass, lanes: Lanes) -> Lanes:
         with streams.on(program.num_streams - 1):
             state.wait(program.waits_at_end)
     streams.join()
-    return state.lanes(program.output)
+    return state.columns(program.output)

@@ -24,23 +24,23 @@ class Step(NamedTuple):
 
     Attributes:
         action: what happened.
-        walk: name of the pass.
+        pass_name: name of the pass.
         operation: an operation of its program.
     """
 
     action: Action
-    walk: str
+    pass_name: str
     operation: Operation
 
 
 class Recorder(Protocol):
-    """Records the times of a walk; see `timeline.step_times`."""
+    """Records the times of a pass; see `timeline.step_times`."""
 
     def note(self, step: Step) -> None:
         """Record that this step happens now."""
 
     def watch(
-        self, works: Sequence[torch.distributed.Work], walk: str, operation: int
+        self, works: Sequence[torch.distributed.Work], pass_name: str, operation: int
     ) -> list[torch.distributed.Work]:
         """Watch a collective that was just started; returns what to wait for in its place."""
 
@@ -58,36 +58,38 @@ class Monitor:
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     recorder: Recorder | None = None
 
-    def bytes_by_tier(self) -> dict[str, int]:
+    def bytes_by_resource(self) -> dict[str, int]:
         """Bytes that left this rank so far, over all stages."""
         totals = {"inter": 0, "intra": 0}
-        for (_, tier), num_bytes in self.bytes_sent.items():
-            totals[tier] += num_bytes
+        for (_, resource), num_bytes in self.bytes_sent.items():
+            totals[resource] += num_bytes
         return totals
 
-    def note(self, action: Action, walk: str, operation: Operation) -> None:
+    def note(self, action: Action, pass_name: str, operation: Operation) -> None:
         """Pass a step to the recorder, if there is one."""
         if self.recorder is not None:
-            self.recorder.note(Step(action, walk, operation))
+            self.recorder.note(Step(action, pass_name, operation))
 
     def watch(
-        self, works: list[torch.distributed.Work], walk: str, operation: Operation
+        self, works: list[torch.distributed.Work], pass_name: str, operation: Operation
     ) -> list[torch.distributed.Work]:
         """Let the recorder, if any, watch a collective; returns what to wait for in its place."""
         if self.recorder is None:
             return works
-        return self.recorder.watch(works, walk, operation.number)
+        return self.recorder.watch(works, pass_name, operation.number)
 
-    def range(self, walk: str, chain: str, operation: Operation) -> AbstractContextManager[object]:
+    def range(
+        self, pass_name: str, chain: str, operation: Operation
+    ) -> AbstractContextManager[object]:
         """Context that names an operation in a profile (NVTX with `emit_nvtx`) and times it."""
         if self.recorder is None and not is_profiling():
             return _NO_RANGE
-        return self._range(walk, chain, operation)
+        return self._range(pass_name, chain, operation)
 
     @contextmanager
-    def _range(self, walk: str, chain: str, operation: Operation) -> Iterator[None]:
-        name = f"monta {walk}: {chain}, {operation.stage}, chunk {operation.chunk}"
+    def _range(self, pass_name: str, chain: str, operation: Operation) -> Iterator[None]:
+        name = f"monta {pass_name}: {chain}, {operation.stage}, chunk {operation.chunk}"
         with profiler.record_function(name):
-            self.note("begin", walk, operation)
+            self.note("begin", pass_name, operation)
             yield
-            self.note("end", walk, operation)
+            self.note("end", pass_name, operation)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import Copies, find_copies, pick, put_rows
-from monta_megatron.exchange.payload import Lanes
+from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import State
 from monta_megatron.exchange.sums import column_blocks, sum_parts
 
@@ -26,54 +26,56 @@ def pack(state: State, operation: Operation) -> Works:
     whole, index = state.read(operation)
     assert index is not None, "rows that lie in order are sent as they lie"
     into = _written(state, operation)
-    for target, lane in zip(into.tensors(), whole.tensors(), strict=True):
-        torch.index_select(lane, 0, index, out=target)
+    for target, column in zip(into.tensors(), whole.tensors(), strict=True):
+        torch.index_select(column, 0, index, out=target)
     return []
 
 
 def put(state: State, operation: Operation) -> Works:
     """Put a chunk's rows into their places in the whole tensor."""
-    lanes, _ = state.read(operation)
+    columns, _ = state.read(operation)
     segments = state.exchange.bound.stages[operation.position].segments
     assert segments is not None, "rows that lie in order are the output"
     into = _written(state, operation)
-    for target, lane in zip(into.tensors(), lanes.tensors(), strict=True):
+    for target, column in zip(into.tensors(), columns.tensors(), strict=True):
         if segments.is_slice:
-            target[segments.slice_of(operation.chunk)].copy_(lane)
+            target[segments.slice_of(operation.chunk)].copy_(column)
         else:
-            put_rows(target, state.rows_in_place(operation.position, operation.chunk), lane)
+            put_rows(target, state.rows_in_place(operation.position, operation.chunk), column)
     return []
 
 
 def find(state: State, operation: Operation) -> Works:
     """Find the copies of rows, from their lists of experts."""
-    lanes, _ = state.read(operation)
+    columns, _ = state.read(operation)
     bound, chunk = state.exchange.bound, operation.chunk
     parts = bound.stages[operation.position].parts
-    assert lanes.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
+    assert columns.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
     num_copies = int(bound.rows_at[operation.position + 1][chunk])
-    copies = find_copies(lanes.ids, parts, num_copies)
+    copies = find_copies(columns.ids, parts, num_copies)
     state.exchange.copies[operation.position, chunk] = copies
     return []
 
 
 def duplicate(state: State, operation: Operation) -> Works:
     """Copy each row for every part that it goes to: [N, H] -> [M, H], with its share of lists."""
-    lanes, _ = state.read(operation)
+    columns, _ = state.read(operation)
     copies = _copies(state, operation)
     into = _written(state, operation)
-    torch.index_select(lanes.rows, 0, copies.row, out=into.rows)
-    if into.probs is not None and lanes.probs is not None:
+    torch.index_select(columns.rows, 0, copies.row, out=into.rows)
+    if into.probs is not None and columns.probs is not None:
         pairs = copies.pairs(in_lists=into.probs.dim() > 1)
-        into.probs.copy_(pick(lanes.probs, pairs, missing=0))
-        if into.ids is not None and lanes.ids is not None:
-            into.ids.copy_(pick(lanes.ids, pairs, missing=state.exchange.bound.layout.num_experts))
+        into.probs.copy_(pick(columns.probs, pairs, missing=0))
+        if into.ids is not None and columns.ids is not None:
+            into.ids.copy_(
+                pick(columns.ids, pairs, missing=state.exchange.bound.layout.num_experts)
+            )
     return []
 
 
 def reduce(state: State, operation: Operation) -> Works:
     """Sum each row's copies: [M, H] -> [N, H], rounded once; probabilities go back into lists."""
-    lanes, index = state.read(operation)
+    columns, index = state.read(operation)
     copies = _copies(state, operation)
     into = _written(state, operation)
     targets = [(into.rows, slice(None))]
@@ -83,30 +85,30 @@ def reduce(state: State, operation: Operation) -> Works:
         end = int(gathered[: state.group(operation).rank + 1].sum())
         (own,) = state.allocate(operation.writes[1])
         targets.append((own, slice(end - own.shape[0], end)))
-    for block in column_blocks(lanes.rows, state.sum_dtype):
-        sums = copies.sum_by_row(lanes.rows[:, block], state.sum_dtype, index)
+    for block in column_blocks(columns.rows, state.sum_dtype):
+        sums = copies.sum_by_row(columns.rows[:, block], state.sum_dtype, index)
         for target, rows in targets:
             target[:, block] = sums[rows]
         # Its memory is needed for the next block.
         del sums
-    if into.probs is not None and lanes.probs is not None:
-        shares = lanes.probs if index is None else lanes.probs[index]
+    if into.probs is not None and columns.probs is not None:
+        shares = columns.probs if index is None else columns.probs[index]
         into.probs.copy_(copies.put_back(shares))
     return []
 
 
 def reduce_parts(state: State, operation: Operation) -> Works:
     """Sum the parts of each row that came from all ranks: [P * N, H] -> [N, H], rounded once."""
-    lanes, _ = state.read(operation)
+    columns, _ = state.read(operation)
     rank = state.group(operation).rank
-    own = state.lanes(operation.reads[1]).rows if len(operation.reads) > 1 else None
-    for into, parts in zip(_written(state, operation).tensors(), lanes.tensors(), strict=True):
+    own = state.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None
+    for into, parts in zip(_written(state, operation).tensors(), columns.tensors(), strict=True):
         sum_parts(
             into,
             parts,
             torch.promote_types(state.exchange.sum_dtype, parts.dtype),
             operation.parts_per_sum,
-            own if parts is lanes.rows else None,
+            own if parts is columns.rows else None,
             rank,
         )
     return []
@@ -135,9 +137,9 @@ OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
 }
 
 
-def _written(state: State, operation: Operation) -> Lanes:
+def _written(state: State, operation: Operation) -> Columns:
     state.allocate(operation.writes[0])
-    return state.lanes(operation.writes[0])
+    return state.columns(operation.writes[0])
 
 
 def _copies(state: State, operation: Operation) -> Copies:
@@ -151,17 +153,19 @@ def _copies(state: State, operation: Operation) -> Copies:
 def _start(state: State, operation: Operation, start: Callable[..., dist.Work]) -> Works:
     group, monitor = state.group(operation), state.exchange.monitor
     send, receive = state.bound.splits(operation)
-    num_rows = {tier: sum(send[peer] for peer in peers) for tier, peers in group.peers.items()}
+    num_rows = {
+        resource: sum(send[peer] for peer in peers) for resource, peers in group.peers.items()
+    }
     messages, _ = state.messages(operation)
     outputs = state.allocate(operation.writes[0])
     works: Works = []
-    monitor.note("start", state.walk, operation)
+    monitor.note("start", state.pass_name, operation)
     try:
         for output, message in zip(outputs, messages, strict=True):
             works.append(start(output, message, receive, send, group))
             row_bytes = message.shape[1:].numel() * message.itemsize
-            for tier in num_rows:
-                monitor.bytes_sent[operation.stage, tier] += num_rows[tier] * row_bytes
+            for resource in num_rows:
+                monitor.bytes_sent[operation.stage, resource] += num_rows[resource] * row_bytes
     except RuntimeError as error:
         raise state.failure(operation, error) from error
-    return monitor.watch(works, state.walk, operation)
+    return monitor.watch(works, state.pass_name, operation)

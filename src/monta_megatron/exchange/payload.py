@@ -1,6 +1,6 @@
 """How the lanes of a row travel: in one message, or in one message each.
 
-Lanes: `rows` [N, H], the hidden states; `probs`, the routing probabilities, [N] where a row is a
+Columns: `rows` [N, H], the hidden states; `probs`, the routing probabilities, [N] where a row is a
 (token, expert) pair and [N, W] where it is a token with a list of W experts; `ids` [N, W], the
 experts of such a list. Where a stage copies the rows anyway, the lanes after it share a message
 of bytes, and each collective is issued once; where nothing is copied they are sent in place, lane
@@ -21,12 +21,12 @@ from monta_megatron.chains.program import offsets_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lanes:
-    """The lanes of one walk, for all rows or for the rows of a chunk.
+class Columns:
+    """The lanes of one pass, for all rows or for the rows of a chunk.
 
     Attributes:
         rows: [N, H].
-        probs: [N] or [N, W], or None in a walk that carries rows alone.
+        probs: [N] or [N, W], or None in a pass that carries rows alone.
         ids: [N, W] int32, or None; they travel in dispatch forward only.
     """
 
@@ -36,7 +36,7 @@ class Lanes:
 
     def tensors(self) -> list[torch.Tensor]:
         """The lanes that are present."""
-        return [lane for lane in (self.rows, self.probs, self.ids) if lane is not None]
+        return [column for column in (self.rows, self.probs, self.ids) if column is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +75,17 @@ class Payload:
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
 
-    def lanes(self, messages: Sequence[torch.Tensor]) -> Lanes:
+    def columns(self, messages: Sequence[torch.Tensor]) -> Columns:
         """The lanes inside `messages`, as views."""
         if not self.packed:
-            return Lanes(**dict(zip(("rows", "probs", "ids"), messages, strict=False)))
+            return Columns(**dict(zip(("rows", "probs", "ids"), messages, strict=False)))
         views = []
         offsets = self._offsets_bytes
         for shape, dtype, offset in zip(self.shapes, self.dtypes, offsets, strict=False):
             num_bytes = shape[0] * dtype.itemsize if shape else dtype.itemsize
             view = messages[0][:, offset : offset + num_bytes].view(dtype)
             views.append(view if shape else view[:, 0])
-        return Lanes(**dict(zip(("rows", "probs", "ids"), views, strict=False)))
+        return Columns(**dict(zip(("rows", "probs", "ids"), views, strict=False)))
 
     @cached_property
     def _offsets_bytes(self) -> list[int]:

@@ -16,7 +16,7 @@ from monta_megatron.chains.stages import Segments
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.payload import Lanes, Payload
+from monta_megatron.exchange.payload import Columns, Payload
 from monta_megatron.exchange.streams import Ready, streams_for
 
 
@@ -34,10 +34,10 @@ class Exchange:
         sum_dtype: dtype of the sums over copies of a row: fp32; for permuted tokens that of the
             probabilities if it is wider, in which Megatron reduces over ETP.
         monitor: counts bytes; tells its recorder, if it has one, what is issued.
-        list_width: W; 0 where rows are pairs.
+        max_experts_per_token: W; 0 where rows are pairs.
         order: the order of issue; see `lower`.
-        row_indices: by place in the chain, for each `Place` that copies, the rows of each chunk in
-            the whole tensor; made at first use, shared by all passes.
+        row_indices: by place in the chain, for each `Permute` that copies, the rows of each chunk
+            in the whole tensor; made at first use, shared by all passes.
         copies: by place in the chain and chunk, what is copied; found by dispatch, shared likewise.
     """
 
@@ -45,7 +45,7 @@ class Exchange:
     groups: Mapping[str, PeerGroup]
     sum_dtype: torch.dtype
     monitor: Monitor
-    list_width: int = 0
+    max_experts_per_token: int = 0
     order: Order = order_of_issue
     row_indices: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     copies: dict[tuple[int, int], Copies] = field(default_factory=dict)
@@ -61,8 +61,8 @@ class State:
         sum_dtype: dtype of the sums over copies of a row.
     """
 
-    def __init__(self, exchange: Exchange, walked: Pass, lanes: Lanes) -> None:
-        rows, probs = lanes.rows, lanes.probs
+    def __init__(self, exchange: Exchange, pass_: Pass, columns: Columns) -> None:
+        rows, probs = columns.rows, columns.probs
         stages = exchange.bound.stages
         self.exchange = exchange
         self.streams = streams_for(rows.device)
@@ -75,9 +75,9 @@ class State:
         )
         self.bound = lower(
             exchange.bound,
-            walked,
+            pass_,
             row,
-            exchange.list_width,
+            exchange.max_experts_per_token,
             self.streams.policy,
             order=exchange.order,
         )
@@ -88,16 +88,16 @@ class State:
             ("probs", row.prob_bytes): rows.dtype if probs is None else probs.dtype,
             ("ids", torch.int32.itemsize): torch.int32,
         }
-        self._first = len(stages) - 1 if walked.transpose else 0
-        self._messages: dict[int, list[torch.Tensor]] = {0: lanes.tensors()}
+        self._first = len(stages) - 1 if pass_.transpose else 0
+        self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
         self._slots: dict[int, list[torch.Tensor]] = {}
         self._payloads: dict[object, Payload] = {}
         self._started: dict[int, Ready] = {}
 
     @property
-    def walk(self) -> str:
+    def pass_name(self) -> str:
         """Name of the pass."""
-        return self.bound.program.walked.name
+        return self.bound.program.pass_.name
 
     def payload(self, number: int) -> Payload:
         """How a row lies in the messages of a buffer."""
@@ -125,9 +125,9 @@ class State:
             self._messages[number] = [each[: self._num_rows(buffer)] for each in whole]
         return self._messages[number]
 
-    def lanes(self, number: int) -> Lanes:
+    def columns(self, number: int) -> Columns:
         """The columns of a buffer."""
-        return self.payload(number).lanes(self._messages[number])
+        return self.payload(number).columns(self._messages[number])
 
     def messages(self, operation: Operation) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """The messages that an operation reads, and its chunk's rows of them, if not all."""
@@ -139,13 +139,13 @@ class State:
             return [message[segments.slice_of(operation.chunk)] for message in messages], None
         return messages, self.rows_in_place(self._first, operation.chunk)
 
-    def read(self, operation: Operation) -> tuple[Lanes, torch.Tensor | None]:
+    def read(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
         """The columns of these messages, and its chunk's rows of them, if not all."""
         messages, index = self.messages(operation)
-        return self.payload(operation.reads[0]).lanes(messages), index
+        return self.payload(operation.reads[0]).columns(messages), index
 
     def rows_in_place(self, position: int, chunk: int) -> torch.Tensor:
-        """[rows of the chunk] int64: where the `Place` at `position` finds or puts them."""
+        """[rows of the chunk] int64: where the `Permute` at `position` finds or puts them."""
         indices = self.exchange.row_indices
         if position not in indices:
             segments = self.exchange.bound.stages[position].segments
@@ -165,12 +165,12 @@ class State:
         monitor = self.exchange.monitor
         for number in numbers:
             operation = self.bound.program.operations[number]
-            monitor.note("wait", self.walk, operation)
+            monitor.note("wait", self.pass_name, operation)
             try:
                 self._started[number]()
             except RuntimeError as error:
                 raise self.failure(operation, error) from error
-            monitor.note("ready", self.walk, operation)
+            monitor.note("ready", self.pass_name, operation)
             self._ended(operation)
 
     def issued(self, operation: Operation, works: list[torch.distributed.Work]) -> None:
@@ -187,7 +187,7 @@ class State:
             group = self.group(operation)
             ranks = f", group {group.name} (rank {group.rank} of {group.size})"
         return ExchangeError(
-            f"{self.walk}: chain {bound.chain.name}, stage {operation.stage}, "
+            f"{self.pass_name}: chain {bound.chain.name}, stage {operation.stage}, "
             f"chunk {operation.chunk + 1} of {bound.num_chunks}{ranks} failed: {error}"
         )
 
@@ -208,7 +208,7 @@ class State:
     def _shape(self, column: Column) -> tuple[int, ...]:
         if column.name == "rows":
             return (column.width or 0,)
-        return (self.exchange.list_width,) if column.width is None else ()
+        return (self.exchange.max_experts_per_token,) if column.width is None else ()
 
 
 def _row_indices(segments: Segments, device: torch.device) -> tuple[torch.Tensor, ...]:

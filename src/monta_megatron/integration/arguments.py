@@ -78,9 +78,11 @@ def _check_plan(args: Any) -> None:
         "tokens_per_rank": None if None in batch else math.prod(batch) // (tp * cp),
     }
     # Megatron itself refuses what is missing.
-    misfit = plan.misfit({name: value for name, value in here.items() if value is not None})
-    if misfit is not None:
-        raise ValueError(f"moe_monta_plan: {misfit}")
+    incompatibility = plan.incompatibility(
+        {name: value for name, value in here.items() if value is not None}
+    )
+    if incompatibility is not None:
+        raise ValueError(f"moe_monta_plan: {incompatibility}")
 
 
 def refuse(error: ValueError, reports: bool) -> NoReturn:

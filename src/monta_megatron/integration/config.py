@@ -11,9 +11,8 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.integration.choice import check_chain_runs
+from monta_megatron.integration.chain_policy import check_chain_runs
 from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
-from monta_megatron.integration.duties import check_duties
 from monta_megatron.integration.options import (
     DISPATCHER_TYPE,
     OPTION_NAMES,
@@ -21,6 +20,7 @@ from monta_megatron.integration.options import (
     Options,
     defaults_from_environment,
 )
+from monta_megatron.integration.supported_settings import check_supported
 from monta_megatron.integration.versions import check_megatron_version
 
 
@@ -54,7 +54,7 @@ def check_config(config: Any) -> None:
     """
     check_megatron_version()
     options = Options.of(config)
-    check_duties(config)
+    check_supported(config)
     num_experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
     ep_size = getattr(config, "expert_model_parallel_size", None) or 1
     if num_experts is not None and num_experts % ep_size != 0:

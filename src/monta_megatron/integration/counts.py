@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_ten
 
 from monta_megatron.chains import Counts
 from monta_megatron.chains.layout import Layout
-from monta_megatron.exchange.counting import Counting, GatheredCounts
+from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
 from monta_megatron.exchange.state import ExchangeError
 
 
@@ -27,7 +27,7 @@ from monta_megatron.exchange.state import ExchangeError
 class CountExchange:
     """Counts of all ranks of the group, from which every split follows."""
 
-    counting: Counting
+    count_table: CountTable
     config: Any
     group: dist.ProcessGroup
     chain_name: str
@@ -40,11 +40,11 @@ class CountExchange:
         Returns:
             The counts, and the number of this rank's pairs; None if only the counts tell it.
         """
-        counts = self.counting.count(routing_map)
+        counts = self.count_table.count(routing_map)
         with self._named():
             # [n] -> [EP*ETP, n]
             table = gather_from_sequence_parallel_region(counts, group=self.group)
-        selected = self.counting.select(table.view(-1, len(counts)))
+        selected = self.count_table.select(table.view(-1, len(counts)))
         is_dropless = self.config.moe_expert_capacity_factor is None
         if is_dropless and not self.config.moe_router_padding_for_quantization:
             return selected, len(routing_map) * self.config.moe_router_topk
@@ -57,12 +57,12 @@ class CountExchange:
             self._copy = maybe_move_tensor_to_cpu(counts, record_stream=True)
         self._copied = side_stream.record_event()
 
-    def read(self) -> GatheredCounts:
+    def read(self) -> ExchangeCounts:
         """Wait for the copy."""
         assert self._copy is not None and self._copied is not None, "not on its way to the host"
         with self._named():
             self._copied.synchronize()
-        return self.counting.read(self._copy.numpy())
+        return self.count_table.read(self._copy.numpy())
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class CountExchange:
             ranks = dist.get_process_group_ranks(self.group)
             raise ExchangeError(
                 f"dispatch: chain {self.chain_name}, exchange of counts, group tp_ep (rank "
-                f"{self.counting.layout.rank} of {len(ranks)}: ranks "
+                f"{self.count_table.layout.rank} of {len(ranks)}: ranks "
                 f"{', '.join(map(str, ranks))}) failed: {error}"
             ) from error
 
@@ -98,17 +98,17 @@ class CapacityCounts:
     def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Do nothing: the capacity is on the host."""
 
-    def read(self) -> GatheredCounts:
+    def read(self) -> ExchangeCounts:
         """The same counts for every pair of ranks."""
         layout, config = self.layout, self.config
         received = np.full((layout.etp, layout.ep, layout.num_local_experts), self.capacity)
         # All ranks know the capacity; each rank's number of tokens is known only to itself.
         per_token = config.moe_router_topk * config.moe_expert_capacity_factor
-        return GatheredCounts(
+        return ExchangeCounts(
             pairs=Counts(sent=received[0], received=received),
             tokens=None,
             max_tokens=int(self.capacity * layout.num_experts / per_token),
-            list_width=0,
+            max_experts_per_token=0,
             hashes=np.empty(0, dtype=np.int64),
         )
 

@@ -2,7 +2,7 @@
 
     phase                  stock alltoall             here
     dispatch_preprocess    counts, permute            counts for the chain, `enter`
-    token_dispatch         A2A(EP)                    the chain: A2A(EP) | AG(ETP) | Place ...
+    token_dispatch         A2A(EP)                    the chain: A2A(EP) | AG(ETP) | Permute ...
     dispatch_postprocess   AG(ETP), sort by expert    counts alone
     combine_preprocess     unsort, RS(ETP)            nothing
     token_combine          A2A(EP)                    the chain's transpose
@@ -25,20 +25,19 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from monta_megatron.chains.gathered import counted_blocks
+from monta_megatron.chains.count_format import num_counted_blocks
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.texts import shown
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.counting import Counting, GatheredCounts
+from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.agreement import agree, on_every_exchange
-from monta_megatron.integration.choice import choose_alike, rule_of
+from monta_megatron.integration.chain_policy import agreed_policy, rule_of
 from monta_megatron.integration.counts import CapacityCounts, CountExchange
-from monta_megatron.integration.duties import check_duties
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.integration.strategies import (
@@ -47,7 +46,8 @@ from monta_megatron.integration.strategies import (
     WholeTokens,
     fill_to_capacity,
 )
-from monta_megatron.planner.choice import Choice
+from monta_megatron.integration.supported_settings import check_supported
+from monta_megatron.planner.chain_policy import ChainPolicy
 
 # Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.
@@ -86,7 +86,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 configuration asks for something that this dispatcher refuses; the message names
                 the field.
         """
-        check_duties(config)
+        check_supported(config)
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.options = Options.of(config)
         self._reports = reports_for_stage(self.tp_ep_group, pg_collection)
@@ -111,10 +111,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self._counts = CapacityCounts(layout=self.layout, config=config)
         else:
             self._counts = CountExchange(
-                counting=Counting(
+                count_table=CountTable(
                     chains=chains,
                     layout=self.counted_layout,
-                    num_blocks=counted_blocks(chains, self.choice.num_blocks),
+                    num_blocks=num_counted_blocks(chains, self.choice.num_blocks),
                     agreement=self._agreement,
                     classes=classes,
                 ),
@@ -214,7 +214,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         decides_permutation = self.num_out_tokens is None or "tokens" in self._kinds_of_rows
         self.cuda_sync_point = (
             "before_permutation_1"
-            if decides_permutation and "pairs" in self._kinds_of_rows
+            if decides_permutation and "permuted tokens" in self._kinds_of_rows
             else "before_ep_alltoall"
         )
 
@@ -231,12 +231,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self._exchange = self._bind(self._counts.read())
             self.num_out_tokens = int(self._exchange.bound.num_source_rows)
 
-    def _bind(self, counts: GatheredCounts) -> Exchange:
+    def _bind(self, counts: ExchangeCounts) -> Exchange:
         """Choose the chain for this micro-batch by what all ranks know, and bind it."""
         if (counts.hashes != self._agreement).any():
             # They agreed at construction; only a copy with another configuration gets here.
             agree(rule_of(self.choice, self.config, self.layout), self.tp_ep_group)
-        self._decide(counts.max_tokens, counts.list_width)
+        self._decide(counts.max_tokens, counts.max_experts_per_token)
         return self._strategy.bind(self, counts)
 
     def _decide(self, max_tokens: int, longest_list: int = 0, log: bool = True) -> None:
@@ -260,7 +260,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             return fill_to_capacity(routing_map, self.config)
         return routing_map
 
-    def _set_up(self) -> tuple[Layout, Choice, int]:
+    def _set_up(self) -> tuple[Layout, ChainPolicy, int]:
         """Layout, choice and agreement of this exchange; raises on all of its ranks, or on none."""
         nodes, note = nodes_of_exchange(self.options, self.tp_ep_group)
         if note is not None:
@@ -274,9 +274,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         )
         # If capacity fixes the counts, nothing is gathered; if CUDA graphs capture the permutation,
         # there has to be one. In both cases "auto" may choose only chains of pairs.
-        pairs_only = self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1"
-        choice, agreement = choose_alike(
-            self.options, self.config, layout, pairs_only, self.tp_ep_group
+        permuted_only = self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1"
+        choice, agreement = agreed_policy(
+            self.options, self.config, layout, permuted_only, self.tp_ep_group
         )
         return layout, choice, agreement
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from monta_megatron.integration.options import DISPATCHER_TYPE
 
 
-class Place(NamedTuple):
+class Permute(NamedTuple):
     """A function of Megatron that compares the dispatcher type."""
 
     module: str
@@ -28,58 +28,58 @@ class Place(NamedTuple):
 
 
 PLACES = (
-    Place(
+    Permute(
         "megatron.core.transformer.transformer_config",
         "TransformerConfig.__post_init__",
         "alltoall",
         "its checks of shared-expert overlap, router padding, variable sequence lengths, 1F1B "
         "overlap, CUDA graphs and batch invariance hold for a subclass of the dispatcher",
     ),
-    Place(
+    Permute(
         "megatron.core.transformer.moe.moe_layer",
         "MoELayer.__init__",
         "alltoall",
         "the stock dispatcher that it builds is replaced by ours before anyone uses it",
     ),
-    Place(
+    Permute(
         "megatron.core.models.common.utils",
         "should_free_input",
         "answered",
         "our token_dispatch leaves rows in expert order, so the experts' input is the dispatched "
         "tensor itself and has to outlive the forward pass",
     ),
-    Place(
+    Permute(
         "megatron.core.models.gpt.fine_grained_callables",
         "should_free_input",
         "answered",
         "where megatron-core 0.16 keeps the function above",
     ),
-    Place(
+    Permute(
         "megatron.core.models.gpt.fine_grained_callables",
         "build_transformer_layer_callables",
         "monta",
         "asks only whether it is the flex dispatcher",
     ),
-    Place(
+    Permute(
         "megatron.core.transformer.transformer_layer",
         "TransformerLayer.__init__.can_recompute_pre_mlp_layernorm_for_cudagraph",
         "monta",
         "refuses the recomputation under CUDA graphs and says so: safe, and it is a nested "
         "function that cannot be reached from outside",
     ),
-    Place(
+    Permute(
         "megatron.core.transformer.moe.moe_utils",
         "skip_routed_expert_padding",
         "monta",
         "asks only whether it is the flex dispatcher",
     ),
-    Place(
+    Permute(
         "megatron.core.transformer.moe.moe_utils",
         "_deepep_permute_pads_grouped_tensor_input",
         "monta",
         "asks only whether it is the flex dispatcher (after 0.19)",
     ),
-    Place(
+    Permute(
         "megatron.training.arguments",
         "validate_args",
         "monta",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe import token_dispatcher as stock
 
-from monta_megatron.exchange.counting import GatheredCounts, lists_of
+from monta_megatron.exchange.count_table import ExchangeCounts, expert_ids_of
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import capacity_of
 
@@ -41,7 +41,7 @@ class PermutedTokens:
         )
         return rows, row_probs
 
-    def bind(self, dispatcher: Any, counts: GatheredCounts) -> Exchange:
+    def bind(self, dispatcher: Any, counts: ExchangeCounts) -> Exchange:
         """This micro-batch's exchange."""
         return Exchange(
             bound=dispatcher.chain.bind(dispatcher.layout, counts.pairs, dispatcher.num_chunks),
@@ -76,7 +76,7 @@ class WholeTokens:
             return tokens.clone(), probs.clone()
         return tokens, probs
 
-    def bind(self, dispatcher: Any, counts: GatheredCounts) -> Exchange:
+    def bind(self, dispatcher: Any, counts: ExchangeCounts) -> Exchange:
         """This micro-batch's exchange."""
         assert counts.tokens is not None, "counted for chains of tokens"
         layout = dispatcher.counted_layout
@@ -85,14 +85,14 @@ class WholeTokens:
             groups=dispatcher.groups,
             sum_dtype=torch.float32,
             monitor=dispatcher.monitor,
-            list_width=counts.list_width,
+            max_experts_per_token=counts.max_experts_per_token,
         )
 
     def columns(
         self, dispatcher: Any, exchange: Exchange, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What moves with the rows: [T, E] -> probabilities [T, W] and experts [T, W]."""
-        return lists_of(dispatcher.routing_map, probs, exchange.list_width)
+        return expert_ids_of(dispatcher.routing_map, probs, exchange.max_experts_per_token)
 
     def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
         """Add the shared experts' output: [T, H] -> [S/TP, B, H]."""
@@ -104,7 +104,7 @@ class WholeTokens:
 
 # By `Chain.rows`.
 STRATEGIES: dict[str, PermutedTokens | WholeTokens] = {
-    "pairs": PermutedTokens(),
+    "permuted tokens": PermutedTokens(),
     "tokens": WholeTokens(),
 }
 

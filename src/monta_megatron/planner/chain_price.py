@@ -1,11 +1,11 @@
-"""What a chain costs in a given number of chunks: a phase's walks, their bytes and their memory."""
+"""What a chain costs in a number of chunks: a phase's passes, their bytes and their memory."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.cut import blocks_for
-from monta_megatron.chains.gathered import gathered_widths
+from monta_megatron.chains.chunks import blocks_for
+from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.program import (
     DISPATCH,
     DISPATCH_BACKWARD,
@@ -14,26 +14,26 @@ from monta_megatron.chains.program import (
     Pass,
 )
 from monta_megatron.common.quantities import counted
-from monta_megatron.planner.alike_ranks import priced_ranks
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.curves import TIERS, Tier
+from monta_megatron.planner.curves import RESOURCES, Resource
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.plan import Phase, StageCost
-from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice, price_walk
+from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice, price_walk
+from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.traffic import WalkTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
 
-WALKS: dict[Phase, tuple[Pass, ...]] = {
+PASSES: dict[Phase, tuple[Pass, ...]] = {
     "forward": FORWARD,
     "forward_backward": FORWARD_BACKWARD,
 }
-# The walks that hold most, one per direction: the other two move the same rows with fewer lanes.
+# The passes that hold most, one per direction: the other two move the same rows with fewer lanes.
 HEAVIEST: dict[Phase, tuple[Pass, ...]] = {
     "forward": FORWARD,
     "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
 }
-TIER_NAMES = {"inter": "network", "intra": "fast tier", "memory": "memory"}
+RESOURCE_NAMES = {"inter": "network", "intra": "fast tier", "memory": "memory"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class ChainPrice:
     Attributes:
         chain: what runs.
         num_chunks: in how many chunks.
-        walks: the walks of the phase.
-        traffic: what they move, in each walk.
+        passes: the passes of the phase.
+        traffic: what they move, in each pass.
         num_alike: [ranks] number of ranks that each of them stands for.
         peak_bytes: the most that the executor holds at once on one rank.
         beside_bytes: what the chain takes there beside its exchange, within the same limit.
@@ -52,7 +52,7 @@ class ChainPrice:
 
     chain: Chain
     num_chunks: int
-    walks: tuple[WalkPrice, ...]
+    passes: tuple[PassPrice, ...]
     traffic: tuple[WalkTraffic, ...]
     num_alike: tuple[int, ...]
     peak_bytes: float
@@ -70,20 +70,20 @@ class ChainPrice:
 
     @cached_property
     def total_us(self) -> float:
-        """All walks, one after the other."""
-        return sum(walk.total_us for walk in self.walks)
+        """All passes, one after the other."""
+        return sum(pass_.total_us for pass_ in self.passes)
 
     @cached_property
     def lower_bound_us(self) -> float:
         """A time that no schedule of these stages beats."""
-        return sum(walk.lower_bound_us for walk in self.walks)
+        return sum(pass_.lower_bound_us for pass_ in self.passes)
 
-    def sent_bytes(self, tier: Tier) -> float:
-        """Bytes of the chain's stages in a tier, over all ranks and walks."""
+    def sent_bytes(self, resource: Resource) -> float:
+        """Bytes of the chain's stages in a tier, over all ranks and passes."""
         return sum(
-            stage.sent_bytes(tier, self.num_alike)
-            for walk in self.traffic
-            for stage in walk.pipeline
+            stage.sent_bytes(resource, self.num_alike)
+            for pass_ in self.traffic
+            for stage in pass_.pipeline
         )
 
     @property
@@ -96,14 +96,14 @@ class ChainPrice:
         busy = {
             resource: sum(
                 sum(work.times_us)
-                for walk in self.walks
-                for work in walk.works
+                for pass_ in self.passes
+                for work in pass_.works
                 if work.resource == resource
             )
-            for resource in TIERS
+            for resource in RESOURCES
         }
-        resource = max(TIERS, key=lambda name: busy[name])
-        return TIER_NAMES[resource], busy[resource]
+        resource = max(RESOURCES, key=lambda name: busy[name])
+        return RESOURCE_NAMES[resource], busy[resource]
 
 
 def price_chain(
@@ -112,7 +112,7 @@ def price_chain(
     chain: Chain,
     num_chunks: int,
     phase: Phase,
-    gathered_counts: int | None = None,
+    num_exchanged_counts: int | None = None,
 ) -> ChainPrice:
     """What one chain costs in a given number of chunks.
 
@@ -121,65 +121,67 @@ def price_chain(
         cluster: the cluster it runs on.
         chain: what runs.
         num_chunks: in how many chunks.
-        phase: whether the backward walks are priced too.
-        gathered_counts: integers per rank in the gather of counts; None for what the chain needs.
+        phase: whether the backward passes are priced too.
+        num_exchanged_counts: integers per rank in the exchange of counts; None for what the
+            chain needs.
     """
     ranks = priced_ranks(workload.layout, workload.routing, cluster.ranks_per_nic)
     bound = [workload.bind(chain, num_chunks, layout) for layout in ranks.layouts]
-    if gathered_counts is None:
-        gathered_counts = sum(gathered_widths((chain,), workload.layout, blocks_for(num_chunks)))
+    if num_exchanged_counts is None:
+        num_exchanged_counts = sum(count_widths((chain,), workload.layout, blocks_for(num_chunks)))
     programs = [
-        [workload.lower(each, walk, cluster.policy) for each in bound] for walk in WALKS[phase]
+        [workload.lower(each, pass_, cluster.policy) for each in bound] for pass_ in PASSES[phase]
     ]
     traffic = tuple(
-        walk_traffic(of_walk, workload.tokens_per_rank, gathered_counts) for of_walk in programs
+        walk_traffic(of_pass, workload.tokens_per_rank, num_exchanged_counts)
+        for of_pass in programs
     )
     return ChainPrice(
         chain=chain,
         num_chunks=num_chunks,
-        walks=tuple(
-            price_walk(of_walk[0].program, moved, cluster, ranks.nic_starts)
-            for of_walk, moved in zip(programs, traffic, strict=True)
+        passes=tuple(
+            price_walk(of_pass[0].program, moved, cluster, ranks.nic_starts)
+            for of_pass, moved in zip(programs, traffic, strict=True)
         ),
         traffic=traffic,
         num_alike=ranks.num_alike,
         peak_bytes=max(
             peak_bytes(each)
-            for walk, of_walk in zip(WALKS[phase], programs, strict=True)
-            if walk in HEAVIEST[phase]
-            for each in of_walk
+            for pass_, of_pass in zip(PASSES[phase], programs, strict=True)
+            if pass_ in HEAVIEST[phase]
+            for each in of_pass
         ),
     )
 
 
 def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
-    """Every stage of every walk, as a plan shows it."""
+    """Every stage of every pass, as a plan shows it."""
     costs = []
-    for walk, traffic in zip(price.walks, price.traffic, strict=True):
-        if walk.host_us > 0:
+    for pass_, traffic in zip(price.passes, price.traffic, strict=True):
+        if pass_.host_us > 0:
             around = StageCost(
-                walk=walk.walk,
+                pass_name=pass_.pass_name,
                 stage=AROUND_STAGES,
                 resource="host",
-                alone_us=walk.host_us,
+                alone_us=pass_.host_us,
                 inter_bytes=0.0,
                 intra_bytes=0.0,
             )
             costs.append(around)
         # What is found before it is copied is one stage.
         alone_us: dict[str, float] = {}
-        for work in walk.works:
+        for work in pass_.works:
             alone_us[work.stage] = alone_us.get(work.stage, 0.0) + serial_us([work])
         costs += [
             StageCost(
-                walk=walk.walk,
+                pass_name=pass_.pass_name,
                 stage=work.stage,
                 resource=work.resource,
                 alone_us=alone_us.pop(work.stage),
                 inter_bytes=moved.sent_bytes("inter", price.num_alike),
                 intra_bytes=moved.sent_bytes("intra", price.num_alike),
             )
-            for work, moved in zip(walk.works, traffic.stages, strict=True)
+            for work, moved in zip(pass_.works, traffic.stages, strict=True)
             if work.stage in alone_us
         ]
     return tuple(costs)

@@ -17,7 +17,7 @@ from monta_megatron.common.strict_yaml import (
     Text,
     require,
 )
-from monta_megatron.planner.curves import OLD_RATE, TIERS, Curve, Kind, Operation, Tier
+from monta_megatron.planner.curves import OLD_RATE, RESOURCES, Curve, Kind, Operation, Resource
 from monta_megatron.planner.rate import Rate
 
 # Operations on the routing map and on lists of experts, made of many short steps.
@@ -48,14 +48,14 @@ class Link:
     """A tier as a straight line: for clusters that nobody has calibrated.
 
     Attributes:
-        tier: "inter" per NIC, "intra" and "memory" per rank.
+        resource: "inter" per NIC, "intra" and "memory" per rank.
         alpha_us: time of the smallest operation.
         rate: in one direction; "memory" counts reads and writes together.
         kind: whether it was measured on this cluster.
         source: where it was published.
     """
 
-    tier: Tier
+    resource: Resource
     alpha_us: NonNegativeFloat
     rate: Rate
     kind: Kind
@@ -75,7 +75,7 @@ class HostCosts:
         find_us: to start counting, making lists of experts, or finding from them what is copied.
         counts_to_host_us: to copy the counts to the host and wait for them.
         counts_us: to count what goes where and bind a chain to it, once per dispatch.
-        walk_us: what a walk takes besides its stages: autograd and the executor.
+        pass_us: what a pass takes besides its stages: autograd and the executor.
         stage_us: what the executor takes for each stage of each chunk.
         first_collective_us: how much longer the first chunk of a collective's stage takes than
             later ones, whose code is in the host's caches by then.
@@ -92,7 +92,7 @@ class HostCosts:
     counts_to_host_us: NonNegativeFloat
     # 0 by default: published figures of operations include these, or their authors hid them.
     counts_us: NonNegativeFloat = 0.0
-    walk_us: NonNegativeFloat = 0.0
+    pass_us: NonNegativeFloat = 0.0
     stage_us: NonNegativeFloat = 0.0
     first_collective_us: NonNegativeFloat = 0.0
     first_copy_us: NonNegativeFloat = 0.0
@@ -131,7 +131,7 @@ class Contention:
         source: what it was measured with, or where it was published.
     """
 
-    pair: tuple[Tier, Tier]
+    pair: tuple[Resource, Resource]
     factor: Slowdown
     kind: Kind
     source: Text
@@ -176,26 +176,26 @@ class Cluster:
     network_faster_than_node_link: bool = False
 
     def __post_init__(self) -> None:
-        _refuse_twice("links", (link.tier for link in self.links))
+        _refuse_twice("links", (link.resource for link in self.links))
         _refuse_twice(
-            "curves", ((curve.operation, curve.tier, curve.group_size) for curve in self.curves)
+            "curves", ((curve.operation, curve.resource, curve.group_size) for curve in self.curves)
         )
         _refuse_twice("contention", (tuple(sorted(entry.pair)) for entry in self.contention))
         for curve in self.curves:
             in_memory = curve.operation not in COLLECTIVES
             require(
-                in_memory == (curve.tier == "memory"),
+                in_memory == (curve.resource == "memory"),
                 "curves",
-                f"{curve.operation} in tier {curve.tier}",
+                f"{curve.operation} in tier {curve.resource}",
                 "be in " + ("memory" if in_memory else "inter or intra"),
             )
-        tiers = [link.tier for link in self.links]
-        for tier in TIERS if self.num_nodes > 1 else TIERS[1:]:
-            needed = ("copy",) if tier == "memory" else COLLECTIVES
-            found = {curve.operation for curve in self.curves if curve.tier == tier}
-            if tier not in tiers and not found.issuperset(needed):
+        resources = [link.resource for link in self.links]
+        for resource in RESOURCES if self.num_nodes > 1 else RESOURCES[1:]:
+            needed = ("copy",) if resource == "memory" else COLLECTIVES
+            found = {curve.operation for curve in self.curves if curve.resource == resource}
+            if resource not in resources and not found.issuperset(needed):
                 raise ValueError(
-                    f"links: none for tier {tier}, must be given where curves has none for "
+                    f"links: none for tier {resource}, must be given where curves has none for "
                     f"{' and '.join(needed)} in that tier"
                 )
         self._check_network()
@@ -233,14 +233,14 @@ class Cluster:
         """Bytes that a rank may use, or None where that is not known."""
         return bytes_of_gb(self.memory_gb_per_rank)
 
-    def factor(self, first: Tier, second: Tier) -> float:
+    def factor(self, first: Resource, second: Resource) -> float:
         """How much an operation on `first` is slowed while one on `second` runs."""
         return self._factors[first, second]
 
     def time_us(
         self,
         operation: Operation,
-        tier: Tier,
+        resource: Resource,
         num_bytes: float,
         group_size: int = 1,
         ranks_on_node: int = 1,
@@ -249,7 +249,7 @@ class Cluster:
 
         Args:
             operation: what is done.
-            tier: the tier through which the bytes go.
+            resource: the tier through which the bytes go.
             num_bytes: bytes that leave each rank in this tier; in memory, bytes read and written.
             group_size: number of ranks that take part: the whole group in "inter", its part on one
                 node in "intra".
@@ -260,17 +260,17 @@ class Cluster:
         """
         named: Operation | None = operation
         while named is not None:
-            curves = self._curves.get((named, tier))
+            curves = self._curves.get((named, resource))
             if curves:
                 return _from_curves(curves, num_bytes, group_size)
             named = STANDS_IN.get(named)
-        link = self._links.get(tier)
+        link = self._links.get(resource)
         if link is None:
             raise ValueError(
-                f"cluster {self.name}: no curve and no link for {operation} in tier {tier}"
+                f"cluster {self.name}: no curve and no link for {operation} in tier {resource}"
             )
         gbytes_per_s = link.rate.gbytes_per_s
-        if tier == "inter":
+        if resource == "inter":
             gbytes_per_s *= self.nics_per_node / self.ranks_per_node
             if operation == "allgather":
                 # A ring crosses once per node, not once per rank of it: each rank's network
@@ -292,29 +292,31 @@ class Cluster:
             # It is what was asked for.
             network_faster_than_node_link=True,
             links=tuple(
-                replace(link, rate=link.rate.times(rate_ratio)) if link.tier == "inter" else link
+                replace(link, rate=link.rate.times(rate_ratio))
+                if link.resource == "inter"
+                else link
                 for link in self.links
             ),
             curves=tuple(
-                curve.scaled(rate_ratio) if curve.tier == "inter" else curve
+                curve.scaled(rate_ratio) if curve.resource == "inter" else curve
                 for curve in self.curves
             ),
         )
 
     @cached_property
-    def _links(self) -> dict[Tier, Link]:
-        return {link.tier: link for link in self.links}
+    def _links(self) -> dict[Resource, Link]:
+        return {link.resource: link for link in self.links}
 
     @cached_property
-    def _curves(self) -> dict[tuple[Operation, Tier], dict[int, Curve]]:
-        found: dict[tuple[Operation, Tier], dict[int, Curve]] = {}
+    def _curves(self) -> dict[tuple[Operation, Resource], dict[int, Curve]]:
+        found: dict[tuple[Operation, Resource], dict[int, Curve]] = {}
         for curve in self.curves:
-            found.setdefault((curve.operation, curve.tier), {})[curve.group_size] = curve
+            found.setdefault((curve.operation, curve.resource), {})[curve.group_size] = curve
         return found
 
     @cached_property
-    def _factors(self) -> dict[tuple[Tier, Tier], float]:
-        factors = {(a, b): 2.0 if a == b else 1.0 for a in TIERS for b in TIERS}
+    def _factors(self) -> dict[tuple[Resource, Resource], float]:
+        factors = {(a, b): 2.0 if a == b else 1.0 for a in RESOURCES for b in RESOURCES}
         for entry in self.contention:
             factors[entry.pair] = factors[entry.pair[::-1]] = entry.factor
             if entry.factor_of_second is not None:
@@ -333,7 +335,7 @@ def _from_curves(curves: dict[int, Curve], num_bytes: float, group_size: int) ->
     if num_bytes > 0 and not curve.covers(num_bytes):
         ends = (curve.sizes_bytes[0], curve.sizes_bytes[-1])
         notes.append(f"extrapolated beyond {ends[0]:,} to {ends[1]:,} bytes")
-    note = f"{curve.operation} ({curve.tier}): {'; '.join(notes)}" if notes else None
+    note = f"{curve.operation} ({curve.resource}): {'; '.join(notes)}" if notes else None
     return Time(curve.time_us(num_bytes), note)
 
 

@@ -40,8 +40,8 @@ Operation: TypeAlias = Literal[
     "unpermute",
 ]
 # The resource through which an operation goes: the network, the fast tier, or the memory.
-Tier: TypeAlias = Resource
-TIERS: tuple[Tier, ...] = get_args(Tier)
+Resource: TypeAlias = Resource
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
 # Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
 Kind: TypeAlias = Literal["measured", "datasheet"]
 
@@ -83,7 +83,7 @@ class Curve:
 
     Attributes:
         operation: what was timed; docs/calibration.md explains each.
-        tier: the tier through which the bytes go.
+        resource: the tier through which the bytes go.
         group_size: ranks that take part; 1 for operations in memory.
         sizes_bytes: ascending; bytes that leave each rank in this tier, or that an operation in
             memory reads and writes.
@@ -94,7 +94,7 @@ class Curve:
     """
 
     operation: Operation
-    tier: Tier
+    resource: Resource
     group_size: PositiveInt
     sizes_bytes: Sizes
     times_us: tuple[PositiveFloat, ...]
@@ -138,7 +138,7 @@ class Curve:
             times.append(max(time - link_us + link_us / rate_ratio, min(start_us, time)))
         return Curve(
             operation=self.operation,
-            tier=self.tier,
+            resource=self.resource,
             group_size=self.group_size,
             sizes_bytes=self.sizes_bytes,
             times_us=tuple(times),

@@ -46,7 +46,7 @@ class ParallelLayout:
         """Data parallel size of the attention."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
-    def misfit(self, model: Model) -> str | None:
+    def incompatibility(self, model: Model) -> str | None:
         """Why this layout cannot train the model, or None if it can."""
         for field, size, name, whole in (
             ("ep", self.ep, "num_experts", model.num_experts),

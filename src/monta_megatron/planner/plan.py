@@ -11,16 +11,16 @@ from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.strict_yaml import NonNegativeFloat, PositiveInt, Text
-from monta_megatron.planner.curves import Tier
-from monta_megatron.planner.tier_rates import TierRate
+from monta_megatron.planner.curves import Resource
+from monta_megatron.planner.resource_rates import ResourceRate
 from monta_megatron.planner.workload import Workload
 
 Phase = Literal["forward", "forward_backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
-    """What a plan was made for; the exchange is checked where the plan is used (`Plan.misfit`).
+class PlanKey:
+    """What a plan was made for; the exchange is checked where the plan is used (`Plan.incompatibility`).
 
     Attributes:
         ep: expert parallel size.
@@ -54,17 +54,17 @@ class StageCost:
     """One stage of the chosen chain, all chunks together.
 
     Attributes:
-        walk: dispatch, combine, or the backward pass of one of them.
+        pass_: dispatch, combine, or the backward pass of one of them.
         stage: its name.
-        resource: what it occupies; "host" for what surrounds the stages of a walk.
+        resource: what it occupies; "host" for what surrounds the stages of a pass.
         alone_us: time of its chunks one after the other, with nothing else running.
         inter_bytes: bytes that leave ranks for other nodes, over all ranks of the exchange.
         intra_bytes: bytes that leave ranks for others on their node, likewise.
     """
 
-    walk: Text
+    pass_name: Text
     stage: Text
-    resource: Literal[Tier, "host"]
+    resource: Literal[Resource, "host"]
     alone_us: NonNegativeFloat
     inter_bytes: NonNegativeFloat
     intra_bytes: NonNegativeFloat
@@ -106,7 +106,7 @@ class Plan:
         num_chunks: number of chunks of the chosen chain.
         predicted_us: time of the phase; None for a choice by hand that is no candidate.
         reason: why this one.
-        situation: what it was made for.
+        key: what it was made for.
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
         notes: what had to be assumed.
@@ -117,11 +117,11 @@ class Plan:
     num_chunks: PositiveInt
     predicted_us: NonNegativeFloat | None
     reason: Text
-    situation: Situation
+    key: PlanKey
     stages: tuple[StageCost, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
-    rates: tuple[TierRate, ...] = ()
+    rates: tuple[ResourceRate, ...] = ()
 
     def __post_init__(self) -> None:
         check_chain(self.chain, "chain")
@@ -140,21 +140,21 @@ class Plan:
             best.setdefault(candidate.chain, candidate.predicted_us)
         return best
 
-    def misfit(self, here: Mapping[str, Any]) -> str | None:
-        """Why this plan does not fit an exchange: the first misfit, or None if it fits.
+    def incompatibility(self, here: Mapping[str, Any]) -> str | None:
+        """Why this plan does not fit an exchange: the first reason, or None if it fits.
 
         Args:
             here: what is known of the exchange that is to use the plan, by the fields of
-                `Situation`; see `exchange_of`.
+                `PlanKey`; see `exchange_of`.
         """
         for field, value in here.items():
-            planned = getattr(self.situation, field)
+            planned = getattr(self.key, field)
             if planned != value:
                 shown = [
                     list(each) if isinstance(each, tuple) else each for each in (planned, value)
                 ]
                 return (
-                    f"situation.{field}: the plan is for {shown[0]}, used with {shown[1]}; "
+                    f"key.{field}: the plan is for {shown[0]}, used with {shown[1]}; "
                     "make one for this model, batch and layout with `monta plan`"
                 )
         return None
@@ -188,7 +188,7 @@ class Plan:
 
 
 def exchange_of(workload: Workload) -> dict[str, Any]:
-    """What a plan for a workload depends on, by the fields of `Situation`."""
+    """What a plan for a workload depends on, by the fields of `PlanKey`."""
     layout = workload.layout
     first_node = min(layout.nodes)
     return {
@@ -196,7 +196,7 @@ def exchange_of(workload: Workload) -> dict[str, Any]:
         "etp": layout.etp,
         "num_experts": workload.routing.num_experts,
         "nodes": tuple(node - first_node for node in layout.nodes),
-        "topk": workload.routing.list_width,
+        "topk": workload.routing.max_experts_per_token,
         "hidden_size": workload.hidden_size,
         "value_bytes": workload.value_bytes,
         "tokens_per_rank": workload.tokens_per_rank,

@@ -1,4 +1,4 @@
-"""What a walk costs on a cluster: bytes through the curves, stages through the schedule.
+"""What a pass costs on a cluster: bytes through the curves, stages through the schedule.
 
 A collective of a group that spans nodes moves bytes in both tiers at once: it takes the longer of
 the two times and occupies the network. All ranks of a group finish together, so the busiest one
@@ -13,17 +13,17 @@ import numpy as np
 
 from monta_megatron.chains.program import Program
 from monta_megatron.planner.cluster import FINDS, Cluster
-from monta_megatron.planner.curves import Tier
+from monta_megatron.planner.curves import Resource
 from monta_megatron.planner.schedule import Schedule, Work, lower_bound_us, serial_us, simulate
 from monta_megatron.planner.traffic import GATHER_OF_COUNTS, StageTraffic, WalkTraffic
 
-# What the host does in a walk besides its stages.
+# What the host does in a pass besides its stages.
 AROUND_STAGES = "around the stages"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WalkPrice:
-    """The time of one walk.
+class PassPrice:
+    """The time of one pass.
 
     Attributes:
         program: what runs in chunks.
@@ -32,7 +32,7 @@ class WalkPrice:
         pipeline: the program, series by series.
         after: what runs after it, as before it.
         schedule: when the operations of the program run.
-        lower_bound_us: lower bound for the whole walk; see `schedule.lower_bound_us`.
+        lower_bound_us: lower bound for the whole pass; see `schedule.lower_bound_us`.
         notes: what had to be assumed.
     """
 
@@ -46,9 +46,9 @@ class WalkPrice:
     notes: tuple[str, ...]
 
     @property
-    def walk(self) -> str:
+    def pass_name(self) -> str:
         """Name of the pass."""
-        return self.program.walked.name
+        return self.program.pass_.name
 
     @property
     def works(self) -> tuple[Work, ...]:
@@ -65,7 +65,7 @@ class WalkPrice:
 
 def price_walk(
     program: Program, traffic: WalkTraffic, cluster: Cluster, nic_starts: Sequence[int]
-) -> WalkPrice:
+) -> PassPrice:
     """Price one pass.
 
     Args:
@@ -81,8 +81,8 @@ def price_walk(
 
     before, after = priced(traffic.before), priced(traffic.after)
     pipeline = priced(traffic.pipeline, cluster.launch.stage_us)
-    host_us = cluster.launch.walk_us + (cluster.launch.counts_us if program.walked.ids else 0.0)
-    return WalkPrice(
+    host_us = cluster.launch.pass_us + (cluster.launch.counts_us if program.pass_.ids else 0.0)
+    return PassPrice(
         program=program,
         host_us=host_us,
         before=before,
@@ -111,7 +111,7 @@ def _work(
     if stage.operation not in FINDS:
         # What is found and then copied is one stage to the host.
         launch_us += stage_us
-    by_tier = [_times_us(stage, tier, cluster, nic_starts, notes) for tier in stage.moved]
+    by_tier = [_times_us(stage, resource, cluster, nic_starts, notes) for resource in stage.moved]
     times = list(map(max, zip(*by_tier, strict=True)))
     times[0] += cluster.launch.first_us(stage.operation)
     return Work(
@@ -121,19 +121,19 @@ def _work(
 
 def _times_us(
     stage: StageTraffic,
-    tier: Tier,
+    resource: Resource,
     cluster: Cluster,
     nic_starts: Sequence[int],
     notes: dict[str, None],
 ) -> list[float]:
     """[C] us in one tier, for all messages as a GPU stream or a host handles them."""
-    num_bytes, group_size, ranks_on_node = stage.moved[tier]
+    num_bytes, group_size, ranks_on_node = stage.moved[resource]
     num_ranks = num_bytes.shape[1]
-    if tier == "inter" and num_ranks > 1:
+    if resource == "inter" and num_ranks > 1:
         sharing = np.diff([*nic_starts, num_ranks])[:, None]
         num_bytes = np.add.reduceat(num_bytes, nic_starts, axis=1) / sharing
     row_bytes, messages = sum(stage.message_bytes), stage.message_bytes
-    if stage.messages_overlap and tier == "inter":
+    if stage.messages_overlap and resource == "inter":
         messages = (row_bytes,)
     busiest: list[float] = num_bytes.max(axis=(0, 1)).tolist()
     # Chunks are mostly alike, so each size is looked up once.
@@ -141,7 +141,7 @@ def _times_us(
     for moved in found:
         for message in messages:
             time = cluster.time_us(
-                stage.operation, tier, moved * message / row_bytes, group_size, ranks_on_node
+                stage.operation, resource, moved * message / row_bytes, group_size, ranks_on_node
             )
             found[moved] += time.us
             if time.note is not None:

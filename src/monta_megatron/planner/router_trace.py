@@ -72,16 +72,18 @@ def _maps(path: Path, model: Model) -> Iterator[NDArray[np.bool_]]:
                 ) from error
             if indices.size == 0:
                 continue
-            misfit = _misfit(record, indices, model)
-            if misfit is not None:
-                raise ValueError(f"{path}: line {number}: {misfit}")
+            incompatibility = _incompatibility(record, indices, model)
+            if incompatibility is not None:
+                raise ValueError(f"{path}: line {number}: {incompatibility}")
             routing_map = np.zeros((len(indices), model.num_experts), dtype=np.bool_)
             np.put_along_axis(routing_map, indices, True, axis=1)
             num_tokens += len(indices)
             yield routing_map
 
 
-def _misfit(record: dict[str, Any], indices: NDArray[np.int64], model: Model) -> str | None:
+def _incompatibility(
+    record: dict[str, Any], indices: NDArray[np.int64], model: Model
+) -> str | None:
     """Why a record is not of this model, or None if it may be."""
     if indices.ndim != 2 or indices.min() < 0 or indices.max() >= model.num_experts:
         return (

@@ -33,7 +33,7 @@ class Routing(Hashable, Protocol):
         """E."""
 
     @property
-    def list_width(self) -> int:
+    def max_experts_per_token(self) -> int:
         """The longest list of experts of any token."""
 
     def is_even(self, num_parts: int) -> bool:
@@ -66,7 +66,7 @@ class ExpectedRouting:
     ) -> Counts | TokenCounts:
         """See `Routing`."""
         own = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
-        if chain.rows == "pairs":
+        if chain.rows == "permuted tokens":
             sent = (tokens_per_rank * self.pairs).reshape(layout.ep, -1)
             shape = (layout.etp, layout.ep, layout.num_local_experts)
             return Counts(sent=sent, received=np.broadcast_to(sent.reshape(-1)[own], shape))
@@ -123,7 +123,7 @@ class UniformRouting(ExpectedRouting):
         return f"uniform in {self.group_topk} of {counted(self.num_groups, 'group')}"
 
     @property
-    def list_width(self) -> int:
+    def max_experts_per_token(self) -> int:
         """k."""
         return self.topk
 

@@ -31,7 +31,7 @@ class SampledRouting(ExpectedRouting):
         return self.routing_map.shape[1]
 
     @property
-    def list_width(self) -> int:
+    def max_experts_per_token(self) -> int:
         """The longest list of any token in the sample."""
         return max(int(self.routing_map.sum(axis=1).max(initial=0)), 1)
 

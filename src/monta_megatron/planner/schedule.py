@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from monta_megatron.chains.program import Operation
-from monta_megatron.planner.curves import TIERS, Tier
+from monta_megatron.planner.curves import RESOURCES, Resource
 
-Factor = Callable[[Tier, Tier], float]
+Factor = Callable[[Resource, Resource], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Work:
     """
 
     stage: str
-    resource: Tier
+    resource: Resource
     times_us: tuple[float, ...]
     launch_us: float = 0.0
 
@@ -190,7 +190,7 @@ def serial_us(works: Sequence[Work]) -> float:
 def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
     """A time that no schedule beats: the busiest resource, the host, the longest stage."""
     bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
-    for resource in TIERS:
+    for resource in RESOURCES:
         times = [sum(work.times_us) for work in works if work.resource == resource]
         if times:
             # n operations on one resource run together at n / slowdown of its rate.

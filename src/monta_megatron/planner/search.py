@@ -1,7 +1,7 @@
 """The search: price every chain in every number of chunks, take the fastest or a plainer near tie.
 
-Steps: bind the chain to the expected rows, convert them to bytes, price the stages, run each walk's
-schedule, add up the walks. The space is small, so all of it is searched.
+Steps: bind the chain to the expected rows, convert them to bytes, price the stages, run each pass's
+schedule, add up the passes. The space is small, so all of it is searched.
 """
 
 import math
@@ -13,9 +13,9 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.planner import reasons
 from monta_megatron.planner.chain_price import ChainPrice, price_chain, stage_costs
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import Candidate, Phase, Plan, Situation, exchange_of
+from monta_megatron.planner.plan import Candidate, Phase, Plan, PlanKey, exchange_of
 from monta_megatron.planner.reasons import Outcome
-from monta_megatron.planner.tier_rates import tier_rates
+from monta_megatron.planner.resource_rates import resource_rates
 from monta_megatron.planner.workload import Workload
 
 NUM_CHUNKS = (1, 2, 4, 8)
@@ -32,7 +32,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     or_least: bool = False,
     margin: float = MARGIN,
-    gathered_counts: int | None = None,
+    num_exchanged_counts: int | None = None,
     beside_bytes: Mapping[str, float] | None = None,
 ) -> Plan:
     """Choose a chain and a number of chunks.
@@ -46,8 +46,8 @@ def plan(
         memory_limit_bytes: limit on what the executor holds at once on a rank, or None.
         or_least: where every chain holds more, choose the one that holds the least, and say so.
         margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
-        gathered_counts: integers per rank in the gather of counts, if the chain is chosen after it;
-            None for what each chain needs.
+        num_exchanged_counts: integers per rank in the exchange of counts, if the chain is chosen
+            after it; None for what each chain needs.
         beside_bytes: chain -> what it takes beside its exchange, within the limit, if anything.
 
     Raises:
@@ -56,12 +56,12 @@ def plan(
     refused: list[Candidate] = []
     prices: list[ChainPrice] = []
     for chain in (CHAINS[name] for name in chains):
-        reason = chain.refusal(workload.layout)
+        reason = chain.incompatibility(workload.layout)
         if reason is not None:
             refused.append(Candidate(chain=chain.name, num_chunks=None, rejected=reason))
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            price = price_chain(workload, cluster, chain, chunks, phase, gathered_counts)
+            price = price_chain(workload, cluster, chain, chunks, phase, num_exchanged_counts)
             prices.append(replace(price, beside_bytes=(beside_bytes or {}).get(chain.name, 0.0)))
     prices.sort(key=lambda price: (price.total_us, price.plainness))
     # The plainest of those that do the same is the one that counts.
@@ -88,7 +88,7 @@ def plan(
         num_chunks=choice.num_chunks,
         predicted_us=choice.total_us,
         reason=reasons.why_chosen(outcome),
-        situation=Situation(
+        key=PlanKey(
             **exchange_of(workload),
             routing=workload.routing.name,
             phase=phase,
@@ -101,10 +101,10 @@ def plan(
         ),
         notes=tuple(
             dict.fromkeys(
-                (*cluster.doubts, *(note for walk in choice.walks for note in walk.notes))
+                (*cluster.doubts, *(note for pass_ in choice.passes for note in pass_.notes))
             )
         ),
-        rates=tier_rates(cluster),
+        rates=resource_rates(cluster),
     )
 
 
@@ -129,14 +129,14 @@ def slowest_plan(
 
 
 def _work_of(price: ChainPrice) -> Hashable:
-    """What it does, whatever its chain is called: the work of every walk, and what it holds.
+    """What it does, whatever its chain is called: the work of every pass, and what it holds.
 
     A chain's stages that have nothing to do on a layout are no part of it.
     """
     works = tuple(
         (work.resource, work.times_us, work.launch_us)
-        for walk in price.walks
-        for work in walk.works
+        for pass_ in price.passes
+        for work in pass_.works
     )
     return works, price.peak_bytes
 

@@ -80,16 +80,16 @@ class StageTraffic:
     message_bytes: tuple[int, ...] = (1,)
     messages_overlap: bool = False
 
-    def sent_bytes(self, tier: Resource, num_alike: Sequence[int]) -> float:
+    def sent_bytes(self, resource: Resource, num_alike: Sequence[int]) -> float:
         """Bytes that leave ranks for others in a tier.
 
         Args:
-            tier: "inter" or "intra".
+            resource: "inter" or "intra".
             num_alike: [S] how many ranks each rank stands for.
         """
-        if tier not in self.moved:
+        if resource not in self.moved:
             return 0
-        sent: float = (self.moved[tier].num_bytes[0].sum(axis=1) @ num_alike).item()
+        sent: float = (self.moved[resource].num_bytes[0].sum(axis=1) @ num_alike).item()
         return sent
 
 
@@ -114,16 +114,16 @@ class WalkTraffic:
 
 
 def walk_traffic(
-    programs: Sequence[BoundProgram], num_tokens: float, gathered_counts: int
+    programs: Sequence[BoundProgram], num_tokens: float, num_exchanged_counts: int
 ) -> WalkTraffic:
     """Everything that some ranks do in one pass.
 
     Args:
         programs: [S] the program with the rows of each rank.
         num_tokens: tokens of a rank.
-        gathered_counts: integers that are gathered from every rank; see `chains.gathered`.
+        num_exchanged_counts: integers that are gathered from every rank; see `chains.count_format`.
     """
-    before, after = _around(programs, num_tokens, gathered_counts)
+    before, after = _around(programs, num_tokens, num_exchanged_counts)
     pipeline = tuple(
         TRAFFIC[series[0].kind](programs, series) for series in programs[0].program.series
     )
@@ -151,7 +151,7 @@ def _finds(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation])
     """Copies are found from the lists of experts alone."""
     first = series[0]
     operation: Operation = "find" if first.kind == "find_copies" else "find_lists"
-    list_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * programs[0].list_width
+    list_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * programs[0].max_experts_per_token
     return _in_memory(
         first.stage, operation, list_bytes * _rows_at(programs, series, first.position)
     )
@@ -243,11 +243,11 @@ def _by_tier(
         resource: what the collective occupies.
     """
 
-    def moved(tier: Resource) -> RowCounts:
+    def moved(resource: Resource) -> RowCounts:
         """[2, S, C]"""
         return np.array(
             [
-                [rows @ getattr(each, tier) for rows, each in zip(side, peers, strict=True)]
+                [rows @ getattr(each, resource) for rows, each in zip(side, peers, strict=True)]
                 for side in sides
             ]
         )
@@ -264,7 +264,7 @@ def _by_tier(
 
 
 def _around(
-    programs: Sequence[BoundProgram], num_tokens: float, gathered_counts: int
+    programs: Sequence[BoundProgram], num_tokens: float, num_exchanged_counts: int
 ) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
     """What the dispatcher and Megatron do before and after the program of a pass.
 
@@ -273,18 +273,18 @@ def _around(
     combine; the backward passes do the transposes.
     """
     layouts = [each.bound.layout for each in programs]
-    walked, row = programs[0].program.walked, programs[0].program.row
+    pass_, row = programs[0].program.pass_, programs[0].program.row
     before, after = [], []
-    sends_pairs = programs[0].bound.chain.rows == "pairs"
+    sends_pairs = programs[0].bound.chain.rows == "permuted tokens"
     rows = np.array([[each.bound.num_source_rows] for each in programs])  # [S, 1]
     tokens = np.full(rows.shape, num_tokens)
     size_of_map = layouts[0].num_experts * tokens
-    if walked.ids:
+    if pass_.ids:
         before.append(_in_memory("count", "count", COUNT_MAP_BYTES * size_of_map))
     num_ranks = len(layouts[0].nodes)
-    if walked.ids and num_ranks > 1:
+    if pass_.ids and num_ranks > 1:
         resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
-        line = np.full((1, num_ranks), COUNT_BYTES * gathered_counts)
+        line = np.full((1, num_ranks), COUNT_BYTES * num_exchanged_counts)
         gather = StageTraffic(
             stage=GATHER_OF_COUNTS,
             operation="allgather",
@@ -294,10 +294,10 @@ def _around(
             ),
         )
         before.append(gather)
-    if walked.ids and not sends_pairs:
+    if pass_.ids and not sends_pairs:
         before.append(_in_memory("lists of experts", "lists", LIST_MAP_BYTES * size_of_map))
     hidden_bytes = row.hidden_size * row.value_bytes
-    if sends_pairs and walked.transpose:
+    if sends_pairs and pass_.transpose:
         after.append(_in_memory("unpermute", "unpermute", hidden_bytes * (rows + tokens)))
     elif sends_pairs:
         before.append(_in_memory("permute", "permute", 2 * hidden_bytes * rows))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from monta_megatron.chains import BoundChain, Chain
-from monta_megatron.chains.cut import blocks_for
+from monta_megatron.chains.chunks import blocks_for
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import BoundProgram, Pass, Policy, RowFormat
@@ -68,11 +68,14 @@ class Workload:
         counts = self.routing.counts(chain, layout, self.tokens_per_rank, blocks_for(num_chunks))
         return chain.bind(layout, counts, num_chunks)
 
-    def lower(self, bound: BoundChain, walked: Pass, policy: Policy) -> BoundProgram:
+    def lower(self, bound: BoundChain, pass_: Pass, policy: Policy) -> BoundProgram:
         """The program of one pass over the chain."""
-        list_width, sum_bytes = self.routing.list_width, max(LEAST_SUM_BYTES, self.value_bytes)
+        max_experts_per_token, sum_bytes = (
+            self.routing.max_experts_per_token,
+            max(LEAST_SUM_BYTES, self.value_bytes),
+        )
         if bound.chain.rows == "tokens":
-            list_width = max(list_width, self.longest_list)
+            max_experts_per_token = max(max_experts_per_token, self.longest_list)
         else:
             # Megatron reduces permuted tokens in the dtype of their probabilities.
             sum_bytes = max(sum_bytes, self.prob_bytes)
@@ -82,7 +85,7 @@ class Workload:
             prob_bytes=self.prob_bytes,
             sum_bytes=sum_bytes,
         )
-        return lower(bound, walked, row, list_width, policy)
+        return lower(bound, pass_, row, max_experts_per_token, policy)
 
 
 def workloads_of(

@@ -6,7 +6,7 @@ from pathlib import Path
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
-from monta_megatron.planner.curves import Tier
+from monta_megatron.planner.curves import Resource
 from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload
@@ -24,10 +24,14 @@ LAUNCH = HostCosts(
 )
 
 
-def link(tier: Tier, alpha_us: float, gbytes_per_s: float) -> Link:
+def link(resource: Resource, alpha_us: float, gbytes_per_s: float) -> Link:
     """A tier by hand."""
     return Link(
-        tier=tier, alpha_us=alpha_us, rate=Rate(gbytes_per_s), kind="measured", source="by hand"
+        resource=resource,
+        alpha_us=alpha_us,
+        rate=Rate(gbytes_per_s),
+        kind="measured",
+        source="by hand",
     )
 
 
@@ -36,10 +40,10 @@ def preset(name: str) -> Cluster:
     return strict_yaml.load(Cluster, CONFIGS / "clusters" / f"{name}.yaml")
 
 
-def with_link(cluster: Cluster, tier: Tier, **changes: float) -> Cluster:
+def with_link(cluster: Cluster, resource: Resource, **changes: float) -> Cluster:
     """The cluster with another line for one tier."""
     links = tuple(
-        replace(each, **changes) if each.tier == tier else each  # type: ignore[arg-type]
+        replace(each, **changes) if each.resource == resource else each  # type: ignore[arg-type]
         for each in cluster.links
     )
     return replace(cluster, links=links)

@@ -12,7 +12,7 @@ from monta_megatron.planner.curves import Curve, fit
 def curve(**changes: object) -> Curve:
     values: dict[str, object] = {
         "operation": "alltoall",
-        "tier": "inter",
+        "resource": "inter",
         "group_size": 2,
         "sizes_bytes": (1_000, 10_000, 100_000),
         "times_us": (20.0, 40.0, 220.0),
@@ -100,8 +100,8 @@ def test_the_larger_of_two_equally_near_groups_is_taken() -> None:
 
 def test_what_stands_in_for_an_operation_without_a_curve() -> None:
     copies = cluster(
-        curve(operation="copy", tier="memory", group_size=1),
-        curve(operation="sum", tier="memory", group_size=1, times_us=(50.0, 60.0, 70.0)),
+        curve(operation="copy", resource="memory", group_size=1),
+        curve(operation="sum", resource="memory", group_size=1, times_us=(50.0, 60.0, 70.0)),
     )
     assert copies.time_us("permute", "memory", 10_000).us == pytest.approx(40)
     assert copies.time_us("unpermute", "memory", 10_000).us == pytest.approx(60)

@@ -18,7 +18,7 @@ MODEL = yaml.safe_load((CONFIGS / "models" / "deepseek_v3.yaml").read_text())
 CLUSTER = yaml.safe_load((CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_text())
 CURVE = {
     "operation": "alltoall",
-    "tier": "inter",
+    "resource": "inter",
     "group_size": 2,
     "sizes_bytes": [1000, 2000],
     "times_us": [10.0, 20.0],
@@ -123,7 +123,7 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
         ["links: the network has 2,000 GB/s (16,000 Gb/s)"],
     ),
     ("cluster", ("links", 0, "rate"), "201 GB/s", ["network_faster_than_node_link: true", "200 G"]),
-    ("cluster", ("links", 0, "tier"), "nvlink", ["tier: got 'nvlink'", "inter, intra, memory"]),
+    ("cluster", ("links", 0, "resource"), "nvlink", ["tier: got 'nvlink'", "inter, intra, memory"]),
     ("cluster", ("copies_block_host",), "yes", ["copies_block_host: got 'yes'", "true or false"]),
     ("cluster", ("contention", 0, "pair"), ["intra"], ["pair: got ['intra']", "2 entries"]),
     # Numbers and times that YAML 1.1 takes for something else.
@@ -144,7 +144,7 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ("model", ("moe_router_group_topk",), MISSING, ["moe_router_group_topk", "together"]),
     ("model", ("moe_router_num_groups",), 7, ["moe_router_num_groups: got 7", "divide"]),
     ("model", ("moe_router_group_topk",), 9, ["moe_router_group_topk: got 9", "at most"]),
-    ("cluster", ("links", 1, "tier"), "inter", ["links: got inter twice", "given once"]),
+    ("cluster", ("links", 1, "resource"), "inter", ["links: got inter twice", "given once"]),
     ("cluster", ("links",), [], ["links: none for tier inter", "must be given"]),
     ("cluster", ("contention", 0, "pair"), ["nic", "memory"], ["contention[0].pair[0]: got 'nic'"]),
     ("layout", ("world_size",), 24, ["world_size: got 24", "must be a multiple of", "(16)"]),
@@ -210,7 +210,7 @@ FILES: list[tuple[str, object, list[str]]] = [
     ("layout", "tp: 2\npp: x\n", ["pp: got 'x'"]),
     (
         "cluster",
-        {"name": "x", "launch": {"copy_us": 1.0}, "links": [{"tier": "inter"}]},
+        {"name": "x", "launch": {"copy_us": 1.0}, "links": [{"resource": "inter"}]},
         ["num_nodes, ", "launch.collective_us, launch.sum_us", "links[0].source: missing"],
     ),
     ("cluster", "&a [*a]\n", ["must be a mapping"]),
@@ -219,7 +219,7 @@ FILES: list[tuple[str, object, list[str]]] = [
     ("cluster", with_curve(sizes_bytes=[0, 1000]), ["curves[0].sizes_bytes[0]: got 0", ">= 1"]),
     ("cluster", with_curve(times_us=[1.0]), ["curves[0].times_us: got 1 times", "(2)"]),
     ("cluster", with_curve(times_us=[1.0, -2.0]), ["curves[0].times_us[1]: got -2.0", "> 0"]),
-    ("cluster", with_curve(tier="memory"), ["curves: got alltoall in tier memory", "inter"]),
+    ("cluster", with_curve(resource="memory"), ["curves: got alltoall in tier memory", "inter"]),
     ("cluster", with_curve(operation="reduce"), ["curves[0].operation: got 'reduce'"]),
     ("cluster", {**CLUSTER, "curves": [CURVE, CURVE]}, ["curves: got", "twice"]),
     ("layout", {"world_size": 16, "ep": 16, "tp": 3}, ["world_size: got 16", "tp * cp * pp (3)"]),
@@ -306,8 +306,8 @@ def test_no_layout_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (lambda data: data.update(chain="alltoal"), ["chain: got", "(did you mean alltoall?)"]),
         (lambda data: data.update(chain="alltoall", num_chunks=2), ["num_chunks: got 2", "serial"]),
         (lambda data: data.update(num_chunks=0), ["num_chunks: got 0", ">= 1"]),
-        (lambda data: data.pop("situation"), ["situation: missing"]),
-        (lambda data: data["situation"].update(nodes="all"), ["situation.nodes: got 'all'"]),
+        (lambda data: data.pop("key"), ["situation: missing"]),
+        (lambda data: data["key"].update(nodes="all"), ["situation.nodes: got 'all'"]),
         (lambda data: data["candidates"].append(1), ["candidates[", "got 1", "a mapping"]),
     ],
 )

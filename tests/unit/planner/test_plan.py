@@ -14,17 +14,17 @@ from clusters import CONFIGS, LAUNCH, layout_of, link, preset, with_link, worklo
 from measured_routing import MeasuredRouting
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.gathered import gathered_widths
+from monta_megatron.chains.count_format import count_widths
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.alike_ranks import priced_ranks
+from monta_megatron.planner.chain_policy import uncalibrated
 from monta_megatron.planner.chain_price import price_chain
-from monta_megatron.planner.choice import uncalibrated
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.named_routing import skewed_routing
 from monta_megatron.planner.plan import Phase, Plan, exchange_of, hash_of
+from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
@@ -46,7 +46,7 @@ def paper_workload(tokens: int = 1024) -> Workload:
 def with_overhead(cluster: Cluster, ratio: float) -> Cluster:
     """Starting anything takes `ratio` times as long."""
     for each in cluster.links:
-        cluster = with_link(cluster, each.tier, alpha_us=each.alpha_us * ratio)
+        cluster = with_link(cluster, each.resource, alpha_us=each.alpha_us * ratio)
     launch = cluster.launch
     times = {name: ratio * getattr(launch, name) for name in vars(launch) if name.endswith("_us")}
     return replace(cluster, launch=replace(launch, **times))
@@ -182,14 +182,14 @@ def test_every_candidate_is_there_with_its_reason() -> None:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_lower_bound_includes_what_surrounds_the_pipeline(chain: str) -> None:
-    cluster = replace(A800, launch=replace(A800.launch, walk_us=10.0))
+    cluster = replace(A800, launch=replace(A800.launch, pass_us=10.0))
     num_chunks = 1 if CHAINS[chain].serial else 4
     price = price_chain(workload_of(16), cluster, CHAINS[chain], num_chunks, "forward_backward")
-    for walk in price.walks:
-        around_us = walk.host_us + serial_us(walk.before) + serial_us(walk.after)
-        busiest_us = max(sum(work.times_us) for work in walk.pipeline)
-        assert around_us + busiest_us <= walk.lower_bound_us * (1 + 1e-9)
-        assert walk.lower_bound_us <= walk.total_us * (1 + 1e-9)
+    for pass_ in price.passes:
+        around_us = pass_.host_us + serial_us(pass_.before) + serial_us(pass_.after)
+        busiest_us = max(sum(work.times_us) for work in pass_.pipeline)
+        assert around_us + busiest_us <= pass_.lower_bound_us * (1 + 1e-9)
+        assert pass_.lower_bound_us <= pass_.total_us * (1 + 1e-9)
 
 
 def test_reasons_say_how_much_faster_and_slower() -> None:
@@ -245,16 +245,16 @@ def test_stages_add_up_to_the_candidate() -> None:
     found = plan(workload_of(16), A800)
     (choice,) = (entry for entry in found.candidates if entry.rejected is None)
     gathers = [stage for stage in found.stages if stage.stage == "gather of counts"]
-    for tier in ("inter_bytes", "intra_bytes"):
-        total = sum(getattr(stage, tier) for stage in found.stages)
-        total -= sum(getattr(stage, tier) for stage in gathers)
-        assert total == pytest.approx(getattr(choice, tier))
+    for resource in ("inter_bytes", "intra_bytes"):
+        total = sum(getattr(stage, resource) for stage in found.stages)
+        total -= sum(getattr(stage, resource) for stage in gathers)
+        assert total == pytest.approx(getattr(choice, resource))
 
 
 @pytest.mark.parametrize(("phase", "host_us"), [("forward", 50 + 2 * 10), ("forward_backward", 90)])
 def test_the_host_s_time_around_the_stages_is_added(phase: Phase, host_us: float) -> None:
-    """Every walk takes 10 us of it; dispatch takes 50 us more, to count."""
-    launch = replace(A800.launch, counts_us=50, walk_us=10)
+    """Every pass takes 10 us of it; dispatch takes 50 us more, to count."""
+    launch = replace(A800.launch, counts_us=50, pass_us=10)
     without, found = (
         plan(workload_of(16), cluster, phase=phase)
         for cluster in (A800, replace(A800, launch=launch))
@@ -275,7 +275,7 @@ def test_the_first_chunk_of_every_stage_takes_longer() -> None:
         for cluster in (A800, replace(A800, launch=launch))
     )
     more_us: dict[str, np.ndarray] = {}
-    for work, plain in zip(found.walks[0].works, without.walks[0].works, strict=True):
+    for work, plain in zip(found.passes[0].works, without.passes[0].works, strict=True):
         more = np.subtract(work.times_us, plain.times_us)
         # What is found before it is copied is one stage.
         more_us[work.stage] = more_us.get(work.stage, 0.0) + more
@@ -295,13 +295,13 @@ def test_the_host_s_time_for_stages_and_for_the_counts() -> None:
     price = price_chain(
         workload_of(16), replace(A800, launch=launch), CHAINS["allgather"], 4, "forward"
     )
-    for walk in price.walks:
+    for pass_ in price.passes:
         # What is found before it is copied is one stage.
         by_stage: Counter[str] = Counter()
-        for work in walk.pipeline:
+        for work in pass_.pipeline:
             by_stage[work.stage] += work.launch_us
         assert set(by_stage.values()) == {2.0}
-        for work in (*walk.before, *walk.after):
+        for work in (*pass_.before, *pass_.after):
             assert work.launch_us == (15.0 if work.stage == "gather of counts" else 0.0)
 
 
@@ -364,9 +364,9 @@ def test_ranks_that_share_a_nic_are_priced_together() -> None:
         launch=LAUNCH,
         links=(link("inter", 0.0, 1.0), link("intra", 0.0, 1e6), link("memory", 0.0, 1e6)),
     )
-    dispatch, combine = price_chain(workload, cluster, CHAINS["alltoall"], 1, "forward").walks
-    for walk, row_bytes in ((dispatch, 8192 + 4), (combine, 8192)):
-        (exchange,) = (work for work in walk.pipeline if work.stage == "alltoall")
+    dispatch, combine = price_chain(workload, cluster, CHAINS["alltoall"], 1, "forward").passes
+    for pass_, row_bytes in ((dispatch, 8192 + 4), (combine, 8192)):
+        (exchange,) = (work for work in pass_.pipeline if work.stage == "alltoall")
         # At 1 GB/s.
         assert exchange.times_us == pytest.approx([40 * row_bytes / 1e3], rel=1e-3)
 
@@ -389,7 +389,7 @@ def test_a_collective_in_both_tiers_takes_the_slower_ones_time(
         network_faster_than_node_link=True,
     )
     price = price_chain(workload_of(16, tokens=1024), cluster, CHAINS["alltoall"], 1, "forward")
-    (exchange,) = (work for work in price.walks[1].pipeline if work.stage == "alltoall")
+    (exchange,) = (work for work in price.passes[1].pipeline if work.stage == "alltoall")
     assert exchange.times_us == pytest.approx([ranks * 512 * 8192 / 1e3])
     assert exchange.resource == "inter"
 
@@ -401,7 +401,7 @@ def test_no_tokens_at_all_can_be_planned() -> None:
 def test_a_plan_says_what_had_to_be_assumed() -> None:
     curve = Curve(
         operation="alltoall",
-        tier="inter",
+        resource="inter",
         group_size=8,
         sizes_bytes=(1_000, 2_000),
         times_us=(40.0, 50.0),
@@ -444,10 +444,10 @@ def test_an_edited_plan_says_so(tmp_path: Path) -> None:
 def test_a_plan_is_checked_against_the_exchange_it_is_used_with() -> None:
     used = workload_of(16)
     found = plan(used, A800)
-    assert found.misfit(exchange_of(used)) is None
+    assert found.incompatibility(exchange_of(used)) is None
     layout = layout_of(16, 1, 8, 64)
     moved = replace(layout, nodes=tuple(node + 5 for node in layout.nodes))
-    assert found.misfit(exchange_of(replace(used, layout=moved))) is None
+    assert found.incompatibility(exchange_of(replace(used, layout=moved))) is None
     for other, said in (
         (workload_of(8), "situation.ep: the plan is for 16, used with 8"),
         (workload_of(16, num_experts=128), "situation.num_experts: the plan is for 64, used with"),
@@ -457,7 +457,7 @@ def test_a_plan_is_checked_against_the_exchange_it_is_used_with() -> None:
         (replace(used, value_bytes=4), "situation.value_bytes: the plan is for 2, used with 4"),
         (workload_of(16, tokens=64), "situation.tokens_per_rank: the plan is for 4096, used with"),
     ):
-        assert said in str(found.misfit(exchange_of(other)))
+        assert said in str(found.incompatibility(exchange_of(other)))
 
 
 def test_the_hash_of_a_rule_is_the_same_in_every_process() -> None:
@@ -512,7 +512,7 @@ def test_a_group_that_crosses_nodes_is_priced_beside_others() -> None:
     """ETP 4 on nodes of 6: of ranks 0-3, 4-7 and 8-11 only those in the middle lie on two nodes."""
     workload = workload_of(3, 4, ranks_per_node=6, num_experts=12, topk=2)
     price = price_chain(workload, H100, CHAINS["alltoall_allgather"], 1, "forward")
-    resources = {work.stage: work.resource for work in price.walks[0].pipeline}
+    resources = {work.stage: work.resource for work in price.passes[0].pipeline}
     assert resources["allgather"] == "inter" and resources["alltoall"] == "inter"
 
 
@@ -524,12 +524,12 @@ def test_every_message_of_a_collective_starts_by_itself() -> None:
         links=tuple(replace(each, alpha_us=5.0) for each in H100.links),
     )
     rows_only, both = (
-        price_chain(workload_of(8), cluster, CHAINS["alltoall"], 1, "forward").walks[number]
+        price_chain(workload_of(8), cluster, CHAINS["alltoall"], 1, "forward").passes[number]
         for number in (1, 0)
     )
     less, more = (
-        next(work for work in walk.pipeline if work.stage == "alltoall")
-        for walk in (rows_only, both)
+        next(work for work in pass_.pipeline if work.stage == "alltoall")
+        for pass_ in (rows_only, both)
     )
     assert (less.launch_us, more.launch_us) == (10, 20)
     # 4,096 tokens, 8 probabilities of 4 bytes each, of which 7 in 8 go to others, at 335 GB/s.
@@ -538,7 +538,7 @@ def test_every_message_of_a_collective_starts_by_itself() -> None:
     (packed,) = (
         work
         for work in price_chain(workload_of(8), cluster, CHAINS["alltoall_dedup"], 1, "forward")
-        .walks[0]
+        .passes[0]
         .pipeline
         if work.stage == "alltoall"
     )
@@ -556,19 +556,19 @@ def test_messages_of_cpu_ranks_start_together_only_between_nodes(
         nics_per_node=ranks_per_node,
         launch=LAUNCH,
         copies_block_host=True,
-        links=tuple(link(tier, 5.0, 1e9) for tier in ("inter", "intra", "memory")),
+        links=tuple(link(resource, 5.0, 1e9) for resource in ("inter", "intra", "memory")),
     )
     workload = workload_of(4, ranks_per_node=ranks_per_node)
     price = price_chain(workload, cluster, CHAINS["alltoall"], 1, "forward")
-    (exchange,) = (work for work in price.walks[0].pipeline if work.stage == "alltoall")
+    (exchange,) = (work for work in price.passes[0].pipeline if work.stage == "alltoall")
     assert exchange.times_us == pytest.approx([starts * 5.0], abs=0.1)
 
 
 def test_auto_prices_the_counts_of_every_chain() -> None:
     """By hand, EP 16 over 2 nodes, 64 experts: 3 + 8 blocks x (64 experts + 2 nodes + 16 ranks)."""
     chains = [CHAINS[name] for name in ("alltoall", "hierarchical_alltoall")]
-    assert gathered_widths(chains, layout_of(16, 1, 8, 64), 8) == [3, 8 * 64, 8 * 2, 8 * 16]
-    assert gathered_widths(chains[:1], layout_of(16, 1, 8, 64), 8) == [3, 64]
+    assert count_widths(chains, layout_of(16, 1, 8, 64), 8) == [3, 8 * 64, 8 * 2, 8 * 16]
+    assert count_widths(chains[:1], layout_of(16, 1, 8, 64), 8) == [3, 64]
 
 
 def test_what_nobody_measured_is_what_the_preset_says() -> None:

@@ -51,7 +51,7 @@ def test_json_without_a_layout_has_all_of_them(capsys: pytest.CaptureFixture[str
     costs = [entry["us_per_1k_tokens"] for entry in layouts]
     assert costs == sorted(costs) and len(costs) > 10
     best = layouts[0]
-    assert (best["chain"], best["ep"]) == (document["chain"], document["situation"]["ep"])
+    assert (best["chain"], best["ep"]) == (document["chain"], document["key"]["ep"])
     # EP 8 inside a node before EP 8 across both.
     assert (best["ep"], best["etp"]) == (8, 1)
 
@@ -84,8 +84,8 @@ def test_layout_file_under_flags(capsys: pytest.CaptureFixture[str], tmp_path: P
     path = tmp_path / "layout.yaml"
     path.write_text("world_size: 16\ntp: 2\nep: 2\netp: 2\n")
     document = json.loads(output(capsys, "--json", "--layout", str(path), "--ep", "4"))
-    assert (document["situation"]["ep"], document["situation"]["etp"]) == (4, 2)
-    assert document["situation"]["tokens_per_rank"] == 2048
+    assert (document["key"]["ep"], document["key"]["etp"]) == (4, 2)
+    assert document["key"]["tokens_per_rank"] == 2048
 
 
 def test_out_is_a_plan_that_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def test_tensor_and_context_parallel_ranks_share_a_sequence() -> None:
     )
     layout = ParallelLayout(world_size=16, tp=2, cp=4)
     assert layout.tokens_per_rank(model) == 3 * 4096 // 8
-    assert layout.misfit(model) is None
+    assert layout.incompatibility(model) is None
     # Context parallelism cuts a sequence into 2 x 4 parts, and 2 tensor parallel ranks share each.
-    assert layout.misfit(replace(model, seq_length=16)) is None
-    assert str(layout.misfit(replace(model, seq_length=8))).startswith(
+    assert layout.incompatibility(replace(model, seq_length=16)) is None
+    assert str(layout.incompatibility(replace(model, seq_length=8))).startswith(
         "tp: got 2, must divide seq_length of Mixtral-8x7B (8) together with cp (4)"
     )
 

@@ -13,8 +13,8 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.rate import Rate
+from monta_megatron.planner.resource_rates import resource_rates
 from monta_megatron.planner.search import plan
-from monta_megatron.planner.tier_rates import tier_rates
 
 A800 = preset("a800_2x8_ib200")
 
@@ -67,19 +67,19 @@ def test_every_plan_shows_its_rates(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "memory    3,350 GB/s (26,800 Gb/s) per rank, datasheet\n" in shown
         assert main([*command, *flags, "--json"]) == 0
         rates = json.loads(capsys.readouterr().out)["rates"]
-        assert [(each["tier"], each["rate"]) for each in rates] == [
+        assert [(each["resource"], each["rate"]) for each in rates] == [
             ("inter", "47 GB/s"),
             ("intra", "335 GB/s"),
             ("memory", "3350 GB/s"),
         ]
     assert "rate: 47 GB/s" in out.read_text()
-    assert Plan.load(out).rates == tier_rates(preset("h100_8x_ndr"))
+    assert Plan.load(out).rates == resource_rates(preset("h100_8x_ndr"))
 
 
 def test_a_measured_rate_is_that_of_the_largest_size() -> None:
     curve = Curve(
         operation="alltoall",
-        tier="inter",
+        resource="inter",
         group_size=8,
         sizes_bytes=(1_000, 2_000_000),
         times_us=(40.0, 1_000.0),

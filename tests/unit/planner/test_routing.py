@@ -112,7 +112,7 @@ def test_counts_of_a_tiny_trace_by_hand() -> None:
     assert tokens.sent_to_nodes is not None and tokens.for_node is not None
     assert tokens.sent_to_nodes.tolist() == [[2, 1], [0, 1]]
     assert tokens.for_node.tolist() == [[2, 0], [1, 0]]
-    assert routing.list_width == 2
+    assert routing.max_experts_per_token == 2
 
 
 def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> None:

@@ -9,7 +9,7 @@ from linear_pipeline import Stage, operation_of, with_waits
 
 from monta_megatron.chains.program import Policy
 from monta_megatron.planner import schedule as program_schedule
-from monta_megatron.planner.curves import TIERS, Tier
+from monta_megatron.planner.curves import RESOURCES, Resource
 from monta_megatron.planner.schedule import Factor, Work, lower_bound_us, serial_us
 
 
@@ -55,17 +55,17 @@ def works_of(stages: Sequence[Stage]) -> list[Work]:
     return [stage.work for stage in stages]
 
 
-def free(first: Tier, second: Tier) -> float:
+def free(first: Resource, second: Resource) -> float:
     """Nothing slows anything."""
     return 1.0
 
 
-def shared(first: Tier, second: Tier) -> float:
+def shared(first: Resource, second: Resource) -> float:
     """Two operations on one resource halve each other; others do not feel each other."""
     return 2.0 if first == second else 1.0
 
 
-def works(*stages: tuple[Tier, tuple[float, ...]], launch_us: float = 0.0) -> list[Stage]:
+def works(*stages: tuple[Resource, tuple[float, ...]], launch_us: float = 0.0) -> list[Stage]:
     """Stages with their times, each a step behind the one before it."""
     return [
         Stage(
@@ -95,7 +95,7 @@ def works(*stages: tuple[Tier, tuple[float, ...]], launch_us: float = 0.0) -> li
     ],
 )
 def test_by_hand(stages: list[tuple[float, ...]], total_us: float) -> None:
-    schedule = simulate(works(*zip(TIERS, stages, strict=False)), free)
+    schedule = simulate(works(*zip(RESOURCES, stages, strict=False)), free)
     assert schedule.total_us == pytest.approx(total_us, abs=1e-9)
 
 
@@ -107,7 +107,7 @@ def test_by_hand_with_contention() -> None:
 
     # A factor of 1.5: chunk 0's second (6 alone) beside chunk 1's first (10 alone) from 10 on. It
     # takes 9 and ends at 19; by then 6 of the other's 10 are done, and 4 more run alone.
-    def slower(first: Tier, second: Tier) -> float:
+    def slower(first: Resource, second: Resource) -> float:
         return 1.5
 
     schedule = simulate(works(("inter", (10.0, 10.0)), ("intra", (6.0, 6.0))), slower)
@@ -154,7 +154,7 @@ def random_works(draw: Random, launches: bool) -> list[Stage]:
     num_stages, num_chunks = draw.randint(1, 6), draw.randint(1, 9)
     depth, found = 0, []
     for stage in range(num_stages):
-        resource = draw.choice(TIERS)
+        resource = draw.choice(RESOURCES)
         times = tuple(draw.choice([0.0, draw.uniform(0, 50)]) for _ in range(num_chunks))
         found.append(
             Stage(
@@ -173,8 +173,8 @@ def random_works(draw: Random, launches: bool) -> list[Stage]:
 
 def random_factor(draw: Random) -> Factor:
     factors = {}
-    for index, first in enumerate(TIERS):
-        for second in TIERS[: index + 1]:
+    for index, first in enumerate(RESOURCES):
+        for second in RESOURCES[: index + 1]:
             factor = draw.choice([1.0, 1.2, 1.7, 2.0, 3.0, draw.uniform(1, 4)])
             factors[first, second] = factors[second, first] = factor
     return lambda first, second: factors[first, second]

@@ -1,4 +1,4 @@
-"""Bytes of a walk by hand, and expected rows through the same code as counted ones."""
+"""Bytes of a pass by hand, and expected rows through the same code as counted ones."""
 
 import dataclasses
 
@@ -24,28 +24,28 @@ from monta_megatron.tools.calibrate.points import BYTES_PER_ROW, HIDDEN_ROW_BYTE
 
 
 def walk_traffic(
-    workload: Workload, bound: BoundChain, walk: Pass, gathered_counts: int
+    workload: Workload, bound: BoundChain, pass_: Pass, num_exchanged_counts: int
 ) -> WalkTraffic:
-    program = workload.lower(bound, walk, "streams")
-    return program_traffic.walk_traffic([program], workload.tokens_per_rank, gathered_counts)
+    program = workload.lower(bound, pass_, "streams")
+    return program_traffic.walk_traffic([program], workload.tokens_per_rank, num_exchanged_counts)
 
 
-def bytes_of(workload: Workload, chain: str, num_chunks: int, walk: Pass = DISPATCH) -> dict:
+def bytes_of(workload: Workload, chain: str, num_chunks: int, pass_: Pass = DISPATCH) -> dict:
     """(stage, tier) -> bytes that rank 0 sends."""
     bound = workload.bind(CHAINS[chain], num_chunks)
-    traffic = walk_traffic(workload, bound, walk, num_chunks)
+    traffic = walk_traffic(workload, bound, pass_, num_chunks)
     return {
-        (stage.stage, tier): count
+        (stage.stage, resource): count
         for stage in traffic.pipeline
-        for tier in ("inter", "intra")
-        if (count := stage.sent_bytes(tier, [1]))
+        for resource in ("inter", "intra")
+        if (count := stage.sent_bytes(resource, [1]))
     }
 
 
-def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, walk: Pass) -> dict:
+def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, pass_: Pass) -> dict:
     """(stage, operation) -> bytes that the copies of rank 0 read and write."""
     bound = workload.bind(CHAINS[chain], num_chunks)
-    traffic = walk_traffic(workload, bound, walk, num_chunks)
+    traffic = walk_traffic(workload, bound, pass_, num_chunks)
     return {
         (stage.stage, stage.operation): stage.moved["memory"].num_bytes.sum()
         for stage in traffic.stages
@@ -121,18 +121,18 @@ def test_expected_rows_do_not_depend_on_the_number_of_chunks(chain: str) -> None
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_what_is_sent_is_received(chain: str) -> None:
-    """Over all ranks, in every walk and chunk."""
+    """Over all ranks, in every pass and chunk."""
     workload = uneven_workload()
     num_chunks = 1 if CHAINS[chain].serial else 3
     ranks = every_rank(workload, chain, num_chunks)
-    for walk in FORWARD_BACKWARD:
-        programs = [workload.lower(each, walk, "streams") for each in ranks]
+    for pass_ in FORWARD_BACKWARD:
+        programs = [workload.lower(each, pass_, "streams") for each in ranks]
         traffic = program_traffic.walk_traffic(programs, workload.tokens_per_rank, 3)
         for stage in traffic.pipeline:
             if stage.resource != "memory":
-                for tier, moved in stage.moved.items():
+                for resource, moved in stage.moved.items():
                     sent, received = moved.num_bytes.sum(axis=1)
-                    assert np.array_equal(sent, received), (walk.name, stage.stage, tier)
+                    assert np.array_equal(sent, received), (pass_.name, stage.stage, resource)
 
 
 def test_copies_by_hand() -> None:
@@ -168,9 +168,9 @@ def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan() -> None:
     )
     found = {}
     for chain in ("alltoall", "allgather"):
-        for walk in (DISPATCH, COMBINE):
+        for pass_ in (DISPATCH, COMBINE):
             bound = workload.bind(CHAINS[chain], 1)
-            traffic = walk_traffic(workload, bound, walk, 1)
+            traffic = walk_traffic(workload, bound, pass_, 1)
             for stage in (*traffic.before, *traffic.after):
                 if stage.resource == "memory":
                     found[stage.operation] = stage.moved["memory"].num_bytes.sum()
@@ -182,9 +182,9 @@ def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan() -> None:
 def test_copies_that_the_executor_does_not_make_are_free() -> None:
     workload = workload_of(16, tokens=1024)
 
-    def copies(chain: str, num_chunks: int, walk: Pass) -> list[str]:
+    def copies(chain: str, num_chunks: int, pass_: Pass) -> list[str]:
         bound = workload.bind(CHAINS[chain], num_chunks)
-        traffic = walk_traffic(workload, bound, walk, num_chunks)
+        traffic = walk_traffic(workload, bound, pass_, num_chunks)
         stages = (stage.stage for stage in traffic.stages if stage.resource == "memory")
         # What is found before it is copied is one stage.
         return list(dict.fromkeys(stages))
@@ -211,13 +211,13 @@ def test_no_tokens_move_nothing() -> None:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_dispatch_and_its_backward_hold_most(chain: str) -> None:
-    """The search looks at no other walk for the peak."""
+    """The search looks at no other pass for the peak."""
     for num_chunks in (1,) if CHAINS[chain].serial else (1, 2, 4):
         workload = workload_of(16, tokens=1000)
         bound = workload.bind(CHAINS[chain], num_chunks)
         peaks = {
-            walk.name: peak_bytes(workload.lower(bound, walk, "streams"))
-            for walk in FORWARD_BACKWARD
+            pass_.name: peak_bytes(workload.lower(bound, pass_, "streams"))
+            for pass_ in FORWARD_BACKWARD
         }
         assert max(peaks, key=lambda name: peaks[name]).startswith("dispatch"), peaks
 
@@ -227,9 +227,9 @@ def test_the_peak_is_of_the_fullest_rank_in_its_fullest_walk(chain: str) -> None
     workload = uneven_workload()
     num_chunks = 1 if CHAINS[chain].serial else 3
     peaks = [
-        peak_bytes(workload.lower(bound, walk, "streams"))
+        peak_bytes(workload.lower(bound, pass_, "streams"))
         for bound in every_rank(workload, chain, num_chunks)
-        for walk in FORWARD_BACKWARD
+        for pass_ in FORWARD_BACKWARD
     ]
     cluster = preset("h100_8x_ndr")
     price = price_chain(workload, cluster, CHAINS[chain], num_chunks, "forward_backward")

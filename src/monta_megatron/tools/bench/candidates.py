@@ -63,9 +63,9 @@ class Candidate:
         return f"{self.kind} {chain} x{num_chunks}"
 
     @property
-    def rows(self) -> Literal["pairs", "tokens"]:
+    def rows(self) -> Literal["permuted tokens", "tokens"]:
         """What a row of our chain is."""
-        rows: Literal["pairs", "tokens"] = self.dispatcher.chain.rows
+        rows: Literal["permuted tokens", "tokens"] = self.dispatcher.chain.rows
         return rows
 
     @property
@@ -223,7 +223,7 @@ def traffic_of_run(candidate: Candidate, backward: bool, num_runs: int) -> Traff
     """
     if candidate.traffic is not None:
         return candidate.traffic(backward)
-    sent = candidate.dispatcher.monitor.bytes_by_tier()
+    sent = candidate.dispatcher.monitor.bytes_by_resource()
     return Traffic(
         inter_bytes=sent["inter"] // num_runs,
         intra_bytes=sent["intra"] // num_runs,

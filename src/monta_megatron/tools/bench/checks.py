@@ -120,12 +120,12 @@ def reference_sum(rows: torch.Tensor, batch: Batch, layout: Layout) -> Reference
 
 def has_stocks_order(candidate: Candidate, layout: Layout) -> bool:
     """Whether sums must be taken in stock alltoall's order, and so be bitwise equal to its own."""
-    return candidate.kind == "monta" and layout.etp <= 2 and candidate.rows == "pairs"
+    return candidate.kind == "monta" and layout.etp <= 2 and candidate.rows == "permuted tokens"
 
 
 def num_partial_hops(candidate: Candidate, layout: Layout) -> int:
     """Number of exchanges that carry partial sums, each rounded to the rows' dtype."""
-    if candidate.rows == "pairs":
+    if candidate.rows == "permuted tokens":
         return int(layout.etp > 1)
     return len(candidate.dispatcher.chain.groups)
 

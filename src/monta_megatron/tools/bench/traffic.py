@@ -117,7 +117,7 @@ def limit_ms(
 ) -> float:
     """The least time in which the rows that must cross can cross.
 
-    The busiest direction of the busiest node's network decides. Combine and the two backward walks
+    The busiest direction of the busiest node's network decides. Combine and the two backward passes
     each send the same rows once more, in alternating directions, so that node stays the busiest.
 
     Hand-worked: 2 nodes, 1,000 rows of 4,096 bytes each way at 0.5 Gbit/s: 4,096,000 bytes in

@@ -11,10 +11,10 @@ from monta_megatron.tools.calibrate.doubts import doubts_of
 from monta_megatron.tools.calibrate.points import (
     BYTES_PER_ROW,
     COUNTS,
-    NUM_WALK_CHUNKS,
+    NUM_PASS_CHUNKS,
     NUM_WALK_STAGES,
-    WALKS,
-    WALKS_IN_CHUNKS,
+    PASSES,
+    PASSES_IN_CHUNKS,
     Contenders,
     Pair,
     Point,
@@ -107,8 +107,8 @@ def _launch(
         return round(max(median(found), 0.0), 1) if found else 0.0
 
     num_walks = len(FORWARD_BACKWARD)
-    more_us = times_us[WALKS_IN_CHUNKS.name] - times_us[WALKS.name]
-    stage_us = max(more_us / (num_walks * (NUM_WALK_CHUNKS - 1) * NUM_WALK_STAGES), 0.0)
+    more_us = times_us[PASSES_IN_CHUNKS.name] - times_us[PASSES.name]
+    stage_us = max(more_us / (num_walks * (NUM_PASS_CHUNKS - 1) * NUM_WALK_STAGES), 0.0)
     # Where copies run on the host, their time is not launch time.
     blocks = machine.on_cpu
     return HostCosts(
@@ -118,7 +118,7 @@ def _launch(
         find_us=0.0 if blocks else least(*FINDS),
         counts_to_host_us=round(machine.counts_to_host_us, 1),
         counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
-        walk_us=round(max(times_us[WALKS.name] / num_walks - NUM_WALK_STAGES * stage_us, 0.0), 1),
+        pass_us=round(max(times_us[PASSES.name] / num_walks - NUM_WALK_STAGES * stage_us, 0.0), 1),
         stage_us=round(stage_us, 1),
         first_collective_us=first(*COLLECTIVES),
         first_copy_us=first(*(BYTES_PER_ROW.keys() - FINDS)),
@@ -133,7 +133,7 @@ def _curves(
 ) -> tuple[Curve, ...]:
     by_curve: dict[tuple[str, str, int], list[Point]] = {}
     for point in points:
-        by_curve.setdefault((point.tier, point.operation, point.group_size), []).append(point)
+        by_curve.setdefault((point.resource, point.operation, point.group_size), []).append(point)
     curves = []
     for group in (by_curve[key] for key in sorted(by_curve)):
         first = group[0]
@@ -143,7 +143,7 @@ def _curves(
         curves.append(
             Curve(
                 operation=first.operation,
-                tier=first.tier,
+                resource=first.resource,
                 group_size=first.group_size,
                 sizes_bytes=sizes,
                 times_us=times,
@@ -168,7 +168,7 @@ def _contention(
 
     first, second = slowdowns(excess(contenders.short), excess(contenders.long))
     return Contention(
-        pair=(contenders.long.first.point.tier, contenders.long.second.point.tier),
+        pair=(contenders.long.first.point.resource, contenders.long.second.point.resource),
         factor=round(first, 3),
         factor_of_second=round(second, 3),
         kind="measured",

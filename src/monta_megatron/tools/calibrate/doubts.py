@@ -28,7 +28,7 @@ def doubts_of(rounds: int, curves: Iterable[Curve]) -> Iterator[str]:
         fault = _fault_of(curve)
         if fault is not None:
             ranks = counted(curve.group_size, "rank")
-            yield f"poor curve: {curve.operation}, {curve.tier}, {ranks}: {fault}"
+            yield f"poor curve: {curve.operation}, {curve.resource}, {ranks}: {fault}"
 
 
 def _fault_of(curve: Curve) -> str | None:

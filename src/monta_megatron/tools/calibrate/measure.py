@@ -178,7 +178,7 @@ def measure_rounds(
 
 
 def _stays_on_node(task: Task) -> bool:
-    return isinstance(task, HostWork) or (isinstance(task, Point) and task.tier != "inter")
+    return isinstance(task, HostWork) or (isinstance(task, Point) and task.resource != "inter")
 
 
 def _size_class(task: Task) -> int:

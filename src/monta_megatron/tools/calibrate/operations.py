@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS, Counts
-from monta_megatron.chains.cut import NUM_BLOCKS
+from monta_megatron.chains.chunks import NUM_BLOCKS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import find_copies, put_rows
-from monta_megatron.exchange.counting import Counting, lists_of
+from monta_megatron.exchange.count_table import CountTable, expert_ids_of
 from monta_megatron.exchange.groups import new_local_group
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.payload import Payload
@@ -65,10 +65,10 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
             "inter": [each for each in across if each % on_node % stride == position % stride],
             "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
         }
-        for tier, ranks in members.items():
-            group = new_local_group(ranks, f"monta {tier} {part}")
-            groups[tier, part] = PeerGroup(
-                name=f"{tier} {len(ranks)}",
+        for resource, ranks in members.items():
+            group = new_local_group(ranks, f"monta {resource} {part}")
+            groups[resource, part] = PeerGroup(
+                name=f"{resource} {len(ranks)}",
                 process_group=group,
                 size=len(ranks),
                 rank=ranks.index(rank),
@@ -84,15 +84,15 @@ def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
         nodes: node of every rank, in order.
         device: device of the routing map.
     """
-    counting = _counting(nodes)
-    layout = counting.layout
+    count_table = _count_table(nodes)
+    layout = count_table.layout
     generator = torch.Generator().manual_seed(1)
     ids = _draw_experts(NUM_TOKENS, layout.num_experts, generator)
-    counted = counting.count(_routing_map(ids, layout.num_experts).to(device))
+    counted = count_table.count(_routing_map(ids, layout.num_experts).to(device))
     table = counted.expand(len(nodes), -1)
 
     def start() -> Callable[[], object]:
-        counts = counting.read(counting.select(table).cpu().numpy())
+        counts = count_table.read(count_table.select(table).cpu().numpy())
         assert counts.tokens is not None, "chains of tokens are among them"
         bound = CHAINS["alltoall_dedup"].bind(layout, counts.tokens, 1)
         return lambda: bound
@@ -100,7 +100,7 @@ def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
     return start
 
 
-def _counting(nodes: tuple[int, ...]) -> Counting:
+def _count_table(nodes: tuple[int, ...]) -> CountTable:
     """The counting for an exchange of all ranks and every chain that could run."""
     num_ranks = len(nodes)
     layout = Layout(
@@ -110,12 +110,12 @@ def _counting(nodes: tuple[int, ...]) -> Counting:
         rank=dist.get_rank(),
         nodes=nodes,
     )
-    chains = tuple(chain for chain in CHAINS.values() if chain.refusal(layout) is None)
-    return Counting(chains=chains, layout=layout, num_blocks=NUM_BLOCKS)
+    chains = tuple(chain for chain in CHAINS.values() if chain.incompatibility(layout) is None)
+    return CountTable(chains=chains, layout=layout, num_blocks=NUM_BLOCKS)
 
 
 def walks_of(device: torch.device, num_chunks: int) -> Start:
-    """All four walks of a rank with itself: almost nothing moves, so the time is the host's work.
+    """All four passes of a rank with itself: almost nothing moves, so the time is the host's work.
 
     Args:
         device: device of the rows.
@@ -168,7 +168,7 @@ def operation_of(
         cold_bytes: bytes of buffers to take turns with; 0 for one set of buffers.
     """
     if point.is_collective:
-        return _collective(point, groups[point.tier, point.ranks_on_node], device)
+        return _collective(point, groups[point.resource, point.ranks_on_node], device)
     num_sets = max(min(cold_bytes // point.num_bytes, MAX_SETS), 1)
     works = cycle([_in_memory(point, nodes, device) for _ in range(num_sets)])
     results: deque[object] = deque(maxlen=num_sets)
@@ -184,7 +184,7 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
     gathers = point.operation == "allgather"
     # Between nodes `allgather` gathers all tokens, and every rank has equally many. Inside a node
     # chains gather what has arrived, in sizes that differ, which takes another code path.
-    odd_row = int(gathers and point.tier == "intra")
+    odd_row = int(gathers and point.resource == "intra")
     receive = [point.num_rows + odd_row * (peer == 0) for peer in range(group.size)]
     send = [receive[group.rank]] * group.size if gathers else receive
     num_rows = send[0] if gathers else sum(send)
@@ -210,24 +210,24 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
 
     if point.operation in ("copy", "put"):
         # With the two lanes of a row's list of experts: small, but each is an operation of its own.
-        lanes = [
+        columns = [
             rows(num_rows),
             torch.ones(num_rows, TOPK, device=device),
             torch.ones(num_rows, TOPK, dtype=torch.int32, device=device),
         ]
-        payload = Payload.of(lanes, packed=True)
+        payload = Payload.of(columns, packed=True)
         index = torch.randperm(num_rows, generator=generator).to(device)
 
         def copy() -> list[torch.Tensor]:
             messages = payload.allocate(num_rows)
-            for into, lane in zip(payload.lanes(messages).tensors(), lanes, strict=True):
-                torch.index_select(lane, 0, index, out=into)
+            for into, column in zip(payload.columns(messages).tensors(), columns, strict=True):
+                torch.index_select(column, 0, index, out=into)
             return messages
 
         def put() -> list[torch.Tensor]:
-            outputs = [torch.empty_like(lane) for lane in lanes[:2]]
-            for output, lane in zip(outputs, lanes, strict=False):
-                put_rows(output, index, lane)
+            outputs = [torch.empty_like(column) for column in columns[:2]]
+            for output, column in zip(outputs, columns, strict=False):
+                put_rows(output, index, column)
             return outputs
 
         return copy if point.operation == "copy" else put
@@ -252,11 +252,11 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         return add
 
     if point.operation == "count":
-        counting = _counting(nodes)
-        num_experts = counting.layout.num_experts
+        count_table = _count_table(nodes)
+        num_experts = count_table.layout.num_experts
         chosen = _draw_experts(num_rows * NUM_EXPERTS // num_experts, num_experts, generator)
         counted = _routing_map(chosen, num_experts).to(device)
-        return lambda: counting.count(counted)
+        return lambda: count_table.count(counted)
 
     ids = _draw_experts(num_rows, NUM_EXPERTS, generator)
     if point.operation in ("find", "find_lists"):
@@ -270,7 +270,7 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
     on_device = _routing_map(ids, NUM_EXPERTS).to(device)
     if point.operation == "lists":
         probs = torch.ones(num_rows, NUM_EXPERTS, device=device)
-        return lambda: lists_of(on_device, probs, TOPK)
+        return lambda: expert_ids_of(on_device, probs, TOPK)
 
     tokens = rows(num_rows)
     permuted = permute(tokens, on_device, TOPK)

@@ -15,15 +15,19 @@ TITLES = {"inter": "between nodes", "intra": "inside a node", "memory": "in memo
 
 def plot_curves(cluster: Cluster, folder: Path) -> Path:
     """Points, and their fits as dashed lines; one panel per tier."""
-    tiers = [tier for tier in TITLES if any(curve.tier == tier for curve in cluster.curves)]
+    resources = [
+        resource
+        for resource in TITLES
+        if any(curve.resource == resource for curve in cluster.curves)
+    ]
     path = folder / "calibration.png"
-    with pictures.figure(path, (4.5 * len(tiers), 4)) as figure:
-        axes = figure.subplots(1, len(tiers), squeeze=False)[0]
-        for axis, tier in zip(axes, tiers, strict=True):
+    with pictures.figure(path, (4.5 * len(resources), 4)) as figure:
+        axes = figure.subplots(1, len(resources), squeeze=False)[0]
+        for axis, resource in zip(axes, resources, strict=True):
             for curve in cluster.curves:
-                if curve.tier == tier:
+                if curve.resource == resource:
                     _draw(axis, curve)
-            axis.set(xscale="log", yscale="log", xlabel="bytes per rank", title=TITLES[tier])
+            axis.set(xscale="log", yscale="log", xlabel="bytes per rank", title=TITLES[resource])
             axis.grid()
             axis.legend()
         axes[0].set_ylabel("us, slowest rank (dashed: fit)")
@@ -33,7 +37,7 @@ def plot_curves(cluster: Cluster, folder: Path) -> Path:
 
 def _draw(axis: Any, curve: Curve) -> None:
     name: str = curve.operation
-    if curve.tier != "memory":
+    if curve.resource != "memory":
         name = f"{curve.operation}, {counted(curve.group_size, 'rank')}"
     (points,) = axis.plot(curve.sizes_bytes, curve.times_us, "o", markersize=4, label=name)
     if curve.fit is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from monta_megatron.planner.cluster import FINDS
-from monta_megatron.planner.curves import Operation, Tier
+from monta_megatron.planner.curves import Operation, Resource
 from monta_megatron.planner.traffic import (
     COUNT_MAP_BYTES,
     FIND_PASSES,
@@ -28,7 +28,7 @@ from monta_megatron.planner.traffic import (
 # to the largest of real exchanges, which on CPU ranks are 5 MiB between nodes, 20 inside, 80 in
 # memory, and on a GPU 320 MiB, and 1.25 GiB in memory. Lists are short everywhere.
 FIRST_BYTES, FIRST_BYTES_IN_MEMORY = 5 * 1024, 20 * 1024
-NUM_SIZES: dict[str, dict[Tier, int]] = {
+NUM_SIZES: dict[str, dict[Resource, int]] = {
     "cpu": {"inter": 6, "intra": 7, "memory": 7},
     "cuda": {"inter": 9, "intra": 9, "memory": 9},
 }
@@ -81,7 +81,7 @@ class Point:
 
     Attributes:
         operation: what is done.
-        tier: the tier that the bytes go through.
+        resource: the tier that the bytes go through.
         group_size: ranks that take part; 1 for operations in memory.
         ranks_on_node: how many of them are on each node.
         num_rows: rows to every peer, or in memory.
@@ -89,7 +89,7 @@ class Point:
     """
 
     operation: Operation
-    tier: Tier
+    resource: Resource
     group_size: int
     ranks_on_node: int
     num_rows: int
@@ -98,7 +98,7 @@ class Point:
     @property
     def name(self) -> str:
         """The name that it is recorded under."""
-        return f"{self.operation} {self.tier} {self.group_size} {self.num_bytes}"
+        return f"{self.operation} {self.resource} {self.group_size} {self.num_bytes}"
 
     @property
     def name_of_first(self) -> str:
@@ -108,7 +108,7 @@ class Point:
     @property
     def is_collective(self) -> bool:
         """Whether other ranks take part."""
-        return self.tier != "memory"
+        return self.resource != "memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class Repeated:
 
     point: Point
     repeats: int
-    other: Tier
+    other: Resource
 
     @property
     def name(self) -> str:
@@ -183,17 +183,17 @@ class HostWork:
 
 # Reading counts and binding, for an exchange of all ranks; once per dispatch.
 COUNTS = HostWork(name="host counts")
-# The four walks, by executor and autograd, of a rank with itself: in one chunk, and in several.
-WALKS = HostWork(name="host walks")
-NUM_WALK_CHUNKS = 8
-WALKS_IN_CHUNKS = HostWork(name=f"host walks, {NUM_WALK_CHUNKS} chunks")
-# Number of stages in each of these walks.
+# The four passes, by executor and autograd, of a rank with itself: in one chunk, and in several.
+PASSES = HostWork(name="host passes")
+NUM_PASS_CHUNKS = 8
+PASSES_IN_CHUNKS = HostWork(name=f"host passes, {NUM_PASS_CHUNKS} chunks")
+# Number of stages in each of these passes.
 NUM_WALK_STAGES = 4
 
 Task: TypeAlias = Point | Repeated | Pair | HostWork
 
 # Pairs of resources whose mutual slowdown is measured, with operations that chains run at once.
-PAIRS: tuple[tuple[Tier, Tier], ...] = (
+PAIRS: tuple[tuple[Resource, Resource], ...] = (
     ("inter", "intra"),
     ("inter", "memory"),
     ("intra", "memory"),
@@ -203,7 +203,7 @@ PAIR_US = 60_000.0
 SHORTER = 2
 
 
-def all_points(shape: Shape, num_sizes: Mapping[Tier, int]) -> list[Point]:
+def all_points(shape: Shape, num_sizes: Mapping[Resource, int]) -> list[Point]:
     """Every point of a cluster, each operation at its tier's number of sizes, in steps of 4x."""
     points: list[Point] = []
     parts = shape.parts
@@ -235,14 +235,14 @@ def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list
     """
     largest = max(point.ranks_on_node for point in points)
 
-    def nearest(resource: Tier, wanted_us: float) -> tuple[Point, float] | None:
+    def nearest(resource: Resource, wanted_us: float) -> tuple[Point, float] | None:
         """The nearest in time among rails between nodes, gathers of a whole node, or copies."""
         operation = {"inter": "alltoall", "intra": "allgather", "memory": "copy"}[resource]
         ranks_on_node = {"inter": 1, "intra": largest, "memory": 1}[resource]
         found = [
             (abs(math.log(estimate_us / wanted_us)), point.num_bytes, point, estimate_us)
             for point, estimate_us in zip(points, estimates_us, strict=True)
-            if (point.tier, point.operation) == (resource, operation)
+            if (point.resource, point.operation) == (resource, operation)
             and point.ranks_on_node == ranks_on_node
         ]
         return min(found)[2:] if found else None
@@ -265,13 +265,13 @@ def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list
 
 
 def _collective(
-    operation: Operation, tier: Tier, group_size: int, ranks_on_node: int, num_bytes: int
+    operation: Operation, resource: Resource, group_size: int, ranks_on_node: int, num_bytes: int
 ) -> Point:
-    peers = group_size - ranks_on_node if tier == "inter" else ranks_on_node - 1
+    peers = group_size - ranks_on_node if resource == "inter" else ranks_on_node - 1
     num_rows = max(round(num_bytes / (peers * MESSAGE_ROW_BYTES)), 1)
     return Point(
         operation=operation,
-        tier=tier,
+        resource=resource,
         group_size=group_size,
         ranks_on_node=ranks_on_node,
         num_rows=num_rows,
@@ -284,7 +284,7 @@ def _in_memory(operation: Operation, num_bytes: int) -> Point:
     num_rows = max(num_bytes // row_bytes, 1)
     return Point(
         operation=operation,
-        tier="memory",
+        resource="memory",
         group_size=1,
         ranks_on_node=1,
         num_rows=num_rows,

@@ -16,13 +16,21 @@ def lines(cluster: Cluster) -> list[str]:
         cluster.name,
         "",
         table(
-            ["operation", "tier", ">ranks", ">start us", ">GB/s", ">off by", "measured from, to"],
+            [
+                "operation",
+                "resource",
+                ">ranks",
+                ">start us",
+                ">GB/s",
+                ">off by",
+                "measured from, to",
+            ],
             map(_cells, cluster.curves),
         ),
         "",
         f"host time to start a collective: {launch.collective_us:.0f} us; around the stages of a "
-        "walk:",
-        f"{launch.walk_us:.0f} us, and {launch.counts_us:.0f} us to count and bind for a dispatch",
+        "pass:",
+        f"{launch.pass_us:.0f} us, and {launch.counts_us:.0f} us to count and bind for a dispatch",
     ]
     if launch.first_collective_us + launch.first_copy_us + launch.first_find_us > 0:
         text += [
@@ -46,7 +54,7 @@ def _cells(curve: Curve) -> list[object]:
         else [f"{fit.alpha_us:.0f}", f"{fit.rate.gbytes_per_s:.3f}", f"{fit.largest_residual:.0%}"]
     )
     ends = f"{size_text(curve.sizes_bytes[0])}, {size_text(curve.sizes_bytes[-1])}"
-    return [curve.operation, curve.tier, curve.group_size, *line, ends]
+    return [curve.operation, curve.resource, curve.group_size, *line, ends]
 
 
 def doubt_lines(cluster: Cluster) -> list[str]:

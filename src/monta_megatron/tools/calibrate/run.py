@@ -28,10 +28,10 @@ from monta_megatron.tools.calibrate.operations import (
 )
 from monta_megatron.tools.calibrate.points import (
     COUNTS,
+    NUM_PASS_CHUNKS,
     NUM_SIZES,
-    NUM_WALK_CHUNKS,
-    WALKS,
-    WALKS_IN_CHUNKS,
+    PASSES,
+    PASSES_IN_CHUNKS,
     Point,
     Shape,
     Task,
@@ -107,9 +107,9 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
         point.name: operation_of(point, groups, nodes, device, cold_bytes) for point in points
     }
     starts[COUNTS.name] = counts_of(nodes, device)
-    starts[WALKS.name] = walks_of(device, 1)
-    starts[WALKS_IN_CHUNKS.name] = walks_of(device, NUM_WALK_CHUNKS)
-    host_work = [COUNTS, WALKS, WALKS_IN_CHUNKS]
+    starts[PASSES.name] = walks_of(device, 1)
+    starts[PASSES_IN_CHUNKS.name] = walks_of(device, NUM_PASS_CHUNKS)
+    host_work = [COUNTS, PASSES, PASSES_IN_CHUNKS]
 
     def keep_first(point: Point, us: float | None) -> None:
         progress.step()

@@ -123,14 +123,16 @@ def _given_plan(
     ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", ranks_per_node)
     workloads = workloads_of(model, _layout(config, model, file), ranks_per_node)
     for workload in workloads:
-        misfit = plan.misfit(exchange_of(workload)) or CHAINS[plan.chain].refusal(workload.layout)
-        if misfit is not None:
-            raise ValueError(f"{given.source}: {given.value}: {misfit}")
+        incompatibility = plan.incompatibility(exchange_of(workload)) or CHAINS[
+            plan.chain
+        ].incompatibility(workload.layout)
+        if incompatibility is not None:
+            raise ValueError(f"{given.source}: {given.value}: {incompatibility}")
     used = f"no plan made: {given.value} is used"
     if cluster is None:
         return plan, None, [f"{used}, and memory is not checked, as there is no cluster file"]
-    if cluster.name != plan.situation.cluster:
-        used += f", made by the costs of {plan.situation.cluster} and not of {cluster.name}"
+    if cluster.name != plan.key.cluster:
+        used += f", made by the costs of {plan.key.cluster} and not of {cluster.name}"
     _, _, memory = plan_within_memory(
         workloads,
         cluster,
@@ -165,9 +167,9 @@ def _memory(
 def _layout(config: RunConfig, model: Model, file: str) -> ParallelLayout:
     """The layout, which has to be able to train the model."""
     layout = config.layout.parallel
-    misfit = layout.misfit(model)
-    if misfit is not None:
-        raise ValueError(f"{file}: layout.{misfit}")
+    incompatibility = layout.incompatibility(model)
+    if incompatibility is not None:
+        raise ValueError(f"{file}: layout.{incompatibility}")
     return layout
 
 

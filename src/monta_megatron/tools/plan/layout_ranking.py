@@ -126,7 +126,7 @@ def _layouts(
     for tp, etp, ep in product(in_node, in_node, _divisors(model.num_experts)):
         if world_size % (tp * cp * pp) == 0 and world_size % (etp * ep * pp) == 0:
             layout = ParallelLayout(world_size=world_size, tp=tp, ep=ep, etp=etp, cp=cp, pp=pp)
-            if layout.misfit(model) is None:
+            if layout.incompatibility(model) is None:
                 yield layout
 
 
@@ -136,7 +136,7 @@ def _divisors(number: int) -> list[int]:
 
 def _ranked(layout: ParallelLayout, plan: Plan, memory: TrainingMemory) -> RankedLayout:
     predicted_us = plan.predicted_us or 0.0
-    tokens = plan.situation.tokens_per_rank
+    tokens = plan.key.tokens_per_rank
     return RankedLayout(
         tp=layout.tp,
         ep=layout.ep,

@@ -7,7 +7,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import BoundProgram, Operation
 from monta_megatron.common.quantities import size_text
 from monta_megatron.common.tables import table
-from monta_megatron.planner.chain_price import WALKS
+from monta_megatron.planner.chain_price import PASSES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.workload import Workload
@@ -19,9 +19,9 @@ Row: TypeAlias = dict[str, Any]
 def program_of(plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, list[Row]]:
     """Pass -> its operations, for the chain that a plan chose."""
     bound = workload.bind(CHAINS[plan.chain], plan.num_chunks)
-    programs = [workload.lower(bound, walk, cluster.policy) for walk in WALKS[plan.situation.phase]]
+    programs = [workload.lower(bound, pass_, cluster.policy) for pass_ in PASSES[plan.key.phase]]
     return {
-        program.program.walked.name: [
+        program.program.pass_.name: [
             _row(program, operation) for operation in program.program.operations
         ]
         for program in programs
@@ -30,7 +30,7 @@ def program_of(plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, li
 
 def program_lines(programs: dict[str, list[Row]]) -> Iterator[str]:
     """A table for each pass."""
-    for walk, rows in programs.items():
+    for pass_, rows in programs.items():
         cells = [
             (
                 row["number"],
@@ -44,7 +44,7 @@ def program_lines(programs: dict[str, list[Row]]) -> Iterator[str]:
             )
             for row in rows
         ]
-        name = walk.replace("_", " ")
+        name = pass_.replace("_", " ")
         columns = (">", name, "stage", ">in", ">buffers", ">rows", ">bytes", "occupies")
         yield table(columns, cells) + "\n"
     yield "in: number of the chunk. buffers: read > written; 0 is the input of the pass."

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.common.tables import table
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
-from monta_megatron.planner.tier_rates import TIER_NAMES
+from monta_megatron.planner.resource_rates import RESOURCE_NAMES
 from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.tools.plan.layout_ranking import RankedLayout
 
@@ -20,22 +20,22 @@ PHASES = {
 
 def plan_lines(plan: Plan, memory: TrainingMemory | None = None) -> list[str]:
     """The decision and what a training holds, then every chain, then the choice by stages."""
-    situation = plan.situation
+    key = plan.key
     time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f} us"
     chunks = counted(plan.num_chunks, "chunk")
     lines = [
         *_field(
             "exchange",
-            f"EP {situation.ep} x ETP {situation.etp} over "
-            f"{counted(len(set(situation.nodes)), 'node')} of {situation.cluster}",
+            f"EP {key.ep} x ETP {key.etp} over "
+            f"{counted(len(set(key.nodes)), 'node')} of {key.cluster}",
         ),
         *_field(
             "tokens",
-            f"{situation.tokens_per_rank:,} per rank, top-{situation.topk} of "
-            f"{situation.num_experts} experts, {situation.routing}",
+            f"{key.tokens_per_rank:,} per rank, top-{key.topk} of "
+            f"{key.num_experts} experts, {key.routing}",
         ),
         *rate_lines(plan),
-        *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[situation.phase]}"),
+        *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[key.phase]}"),
         *_field("why", plan.reason),
         *([] if memory is None else _field("needs", memory.describe())),
         *(line for note in plan.notes for line in _field("note", note)),
@@ -52,7 +52,7 @@ def rate_lines(plan: Plan) -> list[str]:
     return [
         line
         for each in plan.rates
-        for line in _field(TIER_NAMES[each.tier], f"{each.rate.in_both_units} {each.basis}")
+        for line in _field(RESOURCE_NAMES[each.resource], f"{each.rate.in_both_units} {each.basis}")
     ]
 
 
@@ -116,10 +116,10 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
 
 
 def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
-    columns = ("walk", "stage", "occupies", ">us alone", ">inter", ">intra")
+    columns = ("pass_name", "stage", "occupies", ">us alone", ">inter", ">intra")
     rows = [
         (
-            stage.walk,
+            stage.pass_name,
             stage.stage,
             stage.resource,
             f"{stage.alone_us:,.0f}",

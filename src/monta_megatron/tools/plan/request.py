@@ -126,9 +126,9 @@ def read_inputs(
             )
         sizes = {name: getattr(ranking[0], name) for name in ("tp", "ep", "etp")}
     layout = _layout(request, cluster, sizes)
-    misfit = layout.misfit(model)
-    if misfit is not None:
-        raise ValueError(f"{request.layout or 'layout'}: {misfit}")
+    incompatibility = layout.incompatibility(model)
+    if incompatibility is not None:
+        raise ValueError(f"{request.layout or 'layout'}: {incompatibility}")
     return PlanInputs(model=model, cluster=cluster, layout=layout, ranking=ranking)
 
 

@@ -1,6 +1,6 @@
-"""Timelines as a picture: a panel per walk, a lane per resource of every rank, coloured by chunk.
+"""Timelines as a picture: a panel per pass, a lane per resource of every rank, coloured by chunk.
 
-Dispatch and combine are side by side, their backward walks below.
+Dispatch and combine are side by side, their backward passes below.
 
 Needs matplotlib (the `plot` extra).
 """
@@ -17,7 +17,14 @@ import numpy as np
 
 from monta_megatron.common.quantities import counted
 from monta_megatron.tools import pictures
-from monta_megatron.tools.timeline.spans import LANE_NAMES, LANES, Span, Timeline, Track, rows_of
+from monta_megatron.tools.timeline.spans import (
+    SPAN_RESOURCE_NAMES,
+    SPAN_RESOURCES,
+    Span,
+    Timeline,
+    Track,
+    rows_of,
+)
 
 WIDTH_INCHES, ROW_INCHES, DPI = 13.0, 0.19, 110
 COLUMNS = 2
@@ -36,7 +43,7 @@ class _Row:
 
     Attributes:
         label: the name of a lane, at its left, or of a track, above its lanes.
-        spans: its spans by walk; None in the line that names a track.
+        spans: its spans by pass; None in the line that names a track.
     """
 
     label: str
@@ -48,7 +55,7 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
 
     Args:
         timelines: drawn one above the other, on the same scale. In every panel 0 is where the
-            first chunk of the walk starts; what has to come before it lies to the left.
+            first chunk of the pass starts; what has to come before it lies to the left.
         title: what is shown; the number of ranks left out is added to it.
         path: path of the PNG.
         max_ranks: how many ranks of each timeline to draw.
@@ -61,8 +68,8 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
     spans = [span for row in rows if row.spans for part in row.spans.values() for span in part]
     low, high = min(span.start_us for span in spans), max(span.end_us for span in spans)
     us_per_inch = 1.01 * (high - low) / (WIDTH_INCHES / COLUMNS - 0.6)
-    walks = list(dict.fromkeys(span.walk for span in spans))
-    num_panels = math.ceil(len(walks) / COLUMNS)
+    passes = list(dict.fromkeys(span.pass_name for span in spans))
+    num_panels = math.ceil(len(passes) / COLUMNS)
     height_inches = 0.8 + num_panels * (0.7 + ROW_INCHES * len(rows))
     left_out = sum(len(timeline.tracks[max_ranks:]) for timeline in timelines)
     if left_out:
@@ -71,13 +78,13 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
     with pictures.figure(path, (WIDTH_INCHES, height_inches), DPI) as figure:
         panels = figure.subplots(num_panels, COLUMNS, sharex=True, sharey=True, squeeze=False)
         colours = _colours(spans)
-        for axis, walk in zip(panels.flat, walks, strict=False):
+        for axis, pass_name in zip(panels.flat, passes, strict=False):
             for place, row in enumerate(rows):
-                for span in row.spans.get(walk, ()) if row.spans else ():
+                for span in row.spans.get(pass_name, ()) if row.spans else ():
                     _draw_span(axis, place, span, colours, us_per_inch)
                 if row.spans is None:
                     _name_track(axis, place, row.label)
-            axis.set_title(walk.replace("_", " "), fontsize=9)
+            axis.set_title(pass_name.replace("_", " "), fontsize=9)
             axis.tick_params(labelsize=7, left=False)
             axis.grid(axis="x")
             axis.set_axisbelow(True)
@@ -87,14 +94,16 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
 
 
 def _aligned(timeline: Timeline) -> Timeline:
-    """The timeline with each walk's times relative to the start of its first chunk on any rank."""
+    """The timeline with each pass's times relative to the start of its first chunk on any rank."""
     starts: dict[str, float] = {}
     for track in timeline.tracks:
         for span in track.spans:
             if span.chunk is not None:
-                starts[span.walk] = min(span.start_us, starts.get(span.walk, span.start_us))
+                starts[span.pass_name] = min(
+                    span.start_us, starts.get(span.pass_name, span.start_us)
+                )
     tracks = (
-        replace(track, spans=tuple(span.shifted(-starts[span.walk]) for span in track.spans))
+        replace(track, spans=tuple(span.shifted(-starts[span.pass_name]) for span in track.spans))
         for track in timeline.tracks
     )
     return replace(timeline, tracks=tuple(tracks))
@@ -103,15 +112,21 @@ def _aligned(timeline: Timeline) -> Timeline:
 def _rows(track: Track) -> list[_Row]:
     """The track's name, then its lanes in order; a lane has more rows where its spans overlap."""
     rows = [_Row(label=track.name, spans=None)]
-    walks = dict.fromkeys(span.walk for span in track.spans)
-    for lane in LANES:
-        by_walk = [
-            rows_of([span for span in track.spans if (span.lane, span.walk) == (lane, walk)])
-            for walk in walks
+    passes = dict.fromkeys(span.pass_name for span in track.spans)
+    for resource in SPAN_RESOURCES:
+        by_pass = [
+            rows_of(
+                [
+                    span
+                    for span in track.spans
+                    if (span.resource, span.pass_name) == (resource, pass_name)
+                ]
+            )
+            for pass_name in passes
         ]
-        for number, parts in enumerate(zip_longest(*by_walk, fillvalue=())):
-            label = LANE_NAMES[lane] if number == 0 else ""
-            rows.append(_Row(label=label, spans=dict(zip(walks, parts, strict=True))))
+        for number, parts in enumerate(zip_longest(*by_pass, fillvalue=())):
+            label = SPAN_RESOURCE_NAMES[resource] if number == 0 else ""
+            rows.append(_Row(label=label, spans=dict(zip(passes, parts, strict=True))))
     return rows
 
 
@@ -172,11 +187,11 @@ def _name_track(axis: Any, place: int, name: str) -> None:
 
 def _scale(panels: Any, rows: Sequence[_Row], limits: tuple[float, float]) -> None:
     """One scale for all panels, which share their axes."""
-    lanes = [place for place, row in enumerate(rows) if row.spans is not None and row.label]
+    resources = [place for place, row in enumerate(rows) if row.spans is not None and row.label]
     axis = panels.flat[0]
     axis.set_xlim(*limits)
     axis.set_ylim(len(rows) - 0.3, -0.8)
-    axis.set_yticks(lanes, [rows[place].label for place in lanes])
+    axis.set_yticks(resources, [rows[place].label for place in resources])
     in_ms = limits[1] > LONGEST_IN_US
     for axis in panels[-1]:
         axis.set_xlabel(f"{'ms' if in_ms else 'us'} since the first chunk started", fontsize=8)

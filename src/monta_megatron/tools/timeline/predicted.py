@@ -7,10 +7,10 @@ from monta_megatron.chains.program import Operation
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
-from monta_megatron.planner.pricing import AROUND_STAGES, WalkPrice
+from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.timeline.spans import Lane, Span, Timeline, Track
+from monta_megatron.tools.timeline.spans import Span, SpanResource, Timeline, Track
 
 
 def predict(
@@ -23,35 +23,39 @@ def predict(
     price = price_chain(workload, cluster, chain, num_chunks, phase)
     spans: list[Span] = []
     start_us = 0.0
-    for walk in price.walks:
-        spans += _spans_of(walk, start_us)
-        start_us += walk.total_us
+    for pass_name in price.passes:
+        spans += _spans_of(pass_name, start_us)
+        start_us += pass_name.total_us
     track = Track(name="busiest rank, predicted", spans=tuple(spans))
     return Timeline(source="predicted", tracks=(track,))
 
 
-def _spans_of(walk: WalkPrice, start_us: float) -> Iterator[Span]:
-    if walk.host_us > 0:
+def _spans_of(pass_name: PassPrice, start_us: float) -> Iterator[Span]:
+    if pass_name.host_us > 0:
         yield Span(
-            walk=walk.walk,
+            pass_name=pass_name.pass_name,
             stage=AROUND_STAGES,
             chunk=None,
-            lane="host",
+            resource="host",
             action="run",
             start_us=start_us,
-            end_us=start_us + walk.host_us,
+            end_us=start_us + pass_name.host_us,
         )
-        start_us += walk.host_us
+        start_us += pass_name.host_us
 
     def span(
-        work: Work, lane: Lane, start_us: float, end_us: float, operation: Operation | None = None
+        work: Work,
+        resource: SpanResource,
+        start_us: float,
+        end_us: float,
+        operation: Operation | None = None,
     ) -> Span:
         return Span(
-            walk=walk.walk,
+            pass_name=pass_name.pass_name,
             stage=work.stage,
             chunk=None if operation is None else operation.chunk,
-            lane=lane,
-            action="launch" if lane == "host" else "run",
+            resource=resource,
+            action="launch" if resource == "host" else "run",
             start_us=start_us,
             end_us=end_us,
             operation=None if operation is None else operation.number,
@@ -65,16 +69,16 @@ def _spans_of(walk: WalkPrice, start_us: float) -> Iterator[Span]:
             start_us = launched_us + sum(work.times_us)
             yield span(work, work.resource, launched_us, start_us)
 
-    yield from one_after_the_other(walk.before, start_us)
-    start_us += sum(work.launch_us + sum(work.times_us) for work in walk.before)
+    yield from one_after_the_other(pass_name.before, start_us)
+    start_us += sum(work.launch_us + sum(work.times_us) for work in pass_name.before)
 
-    schedule = walk.schedule
-    for operation, times in zip(walk.program.operations, schedule.times, strict=True):
-        work = walk.pipeline[operation.series]
+    schedule = pass_name.schedule
+    for operation, times in zip(pass_name.program.operations, schedule.times, strict=True):
+        work = pass_name.pipeline[operation.series]
         if work.launch_us > 0:
             end_us = start_us + times.launched_us
             yield span(work, "host", end_us - work.launch_us, end_us, operation)
         yield span(
             work, work.resource, start_us + times.start_us, start_us + times.end_us, operation
         )
-    yield from one_after_the_other(walk.after, start_us + schedule.total_us)
+    yield from one_after_the_other(pass_name.after, start_us + schedule.total_us)

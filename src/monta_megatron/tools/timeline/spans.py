@@ -9,14 +9,14 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.program import Operation
 from monta_megatron.common.strict_yaml import Text
-from monta_megatron.planner.chain_price import TIER_NAMES
-from monta_megatron.planner.curves import TIERS, Tier
+from monta_megatron.planner.chain_price import RESOURCE_NAMES
+from monta_megatron.planner.curves import RESOURCES, Resource
 
-Lane: TypeAlias = Literal[Tier, "host"]
-LANES: tuple[Lane, ...] = (*TIERS, "host")
+SpanResource: TypeAlias = Literal[Resource, "host"]
+SPAN_RESOURCES: tuple[SpanResource, ...] = (*RESOURCES, "host")
 # The resolution of the clocks; smaller differences are rounding.
 RESOLUTION_US = 1e-3
-LANE_NAMES: Mapping[str, str] = {**TIER_NAMES, "host": "host"}
+SPAN_RESOURCE_NAMES: Mapping[str, str] = {**RESOURCE_NAMES, "host": "host"}
 
 
 def pipeline_name(chain: str, num_chunks: int) -> str:
@@ -29,20 +29,20 @@ class Span:
     """A piece of work on one resource.
 
     Attributes:
-        walk: dispatch, combine, or the backward pass of one of them.
+        pass_name: dispatch, combine, or the backward pass of one of them.
         stage: a stage of the chain, or what comes before or after it.
         chunk: None where it is done for all chunks at once.
         operation: its number in the program of the pass; None for what surrounds the program.
-        lane: the resource that it occupies.
+        resource: the resource that it occupies.
         action: "run" on a resource; "launch" of an operation by the host, or its "wait" for one.
         start_us: time since the start of the timeline's first span.
         end_us: likewise.
     """
 
-    walk: Text
+    pass_name: Text
     stage: Text
     chunk: int | None
-    lane: Lane
+    resource: SpanResource
     action: Literal["run", "launch", "wait"]
     start_us: float
     end_us: float
@@ -88,13 +88,13 @@ class TimedStep(NamedTuple):
 
     Attributes:
         action: begin, start, wait, ready or end.
-        walk, operation: what it is a step of.
+        pass, operation: what it is a step of.
         host_us: when the host reached it.
         device_us: when the device reached it; on CPU ranks the same.
     """
 
     action: str
-    walk: str
+    pass_name: str
     operation: Operation
     host_us: float
     device_us: float
@@ -102,17 +102,21 @@ class TimedStep(NamedTuple):
     @property
     def key(self) -> Key:
         """What it is a step of."""
-        return self.walk, self.operation.number
+        return self.pass_name, self.operation.number
 
     def span(
-        self, lane: Lane, action: Literal["run", "launch", "wait"], start_us: float, end_us: float
+        self,
+        resource: SpanResource,
+        action: Literal["run", "launch", "wait"],
+        start_us: float,
+        end_us: float,
     ) -> Span:
         """A span of its operation."""
         return Span(
-            walk=self.walk,
+            pass_name=self.pass_name,
             stage=self.operation.stage,
             chunk=self.operation.chunk,
-            lane=lane,
+            resource=resource,
             action=action,
             start_us=start_us,
             end_us=end_us,

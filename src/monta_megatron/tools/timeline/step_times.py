@@ -1,4 +1,4 @@
-"""Records the times at which a walk's copies and collectives start and end.
+"""Records the times at which a pass's copies and collectives start and end.
 
 On CPU ranks they are read from the host's clock: copies block the host, and a thread of its own
 waits for each collective, as it ends long before the executor asks for it. Where ranks outnumber
@@ -54,7 +54,7 @@ class HostRecorder:
         at_us = now_us()
         self._steps.append(TimedStep(*step, host_us=at_us, device_us=at_us))
 
-    def watch(self, works: Sequence[dist.Work], walk: str, operation: int) -> list[dist.Work]:
+    def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
         """Let a thread wait for a collective; returns a handle that waits for that thread."""
 
         end: Future[None] = Future()
@@ -66,7 +66,7 @@ class HostRecorder:
             except RuntimeError as error:
                 end.set_exception(error)
             else:
-                self._ends_us[walk, operation] = now_us()
+                self._ends_us[pass_name, operation] = now_us()
                 end.set_result(None)
 
         self._waits.put(wait)
@@ -98,15 +98,15 @@ class DeviceRecorder:
     def note(self, step: Step) -> None:
         """Record that a step happens now on the host, and when the current stream reaches it."""
         event = _event(torch.cuda.current_stream())
-        key = (step.walk, step.operation.number)
+        key = (step.pass_name, step.operation.number)
         if step.action == "ready" and key in self._collectives:
             # The stream that is the first to wait for it has it behind itself now.
             self._ends.setdefault(key, event)
         self._noted.append((step, now_us(), event))
 
-    def watch(self, works: Sequence[dist.Work], walk: str, operation: int) -> list[dist.Work]:
+    def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
         """Remember that it is a collective."""
-        self._collectives.add((walk, operation))
+        self._collectives.add((pass_name, operation))
         return list(works)
 
     def take(self) -> Taken:

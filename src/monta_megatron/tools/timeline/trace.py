@@ -7,7 +7,13 @@ thread have to be nested, so spans that overlap on one resource go to additional
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from monta_megatron.tools.timeline.spans import LANE_NAMES, LANES, Span, Timeline, rows_of
+from monta_megatron.tools.timeline.spans import (
+    SPAN_RESOURCE_NAMES,
+    SPAN_RESOURCES,
+    Span,
+    Timeline,
+    rows_of,
+)
 
 # More than the number of rows that a lane will ever have.
 THREADS_PER_LANE = 100
@@ -31,11 +37,15 @@ def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dic
     for order, track in enumerate(tracks, 1):
         process = PROCESS_STEP * order
         events += _named("process", track.name, process, FIRST_THREAD, order)
-        for position, lane in enumerate(LANES):
-            spans = [span for span in track.spans if span.lane == lane]
+        for position, resource in enumerate(SPAN_RESOURCES):
+            spans = [span for span in track.spans if span.resource == resource]
             for number, row in enumerate(rows_of(spans)):
                 thread = FIRST_THREAD + position * THREADS_PER_LANE + number
-                name = LANE_NAMES[lane] if number == 0 else f"{LANE_NAMES[lane]} ({number + 1})"
+                name = (
+                    SPAN_RESOURCE_NAMES[resource]
+                    if number == 0
+                    else f"{SPAN_RESOURCE_NAMES[resource]} ({number + 1})"
+                )
                 events += _named("thread", name, process, thread, thread)
                 events += [_event(span, process, thread) for span in row]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
@@ -48,12 +58,12 @@ def _event(span: Span, process: int, thread: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": f"{verb}{span.stage}{chunk}",
-        "cat": span.walk,
+        "cat": span.pass_name,
         "pid": process,
         "tid": thread,
         "ts": start_us,
         "dur": max(round(end_us - start_us - GAP_US, 3), 0.0),
-        "args": {"walk": span.walk, "stage": span.stage, "chunk": span.chunk},
+        "args": {"pass_name": span.pass_name, "stage": span.stage, "chunk": span.chunk},
     }
 
 

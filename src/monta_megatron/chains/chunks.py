@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from monta_megatron.chains.stages import RowCounts, Segments
 
 
-def cut(rows: RowCounts, num_chunks: int) -> RowCounts:
+def split(rows: RowCounts, num_chunks: int) -> RowCounts:
     """Cut every count into `num_chunks` parts: equal ones, then one of half their size.
 
     Each source's rows for each expert are cut separately, so a chunk holds the same share of
@@ -45,7 +45,7 @@ def blocks_for(num_chunks: int) -> int:
 
 
 def first_blocks(num_blocks: int, num_chunks: int) -> NDArray[np.int64]:
-    """[C] the first block of each chunk, where chunks are made of whole blocks; see `cut`."""
+    """[C] the first block of each chunk, where chunks are made of whole blocks; see `split`."""
     first = np.rint(2 * num_blocks * np.arange(num_chunks) / (2 * num_chunks - 1))
     return first.astype(np.int64)
 

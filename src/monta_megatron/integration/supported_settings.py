@@ -7,7 +7,7 @@ it is refused when the configuration is made, so that none is dropped unnoticed.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-_TESTS = "tests/dist/test_duties.py::"
+_TESTS = "tests/dist/test_supported_settings.py::"
 
 # Setting -> the test that shows that it works.
 RUNS = {
@@ -70,7 +70,7 @@ REFUSED = (
 )
 
 
-def check_duties(config: Any) -> None:
+def check_supported(config: Any) -> None:
     """Refuse a configuration that asks for a duty this dispatcher does not fulfil.
 
     Raises:

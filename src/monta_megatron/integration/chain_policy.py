@@ -10,12 +10,12 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import bytes_of_gb, counted
 from monta_megatron.integration.agreement import agree
 from monta_megatron.integration.options import AUTO, Options
-from monta_megatron.planner.choice import (
+from monta_megatron.planner.chain_policy import (
     NUM_CHUNKS,
-    Choice,
-    Decision,
-    FixedChoice,
-    PlannedChoice,
+    ChainChoice,
+    ChainPolicy,
+    FixedPolicy,
+    PlannedPolicy,
     chains_for,
     uncalibrated,
 )
@@ -24,14 +24,14 @@ from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
 
 
-def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> Choice:
+def choose(options: Options, config: Any, layout: Layout, permuted_only: bool) -> ChainPolicy:
     """How a dispatcher with this configuration chooses its chain.
 
     Args:
         options: the options, already checked.
         config: the TransformerConfig.
         layout: this rank's place.
-        pairs_only: "auto" may choose only chains whose rows are pairs.
+        permuted_only: "auto" may choose only chains whose rows are pairs.
 
     Raises:
         ValueError: the chain cannot run here, or a plan is for another layout.
@@ -41,14 +41,14 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
         # The number of tokens is no part of the configuration; Megatron's arguments are checked.
         here = exchange_of(_workload(config, layout))
         del here["tokens_per_rank"]
-        misfit = options.plan.misfit(here)
-        if misfit is not None:
-            raise ValueError(f"moe_monta_plan: {misfit}")
+        incompatibility = options.plan.incompatibility(here)
+        if incompatibility is not None:
+            raise ValueError(f"moe_monta_plan: {incompatibility}")
         num_chunks, reason = options.plan.num_chunks, options.plan.reason
     check_chain_runs(options, layout)
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
-        return FixedChoice(decision=Decision(chain=chain, num_chunks=num_chunks, reason=reason))
+        return FixedPolicy(decision=ChainChoice(chain=chain, num_chunks=num_chunks, reason=reason))
     cluster = options.cluster or uncalibrated(layout)
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
@@ -56,7 +56,11 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
         )
-    chains = (chain for chain in chains_for(layout) if chain.rows == "pairs" or not pairs_only)
+    chains = (
+        chain
+        for chain in chains_for(layout)
+        if chain.rows == "permuted tokens" or not permuted_only
+    )
     return _planned_choice(
         cluster=cluster,
         workload=_workload(config, layout),
@@ -67,7 +71,7 @@ def choose(options: Options, config: Any, layout: Layout, pairs_only: bool) -> C
 
 
 # One choice for all layers that are alike, so that a plan is not made for each of them.
-_planned_choice = cache(PlannedChoice)
+_planned_choice = cache(PlannedPolicy)
 
 
 def check_chain_runs(options: Options, layout: Layout) -> None:
@@ -77,15 +81,15 @@ def check_chain_runs(options: Options, layout: Layout) -> None:
         ValueError: it cannot; the message names the option.
     """
     chain = options.named_chain
-    reason = None if chain is None else chain.refusal(layout)
+    reason = None if chain is None else chain.incompatibility(layout)
     if chain is not None and reason is not None:
         option = "moe_monta_chain" if options.plan is None else "moe_monta_plan"
         raise ValueError(f"{option}: {chain.name} cannot run here: {reason}")
 
 
-def choose_alike(
-    options: Options, config: Any, layout: Layout, pairs_only: bool, group: dist.ProcessGroup
-) -> tuple[Choice, int]:
+def agreed_policy(
+    options: Options, config: Any, layout: Layout, permuted_only: bool, group: dist.ProcessGroup
+) -> tuple[ChainPolicy, int]:
     """The choice of all ranks of an exchange, and the hash of what they agree on.
 
     Args:
@@ -96,7 +100,7 @@ def choose_alike(
         ValueError: the chain cannot run here, or the ranks differ; on all of them.
     """
     try:
-        choice = choose(options, config, layout, pairs_only)
+        choice = choose(options, config, layout, permuted_only)
         refusal, rule = None, rule_of(choice, config, layout)
     except ValueError as error:
         chain = options.named_chain
@@ -108,7 +112,7 @@ def choose_alike(
     return choice, agreement
 
 
-def rule_of(choice: Choice, config: Any, layout: Layout) -> dict[str, Any]:
+def rule_of(choice: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
     """What all ranks of an exchange agree on: how they choose, and what a row is."""
     workload = _workload(config, layout)
     return {

@@ -1,4 +1,4 @@
-"""What Megatron's settings ask of a dispatcher (integration/duties.py), against stock."""
+"""What Megatron's settings ask of a dispatcher (supported_settings.py), against stock."""
 
 import dataclasses
 from importlib import metadata
@@ -23,7 +23,7 @@ from layers import (
 from pool import PoolError
 
 from monta_megatron.integration.dispatcher_type import answer_should_free_input
-from monta_megatron.integration.duties import RUNS, check_duties
+from monta_megatron.integration.supported_settings import RUNS, check_supported
 
 pytestmark = pytest.mark.old_end
 
@@ -181,13 +181,13 @@ def test_the_overlap_schedule_frees_no_experts_input(low_precision: dict[str, An
 )
 def test_cuda_graphs_that_would_capture_the_exchange_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cuda_graph_impl: not supported"):
-        check_duties(SimpleNamespace(**settings))
+        check_supported(SimpleNamespace(**settings))
 
 
 def test_other_cuda_graphs_are_not_refused() -> None:
-    check_duties(SimpleNamespace(cuda_graph_impl="none"))
+    check_supported(SimpleNamespace(cuda_graph_impl="none"))
     modules = ["attn", "moe_preprocess"]
-    check_duties(SimpleNamespace(cuda_graph_impl="local", cuda_graph_modules=modules))
+    check_supported(SimpleNamespace(cuda_graph_impl="local", cuda_graph_modules=modules))
 
 
 def test_every_test_that_is_named_is_there() -> None:

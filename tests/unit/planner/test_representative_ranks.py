@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.planner.alike_ranks import PricedRanks, priced_ranks
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.named_routing import skewed_routing
+from monta_megatron.planner.representative_ranks import PricedRanks, priced_ranks
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
@@ -95,7 +95,7 @@ def test_the_plan_is_that_of_all_ranks(case: Case) -> None:
         for rank_by_rank in (False, True)
     )
     assert (found.chain, found.num_chunks) == (expected.chain, expected.num_chunks)
-    assert (found.situation, found.notes) == (expected.situation, expected.notes)
+    assert (found.key, found.notes) == (expected.key, expected.notes)
     numbers, expected_numbers = (
         {
             (entry.chain, entry.num_chunks, name): getattr(entry, name) or 0.0

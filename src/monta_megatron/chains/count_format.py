@@ -22,12 +22,12 @@ def part_sizes(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
     return {part: size for part, size in sizes.items() if part in named}
 
 
-def counted_blocks(chains: Sequence[Chain], num_blocks: int) -> int:
+def num_counted_blocks(chains: Sequence[Chain], num_blocks: int) -> int:
     """How many token blocks are counted: only chains whose rows are tokens need more than one."""
     return num_blocks if any(chain.rows == "tokens" for chain in chains) else 1
 
 
-def gathered_widths(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> list[int]:
+def count_widths(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> list[int]:
     """Integers in each section of a rank's line.
 
     Args:
@@ -35,6 +35,6 @@ def gathered_widths(chains: Sequence[Chain], layout: Layout, num_blocks: int) ->
         layout: any rank's place.
         num_blocks: B, the number of token blocks.
     """
-    blocks = counted_blocks(chains, num_blocks)
+    blocks = num_counted_blocks(chains, num_blocks)
     sections = (layout.num_experts, *part_sizes(chains, layout).values())
     return [HEAD_SIZE, *(blocks * size for size in sections)]

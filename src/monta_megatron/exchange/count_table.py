@@ -17,33 +17,33 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.chains.gathered import gathered_widths, part_sizes
+from monta_megatron.chains.count_format import count_widths, part_sizes
 from monta_megatron.chains.layout import Layout
 
 T = TypeVar("T", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatheredCounts:
+class ExchangeCounts:
     """What the gather brought to one rank, on the host.
 
     Attributes:
         pairs: counts for chains whose rows are pairs.
         tokens: counts for chains whose rows are tokens; None if no candidate's rows are.
         max_tokens: the most tokens on any rank.
-        list_width: the longest list of experts of any token; 0 where rows are pairs only.
+        max_experts_per_token: of any token; 0 where rows are permuted tokens only.
         hashes: [S] each rank's hash of the rule by which it chooses; has to be equal on all.
     """
 
     pairs: Counts
     tokens: TokenCounts | None
     max_tokens: int
-    list_width: int
+    max_experts_per_token: int
     hashes: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counting:
+class CountTable:
     """Counts what the candidate chains on one layout need, and no more.
 
     Attributes:
@@ -98,7 +98,7 @@ class Counting:
         """The part of the gathered table [S, K] that this rank needs, as one tensor."""
         return torch.cat([section.flatten() for section in self._sections(table).values()])
 
-    def read(self, selected: NDArray[np.int64]) -> GatheredCounts:
+    def read(self, selected: NDArray[np.int64]) -> ExchangeCounts:
         """Read on the host what `select` returned."""
         ends = np.cumsum([math.prod(shape) for shape in self._shapes.values()])
         pieces = zip(np.split(selected, ends[:-1]), self._shapes.items(), strict=True)
@@ -111,27 +111,27 @@ class Counting:
         num_tokens = head[:, :1]
         block = _block_size(num_tokens, self.num_blocks)
         tokens = np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
-        return GatheredCounts(
+        return ExchangeCounts(
             pairs=Counts(sent=sent.sum(axis=0).reshape(layout.ep, -1), received=received),
             tokens=TokenCounts(tokens=tokens, experts=experts, classes=self.classes, **sections)
             if self.by_block
             else None,
             max_tokens=int(head[:, 0].max()),
-            list_width=max(int(head[:, 1].max()), 1) if self.by_block else 0,
+            max_experts_per_token=max(int(head[:, 1].max()), 1) if self.by_block else 0,
             hashes=head[:, 2],
         )
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what this rank needs, by name: those of an empty table."""
-        widths = gathered_widths(self.chains, self.layout, self.num_blocks)
+        widths = count_widths(self.chains, self.layout, self.num_blocks)
         table = torch.empty(len(self.layout.nodes), sum(widths), dtype=torch.int64)
         return {name: tuple(section.shape) for name, section in self._sections(table).items()}
 
     def _sections(self, table: torch.Tensor) -> dict[str, torch.Tensor]:
         """What this rank needs of the gathered table [S, K]; of parts, as `TokenCounts` says."""
         layout, first = self.layout, self.layout.first_expert
-        widths = gathered_widths(self.chains, layout, self.num_blocks)
+        widths = count_widths(self.chains, layout, self.num_blocks)
         head, experts, *parts = table.split(widths, dim=1)
         # [S, B, E]
         experts = experts.unflatten(1, (-1, layout.num_experts))
@@ -156,7 +156,7 @@ class Counting:
         return sections
 
 
-def lists_of(
+def expert_ids_of(
     routing_map: torch.Tensor, probs: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts in ascending order, and their probabilities, with no sync.

@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any, Protocol
 
 from monta_megatron.chains import CHAINS, Chain
-from monta_megatron.chains.cut import blocks_for
-from monta_megatron.chains.gathered import gathered_widths
+from monta_megatron.chains.chunks import blocks_for
+from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import presets
 from monta_megatron.common.quantities import counted, gb_text
@@ -27,7 +27,7 @@ UNCALIBRATED = "h100_8x_ndr"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class ChainChoice:
     """What runs.
 
     Attributes:
@@ -41,7 +41,7 @@ class Decision:
     reason: str
 
 
-class Choice(Protocol):
+class ChainPolicy(Protocol):
     """How a dispatcher chooses."""
 
     @property
@@ -55,7 +55,7 @@ class Choice(Protocol):
     def rule(self) -> dict[str, Any]:
         """What every rank has to agree on, as plain values."""
 
-    def decide(self, max_tokens: int, longest_list: int = 0) -> Decision:
+    def decide(self, max_tokens: int, longest_list: int = 0) -> ChainChoice:
         """What runs if no rank has more than `max_tokens` tokens, with no list of experts longer.
 
         Padding and dropping may make lists longer or shorter than top-k; 0 says nothing of them.
@@ -63,32 +63,32 @@ class Choice(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedChoice:
+class FixedPolicy:
     """A fixed chain and number of chunks, whatever the number of tokens."""
 
-    decision: Decision
+    decision: ChainChoice
 
     @property
     def chains(self) -> tuple[Chain, ...]:
-        """See `Choice`."""
+        """See `ChainPolicy`."""
         return (self.decision.chain,)
 
     @property
     def num_blocks(self) -> int:
-        """See `Choice`."""
+        """See `ChainPolicy`."""
         return blocks_for(self.decision.num_chunks)
 
     def rule(self) -> dict[str, Any]:
-        """See `Choice`."""
+        """See `ChainPolicy`."""
         return {"chain": self.decision.chain.name, "num_chunks": self.decision.num_chunks}
 
-    def decide(self, max_tokens: int, longest_list: int = 0) -> Decision:
-        """See `Choice`."""
+    def decide(self, max_tokens: int, longest_list: int = 0) -> ChainChoice:
+        """See `ChainPolicy`."""
         return self.decision
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PlannedChoice:
+class PlannedPolicy:
     """A plan for every range of tokens, made when it is first needed.
 
     Attributes:
@@ -106,15 +106,15 @@ class PlannedChoice:
     chains: tuple[Chain, ...]
     num_chunks: tuple[int, ...] = NUM_CHUNKS
     memory_limit_bytes: float | None = None
-    _decisions: dict[tuple[int, int], Decision] = field(default_factory=dict)
+    _decisions: dict[tuple[int, int], ChainChoice] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
-        """See `Choice`."""
+        """See `ChainPolicy`."""
         return blocks_for(max(self.num_chunks))
 
     def rule(self) -> dict[str, Any]:
-        """See `Choice`."""
+        """See `ChainPolicy`."""
         return {
             "chain": "auto",
             "chains": [chain.name for chain in self.chains],
@@ -125,22 +125,22 @@ class PlannedChoice:
             "hash of the costs": hash_of({"costs": repr(self.cluster)}),
         }
 
-    def decide(self, max_tokens: int, longest_list: int = 0) -> Decision:
-        """See `Choice`."""
+    def decide(self, max_tokens: int, longest_list: int = 0) -> ChainChoice:
+        """See `ChainPolicy`."""
         routing = self.workload.routing
-        if longest_list <= routing.list_width:
+        if longest_list <= routing.max_experts_per_token:
             longest_list = 0
         key = bucket_of(max_tokens), min(bucket_of(longest_list), routing.num_experts)
         if key not in self._decisions:
             self._decisions[key] = self._plan(*key)
         return self._decisions[key]
 
-    def _plan(self, tokens: int, longest_list: int) -> Decision:
+    def _plan(self, tokens: int, longest_list: int) -> ChainChoice:
         found = plan_for(self, tokens, longest_list)
         assert found.chosen is not None and found.chosen.peak_bytes is not None, "it was priced"
         lists = f" with up to {counted(longest_list, 'expert')} each" if longest_list > 1 else ""
         doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
-        return Decision(
+        return ChainChoice(
             chain=CHAINS[found.chain],
             num_chunks=found.num_chunks,
             reason=f"planned on {self.cluster.name}{doubtful} for up to "
@@ -149,7 +149,7 @@ class PlannedChoice:
         )
 
 
-def plan_for(choice: PlannedChoice, tokens: int, longest_list: int = 0) -> Plan:
+def plan_for(choice: PlannedPolicy, tokens: int, longest_list: int = 0) -> Plan:
     """The plan behind a choice for `tokens` tokens per rank; see `Workload`."""
     return plan(
         replace(choice.workload, tokens_per_rank=tokens, longest_list=longest_list),
@@ -159,8 +159,8 @@ def plan_for(choice: PlannedChoice, tokens: int, longest_list: int = 0) -> Plan:
         memory_limit_bytes=choice.memory_limit_bytes,
         or_least=True,
         # The chain is chosen after the gather, which therefore holds what any of the chains needs.
-        gathered_counts=sum(
-            gathered_widths(choice.chains, choice.workload.layout, choice.num_blocks)
+        num_exchanged_counts=sum(
+            count_widths(choice.chains, choice.workload.layout, choice.num_blocks)
         ),
     )
 
@@ -175,7 +175,7 @@ def bucket_of(num_tokens: int) -> int:
 
 def chains_for(layout: Layout) -> tuple[Chain, ...]:
     """The chains that can run on a layout."""
-    return tuple(chain for chain in CHAINS.values() if chain.refusal(layout) is None)
+    return tuple(chain for chain in CHAINS.values() if chain.incompatibility(layout) is None)
 
 
 @cache
