@@ -135,7 +135,7 @@ def test_a_plan_file_is_followed_and_checked(pools: Pools, tmp_path: Path) -> No
     assert chosen[0][0] in CHAINS
     for found in pools[4].run(compare_steps, case, None, [[24, 24, 24, 24]]):
         assert found == [chosen[0]]
-    with pytest.raises(PoolError, match=r"moe_monta_plan: situation\.ep: the plan is for 4, .* 2"):
+    with pytest.raises(PoolError, match=r"moe_monta_plan: key\.ep: the plan is for 4, .* 2"):
         pools[4].run(compare_steps, Case(ep=2, options=options), None, [[4] * 4])
 
 

@@ -142,7 +142,7 @@ def test_a_plan_for_something_else_is_refused(
     result = parse(f"{MOE} --moe-monta-plan {tmp_path}/plan.yaml {arguments}")
     assert result.returncode == (0 if said is None else 2), result.stderr
     if said is not None:
-        assert f"monta: error: moe_monta_plan: situation.{said}" in result.stderr
+        assert f"monta: error: moe_monta_plan: key.{said}" in result.stderr
 
 
 def test_bad_environment_is_one_line_and_status_2() -> None:

@@ -20,7 +20,7 @@ Phase = Literal["forward", "forward_backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanKey:
-    """What a plan was made for; the exchange is checked where the plan is used (`Plan.incompatibility`).
+    """What a plan was made for; the exchange is checked at its use (`Plan.incompatibility`).
 
     Attributes:
         ep: expert parallel size.

@@ -306,8 +306,8 @@ def test_no_layout_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (lambda data: data.update(chain="alltoal"), ["chain: got", "(did you mean alltoall?)"]),
         (lambda data: data.update(chain="alltoall", num_chunks=2), ["num_chunks: got 2", "serial"]),
         (lambda data: data.update(num_chunks=0), ["num_chunks: got 0", ">= 1"]),
-        (lambda data: data.pop("key"), ["situation: missing"]),
-        (lambda data: data["key"].update(nodes="all"), ["situation.nodes: got 'all'"]),
+        (lambda data: data.pop("key"), ["key: missing"]),
+        (lambda data: data["key"].update(nodes="all"), ["key.nodes: got 'all'"]),
         (lambda data: data["candidates"].append(1), ["candidates[", "got 1", "a mapping"]),
     ],
 )

@@ -449,13 +449,13 @@ def test_a_plan_is_checked_against_the_exchange_it_is_used_with() -> None:
     moved = replace(layout, nodes=tuple(node + 5 for node in layout.nodes))
     assert found.incompatibility(exchange_of(replace(used, layout=moved))) is None
     for other, said in (
-        (workload_of(8), "situation.ep: the plan is for 16, used with 8"),
-        (workload_of(16, num_experts=128), "situation.num_experts: the plan is for 64, used with"),
-        (workload_of(16, ranks_per_node=4), "situation.nodes: the plan is for [0, 0,"),
-        (workload_of(16, topk=4), "situation.topk: the plan is for 8, used with 4"),
-        (workload_of(16, hidden=2048), "situation.hidden_size: the plan is for 4096, used with"),
-        (replace(used, value_bytes=4), "situation.value_bytes: the plan is for 2, used with 4"),
-        (workload_of(16, tokens=64), "situation.tokens_per_rank: the plan is for 4096, used with"),
+        (workload_of(8), "key.ep: the plan is for 16, used with 8"),
+        (workload_of(16, num_experts=128), "key.num_experts: the plan is for 64, used with"),
+        (workload_of(16, ranks_per_node=4), "key.nodes: the plan is for [0, 0,"),
+        (workload_of(16, topk=4), "key.topk: the plan is for 8, used with 4"),
+        (workload_of(16, hidden=2048), "key.hidden_size: the plan is for 4096, used with"),
+        (replace(used, value_bytes=4), "key.value_bytes: the plan is for 2, used with 4"),
+        (workload_of(16, tokens=64), "key.tokens_per_rank: the plan is for 4096, used with"),
     ):
         assert said in str(found.incompatibility(exchange_of(other)))
 
