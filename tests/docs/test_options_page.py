@@ -28,7 +28,7 @@ def texts(path: Path) -> Iterator[str]:
     if path.suffix == ".sh":
         yield path.read_text(encoding="utf-8")
     elif path.suffix == ".py":
-        for node in ast.pass_name(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 

@@ -11,7 +11,7 @@ def test_names_of_tests_have_at_most_60_characters() -> None:
     names = [
         node.name
         for path in TESTS.rglob("test_*.py")
-        for node in ast.pass_name(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert len(names) > 500

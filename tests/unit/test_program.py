@@ -150,10 +150,10 @@ def test_only_chains_know_the_kinds_of_stages() -> None:
     found = {
         path.relative_to(SOURCES).as_posix()
         for path in SOURCES.rglob("*.py")
-        for node in ast.pass_name(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and getattr(node.func, "id", "") == "isinstance"
-        and stages & {each.id for each in ast.pass_name(node.args[1]) if isinstance(each, ast.Name)}
+        and stages & {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
     }
     assert found == {
         "chains/chain.py",

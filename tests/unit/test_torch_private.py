@@ -84,7 +84,7 @@ def test_torch_has_it_still(listed: str) -> None:
 
 def private_names(tree: ast.AST) -> Iterator[str]:
     """Names with an underscore that a file takes from something that is not `self`."""
-    for node in ast.pass_name(tree):
+    for node in ast.walk(tree):
         names: list[Any] = []
         if isinstance(node, ast.Attribute):
             names = [node.attr] if ast.unparse(node.value) not in ("self", "cls") else []
@@ -105,7 +105,7 @@ def test_every_use_is_listed() -> None:
     ours = {
         node.name
         for tree in files.values()
-        for node in ast.pass_name(tree)
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
     unlisted, elsewhere = [], []
