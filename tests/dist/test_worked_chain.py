@@ -10,8 +10,8 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
+from monta_megatron.planner.model_workload import workload_of_model
 from monta_megatron.planner.search import plan
-from monta_megatron.planner.workload import Workload
 
 CONFIGS = worked_chain.PAGE.parents[1] / "configs"
 MOST_LINES = 100
@@ -46,7 +46,7 @@ def test_the_planner_prices_it(tests: dict[str, Test]) -> None:
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml")
     (place,) = exchanges(ParallelLayout(world_size=8, ep=8), model.num_experts, 4)
     chains = ["two_tier_allgather", "hierarchical_allgather"]
-    found = plan(Workload.of(model, place, 512), cluster, chains=chains, num_chunks=[4])
+    found = plan(workload_of_model(model, place, 512), cluster, chains=chains, num_chunks=[4])
     bytes_of = {entry.chain: entry.inter_bytes for entry in found.candidates}
     # Top-8 of 64 on 2 nodes: nearly every token goes to both, so they send nearly the same.
     assert bytes_of["two_tier_allgather"] == pytest.approx(

@@ -19,6 +19,7 @@ from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
+from monta_megatron.planner.model_workload import workload_of_model
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.timeline.overlap import overlap_table, overlaps
@@ -39,7 +40,7 @@ FLAGS = [
 def workload() -> Workload:
     model = strict_yaml.load(Model, MODEL)
     (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
-    return Workload.of(model, place, 4096)
+    return workload_of_model(model, place, 4096)
 
 
 @pytest.fixture(scope="module")

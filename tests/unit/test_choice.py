@@ -93,7 +93,7 @@ def test_a_plan_for_another_model_is_refused(changes: dict[str, Any], said: str)
     assert isinstance(auto, PlannedPolicy)
     given = Options(plan=plan(auto.workload.with_tokens(512), auto.cluster))
     assert choose(given, config(), LAYOUT, permuted_only=False)
-    with pytest.raises(ValueError, match=rf"^moe_monta_plan: situation\.{said}"):
+    with pytest.raises(ValueError, match=rf"^moe_monta_plan: key\.{said}"):
         choose(given, config(**changes), LAYOUT, permuted_only=False)
 
 

@@ -27,9 +27,9 @@ from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
+from monta_megatron.planner.model_workload import workload_of_model
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.traffic import TRAFFIC
-from monta_megatron.planner.workload import Workload
 
 SOURCES = Path(monta_megatron.__file__).parent
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -118,7 +118,7 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
     layout = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
     assert set(OPERATIONS) == set(TRAFFIC) == set(get_args(Kind))
     model = strict_yaml.load(Model, CONFIGS / "models/olmoe_1b_7b.yaml")
-    workload = Workload.of(model, layout, 512)
+    workload = workload_of_model(model, layout, 512)
     for chain in CHAINS.values():
         bound = workload.bind(chain, 1 if chain.serial else num_chunks)
         for pass_ in FORWARD_BACKWARD:
@@ -134,7 +134,7 @@ def test_long_sequences_hold_a_window_of_chunks() -> None:
     model = strict_yaml.load(Model, CONFIGS / "models/qwen3_235b_a22b.yaml")
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters/h100_8x_ndr.yaml")
     (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
-    workload = Workload.of(model, place, 131_072)
+    workload = workload_of_model(model, place, 131_072)
 
     found = plan(workload, cluster)
     held = {(each.chain, each.num_chunks): each.peak_bytes or 0.0 for each in found.candidates}

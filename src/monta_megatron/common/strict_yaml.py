@@ -21,7 +21,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from decimal import Decimal
@@ -46,25 +46,6 @@ MOST_SHOWN = 20
 MOST_BYTES = 250_000
 MOST_VALUES = 10_000
 MOST_LEVELS = 20
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a value has to be, beyond its type.
-
-    Attributes:
-        text: what the user reads after "must be".
-        holds: whether a value satisfies it.
-    """
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-PositiveInt = Annotated[int, Rule("an integer >= 1", lambda value: value >= 1)]
-PositiveFloat = Annotated[float, Rule("a number > 0", lambda value: value > 0)]
-NonNegativeFloat = Annotated[float, Rule("a number >= 0", lambda value: value >= 0)]
-Text = Annotated[str, Rule("a text that is not empty", lambda value: value.strip() != "")]
 
 
 def load(cls: type[T], path: str | Path) -> T:
@@ -121,22 +102,6 @@ def build(cls: type[T], data: Any, file: str) -> T:
         keys = ", ".join(place.missing[:MOST_SHOWN]) + (f" and {num_more} more" * (num_more > 0))
         raise _Place(file, keys).error("missing, must be given")
     return value
-
-
-def require(holds: bool, name: str, value: object, rule: str) -> None:
-    """Refuse a value that breaks a rule, such as one between several fields of a dataclass.
-
-    Args:
-        holds: whether it satisfies it.
-        name: the field, for the message; `build` puts the path to the dataclass before it.
-        value: what it is.
-        rule: what the user reads after "must".
-
-    Raises:
-        ValueError: the rule does not hold.
-    """
-    if not holds:
-        raise ValueError(f"{name}: got {value}, must {rule}")
 
 
 def check_texts(data: Any, file: str) -> None:

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from monta_megatron.chains.nodes import check_named_alike, is_named
+from monta_megatron.common.hashes import hash_of
 from monta_megatron.exchange.groups import gather_objects
-from monta_megatron.planner.plan import hash_of
 
 T = TypeVar("T")
 

@@ -19,9 +19,8 @@ from monta_megatron.planner.chain_policy import (
     chains_for,
     uncalibrated,
 )
-from monta_megatron.planner.plan import exchange_of
 from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.workload import Workload
+from monta_megatron.planner.workload import Workload, exchange_of
 
 
 def choose(options: Options, config: Any, layout: Layout, permuted_only: bool) -> ChainPolicy:

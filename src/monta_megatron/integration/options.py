@@ -16,7 +16,7 @@ from typing import Any, Optional, TypeVar
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.common import presets
-from monta_megatron.common.strict_yaml import require
+from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.plan import Plan

@@ -15,10 +15,11 @@ from monta_megatron.chains.chunks import blocks_for
 from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import presets
+from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.plan import Plan, hash_of
+from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.search import NUM_CHUNKS, plan
 from monta_megatron.planner.workload import Workload
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from monta_megatron.chains.program import COLLECTIVES, Policy
 from monta_megatron.common.quantities import bytes_of_gb
-from monta_megatron.common.strict_yaml import (
+from monta_megatron.common.rules import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,

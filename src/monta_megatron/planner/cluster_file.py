@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.common import presets, strict_yaml
+from monta_megatron.common.hashes import hash_of
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import hash_of
 
 MEASURED = ("launch", "links", "curves", "contention")
 EDITED = "edited"

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 import numpy as np
 
 from monta_megatron.chains.program import Resource
-from monta_megatron.common.strict_yaml import (
+from monta_megatron.common.rules import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,

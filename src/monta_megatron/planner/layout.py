@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common.strict_yaml import PositiveInt, require
+from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.planner.model import Model
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.dtypes import DTYPE_BYTES, Dtype
-from monta_megatron.common.strict_yaml import PositiveFloat, PositiveInt, Text, require
+from monta_megatron.common.rules import PositiveFloat, PositiveInt, Text, require
 
 # No model has so many parameters besides its experts: the number was not written in billions.
 MOST_TIMES_EXPERTS = 1_000

@@ -1,7 +1,5 @@
 """The plan: the choice, every candidate with its numbers, and why each was not chosen."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +8,9 @@ from typing import Any, Literal
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
-from monta_megatron.common.strict_yaml import NonNegativeFloat, PositiveInt, Text
+from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
 from monta_megatron.planner.curves import Resource
 from monta_megatron.planner.resource_rates import ResourceRate
-from monta_megatron.planner.workload import Workload
 
 Phase = Literal["forward", "forward_backward"]
 
@@ -185,25 +182,3 @@ class Plan:
             reason=f"chosen by hand in {path}",
             stages=(),
         )
-
-
-def exchange_of(workload: Workload) -> dict[str, Any]:
-    """What a plan for a workload depends on, by the fields of `PlanKey`."""
-    layout = workload.layout
-    first_node = min(layout.nodes)
-    return {
-        "ep": layout.ep,
-        "etp": layout.etp,
-        "num_experts": workload.routing.num_experts,
-        "nodes": tuple(node - first_node for node in layout.nodes),
-        "topk": workload.routing.max_experts_per_token,
-        "hidden_size": workload.hidden_size,
-        "value_bytes": workload.value_bytes,
-        "tokens_per_rank": workload.tokens_per_rank,
-    }
-
-
-def hash_of(decision: Mapping[str, Any]) -> int:
-    """63 bits of a mapping of plain values, the same in every process."""
-    text = json.dumps(decision, sort_keys=True)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from monta_megatron.common.strict_yaml import Text
+from monta_megatron.common.rules import Text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCES, Operation, Resource
 from monta_megatron.planner.rate import Rate

@@ -13,10 +13,10 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.planner import reasons
 from monta_megatron.planner.chain_price import ChainPrice, price_chain, stage_costs
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import Candidate, Phase, Plan, PlanKey, exchange_of
+from monta_megatron.planner.plan import Candidate, Phase, Plan, PlanKey
 from monta_megatron.planner.reasons import Outcome
 from monta_megatron.planner.resource_rates import resource_rates
-from monta_megatron.planner.workload import Workload
+from monta_megatron.planner.workload import Workload, exchange_of
 
 NUM_CHUNKS = (1, 2, 4, 8)
 MARGIN = 0.03

@@ -1,16 +1,14 @@
 """What is exchanged and by whom: the layout of an exchange, its rows, and where they go."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.chunks import blocks_for
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import BoundProgram, Pass, Policy, RowFormat
-from monta_megatron.planner.layout import ParallelLayout, exchanges
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.routing import Routing, UniformRouting
+from monta_megatron.planner.routing import Routing
 
 # Of fp32, in which copies of a row are summed at least.
 LEAST_SUM_BYTES = 4
@@ -37,20 +35,6 @@ class Workload:
     routing: Routing
     tokens_per_rank: int
     longest_list: int = 0
-
-    @classmethod
-    def of(
-        cls, model: Model, layout: Layout, tokens_per_rank: int, routing: Routing | None = None
-    ) -> "Workload":
-        """A model's exchange, with the model's own router unless a routing is given."""
-        return cls(
-            layout=layout,
-            hidden_size=model.hidden_size,
-            value_bytes=model.value_bytes,
-            prob_bytes=model.prob_bytes,
-            routing=uniform_routing(model) if routing is None else routing,
-            tokens_per_rank=tokens_per_rank,
-        )
 
     def with_tokens(self, tokens_per_rank: int) -> "Workload":
         """The same exchange with another number of tokens on each rank."""
@@ -88,34 +72,17 @@ class Workload:
         return lower(bound, pass_, row, max_experts_per_token, policy)
 
 
-def workloads_of(
-    model: Model,
-    layout: ParallelLayout,
-    ranks_per_node: int,
-    tokens_per_rank: int | None = None,
-    routing: Callable[[Layout], Routing] | None = None,
-) -> list[Workload]:
-    """One workload for every way in which the layout's exchanges lie on the nodes.
-
-    Args:
-        model: what is trained.
-        layout: how the ranks are grouped.
-        ranks_per_node: ranks joined by the fast tier.
-        tokens_per_rank: None for the number that follows from the model's batch.
-        routing: layout of an exchange -> its routing; None for the model's own router.
-    """
-    tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
-    return [
-        Workload.of(model, place, tokens, None if routing is None else routing(place))
-        for place in exchanges(layout, model.num_experts, ranks_per_node)
-    ]
-
-
-def uniform_routing(model: Model) -> UniformRouting:
-    """The model's router with every expert as likely as any other."""
-    return UniformRouting(
-        num_experts=model.num_experts,
-        topk=model.moe_router_topk,
-        num_groups=model.moe_router_num_groups or 1,
-        group_topk=model.moe_router_group_topk or 1,
-    )
+def exchange_of(workload: Workload) -> dict[str, Any]:
+    """What a plan for a workload depends on, by the fields of `plan.PlanKey`."""
+    layout = workload.layout
+    first_node = min(layout.nodes)
+    return {
+        "ep": layout.ep,
+        "etp": layout.etp,
+        "num_experts": workload.routing.num_experts,
+        "nodes": tuple(node - first_node for node in layout.nodes),
+        "topk": workload.routing.max_experts_per_token,
+        "hidden_size": workload.hidden_size,
+        "value_bytes": workload.value_bytes,
+        "tokens_per_rank": workload.tokens_per_rank,
+    }

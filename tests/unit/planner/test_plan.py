@@ -16,18 +16,20 @@ from measured_routing import MeasuredRouting
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.count_format import count_widths
 from monta_megatron.common import strict_yaml
+from monta_megatron.common.hashes import hash_of
 from monta_megatron.planner.chain_policy import uncalibrated
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
+from monta_megatron.planner.model_workload import workload_of_model
 from monta_megatron.planner.named_routing import skewed_routing
-from monta_megatron.planner.plan import Phase, Plan, exchange_of, hash_of
+from monta_megatron.planner.plan import Phase, Plan
 from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
-from monta_megatron.planner.workload import Workload
+from monta_megatron.planner.workload import Workload, exchange_of
 from monta_megatron.tools.plan.report import plan_lines
 
 A800 = preset("a800_2x8_ib200")
@@ -40,7 +42,7 @@ Choose = Callable[[float], Plan]
 def paper_workload(tokens: int = 1024) -> Workload:
     """The paper's layout: 2 experts, ETP 8 inside each of two nodes, EP 2 across."""
     model = strict_yaml.load(Model, CONFIGS / "models" / "monta_2x70b.yaml")
-    return Workload.of(model, layout_of(2, 8, 8, model.num_experts), tokens)
+    return workload_of_model(model, layout_of(2, 8, 8, model.num_experts), tokens)
 
 
 def with_overhead(cluster: Cluster, ratio: float) -> Cluster:
@@ -462,7 +464,7 @@ def test_a_plan_is_checked_against_the_exchange_it_is_used_with() -> None:
 
 def test_the_hash_of_a_rule_is_the_same_in_every_process() -> None:
     rule = {"chain": "auto", "chains": ["alltoall", "allgather"], "num_chunks": [1, 2]}
-    code = f"from monta_megatron.planner.plan import hash_of; print(hash_of({rule!r}))"
+    code = f"from monta_megatron.common.hashes import hash_of; print(hash_of({rule!r}))"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -488,7 +490,7 @@ def test_4096_ranks_are_planned_at_once(cluster: Cluster, ep: int, pattern: int)
         priced_ranks.cache_clear()
         start = time.process_time()
         place = exchanges(layout, model.num_experts, cluster.ranks_per_node)[pattern]
-        plan(Workload.of(model, place, layout.tokens_per_rank(model)), cluster)
+        plan(workload_of_model(model, place, layout.tokens_per_rank(model)), cluster)
         times.append(time.process_time() - start)
     # Of this process alone. 29 ms and 37 ms where this was written (50 are promised); the rest is
     # for slower machines.

@@ -14,9 +14,10 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
+from monta_megatron.planner.model_workload import workload_of_model, workloads_of
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import state_bytes
-from monta_megatron.planner.workload import Workload, workloads_of
+from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.layout_ranking import rank_layouts
 
 MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
@@ -151,7 +152,7 @@ def test_a_layout_costs_what_its_slowest_exchange_costs() -> None:
 
     def workloads(layout: ParallelLayout) -> list[Workload]:
         place = layout_of(layout.ep, layout.etp, 8, model.num_experts)
-        return [Workload.of(model, place, tokens) for tokens in (64, 4096, 128)]
+        return [workload_of_model(model, place, tokens) for tokens in (64, 4096, 128)]
 
     ranking = rank_layouts(model, preset("a800_2x8_ib200"), world_size=16, workloads=workloads)
     assert {each.tokens_per_rank for each in ranking} == {4096}

@@ -13,6 +13,7 @@ from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
+from monta_megatron.planner.model_workload import workloads_of
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import (
     HeldState,
@@ -21,7 +22,6 @@ from monta_megatron.planner.training_memory import (
     state_bytes,
     training_memory,
 )
-from monta_megatron.planner.workload import workloads_of
 
 QWEN = strict_yaml.load(Model, CONFIGS / "models" / "qwen3_235b_a22b.yaml")
 H100 = preset("h100_8x_ndr")

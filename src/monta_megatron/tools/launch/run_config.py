@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from monta_megatron.common.strict_yaml import PositiveInt, Rule, Text, require
+from monta_megatron.common.rules import PositiveInt, Rule, Text, require
 from monta_megatron.planner.layout import ParallelLayout
 
 

@@ -16,6 +16,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.model_workload import uniform_routing, workloads_of
 from monta_megatron.planner.named_routing import expected_routing, skewed_routing
 from monta_megatron.planner.plan import Phase, Plan
 from monta_megatron.planner.router_trace import traced_routing
@@ -25,7 +26,7 @@ from monta_megatron.planner.training_memory import (
     plan_within_memory,
     training_memory,
 )
-from monta_megatron.planner.workload import Workload, uniform_routing, workloads_of
+from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.layout_ranking import RankedLayout, rank_layouts
 
 SIZES = tuple(entry.name for entry in fields(ParallelLayout))

@@ -10,7 +10,7 @@ from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
-from monta_megatron.common.strict_yaml import PositiveInt, Text
+from monta_megatron.common.rules import PositiveInt, Text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Phase
 from monta_megatron.tools.bench.prediction import workload_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.program import Operation
-from monta_megatron.common.strict_yaml import Text
+from monta_megatron.common.rules import Text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.curves import RESOURCES, Resource
 

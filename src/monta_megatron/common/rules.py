@@ -1,0 +1,40 @@
+"""What values have to be: annotations of a dataclass, which `strict_yaml` checks; `require`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value has to be, beyond its type.
+
+    Attributes:
+        text: what the user reads after "must be".
+        holds: whether a value satisfies it.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+PositiveInt = Annotated[int, Rule("an integer >= 1", lambda value: value >= 1)]
+PositiveFloat = Annotated[float, Rule("a number > 0", lambda value: value > 0)]
+NonNegativeFloat = Annotated[float, Rule("a number >= 0", lambda value: value >= 0)]
+Text = Annotated[str, Rule("a text that is not empty", lambda value: value.strip() != "")]
+
+
+def require(holds: bool, name: str, value: object, rule: str) -> None:
+    """Refuse a value that breaks a rule, such as one between several fields of a dataclass.
+
+    Args:
+        holds: whether it satisfies it.
+        name: the field, for the message; `build` puts the path to the dataclass before it.
+        value: what it is.
+        rule: what the user reads after "must".
+
+    Raises:
+        ValueError: the rule does not hold.
+    """
+    if not holds:
+        raise ValueError(f"{name}: got {value}, must {rule}")

@@ -1,0 +1,56 @@
+"""What a model exchanges: the workloads of its layouts."""
+
+from collections.abc import Callable
+
+from monta_megatron.chains.layout import Layout
+from monta_megatron.planner.layout import ParallelLayout, exchanges
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.routing import Routing, UniformRouting
+from monta_megatron.planner.workload import Workload
+
+
+def workload_of_model(
+    model: Model, layout: Layout, tokens_per_rank: int, routing: Routing | None = None
+) -> Workload:
+    """A model's exchange, with the model's own router unless a routing is given."""
+    return Workload(
+        layout=layout,
+        hidden_size=model.hidden_size,
+        value_bytes=model.value_bytes,
+        prob_bytes=model.prob_bytes,
+        routing=uniform_routing(model) if routing is None else routing,
+        tokens_per_rank=tokens_per_rank,
+    )
+
+
+def workloads_of(
+    model: Model,
+    layout: ParallelLayout,
+    ranks_per_node: int,
+    tokens_per_rank: int | None = None,
+    routing: Callable[[Layout], Routing] | None = None,
+) -> list[Workload]:
+    """One workload for every way in which the layout's exchanges lie on the nodes.
+
+    Args:
+        model: what is trained.
+        layout: how the ranks are grouped.
+        ranks_per_node: ranks joined by the node link.
+        tokens_per_rank: None for the number that follows from the model's batch.
+        routing: layout of an exchange -> its routing; None for the model's own router.
+    """
+    tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
+    return [
+        workload_of_model(model, place, tokens, None if routing is None else routing(place))
+        for place in exchanges(layout, model.num_experts, ranks_per_node)
+    ]
+
+
+def uniform_routing(model: Model) -> UniformRouting:
+    """The model's router with every expert as likely as any other."""
+    return UniformRouting(
+        num_experts=model.num_experts,
+        topk=model.moe_router_topk,
+        num_groups=model.moe_router_num_groups or 1,
+        group_topk=model.moe_router_group_topk or 1,
+    )
