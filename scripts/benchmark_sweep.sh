@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The sweep behind docs/benchmarks: all points at one rate between the nodes, then some of them at
+# The sweep of docs/benchmarks: all points at one rate between the nodes, then some of them at
 # others, one emulated cluster after the other. What FILE.jsonl holds already is not run again, so
 # a start that was killed goes on.
 #

@@ -35,7 +35,7 @@ VARIABLES = {
     "MONTA_CPU_RANKS": "1: Megatron runs on CPU ranks (Gloo), in any script; `monta emulate` "
     "sets it",
     "MONTA_ALLOW_ANY_MEGATRON": "1: go on with a Megatron-Core outside the supported range",
-    "MONTA_NODE": "a name that the ranks joined by the fast tier share, where nodes differ in size "
+    "MONTA_NODE": "a name that the ranks joined by the node link share, where nodes differ in size "
     "or are no hosts; comes before the cluster file, not before `--moe-monta-ranks-per-node`",
     "MONTA_EMULATED_CLUSTER": "set by `monta emulate` for every rank: the cluster, as JSON",
     "MONTA_PYTHON": "interpreter from which the scripts make their environment",
@@ -108,7 +108,7 @@ def _flag(action: argparse.Action) -> str:
 
 def _value(action: argparse.Action) -> str:
     if action.choices is not None:
-        return ", ".join(f"`{choice}`" for choice in action.choices)
+        return ", ".join(f"`{value}`" for value in action.choices)
     if action.nargs == 0:
         return ""
     return f"`{action.metavar}`" if isinstance(action.metavar, str) else ""

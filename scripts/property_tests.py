@@ -44,9 +44,9 @@ def main() -> int:
             if arguments.case is not None:
                 case = case_from(arguments.case)
                 results = pool.run(check_many, [case])
-                found = {line for result in results for _, line in result}
-                print("\n".join(sorted(found)) or "equal to the reference")
-                return 1 if found else 0
+                lines = {line for result in results for _, line in result}
+                print("\n".join(sorted(lines)) or "equal to the reference")
+                return 1 if lines else 0
             num_cases = -(-arguments.cases * NUM_CASES[world_size] // ordinary)
             began = time.monotonic()
             run_properties(pool, num_cases, arguments.seed)

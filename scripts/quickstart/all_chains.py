@@ -58,7 +58,7 @@ def compare(case: Case, router: str, run: Run, stock: Run) -> tuple[str, bool]:
         abs(mine - theirs) / abs(theirs)
         for mine, theirs in zip(run.losses, stock.losses, strict=True)
     ]
-    # The first iteration whose choices differ; its own loss already comes from them.
+    # The first iteration whose choice of experts differs; its own loss already comes from them.
     chooses_alike = next(
         (
             iteration
@@ -67,13 +67,13 @@ def compare(case: Case, router: str, run: Run, stock: Run) -> tuple[str, bool]:
         ),
         len(differences),
     )
-    means = [sum(each.losses[-NUM_LAST_LOSSES:]) / NUM_LAST_LOSSES for each in (run, stock)]
+    means = [sum(training.losses[-NUM_LAST_LOSSES:]) / NUM_LAST_LOSSES for training in (run, stock)]
     apart = abs(means[0] - means[1]) / means[1]
     until = max(differences[:chooses_alike], default=0.0)
     if case.same_bits:
         holds = max(differences) == 0
     else:
-        # Forced balance draws its choices anew from the seed, so they never differ.
+        # Forced balance chooses experts anew from the seed, so they never differ.
         holds = until <= TOLERANCE and apart <= LARGEST_DIFFERENCE_OF_MEANS
         holds = holds and (router == "free" or chooses_alike == len(differences))
     other = "never" if chooses_alike == len(differences) else f"iteration {chooses_alike + 1}"
@@ -113,7 +113,7 @@ def main() -> int:
     data_prefix = prepare(read_texts([]), FOLDER / "data")
     results, failed = {}, False
     stocks: dict[tuple[str, int], Run] = {}
-    lines = [f"{'chain':24}{'router':10}{'alike':>10}{'all':>10}  {'other choices':14}{'means':>9}"]
+    lines = [f"{'chain':24}{'router':10}{'alike':>10}{'all':>10}  {'other experts':14}{'means':>9}"]
     print(lines[0], flush=True)
     for case in CASES:
         for router in routers:

@@ -51,8 +51,8 @@ class Run:
     Attributes:
         losses: unrounded, one per iteration.
         dispatch: "dispatcher", "chain" and "num_chunks", each the list of distinct values over
-            layers and ranks, and "bytes" sent by tier, over all ranks.
-        routing: a hash of all tokens' choices per iteration, if they were recorded.
+            layers and ranks, and "bytes" sent by resource, over all ranks.
+        routing: a hash of all tokens' experts per iteration, if they were recorded.
     """
 
     losses: list[float]
@@ -169,44 +169,44 @@ def error_lines(log: Path) -> str:
         r"(?P<rank>(\[rank\d+\]: )?)(?!torch\.distributed\.elastic)"
         r"([\w.]+(Error|Exception)\b|monta: error)"
     )
-    found = []
+    errors = []
     raised_at: dict[str, str] = {}
     for line in lines:
         prefix, frame, _ = line.partition("  File ")
         if frame:
             raised_at[prefix] = line
         elif match := pattern.match(line):
-            found += [*filter(None, [raised_at.get(match["rank"])]), line]
-    return "\n".join(found or lines[-15:])
+            errors += [*filter(None, [raised_at.get(match["rank"])]), line]
+    return "\n".join(errors or lines[-15:])
 
 
 def failures(monta: Run, alltoall: Run, iterations: int) -> list[str]:
     """The results that are not as they have to be, one line each."""
-    found = []
+    failed = []
     for name, run, expected in (
         ("monta", monta, MONTA_DISPATCHER),
         ("alltoall", alltoall, STOCK_DISPATCHER),
     ):
         if run.dispatch["dispatcher"] != [expected]:
             ran = " and ".join(run.dispatch["dispatcher"]) or "no dispatcher"
-            found.append(f"{name}: {ran} ran, must be {expected}")
+            failed.append(f"{name}: {ran} ran, must be {expected}")
         if len(run.losses) != iterations:
-            found.append(f"{name}: {len(run.losses)} losses recorded, must be {iterations}")
+            failed.append(f"{name}: {len(run.losses)} losses recorded, must be {iterations}")
     if len(monta.dispatch["chain"]) != 1 or len(monta.dispatch["num_chunks"]) != 1:
-        found.append(f"monta: layers or ranks differ: {monta.dispatch}")
+        failed.append(f"monta: layers or ranks differ: {monta.dispatch}")
     if monta.dispatch["bytes"]["inter"] == 0:
-        found.append("monta: no bytes moved between the nodes")
+        failed.append("monta: no bytes moved between the nodes")
     for iteration, (mine, stock) in enumerate(zip(monta.losses, alltoall.losses, strict=False), 1):
         if mine != stock:
-            found.append(f"losses differ from iteration {iteration} on: {mine} and {stock}")
+            failed.append(f"losses differ from iteration {iteration} on: {mine} and {stock}")
             break
     ratio = _last_over_first(monta.losses)
     if not ratio <= LARGEST_LAST_OVER_FIRST:
-        found.append(
+        failed.append(
             f"the model does not learn: mean of the last {NUM_LAST_LOSSES} losses is {ratio:.3f} "
             f"of the first, must be at most {LARGEST_LAST_OVER_FIRST}"
         )
-    return found
+    return failed
 
 
 def summarise(monta: Run, alltoall: Run, failed: list[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A text is refused in one line, or it reaches the ranks unchanged: what was generated is executed,
 through run.sh and start.sh, with a stand-in for the interpreter that notes what it is given. A text
-that a shell ran would leave a file behind.
+that a shell ran would leave a file.
 """
 
 import json
@@ -156,8 +156,8 @@ def outcome(file: Path, *words: str, directory: Path | None = None) -> dict[str,
         "expected": [
             word
             for group in (run.arguments, run.script_arguments)
-            for each in group.values()
-            for word in each.words
+            for argument in group.values()
+            for word in argument.words
         ],
     }
 
@@ -180,10 +180,10 @@ def meant(text: str) -> str:
     return text.replace("$$", "$")
 
 
-def assert_one_line(refusal: str, *said: str) -> None:
-    assert refusal.isprintable(), repr(refusal)
+def assert_one_line(text: str, *said: str) -> None:
+    assert text.isprintable(), repr(text)
     for part in said:
-        assert part in refusal
+        assert part in text
 
 
 def assert_nothing_ran(folder: Path) -> None:
@@ -196,22 +196,22 @@ def test_every_field_is_refused_or_reaches_the_ranks_unchanged(folder: Path, fie
     usual = set(sbatch_options(run_script(prepare(str(run_file(folder)), [], None, dry_run=False))))
     refused = set()
     for name, text in HOSTILE.items():
-        found = outcome(run_file(folder, keys, text))
+        result = outcome(run_file(folder, keys, text))
         assert_nothing_ran(folder)
-        if isinstance(found, str):
-            assert_one_line(found, "run.yaml")
+        if isinstance(result, str):
+            assert_one_line(result, "run.yaml")
             refused.add(name)
             continue
-        assert found["arguments"] == found["expected"], name
+        assert result["arguments"] == result["expected"], name
         text = meant(text) if keys[0] in ("megatron", "script_arguments", "environment") else text
         if field == "variable":
-            assert found["variable"] == text
+            assert result["variable"] == text
         elif field in ("argument", "script's argument"):
-            assert found["arguments"][-1] == text
+            assert result["arguments"][-1] == text
         elif keys[0] == "slurm":
             added = "comment" if keys[1] == "options" else keys[1]
-            assert set(found["sbatch"]) == usual | {added}
-            assert found["sbatch"][added].removeprefix("first,") == text
+            assert set(result["sbatch"]) == usual | {added}
+            assert result["sbatch"][added].removeprefix("first,") == text
     assert set(UNPRINTABLE) <= refused, set(UNPRINTABLE) - refused
     if None in keys:
         # A name is letters, digits and dashes, or it is none.
@@ -227,36 +227,36 @@ def test_folders(folder: Path, name: str) -> None:
             prepare(str(run_file(folder)), [], Path(text), dry_run=False)
         return
     given = folder / f"x{text}".replace("/", "_")
-    found = outcome(run_file(folder), directory=given)
+    result = outcome(run_file(folder), directory=given)
     assert_nothing_ran(folder / "work")
-    if isinstance(found, str):
+    if isinstance(result, str):
         assert name in UNPRINTABLE
-        assert_one_line(found, "--run-directory: got")
+        assert_one_line(result, "--run-directory: got")
         assert not given.exists()
         return
-    assert found["directory"] == str(given)
-    assert found["sbatch"]["output"] == f"{str(given).replace('%', '%%')}/logs/%j.log"
+    assert result["directory"] == str(given)
+    assert result["sbatch"]["output"] == f"{str(given).replace('%', '%%')}/logs/%j.log"
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_words_behind_the_dashes(folder: Path, name: str) -> None:
-    found = outcome(run_file(folder), "--data-path", f"x{HOSTILE[name]}")
+def test_words_after_the_dashes(folder: Path, name: str) -> None:
+    result = outcome(run_file(folder), "--data-path", f"x{HOSTILE[name]}")
     assert_nothing_ran(folder)
-    if isinstance(found, str):
+    if isinstance(result, str):
         assert name in UNPRINTABLE
-        assert_one_line(found, "an argument after `--`: got")
+        assert_one_line(result, "an argument after `--`: got")
     else:
-        assert found["arguments"][-1] == f"x{HOSTILE[name]}"
+        assert result["arguments"][-1] == f"x{HOSTILE[name]}"
 
 
 def test_variables_of_the_caller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIVEN", HOSTILE["line break"])
-    found = outcome(run_file(folder, ("megatron", "data-path"), "${GIVEN}"))
-    assert isinstance(found, str)
-    assert_one_line(found, "megatron.data-path: got 'a\\ntouch injected'", "printable")
+    result = outcome(run_file(folder, ("megatron", "data-path"), "${GIVEN}"))
+    assert isinstance(result, str)
+    assert_one_line(result, "megatron.data-path: got 'a\\ntouch injected'", "printable")
     monkeypatch.setenv("GIVEN", HOSTILE["command"])
-    found = outcome(run_file(folder, ("megatron", "data-path"), "${GIVEN}"))
-    assert isinstance(found, dict) and found["arguments"][-1] == HOSTILE["command"]
+    result = outcome(run_file(folder, ("megatron", "data-path"), "${GIVEN}"))
+    assert isinstance(result, dict) and result["arguments"][-1] == HOSTILE["command"]
     assert_nothing_ran(folder)
 
 
@@ -265,8 +265,8 @@ def test_the_folder_that_a_run_starts_in(folder: Path, monkeypatch: pytest.Monke
         inside = folder / HOSTILE[name].replace("/", "_")
         inside.mkdir()
         monkeypatch.chdir(inside)
-        found = outcome(run_file(folder))
-        assert isinstance(found, str) == (name in UNPRINTABLE)
+        result = outcome(run_file(folder))
+        assert isinstance(result, str) == (name in UNPRINTABLE)
         assert list(inside.iterdir()) == ([] if name in UNPRINTABLE else [inside / "runs"])
 
 
@@ -285,7 +285,7 @@ def test_a_cluster_and_a_model_cannot_write_to_the_terminal(
         changed = tmp_path / f"{kind}.yaml"
         changed.write_text(json.dumps(data))
         given = {**files, kind: changed}
-        words = [word for each, path in given.items() for word in (f"--{each}", str(path))]
+        words = [word for flag, path in given.items() for word in (f"--{flag}", str(path))]
         assert main(["plan", *words, "--ep", "8"]) == 2
         captured = capsys.readouterr()
         (line,) = captured.err.splitlines()
@@ -310,7 +310,7 @@ def test_the_name_of_a_file_that_does_not_exist(
 
 def test_nothing_else_quotes_for_a_shell() -> None:
     """One function quotes; commands that are only noted, in JSON, are no shell's."""
-    source = Path(run_directory.__file__).parents[1]
+    source = Path(run_directory.__file__).parents[2]
     noted = {"run_directory.py", "report.py", "texts.py"}
     users = {path.name for path in source.rglob("*.py") if re.search(r"shlex", path.read_text())}
     assert users == noted

@@ -40,7 +40,7 @@ def ready(file: str, *words: str) -> Run:
 
 
 def words_of(run: Run) -> list[str]:
-    return [word for each in run.arguments.values() for word in each.words]
+    return [word for argument in run.arguments.values() for word in argument.words]
 
 
 # What wins over what
@@ -91,7 +91,7 @@ def test_planned_for_the_cluster_that_the_dispatcher_is_given() -> None:
         ready(MIXTRAL, "--moe-monta-cluster", str(other))
     run = ready(MIXTRAL, "--moe-monta-cluster", str(CONFIGS / "clusters" / "gb200_nvl72.yaml"))
     assert run.plan is not None and run.plan.key.cluster == "GB200 NVL72"
-    assert any("72 ranks are taken to share the fast tier" in note for note in run.notes)
+    assert any("72 ranks are taken to share a node link" in note for note in run.notes)
 
 
 def test_over_the_memory_limit_it_runs_as_the_dispatcher_would() -> None:
@@ -107,8 +107,8 @@ def test_stock_dispatcher_from_the_same_file() -> None:
 
 
 def test_nothing_is_left_out_that_nobody_gave(tmp_path: Path) -> None:
-    own = ("moe-monta-chain", "moe-monta-ranks-per-node")
-    path = edited(tmp_path, ("cluster", None), *(("megatron", name, None) for name in own))
+    ours = ("moe-monta-chain", "moe-monta-ranks-per-node")
+    path = edited(tmp_path, ("cluster", None), *(("megatron", name, None) for name in ours))
     assert not [note for note in ready(path, *STOCK).notes if "left out" in note]
 
 
@@ -126,8 +126,8 @@ def test_own_data_in_the_place_of_random_tokens() -> None:
 
 
 def test_words_of_a_command_line() -> None:
-    found = from_words(["--a", "-1", "2", "--b", "--c=x=y", "--d", "false"])
-    assert {name: each.value for name, each in found.items()} == {
+    arguments = from_words(["--a", "-1", "2", "--b", "--c=x=y", "--d", "false"])
+    assert {name: argument.value for name, argument in arguments.items()} == {
         "a": ["-1", "2"],
         "b": True,
         "c": "x=y",
@@ -144,17 +144,17 @@ def test_a_given_plan_is_kept_with_the_run(tmp_path: Path) -> None:
     assert run.plan == planned and f"no plan made: {path} is used" in run.notes
     other = ["--moe-monta-cluster", str(CONFIGS / "clusters" / "emulated_2x8_500mbit.yaml")]
     (note,) = (
-        each for each in ready(QUICKSTART, *PLAN_GIVEN, str(path), *other).notes if "used" in each
+        note for note in ready(QUICKSTART, *PLAN_GIVEN, str(path), *other).notes if "used" in note
     )
     assert "made by the costs of emulated 2x4, 500 Mbit/s and not of emulated 2x8" in note
     for words, said in (
-        (["--expert-model-parallel-size", "4", *ETP_1], r"situation\.ep: .* for 2, used with 4"),
-        (["--seq-length", "64"], r"situation\.tokens_per_rank: .* for 256, used with 128"),
-        (["--moe-monta-ranks-per-node", "4"], r"situation\.nodes: .* \[0, 0, 1, 1\], used"),
+        (["--expert-model-parallel-size", "4", *ETP_1], r"key\.ep: .* for 2, used with 4"),
+        (["--seq-length", "64"], r"key\.tokens_per_rank: .* for 256, used with 128"),
+        (["--moe-monta-ranks-per-node", "4"], r"key\.nodes: .* \[0, 0, 1, 1\], used"),
     ):
         with pytest.raises(ValueError, match=f"^--moe-monta-plan: {path}: {said}"):
             ready(QUICKSTART, *PLAN_GIVEN, str(path), *words)
-    with pytest.raises(ValueError, match=r"situation\.ep: the plan is for 2, used with 8"):
+    with pytest.raises(ValueError, match=r"key\.ep: the plan is for 2, used with 8"):
         ready(MIXTRAL, "--moe-monta-plan", str(path))
 
 
@@ -300,9 +300,9 @@ def test_start_by_nodes() -> None:
 
 def test_a_job_that_slurm_refuses_is_an_error_in_its_words() -> None:
     assert submit(["bash", "-c", "echo 17"]) == "17"
-    refusal = "echo 'sbatch: error: invalid partition' >&2; echo second line >&2; exit 1"
+    rejects = "echo 'sbatch: error: invalid partition' >&2; echo second line >&2; exit 1"
     with pytest.raises(ValueError, match=r"^sbatch: sbatch: error: invalid partition second line$"):
-        submit(["bash", "-c", refusal])
+        submit(["bash", "-c", rejects])
 
 
 def test_without_a_parser_a_note_says_so(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def edited(folder: Path, *changes: tuple[str, str, Any] | tuple[str, Any]) -> st
 
 
 BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
-    # name: (changes of the file, words behind --, what the one line says)
+    # name: (changes of the file, words after --, what the one line says)
     "unknown key": ([("megatorn", {})], [], ["megatorn", "did you mean megatron?"]),
     "unknown layout": ([("layout", "tpp", 2)], [], ["layout.tpp", "did you mean"]),
     "no layout": ([("layout", None)], [], ["layout: missing"]),

@@ -62,7 +62,7 @@ def check_ranks(said: str, run: Run) -> None:
     lines = sorted(
         json.loads(line.removeprefix(MARK)) for line in said.splitlines() if line.startswith(MARK)
     )
-    words = [word for each in run.arguments.values() for word in each.words]
+    words = [word for argument in run.arguments.values() for word in argument.words]
     assert "([1]*2)" in words
     assert lines == [[str(rank), "4", "a b", words] for rank in range(4)]
 

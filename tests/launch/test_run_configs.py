@@ -108,24 +108,24 @@ def validated(megatron: Preloaded, run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded) -> None:
     run = read(path)
-    found = validated(megatron, run)
+    args = validated(megatron, run)
     assert run.config.model is not None
     model = strict_yaml.load(Model, run.config.model)
-    num_layers, frequency = found["num_layers"], found["moe_layer_freq"]
+    num_layers, frequency = args["num_layers"], args["moe_layer_freq"]
     assert {
-        "hidden_size": found["hidden_size"],
+        "hidden_size": args["hidden_size"],
         "num_layers": num_layers,
         "num_moe_layers": sum(frequency) if isinstance(frequency, list) else num_layers,
-        "num_attention_heads": found["num_attention_heads"],
-        "num_query_groups": found["num_query_groups"],
-        "num_experts": found["num_moe_experts"],
-        "moe_router_topk": found["moe_router_topk"],
-        "moe_ffn_hidden_size": found["moe_ffn_hidden_size"],
-        "moe_router_num_groups": found["moe_router_num_groups"],
-        "moe_router_group_topk": found["moe_router_group_topk"],
-        "seq_length": found["seq_length"],
-        "micro_batch_size": found["micro_batch_size"],
-        "dtype": "bf16" if found["bf16"] else "fp32",
+        "num_attention_heads": args["num_attention_heads"],
+        "num_query_groups": args["num_query_groups"],
+        "num_experts": args["num_moe_experts"],
+        "moe_router_topk": args["moe_router_topk"],
+        "moe_ffn_hidden_size": args["moe_ffn_hidden_size"],
+        "moe_router_num_groups": args["moe_router_num_groups"],
+        "moe_router_group_topk": args["moe_router_group_topk"],
+        "seq_length": args["seq_length"],
+        "micro_batch_size": args["micro_batch_size"],
+        "dtype": "bf16" if args["bf16"] else "fp32",
     } == {
         name: getattr(model, name)
         for name in (
@@ -135,13 +135,11 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
             *("micro_batch_size", "dtype"),
         )
     }
-    assert found["moe_token_dispatcher_type"] == "monta"
-    assert found["moe_monta_cluster"] == run.config.cluster
-    assert found["expert_tensor_parallel_size"] == run.config.layout.etp
+    assert args["moe_token_dispatcher_type"] == "monta"
+    assert args["moe_monta_cluster"] == run.config.cluster
+    assert args["expert_tensor_parallel_size"] == run.config.layout.etp
     # Megatron asks for it only when the training starts.
-    assert (
-        found["global_batch_size"] % (found["micro_batch_size"] * found["data_parallel_size"]) == 0
-    )
+    assert args["global_batch_size"] % (args["micro_batch_size"] * args["data_parallel_size"]) == 0
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -187,8 +185,8 @@ def test_what_is_refused(
 ) -> None:
     result = megatron.run(print_refusal, arguments)
     assert result.returncode == 0, result.stderr[-3000:]
-    found, _, problem = result.stdout.strip().partition(" ")
-    assert (int(found), problem.count("\n")) == (position, 0)
+    number, _, problem = result.stdout.strip().partition(" ")
+    assert (int(number), problem.count("\n")) == (position, 0)
     assert said in problem
 
 
@@ -215,7 +213,7 @@ def test_quickstart_has_all_that_cpu_ranks_need() -> None:
 
     run = read(CONFIGS / "runs" / "quickstart.yaml")
     assert CPU_RANKS_ARGUMENTS and set(CPU_RANKS_ARGUMENTS) <= {
-        word for each in run.arguments.values() for word in each.words
+        word for argument in run.arguments.values() for word in argument.words
     }
     assert run.config.environment["MONTA_CPU_RANKS"] == 1
     assert os.path.isfile(run.script)

@@ -12,13 +12,13 @@ import pytest
 from slurm_cluster import KILL_WAIT_S, Cluster, missing, processes_with, running_cluster
 
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.tools.launch.run_directory import START
 
 if reason := missing():
     pytest.skip(f"no Slurm: {reason}", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 SLURM, QUICKSTART = ROOT / "scripts" / "slurm", ROOT / "scripts" / "quickstart"
-START = ROOT / "src" / "monta_megatron" / "launch" / "start.sh"
 RANKS = Path(__file__).with_name("slurm_ranks.py")
 
 # Seconds; a job takes about 20 where nothing else runs.

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from free_ports import free_ports
 
-START = Path(__file__).parents[2] / "src" / "monta_megatron" / "launch" / "start.sh"
+from monta_megatron.tools.launch.run_directory import START
+
 RANKS = str(Path(__file__).with_name("slurm_ranks.py"))
 LIMIT_S = 60
-
 
 # Outside of any Slurm job.
 ENVIRONMENT = {
@@ -35,9 +35,9 @@ def start(arguments: str, **environment: str) -> "subprocess.Popen[str]":
 def test_shells_of_two_nodes() -> None:
     """The same command on each, here on one machine."""
     (port,) = free_ports(1)
-    told = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    variables = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     command = f"--ranks-per-node 2 -- {RANKS} place"
-    nodes = [start(command, NODE_RANK=str(rank), **told) for rank in range(2)]
+    nodes = [start(command, NODE_RANK=str(rank), **variables) for rank in range(2)]
     outputs = [node.communicate(timeout=LIMIT_S) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     places = sorted(json.loads(line) for output, _ in outputs for line in output.splitlines())

@@ -26,7 +26,7 @@ SIMULATE = f"simulate --model {MODEL} --cluster {CLUSTER} --ep 8"
 CALIBRATE = "calibrate --out c.yaml"
 EMULATE = "emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500"
 
-# What is typed, and words of the line that answers it: where, what was found, what is allowed.
+# What is typed, and words of the line that answers it: where, what was given, what is allowed.
 CASES = [
     ("", ["COMMAND", "required"]),
     ("plann", ["'plann'", "plan", "did you mean plan?"]),

@@ -32,10 +32,10 @@ def test_how_communicators_share_a_gpu(
     words: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for each in NAMES:
-        monkeypatch.delenv(each, raising=False)
-    for each, value in variables.items():
-        monkeypatch.setenv(each, value)
+    for variable in NAMES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
     by_name: dict[str, Finding] = {finding.name: finding for finding in examine()}
     finding = by_name[name]
     assert finding.status == status

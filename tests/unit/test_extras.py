@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parents[2]
 def test_an_extra_is_what_setup_says(extra: str) -> None:
     ending = re.compile(rf"""\s*; extra == ["']{extra}["']$""")
     wanted = requires("monta-megatron") or []
-    found = [ending.sub("", each) for each in wanted if ending.search(each)]
-    assert sorted(found) == sorted(extras.LIBRARIES[extra])
-    for library in found:
+    libraries = [ending.sub("", text) for text in wanted if ending.search(text)]
+    assert sorted(libraries) == sorted(extras.LIBRARIES[extra])
+    for library in libraries:
         assert library in extras.install(extra)
 
 

@@ -108,7 +108,7 @@ def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
     from monta_megatron.tools.bench.sweep import Results
     from monta_megatron.tools.pictures import check_can_plot
 
-    # Step 1: what was asked for.
+    # Step 1: what the flags say.
     cluster = None if parsed.cluster is None else load_cluster(parsed.cluster)
     this_rank = find_this_rank("bench")
     points = _points(parsed, this_rank.world_size)

@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
         "--ranks-per-node",
         metavar="N",
         type=whole(1),
-        help="ranks joined by the fast tier (default: what the launcher says)",
+        help="ranks joined by the node link (default: what the launcher says)",
     )
     parser.add_argument(
         "--nics-per-node",
@@ -76,7 +76,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.tools.calibrate.record import alone
     from monta_megatron.tools.pictures import check_can_plot
 
-    # Step 1: what was asked for.
+    # Step 1: what the flags say.
     if parsed.out is None:
         raise ValueError("--out: not given, must be the file to write")
     out = Path(parsed.out)

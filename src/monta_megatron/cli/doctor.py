@@ -198,7 +198,7 @@ def _launch_queues() -> list[Finding]:
             name,
             "note",
             "1 launch queue: chains overlap all the same, but shared experts and the other "
-            "micro-batch of the 1F1B overlap wait behind a chain's waits",
+            "micro-batch of the 1F1B overlap wait for a chain's waits",
             "Megatron demands it before Blackwell for TP or CP > 1, but not with "
             "--overlap-moe-expert-parallel-comm (1 or 32) or FSDP (not 1); elsewhere leave it "
             "unset or set 32",

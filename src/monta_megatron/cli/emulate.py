@@ -147,13 +147,13 @@ def _is_module(name: str) -> bool:
     first, *rest = name.split(".")
     if not all(part.isidentifier() for part in (first, *rest)):
         return False
-    found = PathFinder.find_spec(first, [str(Path.cwd())]) or find_spec(first)
+    spec = PathFinder.find_spec(first, [str(Path.cwd())]) or find_spec(first)
     path = first
-    while found is not None and (rest or found.submodule_search_locations is not None):
+    while spec is not None and (rest or spec.submodule_search_locations is not None):
         # A package runs by its __main__.
         path = f"{path}.{rest.pop(0) if rest else '__main__'}"
-        found = PathFinder.find_spec(path, found.submodule_search_locations or [])
-    return found is not None
+        spec = PathFinder.find_spec(path, spec.submodule_search_locations or [])
+    return spec is not None
 
 
 def _check_open_files(nodes: int, ranks_per_node: int) -> None:

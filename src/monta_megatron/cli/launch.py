@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from monta_megatron.tools.launch.prepare import Run
 
 EXAMPLE = """\
-What stands behind -- are arguments of Megatron; they go before those of the
+What follows -- are arguments of Megatron; they go before those of the
 file. `--NAME false` takes one of the file back, a parallel size changes the
 layout. The run directory's run.sh starts the same run again, from its last
 checkpoint if it saves any.
@@ -174,8 +174,8 @@ def _document(prepared: "Run", command: list[str]) -> dict[str, Any]:
         "arguments": [
             word
             for arguments in (prepared.arguments, prepared.script_arguments)
-            for each in arguments.values()
-            for word in each.words
+            for argument in arguments.values()
+            for word in argument.words
         ],
         "environment": {k: str(v) for k, v in prepared.config.environment.items()},
         "arguments_checked": prepared.megatron is not None,

@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print the decision, or the ranking."""
+    """Print the plan, or the ranking."""
     from monta_megatron.common import strict_yaml
     from monta_megatron.planner.search import MARGIN
     from monta_megatron.tools.plan.program_table import program_lines, program_of

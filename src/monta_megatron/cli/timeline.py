@@ -34,7 +34,7 @@ examples:
   monta timeline timeline/hierarchical_alltoall_x4.json --cluster cluster.yaml
 """
 
-# Flags of `monta bench`, beside those that all three ways of asking take.
+# Flags of `monta bench`, beside those that all three ways take.
 RECORD_FLAGS = {
     **{name: FLAGS[name] for name in ("experts", "top-k", "hidden", "dtype")},
     "repeats": replace(
@@ -44,7 +44,7 @@ RECORD_FLAGS = {
     **{name: FLAGS[name] for name in ("seed", "ranks-per-node")},
 }
 
-# The flags that each way of asking takes, besides those for the output.
+# The flags that each way takes, besides those for the output.
 OUTPUT = {"out", "max_ranks", "json", "run", "command"}
 COSTS = {"cluster", "inter_rate_ratio"}
 WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks"}
@@ -129,7 +129,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _way(parsed: argparse.Namespace) -> str:
-    """Which of the three ways of asking this is; a flag of another way is an error."""
+    """Which of the three ways this is; a flag of another way is an error."""
     given = [
         name
         for name, value in vars(parsed).items()
@@ -280,17 +280,17 @@ def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
         advice = pictures.INSTALL
         print(f"monta timeline: no picture without matplotlib: {advice}", file=sys.stderr)
 
-    found = [overlaps(timeline) for timeline in drawing.timelines]
+    overlaps_of = [overlaps(timeline) for timeline in drawing.timelines]
     if parsed.json:
         document = {
             "title": drawing.title,
-            "overlaps": [strict_yaml.plain(row) for rows in found for row in rows],
+            "overlaps": [strict_yaml.plain(row) for rows in overlaps_of for row in rows],
             "files": files,
             "about": drawing.about,
         }
         print(json.dumps(document, indent=2))
         return
     lines = [line for text in (drawing.title, *drawing.notes) for line in textwrap.wrap(text, 80)]
-    for rows in found:
+    for rows in overlaps_of:
         lines += ["", overlap_table(rows)]
     print("\n".join([*lines, "", *(f"{kind:<10}{path}" for kind, path in files.items())]))

@@ -13,5 +13,5 @@ LIBRARIES = {
 
 def install(extra: str) -> str:
     """The command that installs the libraries of an extra, from a checkout and a wheel alike."""
-    quoted = (f"'{each}'" if "[" in each else each for each in LIBRARIES[extra])
+    quoted = (f"'{library}'" if "[" in library else library for library in LIBRARIES[extra])
     return f"pip install {' '.join(quoted)}"

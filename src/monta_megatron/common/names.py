@@ -10,12 +10,12 @@ LEAST_START = 3
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """The known name that is most like `name`, or else starts as it does; None if none does."""
     text, known = str(name), list(known)
-    # A name that was cut short, or made too long, differs in too many letters to be close.
+    # A name that is too short or too long differs in too many letters to be close.
     alike = [
-        each
-        for each in known
-        if min(len(text), len(each)) >= LEAST_START
-        and (each.startswith(text) or text.startswith(each))
+        candidate
+        for candidate in known
+        if min(len(text), len(candidate)) >= LEAST_START
+        and (candidate.startswith(text) or text.startswith(candidate))
     ]
     return next(iter([*get_close_matches(text, known, n=1), *alike]), None)
 

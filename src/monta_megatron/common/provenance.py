@@ -7,16 +7,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+PACKAGES = ("monta-megatron", "megatron-core", "torch", "numpy")
+
 
 def versions() -> dict[str, str | None]:
     """The versions of Python and of the packages involved; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("monta-megatron", "megatron-core", "torch", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def machine() -> dict[str, Any]:

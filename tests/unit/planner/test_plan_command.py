@@ -38,8 +38,8 @@ def test_json_has_the_fields_that_scripts_rely_on(capsys: pytest.CaptureFixture[
     fields = {"chain", "num_chunks", "predicted_us", "inter_bytes", "intra_bytes", "peak_bytes"}
     for entry in document["candidates"]:
         assert fields | {"rejected"} <= entry.keys()
-    (choice,) = (entry for entry in document["candidates"] if entry["rejected"] is None)
-    assert (choice["chain"], choice["num_chunks"], choice["predicted_us"]) == (
+    (chosen,) = (entry for entry in document["candidates"] if entry["rejected"] is None)
+    assert (chosen["chain"], chosen["num_chunks"], chosen["predicted_us"]) == (
         document["chain"],
         document["num_chunks"],
         document["predicted_us"],
@@ -59,13 +59,13 @@ def test_json_without_a_layout_has_all_of_them(capsys: pytest.CaptureFixture[str
 
 def test_the_ranking_follows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     def layouts(*flags: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(output(capsys, "--json", *flags))["layouts"]
-        return found
+        layouts: list[dict[str, Any]] = json.loads(output(capsys, "--json", *flags))["layouts"]
+        return layouts
 
-    assert {each["tokens_per_rank"] for each in layouts("--tokens", "64")} == {64}
+    assert {layout["tokens_per_rank"] for layout in layouts("--tokens", "64")} == {64}
     fits = layouts("--memory-limit-gb", "0.05")
     assert 0 < len(fits) < len(layouts())
-    assert all(each["peak_bytes"] <= 0.05e9 for each in fits)
+    assert all(layout["peak_bytes"] <= 0.05e9 for layout in fits)
     costs = {"uniform": 0.0, "skewed": 0.0}
     for routing in costs:
         costs[routing] = layouts("--routing", routing)[0]["predicted_us"]
@@ -155,7 +155,7 @@ def test_a_layout_costs_what_its_slowest_exchange_costs() -> None:
         return [workload_of_model(model, place, tokens) for tokens in (64, 4096, 128)]
 
     ranking = rank_layouts(model, preset("a800_2x8_ib200"), world_size=16, workloads=workloads)
-    assert {each.tokens_per_rank for each in ranking} == {4096}
+    assert {layout.tokens_per_rank for layout in ranking} == {4096}
 
 
 def test_tensor_and_context_parallel_ranks_share_a_sequence() -> None:
@@ -183,7 +183,7 @@ def test_what_does_not_fit_into_memory_is_no_layout() -> None:
         world_size=128,
         workloads=lambda layout: workloads_of(model, layout, cluster.ranks_per_node),
     )
-    assert all(each.state_bytes + each.peak_bytes <= 80e9 for each in ranking)
+    assert all(layout.state_bytes + layout.peak_bytes <= 80e9 for layout in ranking)
     # By hand, one rank of a world of 1: 6 bytes and 12 of optimizer for each of 141e9 parameters.
     assert state_bytes(model, ParallelLayout(world_size=1)) == pytest.approx(141e9 * 18)
     # EP 8 on 128 ranks: 1/8 of the experts, their optimizer over 16 ranks; the rest over 128.
@@ -200,21 +200,21 @@ def test_the_program_is_what_the_executor_runs(capsys: pytest.CaptureFixture[str
     names = ["dispatch", "combine", "combine_backward", "dispatch_backward"]
     assert list(document["operations"]) == names
     for operations in document["operations"].values():
-        assert [each["number"] for each in operations] == list(range(len(operations)))
-        for each in operations:
-            assert {"operation", "chunk", "reads", "writes", "rows", "bytes"} <= each.keys()
-            assert {"resource", "group"} <= each.keys()
+        assert [operation["number"] for operation in operations] == list(range(len(operations)))
+        for operation in operations:
+            assert {"operation", "chunk", "reads", "writes", "rows", "bytes"} <= operation.keys()
+            assert {"resource", "group"} <= operation.keys()
     # What the AllToAlls send is what the plan says that they send.
-    (choice,) = (entry for entry in document["candidates"] if entry["rejected"] is None)
+    (chosen,) = (entry for entry in document["candidates"] if entry["rejected"] is None)
     crossing = sum(
-        each["bytes"]
+        operation["bytes"]
         for operations in document["operations"].values()
-        for each in operations
-        if each["resource"] == "inter"
+        for operation in operations
+        if operation["resource"] == "inter"
     )
     # Of each rank's two EP peers one is itself.
-    assert choice["inter_bytes"] == pytest.approx(16 * crossing / 2)
+    assert chosen["inter_bytes"] == pytest.approx(16 * crossing / 2)
     lines = output(capsys, *flags).splitlines()
     assert max(map(len, lines)) <= 80
     sums = [line for line in lines if "reduce_parts sum of allgather" in " ".join(line.split())]
-    assert len(sums) == 2 * choice["num_chunks"]
+    assert len(sums) == 2 * chosen["num_chunks"]

@@ -24,7 +24,7 @@ PARALLEL_ARGUMENTS = {
     "cp": "context-parallel-size",
 }
 DISPATCHER = "moe-token-dispatcher-type"
-OWN_PREFIX = "moe-monta-"
+MONTA_PREFIX = "moe-monta-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,13 @@ def from_mapping(mapping: Mapping[str, Any], source: str) -> Arguments:
     Raises:
         ValueError: an argument is written twice, with dashes and with underscores.
     """
-    found: Arguments = {}
+    arguments: Arguments = {}
     for name, value in mapping.items():
         key = key_of(name)
-        if key in found:
-            raise ValueError(f"{source}.{name}: is {found[key].name} too, must be written once")
-        found[key] = Argument(name=name, value=value, source=f"{source}.{name}")
-    return found
+        if key in arguments:
+            raise ValueError(f"{source}.{name}: is {arguments[key].name} too, must be written once")
+        arguments[key] = Argument(name=name, value=value, source=f"{source}.{name}")
+    return arguments
 
 
 def from_words(words: Sequence[str]) -> Arguments:
@@ -98,21 +98,24 @@ def from_words(words: Sequence[str]) -> Arguments:
     Raises:
         ValueError: the first word is not an argument's name, or one is not printable.
     """
-    found: dict[str, Argument] = {}
+    arguments: dict[str, Argument] = {}
     current: list[str] = []
     for word in words:
         check_printable(word, "an argument after `--`")
         if word.startswith("--"):
             name, has_value, value = word.removeprefix("--").partition("=")
             current = [value] if has_value else []
-            found[key_of(name)] = Argument(name=key_of(name), value=current, source=f"--{name}")
-        elif not found:
+            arguments[key_of(name)] = Argument(name=key_of(name), value=current, source=f"--{name}")
+        elif not arguments:
             raise ValueError(
                 f"got {word!r}, must be arguments of Megatron with their -- after `--`"
             )
         else:
             current.append(word)
-    return {key: replace(each, value=_value_of(each.value)) for key, each in found.items()}
+    return {
+        key: replace(argument, value=_value_of(argument.value))
+        for key, argument in arguments.items()
+    }
 
 
 def _value_of(words: list[str]) -> Any:
@@ -128,7 +131,7 @@ class Merged:
     Attributes:
         config: the configuration with everything merged into it.
         arguments: Megatron's arguments.
-        script_arguments: the script's own arguments.
+        script_arguments: the arguments that the script adds.
         notes: what was left out, and why.
     """
 
@@ -147,13 +150,13 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
         command_line: the arguments after `--`; a parallel size changes the layout.
 
     Raises:
-        ValueError: the file contradicts its own layout, or the layout its number of ranks.
+        ValueError: the file contradicts its layout, or the layout its number of ranks.
     """
-    # Step 1: the arguments that the file lists as the script's own.
+    # Step 1: the arguments that the file lists as the script's.
     extra = from_mapping(config.script_arguments, f"{file}: script_arguments")
     for key in extra.keys() & command_line.keys():
         extra[key] = replace(command_line[key], name=extra[key].name)
-    rest = {key: each for key, each in command_line.items() if key not in extra}
+    rest = {key: argument for key, argument in command_line.items() if key not in extra}
 
     # Step 2: the layout, changed by the command line.
     given = from_mapping(config.megatron, f"{file}: megatron")
@@ -166,17 +169,19 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
     # Step 3: our defaults, the file over them, the command line over both.
     defaults = {DISPATCHER: DISPATCHER_TYPE, "moe-monta-cluster": config.cluster or False}
     arguments = from_mapping(defaults, f"{file}: default of megatron") | given
-    for key, each in rest.items():
-        if each.value is False and key not in arguments:
-            raise ValueError(f"{each.source}: got false, must be an argument of {file}")
+    for key, argument in rest.items():
+        if argument.value is False and key not in arguments:
+            raise ValueError(f"{argument.source}: got false, must be an argument of {file}")
     arguments = {
-        key: replace(each, name=key) for key, each in (arguments | rest).items() if key not in sizes
+        key: replace(argument, name=key)
+        for key, argument in (arguments | rest).items()
+        if key not in sizes
     }
     resolved = replace(
         config,
         layout=layout,
-        megatron={key: each.value for key, each in arguments.items()},
-        script_arguments={each.name: each.value for each in extra.values()},
+        megatron={key: argument.value for key, argument in arguments.items()},
+        script_arguments={argument.name: argument.value for argument in extra.values()},
     )
 
     # Step 4: drop our options for stock's dispatchers, which refuse them, so that one file serves
@@ -185,10 +190,10 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
     if arguments[DISPATCHER].value != DISPATCHER_TYPE:
         unused = [
             key
-            for key, each in arguments.items()
-            if key.startswith(OWN_PREFIX) and key not in rest and each.value is not False
+            for key, argument in arguments.items()
+            if key.startswith(MONTA_PREFIX) and key not in rest and argument.value is not False
         ]
-        arguments = {key: each for key, each in arguments.items() if key not in unused}
+        arguments = {key: argument for key, argument in arguments.items() if key not in unused}
         if unused:
             notes.append(f"{', '.join(unused)}: left out, {DISPATCHER} is not {DISPATCHER_TYPE}")
     return Merged(
@@ -200,7 +205,7 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
 
 
 def _without_false(arguments: Arguments) -> Arguments:
-    return {key: each for key, each in arguments.items() if each.value is not False}
+    return {key: argument for key, argument in arguments.items() if argument.value is not False}
 
 
 def _layout(layout: RunLayout, given: Arguments, command_line: Arguments, file: str) -> RunLayout:

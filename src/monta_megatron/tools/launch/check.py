@@ -23,7 +23,7 @@ def checked(run: Run, force: bool = False) -> Run:
     """
     answer = _ask(run)
     if answer.problem is not None:
-        sources = [each.source for each in run.arguments.values()]
+        sources = [argument.source for argument in run.arguments.values()]
         where = "" if answer.position is None else f"{sources[answer.position]}: "
         raise ValueError(f"{where}{answer.problem}")
     notes = list(run.notes)
@@ -33,10 +33,10 @@ def checked(run: Run, force: bool = False) -> Run:
             "set MEGATRON_LM_DIR to a checkout of Megatron-LM"
         )
     if answer.doubt is not None:
-        refusal = f"Megatron's validation refuses this, if ranks are as here: {answer.doubt}"
+        doubt = f"Megatron's validation refuses this, if ranks are as here: {answer.doubt}"
         if not force:
-            raise ValueError(f"{refusal}; --force goes on where the ranks are not as here")
-        notes.append(refusal)
+            raise ValueError(f"{doubt}; --force goes on where the ranks are not as here")
+        notes.append(doubt)
     megatron = None if answer.unchecked is not None else answer.megatron
     return replace(run, megatron=megatron, notes=tuple(notes))
 
@@ -57,7 +57,7 @@ def _ask(run: Run) -> Answer:
             *(sys.executable, "-m", "monta_megatron.integration.megatron_arguments"),
             os.path.dirname(run.script),
         ],
-        input=json.dumps([each.words for each in run.arguments.values()]),
+        input=json.dumps([argument.words for argument in run.arguments.values()]),
         # The stand-ins let Megatron be imported without a GPU, such as on a login node.
         env={**environment, "MONTA_CPU_RANKS": "1"},
         capture_output=True,

@@ -67,7 +67,7 @@ def plan_run(
         why = "the file names no model and cluster"
         return None, None, [f"no plan, and memory not checked: {why}"]
 
-    # Step 1: check that what was asked for fits together.
+    # Step 1: check that model, cluster and layout fit together.
     model = _model(config.model, arguments)
     # The dispatcher's cluster file: the run file's, unless the command line names another.
     cluster_file = str(arguments["moe-monta-cluster"].value)
@@ -82,7 +82,7 @@ def plan_run(
     ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", cluster.ranks_per_node)
     if ranks_per_node != config.layout.ranks_per_node:
         notes.append(
-            f"{ranks_per_node} ranks are taken to share the fast tier, and "
+            f"{ranks_per_node} ranks are taken to share a node link, and "
             f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
         )
 
@@ -186,7 +186,7 @@ def _model(path: str, arguments: Arguments) -> Model:
                 f"{arguments[name].source}: got {arguments[name].value}, must be {expected} as "
                 f"{path}: {field}; name another model file, or none"
             )
-    # These are choices of the training; the model file only holds defaults for them.
+    # The training sets these; the model file only holds defaults for them.
     return replace(
         model,
         seq_length=_size(arguments, "seq-length", model.seq_length),

@@ -110,7 +110,7 @@ def free_directory(name: str, given: Path | None) -> Path:
     """The run's directory: one that does not exist yet, or is empty. Nothing is written.
 
     Raises:
-        ValueError: the one that was asked for is not empty, or not a folder.
+        ValueError: the given one is not empty, or not a folder.
     """
     if given is not None:
         if given.exists() and (not given.is_dir() or any(given.iterdir())):

@@ -47,10 +47,10 @@ def self_contained(run: Run) -> Run:
         files["cluster.yaml"] = presets.find("clusters", str(files["cluster.yaml"]))
     copies = {name: os.path.abspath(str(file)) for name, file in files.items() if file}
     arguments = {
-        name: replace(each, value=str(run.directory / COPIED_ARGUMENTS[name]))
+        name: replace(argument, value=str(run.directory / COPIED_ARGUMENTS[name]))
         if name in COPIED_ARGUMENTS
-        else each
-        for name, each in run.arguments.items()
+        else argument
+        for name, argument in run.arguments.items()
     }
     # The copies stand beside config.yaml, whose `cluster` is the default of the argument.
     beside: dict[str, Any] = {
@@ -104,10 +104,9 @@ def _fill(folder: Path, run: Run) -> None:
 
 
 def _versions(run: Run) -> dict[str, Any]:
-    found = versions()
-    found["megatron-core"] = run.megatron or found["megatron-core"]
+    installed = versions()
     return {
-        "versions": found,
+        "versions": installed | {"megatron-core": run.megatron or installed["megatron-core"]},
         "commits": {"monta-megatron": commit(), "script": commit(Path(run.script).parent)},
         "arguments_checked": run.megatron is not None,
         "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

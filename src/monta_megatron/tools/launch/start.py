@@ -18,14 +18,14 @@ Start = Literal["torchrun", "srun", "sbatch", "none"]
 GRACE_SECONDS = 60.0
 
 
-def choose_start(asked: Start | None, run: Run, dry_run: bool) -> Start:
-    """How the run starts: as asked, or else by torchrun on one node and by sbatch on several.
+def choose_start(given: Start | None, run: Run, dry_run: bool) -> Start:
+    """How the run starts: as given, or else by torchrun on one node and by sbatch on several.
 
     Raises:
         ValueError: it cannot be started that way from here.
     """
     nodes = run.config.layout.nodes
-    start: Start = asked or ("torchrun" if nodes == 1 else "sbatch")
+    start: Start = given or ("torchrun" if nodes == 1 else "sbatch")
     if start == "torchrun" and nodes > 1:
         raise ValueError(
             f"--start: got torchrun, which starts one node, must be srun or sbatch for {nodes}; or "

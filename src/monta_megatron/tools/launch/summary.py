@@ -72,9 +72,9 @@ def summary_of(run: Run) -> Summary:
     log = run.directory / "logs" / "run.log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [line for line in text.splitlines() if ITERATION.search(line)]
-    numbers = [int(found[1]) for line in lines if (found := ITERATION.search(line))]
-    times_ms = [float(found[1]) for line in lines if (found := TIME_MS.search(line))]
-    losses = [float(found[1]) for line in lines if (found := LOSS.search(line))]
+    numbers = [int(match[1]) for line in lines if (match := ITERATION.search(line))]
+    times_ms = [float(match[1]) for line in lines if (match := TIME_MS.search(line))]
+    losses = [float(match[1]) for line in lines if (match := LOSS.search(line))]
     chains = CHAIN.findall(text)
     chosen = None if run.plan is None else run.plan.chosen
     as_planned = chosen is not None and chains and chains[-1].split(",")[0] == chosen.chain

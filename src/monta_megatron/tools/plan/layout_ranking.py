@@ -84,7 +84,7 @@ def rank_layouts(
     Raises:
         ValueError: no layout fits.
     """
-    found = []
+    ranked = []
     least: float | None = None
     layouts = list(_layouts(model, cluster, world_size, cp, pp))
     progress = progress or Progress()
@@ -109,14 +109,14 @@ def rank_layouts(
         except ValueError:
             # No chain fits into the memory that is left.
             continue
-        found.append(_ranked(layout, plan, memory))
-    if not found:
+        ranked.append(_ranked(layout, plan, memory))
+    if not ranked:
         needs = "" if least is None else f"; the least that one needs is {least / GB_BYTES:.0f} GB"
         raise ValueError(
             f"world_size: got {world_size}, no (tp, ep, etp) fits {model.name} on {cluster.name} "
             f"with cp {cp} and pp {pp}{needs}; more ranks or pipeline stages may help"
         )
-    return sorted(found, key=lambda each: (each.us_per_1k_tokens, each.peak_bytes))
+    return sorted(ranked, key=lambda layout: (layout.us_per_1k_tokens, layout.peak_bytes))
 
 
 def _layouts(

@@ -19,7 +19,7 @@ PHASES = {
 
 
 def plan_lines(plan: Plan, memory: TrainingMemory | None = None) -> list[str]:
-    """The decision and what a training holds, then every chain, then the choice by stages."""
+    """The choice and what a training holds, then all chains, then the chosen one by stages."""
     key = plan.key
     time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f} us"
     chunks = counted(plan.num_chunks, "chunk")
@@ -48,11 +48,11 @@ def plan_lines(plan: Plan, memory: TrainingMemory | None = None) -> list[str]:
 
 
 def rate_lines(plan: Plan) -> list[str]:
-    """The rate by which large messages were priced, in bytes and in bits; one field per tier."""
+    """The rate by which large messages were priced, a field for each resource."""
     return [
         line
-        for each in plan.rates
-        for line in _field(RESOURCE_NAMES[each.resource], f"{each.rate.in_both_units} {each.basis}")
+        for rate in plan.rates
+        for line in _field(RESOURCE_NAMES[rate.resource], f"{rate.rate.in_both_units} {rate.basis}")
     ]
 
 
@@ -61,17 +61,17 @@ def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> lis
     columns = (">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak", ">needs")
     rows = [
         (
-            each.tp,
-            each.ep,
-            each.etp,
-            f"{each.tokens_per_rank:,}",
-            each.chain,
-            each.num_chunks,
-            f"{each.us_per_1k_tokens:,.0f}",
-            size_text(each.peak_bytes),
-            size_text(each.needed_bytes),
+            layout.tp,
+            layout.ep,
+            layout.etp,
+            f"{layout.tokens_per_rank:,}",
+            layout.chain,
+            layout.num_chunks,
+            f"{layout.us_per_1k_tokens:,.0f}",
+            size_text(layout.peak_bytes),
+            size_text(layout.needed_bytes),
         )
-        for each in layouts[:MAX_LAYOUTS]
+        for layout in layouts[:MAX_LAYOUTS]
     ]
     lines = [table(columns, rows)]
     if len(layouts) > MAX_LAYOUTS:
@@ -83,7 +83,7 @@ def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> lis
             "tokens: of a rank. us/1k: exchange of one layer and micro-batch, per 1,000 of them. "
             "peak: held by the exchange on a rank. needs: that, its communicators, weights, "
             "gradients, optimizer and the inputs of all layers, the least that training holds on a "
-            "rank. Name a layout (--tp --ep --etp) to see its decision."
+            "rank. Name a layout (--tp --ep --etp) to see its plan."
         ),
         *_wrapped(f"The first needs {memory.describe()}."),
     ]
@@ -97,7 +97,7 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
         by_chain.setdefault(entry.chain, []).append(entry)
     # The choice, else the fastest of those that are not the same as another chain.
     shown = [
-        min(entries, key=lambda each: (each.rejected is not None, each.same_as is not None))
+        min(entries, key=lambda entry: (entry.rejected is not None, entry.same_as is not None))
         for entries in by_chain.values()
     ]
     for entry in sorted(shown, key=plan.candidates.index):
@@ -116,7 +116,7 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
 
 
 def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
-    columns = ("pass_name", "stage", "occupies", ">us alone", ">inter", ">intra")
+    columns = ("pass", "stage", "occupies", ">us alone", ">inter", ">intra")
     rows = [
         (
             stage.pass_name,

@@ -1,4 +1,4 @@
-"""What the planner is asked: a model on a cluster, in one layout or in the best of all that fit."""
+"""What the planner gets: a model on a cluster, in one layout or in the best of all that fit."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -94,7 +94,7 @@ def read_inputs(
     """Read what a request names, and rank the layouts where it names none.
 
     Args:
-        request: what was asked for.
+        request: what to plan.
         progress: opened around the ranking, which takes seconds.
         settings: arguments of `planner.search.plan`, for the ranking.
 
