@@ -711,10 +711,11 @@ def second_derivative(case: Case, num_chunks: int) -> str:
 
 def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
     """Write the plan behind a layer's choice for so many tokens; what it chose."""
-    from monta_megatron.planner.chain_policy import plan_for
+    from monta_megatron.planner.chain_policy import selection_for
+    from monta_megatron.planner.search import plan_of
 
     layer = build_layer(case, "monta")
-    plan = plan_for(layer.token_dispatcher.choice, tokens)
+    plan = plan_of(selection_for(layer.token_dispatcher.choice, tokens))
     if dist.get_rank() == 0:
         plan.save(path)
     dist.barrier()
@@ -724,7 +725,7 @@ def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
 def lookup_us(case: Case) -> float:
     """The least time of a choice that was made before."""
     choice = build_layer(case, "monta").token_dispatcher.choice
-    return 1e6 * min(timeit.repeat(lambda: choice.decide(4096), number=100, repeat=20)) / 100
+    return 1e6 * min(timeit.repeat(lambda: choice.choose(4096), number=100, repeat=20)) / 100
 
 
 def sums_around_a_local_group() -> tuple[int, int]:

@@ -255,7 +255,7 @@ def test_trace_has_a_process_per_rank_and_a_thread_per_resource(predicted: Timel
         assert thread not in (0, process)
         assert names["thread_sort_index", process, thread]["sort_index"] == thread
     first = [names["thread_name", at, thread]["name"] for at, thread in slices if at == 1000]
-    assert first[0] == "network" and {"fast tier", "memory", "host"} <= set(first)
+    assert first[0] == "network" and {"node link", "memory", "host"} <= set(first)
     for events in slices.values():
         # Slices of a thread have to be nested; ours follow each other.
         events.sort(key=lambda event: event["ts"])

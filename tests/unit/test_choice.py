@@ -13,7 +13,7 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
 from monta_megatron.integration.chain_policy import choose
 from monta_megatron.integration.options import Options
-from monta_megatron.planner.chain_policy import PlannedPolicy, plan_for
+from monta_megatron.planner.chain_policy import PlannedPolicy, selection_for
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
@@ -74,7 +74,7 @@ def test_a_doubtful_calibration_is_said() -> None:
     for costs, said in ((cluster, False), (doubtful, True)):
         choice = choose(Options(cluster=costs), config(), LAYOUT, permuted_only=False)
         assert isinstance(choice, PlannedPolicy)
-        assert ("whose calibration is doubtful" in choice.decide(64).reason) is said
+        assert ("whose calibration is doubtful" in choice.choose(64).reason) is said
         assert ("calibrated in 1 round" in plan(choice.workload, costs).notes) is said
 
 
@@ -100,49 +100,49 @@ def test_a_plan_for_another_model_is_refused(changes: dict[str, Any], said: str)
 def test_a_memory_limit() -> None:
     large = config(hidden_size=4096)
 
-    def decide(limit_gb: float | None) -> tuple[str, str]:
+    def chosen(limit_gb: float | None) -> tuple[str, str]:
         options = Options(memory_limit_gb=limit_gb)
-        decision = choose(options, large, LAYOUT, permuted_only=False).decide(4096)
-        return decision.chain.name, decision.reason
+        choice = choose(options, large, LAYOUT, permuted_only=False).choose(4096)
+        return choice.chain.name, choice.reason
 
     def held_gb(reason: str) -> float:
         return float(reason.split("holds up to ")[1].split()[0])
 
-    fastest, reason = decide(None)
+    fastest, reason = chosen(None)
     free_gb = held_gb(reason)
-    assert decide(free_gb * 1.01)[0] == fastest
+    assert chosen(free_gb * 1.01)[0] == fastest
     # Just below what the fastest one holds there are others.
-    other, reason = decide(free_gb * 0.99)
+    other, reason = chosen(free_gb * 0.99)
     assert other != fastest or held_gb(reason) < free_gb
     assert held_gb(reason) <= free_gb and "over the limit" not in reason
     # Where there are none, a training that has come to larger batches goes on with the least.
-    least, reason = decide(free_gb / 100)
+    least, reason = chosen(free_gb / 100)
     # It holds a window of chunks, where `alltoall` holds all rows as they arrive.
     assert least == "alltoall_allgather" and "; over the limit of 0." in reason
 
 
-def test_a_long_list_of_experts_is_priced() -> None:
-    """Rows of tokens carry it; padding for quantization makes it far longer than top-k."""
+def test_many_experts_of_a_token_are_priced() -> None:
+    """Rows of tokens carry them; padding for quantization makes them far more than top-k."""
     large = config(num_moe_experts=256, moe_router_topk=8, hidden_size=2048)
     layout = Layout(
         ep=16, etp=1, num_local_experts=16, rank=0, nodes=tuple(rank // 8 for rank in range(16))
     )
-    choice = choose(Options(), large, layout, permuted_only=False)
-    assert isinstance(choice, PlannedPolicy)
-    decision = choice.decide(4096, 251)
-    assert choice.decide(4000, 193) is decision
-    assert "4,096 tokens per rank with up to 256 experts each" in decision.reason
-    # Lists of top-k, or shorter where tokens are dropped, are what the plan expects.
-    assert choice.decide(4096, 8) is choice.decide(4096, 5) is choice.decide(4096)
-    assert choice.decide(4096) is not decision
+    policy = choose(Options(), large, layout, permuted_only=False)
+    assert isinstance(policy, PlannedPolicy)
+    many = policy.choose(4096, 251)
+    assert policy.choose(4000, 193) is many
+    assert "4,096 tokens per rank with up to 256 experts each" in many.reason
+    # Top-k, or fewer where tokens are dropped, is what the plan expects.
+    assert policy.choose(4096, 8) is policy.choose(4096, 5) is policy.choose(4096)
+    assert policy.choose(4096) is not many
     short, long = (
         {
-            (each.chain, each.num_chunks): (each.predicted_us, each.peak_bytes)
-            for each in plan_for(choice, 4096, longest_list).candidates
+            (price.chain.name, price.num_chunks): (price.total_us, price.peak_bytes)
+            for price in selection_for(policy, 4096, most_experts).prices
         }
-        for longest_list in (0, 256)
+        for most_experts in (0, 256)
     )
-    for chain in choice.chains:
+    for chain in policy.chains:
         key = chain.name, 1
         if chain.rows == "tokens":
             assert long[key][0] > 1.05 * short[key][0] and long[key][1] > short[key][1], key

@@ -62,6 +62,8 @@ COMBINE_BACKWARD = Pass(name="combine_backward", transpose=False)
 
 FORWARD = (DISPATCH, COMBINE)
 FORWARD_BACKWARD = (DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD)
+Phase: TypeAlias = Literal["forward", "forward_backward"]
+PASSES: dict[Phase, tuple[Pass, ...]] = {"forward": FORWARD, "forward_backward": FORWARD_BACKWARD}
 
 
 class RowFormat(NamedTuple):

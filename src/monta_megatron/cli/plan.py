@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print the plan, or the ranking."""
     from monta_megatron.common import strict_yaml
-    from monta_megatron.planner.search import MARGIN
+    from monta_megatron.planner.selection import MARGIN
     from monta_megatron.tools.plan.program_table import program_lines, program_of
     from monta_megatron.tools.plan.report import layout_lines, plan_lines, rate_lines
     from monta_megatron.tools.plan.request import plan_request

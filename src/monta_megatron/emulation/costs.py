@@ -1,8 +1,8 @@
 """What an emulated cluster costs before it is calibrated: from the rate that it was given."""
 
+from monta_megatron.chains.program import Resource
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
-from monta_megatron.planner.curves import Resource
 from monta_megatron.planner.rate import Rate
 
 SOURCE = "configs/clusters/emulated_2x4_500mbit.yaml"

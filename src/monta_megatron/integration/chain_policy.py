@@ -47,7 +47,7 @@ def choose(options: Options, config: Any, layout: Layout, permuted_only: bool) -
     check_chain_runs(options, layout)
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
-        return FixedPolicy(decision=ChainChoice(chain=chain, num_chunks=num_chunks, reason=reason))
+        return FixedPolicy(choice=ChainChoice(chain=chain, num_chunks=num_chunks, reason=reason))
     cluster = options.cluster or uncalibrated(layout)
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(

@@ -240,7 +240,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return self._strategy.bind(self, counts)
 
     def _decide(self, max_tokens: int, longest_list: int = 0, log: bool = True) -> None:
-        decision = self.choice.decide(max_tokens, longest_list)
+        decision = self.choice.choose(max_tokens, longest_list)
         self.chain, self.num_chunks = decision.chain, decision.num_chunks
         if log:
             self._report(

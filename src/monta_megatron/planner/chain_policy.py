@@ -1,8 +1,8 @@
-"""The choice of chain and number of chunks: fixed by the user, or planned for the tokens at hand.
+"""The policy by which chain and number of chunks are chosen: fixed, or planned for the tokens.
 
-Every rank has to choose alike, so a choice depends only on what all know: its rule, on which they
-agree once, and the most tokens on any rank and the longest list of experts, which are in the
-gathered counts.
+Every rank has to choose alike, so a choice depends only on what all know: the policy's rule, on
+which they agree once, and the most tokens on any rank and the most experts of any token, which are
+in the exchanged counts.
 """
 
 import math
@@ -19,8 +19,7 @@ from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.search import NUM_CHUNKS, plan
+from monta_megatron.planner.selection import NUM_CHUNKS, Selection, select
 from monta_megatron.planner.workload import Workload
 
 # The preset whose figures are taken where nothing was measured.
@@ -56,10 +55,10 @@ class ChainPolicy(Protocol):
     def rule(self) -> dict[str, Any]:
         """What every rank has to agree on, as plain values."""
 
-    def decide(self, max_tokens: int, longest_list: int = 0) -> ChainChoice:
-        """What runs if no rank has more than `max_tokens` tokens, with no list of experts longer.
+    def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
+        """What runs if no rank has more than `max_tokens` tokens, none of them with more experts.
 
-        Padding and dropping may make lists longer or shorter than top-k; 0 says nothing of them.
+        Padding and dropping may give a token more or fewer experts than top-k; 0 says nothing.
         """
 
 
@@ -67,25 +66,25 @@ class ChainPolicy(Protocol):
 class FixedPolicy:
     """A fixed chain and number of chunks, whatever the number of tokens."""
 
-    decision: ChainChoice
+    choice: ChainChoice
 
     @property
     def chains(self) -> tuple[Chain, ...]:
         """See `ChainPolicy`."""
-        return (self.decision.chain,)
+        return (self.choice.chain,)
 
     @property
     def num_blocks(self) -> int:
         """See `ChainPolicy`."""
-        return blocks_for(self.decision.num_chunks)
+        return blocks_for(self.choice.num_chunks)
 
     def rule(self) -> dict[str, Any]:
         """See `ChainPolicy`."""
-        return {"chain": self.decision.chain.name, "num_chunks": self.decision.num_chunks}
+        return {"chain": self.choice.chain.name, "num_chunks": self.choice.num_chunks}
 
-    def decide(self, max_tokens: int, longest_list: int = 0) -> ChainChoice:
+    def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
         """See `ChainPolicy`."""
-        return self.decision
+        return self.choice
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,7 +106,7 @@ class PlannedPolicy:
     chains: tuple[Chain, ...]
     num_chunks: tuple[int, ...] = NUM_CHUNKS
     memory_limit_bytes: float | None = None
-    _decisions: dict[tuple[int, int], ChainChoice] = field(default_factory=dict)
+    _choices: dict[tuple[int, int], ChainChoice] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -126,42 +125,49 @@ class PlannedPolicy:
             "hash of the costs": hash_of({"costs": repr(self.cluster)}),
         }
 
-    def decide(self, max_tokens: int, longest_list: int = 0) -> ChainChoice:
+    def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
         """See `ChainPolicy`."""
         routing = self.workload.routing
-        if longest_list <= routing.max_experts_per_token:
-            longest_list = 0
-        key = bucket_of(max_tokens), min(bucket_of(longest_list), routing.num_experts)
-        if key not in self._decisions:
-            self._decisions[key] = self._plan(*key)
-        return self._decisions[key]
+        if max_experts_per_token <= routing.max_experts_per_token:
+            max_experts_per_token = 0
+        key = bucket_of(max_tokens), min(bucket_of(max_experts_per_token), routing.num_experts)
+        if key not in self._choices:
+            self._choices[key] = self._choose(*key)
+        return self._choices[key]
 
-    def _plan(self, tokens: int, longest_list: int) -> ChainChoice:
-        found = plan_for(self, tokens, longest_list)
-        assert found.chosen is not None and found.chosen.peak_bytes is not None, "it was priced"
-        lists = f" with up to {counted(longest_list, 'expert')} each" if longest_list > 1 else ""
+    def _choose(self, tokens: int, max_experts_per_token: int) -> ChainChoice:
+        selection = selection_for(self, tokens, max_experts_per_token)
+        price = selection.price
+        experts = (
+            f" with up to {counted(max_experts_per_token, 'expert')} each"
+            if max_experts_per_token > 1
+            else ""
+        )
         doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
         return ChainChoice(
-            chain=CHAINS[found.chain],
-            num_chunks=found.num_chunks,
+            chain=price.chain,
+            num_chunks=price.num_chunks,
             reason=f"planned on {self.cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank{lists}: {found.reason}; holds up to "
-            f"{gb_text(found.chosen.peak_bytes)}",
+            f"{counted(tokens, 'token')} per rank{experts}: {selection.reason}; holds up to "
+            f"{gb_text(price.peak_bytes)}",
         )
 
 
-def plan_for(choice: PlannedPolicy, tokens: int, longest_list: int = 0) -> Plan:
-    """The plan behind a choice for `tokens` tokens per rank; see `Workload`."""
-    return plan(
-        replace(choice.workload, tokens_per_rank=tokens, longest_list=longest_list),
-        choice.cluster,
-        chains=[chain.name for chain in choice.chains],
-        num_chunks=choice.num_chunks,
-        memory_limit_bytes=choice.memory_limit_bytes,
+def selection_for(policy: PlannedPolicy, tokens: int, max_experts_per_token: int = 0) -> Selection:
+    """What a policy selects for `tokens` tokens per rank; see `Workload`."""
+    return select(
+        replace(
+            policy.workload, tokens_per_rank=tokens, max_experts_per_token=max_experts_per_token
+        ),
+        policy.cluster,
+        chains=[chain.name for chain in policy.chains],
+        num_chunks=policy.num_chunks,
+        memory_limit_bytes=policy.memory_limit_bytes,
         or_least=True,
-        # The chain is chosen after the gather, which therefore holds what any of the chains needs.
+        # The chain is chosen after the exchange of counts, which therefore holds what any of the
+        # chains needs.
         num_exchanged_counts=sum(
-            count_widths(choice.chains, choice.workload.layout, choice.num_blocks)
+            count_widths(policy.chains, policy.workload.layout, policy.num_blocks)
         ),
     )
 

@@ -1,5 +1,6 @@
 """What a chain costs in a number of chunks: a phase's passes, their bytes and their memory."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,30 +11,26 @@ from monta_megatron.chains.program import (
     DISPATCH,
     DISPATCH_BACKWARD,
     FORWARD,
-    FORWARD_BACKWARD,
+    PASSES,
     Pass,
+    Phase,
+    Resource,
 )
 from monta_megatron.common.quantities import counted
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.curves import RESOURCES, Resource
+from monta_megatron.planner.curves import RESOURCES
 from monta_megatron.planner.memory import peak_bytes
-from monta_megatron.planner.plan import Phase, StageCost
-from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice, price_walk
+from monta_megatron.planner.pricing import PassPrice, price_walk
 from monta_megatron.planner.representative_ranks import priced_ranks
-from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.traffic import WalkTraffic, walk_traffic
 from monta_megatron.planner.workload import Workload
 
-PASSES: dict[Phase, tuple[Pass, ...]] = {
-    "forward": FORWARD,
-    "forward_backward": FORWARD_BACKWARD,
-}
-# The passes that hold most, one per direction: the other two move the same rows with fewer lanes.
+# The passes that hold most, one per direction: the other two move the same rows with fewer columns.
 HEAVIEST: dict[Phase, tuple[Pass, ...]] = {
     "forward": FORWARD,
     "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
 }
-RESOURCE_NAMES = {"inter": "network", "intra": "fast tier", "memory": "memory"}
+RESOURCE_NAMES = {"inter": "network", "intra": "node link", "memory": "memory"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +82,19 @@ class ChainPrice:
             for pass_ in self.traffic
             for stage in pass_.pipeline
         )
+
+    @property
+    def work(self) -> Hashable:
+        """What it does, whatever its chain is called: the work of every pass, and what it holds.
+
+        A chain's stages that have nothing to do on a layout are no part of it.
+        """
+        works = tuple(
+            (work.resource, work.times_us, work.launch_us)
+            for pass_ in self.passes
+            for work in pass_.works
+        )
+        return works, self.peak_bytes
 
     @property
     def plainness(self) -> tuple[bool, int, int]:
@@ -152,36 +162,3 @@ def price_chain(
             for each in of_pass
         ),
     )
-
-
-def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
-    """Every stage of every pass, as a plan shows it."""
-    costs = []
-    for pass_, traffic in zip(price.passes, price.traffic, strict=True):
-        if pass_.host_us > 0:
-            around = StageCost(
-                pass_name=pass_.pass_name,
-                stage=AROUND_STAGES,
-                resource="host",
-                alone_us=pass_.host_us,
-                inter_bytes=0.0,
-                intra_bytes=0.0,
-            )
-            costs.append(around)
-        # What is found before it is copied is one stage.
-        alone_us: dict[str, float] = {}
-        for work in pass_.works:
-            alone_us[work.stage] = alone_us.get(work.stage, 0.0) + serial_us([work])
-        costs += [
-            StageCost(
-                pass_name=pass_.pass_name,
-                stage=work.stage,
-                resource=work.resource,
-                alone_us=alone_us.pop(work.stage),
-                inter_bytes=moved.sent_bytes("inter", price.num_alike),
-                intra_bytes=moved.sent_bytes("intra", price.num_alike),
-            )
-            for work, moved in zip(pass_.works, traffic.stages, strict=True)
-            if work.stage in alone_us
-        ]
-    return tuple(costs)

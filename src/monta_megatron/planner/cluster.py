@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple
 
-from monta_megatron.chains.program import COLLECTIVES, Policy
+from monta_megatron.chains.program import COLLECTIVES, Policy, Resource
 from monta_megatron.common.quantities import bytes_of_gb
 from monta_megatron.common.rules import (
     NonNegativeFloat,
@@ -17,7 +17,7 @@ from monta_megatron.common.rules import (
     Text,
     require,
 )
-from monta_megatron.planner.curves import OLD_RATE, RESOURCES, Curve, Kind, Operation, Resource
+from monta_megatron.planner.curves import OLD_RATE, RESOURCES, Curve, Kind, Operation
 from monta_megatron.planner.rate import Rate
 
 # Operations on the routing map and on lists of experts, made of many short steps.

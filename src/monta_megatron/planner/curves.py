@@ -39,8 +39,6 @@ Operation: TypeAlias = Literal[
     "permute",
     "unpermute",
 ]
-# The resource through which an operation goes: the network, the fast tier, or the memory.
-Resource: TypeAlias = Resource
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 # Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
 Kind: TypeAlias = Literal["measured", "datasheet"]

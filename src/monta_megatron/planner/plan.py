@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
+from monta_megatron.chains.program import Phase, Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
-from monta_megatron.planner.curves import Resource
 from monta_megatron.planner.resource_rates import ResourceRate
-
-Phase = Literal["forward", "forward_backward"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from monta_megatron.chains.program import Program
+from monta_megatron.chains.program import Program, Resource
 from monta_megatron.planner.cluster import FINDS, Cluster
-from monta_megatron.planner.curves import Resource
 from monta_megatron.planner.schedule import Schedule, Work, lower_bound_us, serial_us, simulate
 from monta_megatron.planner.traffic import GATHER_OF_COUNTS, StageTraffic, WalkTraffic
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from monta_megatron.chains.program import Resource
 from monta_megatron.common.rules import Text
+from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.curves import RESOURCES, Operation, Resource
+from monta_megatron.planner.curves import RESOURCES, Operation
 from monta_megatron.planner.rate import Rate
-
-RESOURCE_NAMES: dict[Resource, str] = {"inter": "network", "intra": "node link", "memory": "memory"}
 
 
 @dataclass(frozen=True, kw_only=True)

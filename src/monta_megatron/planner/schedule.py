@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from monta_megatron.chains.program import Operation
-from monta_megatron.planner.curves import RESOURCES, Resource
+from monta_megatron.chains.program import Operation, Resource
+from monta_megatron.planner.curves import RESOURCES
 
 Factor = Callable[[Resource, Resource], float]
 

@@ -136,10 +136,10 @@ def plan_within_memory(
         cluster: the cluster it runs on.
         memory: what the training holds beside them.
         where: the layout, for messages.
-        memory_limit_bytes, or_least: as in `search.plan`, a limit of the user's beside that of the
-            memory.
+        memory_limit_bytes, or_least: as in `selection.select`, a limit of the user's beside
+            that of the memory.
         max_ctas: the budget of the chain's own communicators.
-        settings: passed to `search.plan`.
+        settings: passed to `selection.select`.
 
     Returns:
         The plan, its workload, and the memory with its exchange.

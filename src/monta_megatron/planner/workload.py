@@ -25,7 +25,7 @@ class Workload:
         prob_bytes: bytes of one routing probability.
         routing: where tokens go.
         tokens_per_rank: tokens that each rank brings.
-        longest_list: the longest list of experts seen, where it is longer than the routing's.
+        max_experts_per_token: the most experts of a token, where they are more than the routing's.
     """
 
     layout: Layout
@@ -34,7 +34,7 @@ class Workload:
     prob_bytes: int
     routing: Routing
     tokens_per_rank: int
-    longest_list: int = 0
+    max_experts_per_token: int = 0
 
     def with_tokens(self, tokens_per_rank: int) -> "Workload":
         """The same exchange with another number of tokens on each rank."""
@@ -54,12 +54,10 @@ class Workload:
 
     def lower(self, bound: BoundChain, pass_: Pass, policy: Policy) -> BoundProgram:
         """The program of one pass over the chain."""
-        max_experts_per_token, sum_bytes = (
-            self.routing.max_experts_per_token,
-            max(LEAST_SUM_BYTES, self.value_bytes),
-        )
+        max_experts_per_token = self.routing.max_experts_per_token
+        sum_bytes = max(LEAST_SUM_BYTES, self.value_bytes)
         if bound.chain.rows == "tokens":
-            max_experts_per_token = max(max_experts_per_token, self.longest_list)
+            max_experts_per_token = max(max_experts_per_token, self.max_experts_per_token)
         else:
             # Megatron reduces permuted tokens in the dtype of their probabilities.
             sum_bytes = max(sum_bytes, self.prob_bytes)

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
-from monta_megatron.planner.curves import Resource
 from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload

@@ -15,6 +15,7 @@ from measured_routing import MeasuredRouting
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.count_format import count_widths
+from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.planner.chain_policy import uncalibrated
@@ -25,7 +26,7 @@ from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.model_workload import workload_of_model
 from monta_megatron.planner.named_routing import skewed_routing
-from monta_megatron.planner.plan import Phase, Plan
+from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan

@@ -13,7 +13,7 @@ from monta_megatron.common.flags import listed, name_of, positive, whole
 from monta_megatron.planner import ROUTINGS
 
 if TYPE_CHECKING:
-    from monta_megatron.planner.plan import Phase
+    from monta_megatron.chains.program import Phase
 
 PHASES: "tuple[Phase, ...]" = ("forward", "forward_backward")
 STOCK = ("alltoall", "allgather")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.nodes import is_named
+from monta_megatron.chains.program import Phase
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.this_rank import ThisRank
@@ -17,7 +18,6 @@ from monta_megatron.emulation.costs import default_costs
 from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import Phase
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
     Build,

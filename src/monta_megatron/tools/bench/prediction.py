@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.nodes import number_nodes
+from monta_megatron.chains.program import Phase
 from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.named_routing import expected_routing
-from monta_megatron.planner.plan import Phase
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.bench.settings import Settings

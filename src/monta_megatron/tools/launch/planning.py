@@ -19,7 +19,7 @@ from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model
 from monta_megatron.planner.model_workload import workloads_of
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.search import NUM_CHUNKS
+from monta_megatron.planner.selection import NUM_CHUNKS
 from monta_megatron.planner.training_memory import (
     TrainingMemory,
     plan_within_memory,

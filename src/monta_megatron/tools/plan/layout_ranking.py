@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from monta_megatron.chains.program import Phase
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import GB_BYTES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
-from monta_megatron.planner.plan import Phase, Plan
-from monta_megatron.planner.search import MARGIN
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.selection import MARGIN
 from monta_megatron.planner.training_memory import (
     TrainingMemory,
     plan_within_memory,
@@ -77,7 +78,7 @@ def rank_layouts(
         world_size, cp, pp: the same for all layouts.
         phase: the phase to choose for.
         workloads: layout -> its exchanges; see `model_workload.workloads_of`.
-        memory_limit_bytes, margin: for the plan of each layout; see `search.plan`.
+        memory_limit_bytes, margin: for the plan of each layout; see `selection.select`.
         ignore_memory: keep the layouts that do not fit.
         progress: gets a step for every layout.
 

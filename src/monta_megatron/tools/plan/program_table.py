@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import BoundProgram, Operation
+from monta_megatron.chains.program import PASSES, BoundProgram, Operation
 from monta_megatron.common.quantities import size_text
 from monta_megatron.common.tables import table
-from monta_megatron.planner.chain_price import PASSES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.workload import Workload

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.common.tables import table
+from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
-from monta_megatron.planner.resource_rates import RESOURCE_NAMES
 from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.tools.plan.layout_ranking import RankedLayout
 

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.names import one_of
 from monta_megatron.common.progress import Progress
@@ -18,7 +19,7 @@ from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model
 from monta_megatron.planner.model_workload import uniform_routing, workloads_of
 from monta_megatron.planner.named_routing import expected_routing, skewed_routing
-from monta_megatron.planner.plan import Phase, Plan
+from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.router_trace import traced_routing
 from monta_megatron.planner.routing import Routing
 from monta_megatron.planner.training_memory import (
@@ -96,7 +97,7 @@ def read_inputs(
     Args:
         request: what to plan.
         progress: opened around the ranking, which takes seconds.
-        settings: arguments of `planner.search.plan`, for the ranking.
+        settings: arguments of `planner.selection.select`, for the ranking.
 
     Raises:
         ValueError: a file or a size is wrong, or the layout does not fit.
@@ -152,7 +153,7 @@ def plan_request(
         request: tokens, routing, phase and memory.
         inputs: model, cluster and layout.
         where: what gave the layout, for messages; None for the request or its file.
-        settings: arguments of `planner.search.plan`.
+        settings: arguments of `planner.selection.select`.
 
     Raises:
         ValueError: no chain can run, or the training does not fit into the memory of a rank.

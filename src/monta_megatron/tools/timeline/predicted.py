@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.program import Operation
+from monta_megatron.chains.program import Operation, Phase
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import Phase
 from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload

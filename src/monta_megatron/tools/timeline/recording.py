@@ -8,11 +8,11 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import PositiveInt, Text
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import Phase
 from monta_megatron.tools.bench.prediction import workload_of
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.timeline.predicted import predict

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from monta_megatron.chains.program import Operation
+from monta_megatron.chains.program import Operation, Resource
 from monta_megatron.common.rules import Text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
-from monta_megatron.planner.curves import RESOURCES, Resource
+from monta_megatron.planner.curves import RESOURCES
 
 SpanResource: TypeAlias = Literal[Resource, "host"]
 SPAN_RESOURCES: tuple[SpanResource, ...] = (*RESOURCES, "host")

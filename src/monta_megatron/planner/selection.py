@@ -1,0 +1,160 @@
+"""The search: price every chain in every number of chunks, take the fastest or a plainer near tie.
+
+Steps: bind the chain to the expected rows, convert them to bytes, price the stages, run each pass's
+schedule, add up the passes. The space is small, so all of it is searched.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.program import Phase
+from monta_megatron.common.quantities import gb_text
+from monta_megatron.planner.chain_price import ChainPrice, price_chain
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.workload import Workload
+
+NUM_CHUNKS = (1, 2, 4, 8)
+MARGIN = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What was selected, and from what.
+
+    Attributes:
+        workload: what is exchanged.
+        cluster: the cluster it runs on.
+        phase: the phase that it was selected for.
+        price: the price of what was selected.
+        prices: of everything that can run, the fastest first.
+        plainest: [prices] the plainest that does the same; the price itself if it is that.
+        allowed: from what it was selected, the fastest first.
+        incompatible: chain -> why it cannot run on the layout.
+        memory_limit_bytes: what was allowed to be held on a rank, or None.
+        margin: the fraction by which a plainer chain was allowed to be slower.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    phase: Phase
+    price: ChainPrice
+    prices: Sequence[ChainPrice]
+    plainest: Sequence[ChainPrice]
+    allowed: Sequence[ChainPrice]
+    incompatible: Mapping[str, str]
+    memory_limit_bytes: float | None
+    margin: float
+
+    def is_over_limit(self, price: ChainPrice) -> bool:
+        """Whether something holds more than is allowed."""
+        return self.memory_limit_bytes is not None and price.held_bytes > self.memory_limit_bytes
+
+    @property
+    def limit(self) -> str:
+        """The limit as text."""
+        return f"over the limit of {gb_text(self.memory_limit_bytes or 0.0)}"
+
+    @property
+    def reason(self) -> str:
+        """Why this was selected."""
+        price, fastest = self.price, self.allowed[0]
+        others = [other for other in self.allowed if other.chain is not price.chain]
+        if fastest is not price:
+            how = (
+                f"plainer than {fastest.name}, which is {percent(price, fastest)} faster, within "
+                f"the margin of {self.margin:.0%}"
+            )
+        elif others:
+            ratio = others[0].total_us / price.total_us
+            how = f"{ratio:.2f}x as fast as {others[0].name}, the next chain"
+        else:
+            how = "the only chain that can run"
+        resource, busy_us = price.busiest()
+        share = busy_us / price.total_us if price.total_us > 0 else 0.0
+        over = f"; {self.limit}" if self.is_over_limit(price) else ""
+        return f"{how}; the {resource} is busy for {share:.0%} of the time{over}"
+
+
+def select(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    phase: Phase = "forward_backward",
+    chains: Sequence[str] = tuple(CHAINS),
+    num_chunks: Sequence[int] = NUM_CHUNKS,
+    memory_limit_bytes: float | None = None,
+    or_least: bool = False,
+    margin: float = MARGIN,
+    num_exchanged_counts: int | None = None,
+    beside_bytes: Mapping[str, float] | None = None,
+) -> Selection:
+    """Choose a chain and a number of chunks.
+
+    Args:
+        workload: what is exchanged.
+        cluster: the cluster it runs on.
+        phase: the phase to choose for.
+        chains: the chains to consider.
+        num_chunks: the numbers of chunks to consider; a serial chain has one.
+        memory_limit_bytes: limit on what the executor holds at once on a rank, or None.
+        or_least: where every chain holds more, choose the one that holds the least, and say so.
+        margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
+        num_exchanged_counts: integers per rank in the exchange of counts, if the chain is chosen
+            after it; None for what each chain needs.
+        beside_bytes: chain -> what it takes beside its exchange, within the limit, if anything.
+
+    Raises:
+        ValueError: no chain can run, or keeps to the limit.
+    """
+    incompatible: dict[str, str] = {}
+    prices: list[ChainPrice] = []
+    for chain in (CHAINS[name] for name in chains):
+        reason = chain.incompatibility(workload.layout)
+        if reason is not None:
+            incompatible[chain.name] = reason
+            continue
+        for chunks in (1,) if chain.serial else num_chunks:
+            price = price_chain(workload, cluster, chain, chunks, phase, num_exchanged_counts)
+            prices.append(replace(price, beside_bytes=(beside_bytes or {}).get(chain.name, 0.0)))
+    prices.sort(key=lambda price: (price.total_us, price.plainness))
+    # The plainest of those that do the same is the one that counts.
+    plainest: dict[Hashable, ChainPrice] = {}
+    same = [plainest.setdefault(price.work, price) for price in prices]
+
+    # Memory comes before time, the plainer chain before a small gain.
+    limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
+    allowed = [price for price in plainest.values() if price.held_bytes <= limit]
+    if not allowed:
+        if not prices:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
+            raise ValueError(f"chains: none can run: {reasons}")
+        least = min(prices, key=lambda price: price.held_bytes)
+        if not or_least:
+            raise ValueError(
+                f"memory_limit: got {gb_text(limit)}, must be at least "
+                f"{gb_text(least.held_bytes)}, what {least.name} needs on a rank"
+            )
+        allowed = [least]
+    return Selection(
+        workload=workload,
+        cluster=cluster,
+        phase=phase,
+        price=min(
+            (price for price in allowed if price.total_us <= allowed[0].total_us * (1 + margin)),
+            key=lambda price: price.plainness,
+        ),
+        prices=prices,
+        plainest=same,
+        allowed=allowed,
+        incompatible=incompatible,
+        memory_limit_bytes=memory_limit_bytes,
+        margin=margin,
+    )
+
+
+def percent(slower: ChainPrice, faster: ChainPrice) -> str:
+    """1.234 times the time -> "23%", and "under 1%" instead of nothing."""
+    ratio = slower.total_us / faster.total_us
+    return f"{ratio - 1:.0%}" if ratio >= 1.01 else "under 1%"
