@@ -10,7 +10,8 @@ import pytest
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.this_rank import find_this_rank, is_first_rank
+from monta_megatron.common.first_rank import is_first_rank
+from monta_megatron.common.this_rank import find_this_rank
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.search import plan

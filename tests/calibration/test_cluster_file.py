@@ -8,10 +8,11 @@ import pytest
 from linear_pipeline import Stage, operation_of
 
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster
-from monta_megatron.planner.curves import Curve, fit
+from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.schedule import Work, simulate
 from monta_megatron.tools.calibrate.cluster_file import Machine, excess_of, make_cluster, slowdowns
 from monta_megatron.tools.calibrate.doubts import doubts_of
+from monta_megatron.tools.calibrate.fit import fit
 from monta_megatron.tools.calibrate.points import (
     COUNTS,
     MESSAGE_ROW_BYTES,

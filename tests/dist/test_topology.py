@@ -16,8 +16,8 @@ from layers import (
 from pool import PoolError
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.planner.chain_policy import uncalibrated
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.uncalibrated import uncalibrated
 
 
 def uncalibrated_cluster(ranks_per_node: int) -> Cluster:

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, communicator_bytes
+from monta_megatron.chains.communicator_memory import communicator_bytes
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange import groups
 from monta_megatron.exchange.groups import UNSET, peer_groups

@@ -10,8 +10,8 @@ from monta_megatron.chains.nodes import (
     mixed_node,
     node_here,
     number_nodes,
-    ranks_per_node_from_launcher,
 )
+from monta_megatron.common.this_rank import ranks_per_node_from_launcher
 
 
 def test_names_of_nodes() -> None:

@@ -84,21 +84,3 @@ def mixed_node(nodes: Sequence[int], hosts: Sequence[str]) -> tuple[int, int] | 
                 other = next(each for each in first_on if each != host)
                 return position, first_on[other]
     return None
-
-
-def ranks_per_node_from_launcher(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Ranks on this rank's node according to the launcher; None if it does not say.
-
-    torchrun sets LOCAL_WORLD_SIZE; srun sets SLURM_NTASKS_PER_NODE if it was asked for.
-
-    Raises:
-        ValueError: the launcher's variable is not a positive integer.
-    """
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        value = environ.get(name)
-        if value is None:
-            continue
-        if not value.isdigit() or int(value) < 1:
-            raise ValueError(f"{name}: got {value!r}, must be a positive integer")
-        return int(value)
-    return None

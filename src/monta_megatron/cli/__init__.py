@@ -23,8 +23,8 @@ from monta_megatron.cli import (
     simulate,
     timeline,
 )
+from monta_megatron.common.first_rank import is_first_rank, report
 from monta_megatron.common.names import nearest, one_of
-from monta_megatron.common.this_rank import is_first_rank, report
 
 COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, plan, simulate, timeline)
 

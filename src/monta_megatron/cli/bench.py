@@ -105,6 +105,7 @@ def run(parsed: argparse.Namespace, study: "Study | None" = None) -> int:
 def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
     from monta_megatron.common.this_rank import find_this_rank
     from monta_megatron.planner.cluster_file import load_cluster
+    from monta_megatron.planner.network_rate import with_inter_rate
     from monta_megatron.tools.bench.sweep import Results
     from monta_megatron.tools.pictures import check_can_plot
 
@@ -114,7 +115,7 @@ def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
     points = _points(parsed, this_rank.world_size)
     ratio = points[0].settings.inter_rate_ratio
     if cluster is not None and ratio != 1:
-        cluster = cluster.with_inter_rate(ratio)
+        cluster = with_inter_rate(cluster, ratio)
     # Only the first rank reads and writes results.
     results = None
     if this_rank.rank == 0:

@@ -72,7 +72,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from monta_megatron.common.this_rank import find_this_rank, is_first_rank
+    from monta_megatron.common.first_rank import is_first_rank
+    from monta_megatron.common.this_rank import find_this_rank
     from monta_megatron.tools.calibrate.record import alone
     from monta_megatron.tools.pictures import check_can_plot
 

@@ -240,7 +240,8 @@ def _communicators() -> list[Finding]:
 
 
 def _topology() -> list[Finding]:
-    from monta_megatron.chains.nodes import is_named, node_here, ranks_per_node_from_launcher
+    from monta_megatron.chains.nodes import is_named, node_here
+    from monta_megatron.common.this_rank import ranks_per_node_from_launcher
 
     if is_named():
         return [Finding("node", "ok", f"{node_here()}, by MONTA_NODE")]

@@ -139,6 +139,7 @@ def _plan(
     request: "PlanRequest", inputs: "PlanInputs", factor: str, value: float
 ) -> "tuple[Plan, TrainingMemory]":
     """The plan with this value of the factor, everything else as requested, and its memory."""
+    from monta_megatron.planner.network_rate import with_inter_rate
     from monta_megatron.tools.plan.request import plan_request
 
     model, cluster = inputs.model, inputs.cluster
@@ -146,7 +147,7 @@ def _plan(
     if factor == "tokens":
         request = replace(request, tokens=int(value))
     elif factor == "inter-rate-ratio":
-        inputs = replace(inputs, cluster=cluster.with_inter_rate(value))
+        inputs = replace(inputs, cluster=with_inter_rate(cluster, value))
     elif factor == "chunks":
         settings["num_chunks"] = (value,)
     elif factor == "top-k":

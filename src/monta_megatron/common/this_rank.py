@@ -2,25 +2,14 @@
 
 import os
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from monta_megatron.common.texts import shown
+from monta_megatron.common.first_rank import AS_SRUN_NAMES, is_first_rank, linger
 
-OTHER_RANKS_LINGER_S = 5.0
-OTHER_NODES_LINGER_S = 10.0
 INTERRUPT_REACHES_ALL_S = 1.0
-
-# torch's variables, and those of srun that mean the same.
-AS_SRUN_NAMES = {
-    "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_NTASKS",
-    "LOCAL_RANK": "SLURM_LOCALID",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,36 +51,22 @@ def find_this_rank(command: str, environ: MutableMapping[str, str] = os.environ)
     )
 
 
-def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this rank reports for all; also true in a process that no launcher started."""
-    return _variable("RANK", environ) in (None, "0")
+def ranks_per_node_from_launcher(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Ranks on this rank's node according to the launcher; None if it does not say.
 
+    torchrun sets LOCAL_WORLD_SIZE; srun sets SLURM_NTASKS_PER_NODE if it was asked for.
 
-def linger(time_s: float = OTHER_RANKS_LINGER_S) -> None:
-    """Let the first rank report why before a silent rank's exit makes torchrun end all ranks."""
-    time.sleep(time_s)
-
-
-def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Report a mistake on standard error, if possible in one line for all ranks that make it.
-
-    The first rank does so at once, and its end ends the launch. A rank that is still there after a
-    while has made the mistake without it, as where one node lacks a file, and reports it too; first
-    ranks of nodes come before the others. Where a launcher lets nodes end by themselves, that is
-    one line per node.
+    Raises:
+        ValueError: the launcher's variable is not a positive integer.
     """
-    line = shown(line)
-    if is_first_rank(environ):
-        print(line, file=sys.stderr, flush=True)
-        return
-    linger(OTHER_NODES_LINGER_S)
-    if _variable("LOCAL_RANK", environ) != "0":
-        linger()
-    print(
-        f"{line} (rank {_variable('RANK', environ)} on {socket.gethostname()})",
-        file=sys.stderr,
-        flush=True,
-    )
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        value = environ.get(name)
+        if value is None:
+            continue
+        if not value.isdigit() or int(value) < 1:
+            raise ValueError(f"{name}: got {value!r}, must be a positive integer")
+        return int(value)
+    return None
 
 
 def run_as_rank(run: Callable[[], int]) -> int:
@@ -122,11 +97,6 @@ def run_as_rank(run: Callable[[], int]) -> int:
     if status != 0 and not is_first_rank():
         linger()
     return status
-
-
-def _variable(name: str, environ: Mapping[str, str]) -> str | None:
-    """A variable of torch's, or the one of srun that means the same."""
-    return environ.get(name, environ.get(AS_SRUN_NAMES[name]))
 
 
 def _name_as_torch_does(environ: MutableMapping[str, str]) -> None:

@@ -17,9 +17,9 @@ from monta_megatron.planner.chain_policy import (
     FixedPolicy,
     PlannedPolicy,
     chains_for,
-    uncalibrated,
 )
 from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload, exchange_of
 
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
-from monta_megatron.common import presets
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.plan import Plan
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class Options:
     num_chunks: int | None = None
     ranks_per_node: int | None = None
     cluster: Cluster | None = None
-    plan: Plan | None = None
+    plan: "Plan | None" = None
     memory_limit_gb: float | None = None
     max_ctas: int | None = None
 
@@ -157,6 +157,8 @@ class Options:
         if "plan" in given:
             for name in ("chain", "num_chunks"):
                 check(name, lambda _: False, "be left out beside moe_monta_plan, which holds it")
+            from monta_megatron.planner.plan import Plan
+
             given["plan"] = _once(Plan.load, given["plan"])
         if chain != AUTO:
             given["num_chunks"] = chunks_of(
@@ -164,6 +166,9 @@ class Options:
             )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
+            from monta_megatron.common import presets
+            from monta_megatron.planner.cluster_file import load_cluster
+
             given["cluster"] = _once(load_cluster, presets.find("clusters", given["cluster"]))
         return cls(**given)
 

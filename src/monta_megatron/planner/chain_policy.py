@@ -5,25 +5,18 @@ which they agree once, and the most tokens on any rank and the most experts of a
 in the exchanged counts.
 """
 
-import math
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, Protocol
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chunks import blocks_for
 from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common import presets
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.selection import NUM_CHUNKS, Selection, select
 from monta_megatron.planner.workload import Workload
-
-# The preset whose figures are taken where nothing was measured.
-UNCALIBRATED = "h100_8x_ndr"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,20 +176,3 @@ def bucket_of(num_tokens: int) -> int:
 def chains_for(layout: Layout) -> tuple[Chain, ...]:
     """The chains that can run on a layout."""
     return tuple(chain for chain in CHAINS.values() if chain.incompatibility(layout) is None)
-
-
-@cache
-def uncalibrated(layout: Layout) -> Cluster:
-    """Published figures of a common cluster, in the absence of measured ones: those of a preset.
-
-    Nothing is known of the memory of a rank.
-    """
-    ranks_per_node = math.ceil(len(layout.nodes) / layout.num_nodes)
-    return replace(
-        load_cluster(presets.find("clusters", UNCALIBRATED)),
-        name="an uncalibrated cluster",
-        num_nodes=layout.num_nodes,
-        ranks_per_node=ranks_per_node,
-        nics_per_node=ranks_per_node,
-        memory_gb_per_rank=None,
-    )

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -277,31 +277,6 @@ class Cluster:
                 # interface carries its share.
                 gbytes_per_s *= ranks_on_node
         return Time(link.alpha_us + num_bytes / (gbytes_per_s * 1e3))
-
-    def with_inter_rate(self, rate_ratio: float) -> "Cluster":
-        """This cluster with a network of `rate_ratio` times the rate, and the same start times.
-
-        Raises:
-            ValueError: the ratio is not a number above 0.
-        """
-        holds = rate_ratio > 0 and math.isfinite(rate_ratio)
-        require(holds, "rate_ratio", rate_ratio, "be a number > 0")
-        return replace(
-            self,
-            name=f"{self.name}, network x {rate_ratio:g}",
-            # It is what was asked for.
-            network_faster_than_node_link=True,
-            links=tuple(
-                replace(link, rate=link.rate.times(rate_ratio))
-                if link.resource == "inter"
-                else link
-                for link in self.links
-            ),
-            curves=tuple(
-                curve.scaled(rate_ratio) if curve.resource == "inter" else curve
-                for curve in self.curves
-            ),
-        )
 
     @cached_property
     def _links(self) -> dict[Resource, Link]:

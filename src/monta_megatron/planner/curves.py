@@ -13,8 +13,6 @@ from itertools import pairwise
 from statistics import linear_regression
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
-import numpy as np
-
 from monta_megatron.chains.program import Resource
 from monta_megatron.common.rules import (
     NonNegativeFloat,
@@ -113,62 +111,24 @@ class Curve:
         """Time for a size, inside the curve or beyond its ends."""
         sizes, times = self.sizes_bytes, self.times_us
         if num_bytes <= sizes[0]:
-            return times[0] - self._slopes[0] * (sizes[0] - num_bytes)
+            return times[0] - self.slopes[0] * (sizes[0] - num_bytes)
         if num_bytes >= sizes[-1]:
-            return times[-1] + self._slopes[1] * (num_bytes - sizes[-1])
+            return times[-1] + self.slopes[1] * (num_bytes - sizes[-1])
         above = bisect_right(sizes, num_bytes)
         log_sizes, log_times = self._logarithms
         low, high = log_sizes[above - 1], log_sizes[above]
         part = (math.log(num_bytes) - low) / (high - low)
         return math.exp(log_times[above - 1] + part * (log_times[above] - log_times[above - 1]))
 
-    def scaled(self, rate_ratio: float) -> "Curve":
-        """The same curve where a byte takes `1 / rate_ratio` of its time on the link.
-
-        The part of a size's time that exceeds its bytes at the curve's last slope stays as it is.
-        Starting overlaps most of the transfer, so it is not added; instead, no size becomes faster
-        than starting alone, or than it was if that is faster still.
-        """
-        start_us, us_per_byte = self.time_us(0.0), self._slopes[1]
-        times = []
-        for size, time in zip(self.sizes_bytes, self.times_us, strict=True):
-            link_us = min(size * us_per_byte, time)
-            times.append(max(time - link_us + link_us / rate_ratio, min(start_us, time)))
-        return Curve(
-            operation=self.operation,
-            resource=self.resource,
-            group_size=self.group_size,
-            sizes_bytes=self.sizes_bytes,
-            times_us=tuple(times),
-            kind=self.kind,
-            source=f"{self.source}; scaled to {rate_ratio:g} of the measured rate",
-        )
-
     @cached_property
     def _logarithms(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return tuple(map(math.log, self.sizes_bytes)), tuple(map(math.log, self.times_us))
 
     @cached_property
-    def _slopes(self) -> tuple[float, float]:
+    def slopes(self) -> tuple[float, float]:
         """us per byte below the first point and beyond the last; no time falls below 0."""
         first, last = (
             linear_regression(self.sizes_bytes[end], self.times_us[end]).slope
             for end in (slice(NUM_END_POINTS), slice(-NUM_END_POINTS, None))
         )
         return min(max(first, 0.0), self.times_us[0] / self.sizes_bytes[0]), max(last, 0.0)
-
-
-def fit(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> Fit | None:
-    """The line that a calibration writes next to its points; None if times do not grow with size.
-
-    Every point has the same weight relative to its time: a plain fit would follow the largest
-    size alone.
-    """
-    beta, alpha = np.polyfit(sizes_bytes, times_us, 1, w=1 / np.array(times_us)).tolist()
-    # Equal times may get a slope from rounding.
-    if beta <= 0 or len(set(times_us)) == 1:
-        return None
-    alpha = max(alpha, 0.0)
-    points = zip(sizes_bytes, times_us, strict=True)
-    residual = max(abs(alpha + beta * size - time) / time for size, time in points)
-    return Fit(alpha_us=alpha, rate=Rate(1e-3 / beta), largest_residual=residual)

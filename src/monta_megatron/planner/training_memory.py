@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, communicator_bytes
+from monta_megatron.chains.communicator_memory import communicator_bytes
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.common.quantities import size_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout

@@ -6,7 +6,9 @@ import pytest
 from clusters import LAUNCH, link
 
 from monta_megatron.planner.cluster import Cluster, Contention
-from monta_megatron.planner.curves import Curve, fit
+from monta_megatron.planner.curves import Curve
+from monta_megatron.planner.network_rate import scaled, with_inter_rate
+from monta_megatron.tools.calibrate.fit import fit
 
 
 def curve(**changes: object) -> Curve:
@@ -122,7 +124,7 @@ def test_ranks_share_the_network_interfaces_of_their_node() -> None:
 def test_another_network_rate_scales_the_bytes_and_not_the_start() -> None:
     sizes = (1_000, 10_000, 100_000)
     line = curve(sizes_bytes=sizes, times_us=tuple(10 + size / 1_000 for size in sizes))
-    half = cluster(line).with_inter_rate(0.5)
+    half = with_inter_rate(cluster(line), 0.5)
     for size in (0, 1_000, 10_000, 1_000_000):
         before, after = cluster(line), half
         grown = after.time_us("alltoall", "inter", size, 2).us - 10
@@ -133,7 +135,7 @@ def test_another_network_rate_scales_the_bytes_and_not_the_start() -> None:
         "alltoall", "intra", 10_000, 4
     )
     with pytest.raises(ValueError, match="rate_ratio: got 0"):
-        cluster().with_inter_rate(0)
+        with_inter_rate(cluster(), 0)
 
 
 def test_a_start_that_the_transfer_hides_is_not_added_to_it() -> None:
@@ -141,8 +143,8 @@ def test_a_start_that_the_transfer_hides_is_not_added_to_it() -> None:
     sizes = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
     hidden = curve(sizes_bytes=sizes, times_us=tuple(max(30, size / 1_000) for size in sizes))
     # 30 - 1 + 2; 30 - 10 + 20; from 100,000 bytes on nothing but bytes.
-    assert hidden.scaled(0.5).times_us == pytest.approx((31, 40, 200, 2_000, 20_000), rel=1e-6)
-    faster = hidden.scaled(2).times_us
+    assert scaled(hidden, 0.5).times_us == pytest.approx((31, 40, 200, 2_000, 20_000), rel=1e-6)
+    faster = scaled(hidden, 2).times_us
     # Half of the bytes' time is gone, but starting takes what it takes: 30 us, less the bytes of
     # the first points at their own slope.
     assert faster[2:] == pytest.approx((50, 500, 5_000), rel=1e-6)

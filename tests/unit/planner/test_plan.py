@@ -18,7 +18,6 @@ from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.hashes import hash_of
-from monta_megatron.planner.chain_policy import uncalibrated
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
@@ -26,10 +25,12 @@ from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.model_workload import workload_of_model
 from monta_megatron.planner.named_routing import skewed_routing
+from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
+from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload, exchange_of
 from monta_megatron.tools.plan.report import plan_lines
 
@@ -112,7 +113,7 @@ def test_a_faster_network_flips_it_from_hierarchical_to_flat() -> None:
         [0.25, 0.5, 1, 2, 4, 8, 16, 32],
         lambda ratio: plan(
             workload_of(16),
-            A800.with_inter_rate(ratio),
+            with_inter_rate(A800, ratio),
             chains=("hierarchical_alltoall", "alltoall_dedup"),
             margin=0,
         ),

@@ -11,6 +11,7 @@ from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
+from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.resource_rates import resource_rates
@@ -102,4 +103,4 @@ def test_a_network_faster_than_the_node_link_has_to_be_said() -> None:
 
 
 def test_a_ratio_may_ask_for_a_network_faster_than_the_node_link() -> None:
-    assert A800.with_inter_rate(100).time_us("alltoall", "inter", 1e6).us < 31
+    assert with_inter_rate(A800, 100).time_us("alltoall", "inter", 1e6).us < 31

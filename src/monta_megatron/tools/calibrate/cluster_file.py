@@ -6,8 +6,9 @@ from statistics import median
 
 from monta_megatron.chains.program import COLLECTIVES, FORWARD_BACKWARD
 from monta_megatron.planner.cluster import FINDS, Cluster, Contention, HostCosts
-from monta_megatron.planner.curves import Curve, fit
+from monta_megatron.planner.curves import Curve
 from monta_megatron.tools.calibrate.doubts import doubts_of
+from monta_megatron.tools.calibrate.fit import fit
 from monta_megatron.tools.calibrate.points import (
     BYTES_PER_ROW,
     COUNTS,

@@ -19,6 +19,7 @@ from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model
 from monta_megatron.planner.model_workload import uniform_routing, workloads_of
 from monta_megatron.planner.named_routing import expected_routing, skewed_routing
+from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.router_trace import traced_routing
 from monta_megatron.planner.routing import Routing
@@ -141,7 +142,7 @@ def cluster_with_rate(file: str, rate_ratio: float | None) -> Cluster:
         ValueError: the file is wrong.
     """
     cluster = load_cluster(file)
-    return cluster if rate_ratio is None else cluster.with_inter_rate(rate_ratio)
+    return cluster if rate_ratio is None else with_inter_rate(cluster, rate_ratio)
 
 
 def plan_request(

@@ -1,0 +1,56 @@
+"""Reports of mistakes, by the first rank for all, from the variables of torchrun or srun."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from monta_megatron.common.texts import shown
+
+OTHER_RANKS_LINGER_S = 5.0
+OTHER_NODES_LINGER_S = 10.0
+
+# torch's variables, and those of srun that mean the same.
+AS_SRUN_NAMES = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+}
+
+
+def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank reports for all; also true in a process that no launcher started."""
+    return _variable("RANK", environ) in (None, "0")
+
+
+def linger(time_s: float = OTHER_RANKS_LINGER_S) -> None:
+    """Let the first rank report why before a silent rank's exit makes torchrun end all ranks."""
+    time.sleep(time_s)
+
+
+def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Report a mistake on standard error, if possible in one line for all ranks that make it.
+
+    The first rank does so at once, and its end ends the launch. A rank that is still there after a
+    while has made the mistake without it, as where one node lacks a file, and reports it too; first
+    ranks of nodes come before the others. Where a launcher lets nodes end by themselves, that is
+    one line per node.
+    """
+    line = shown(line)
+    if is_first_rank(environ):
+        print(line, file=sys.stderr, flush=True)
+        return
+    linger(OTHER_NODES_LINGER_S)
+    if _variable("LOCAL_RANK", environ) != "0":
+        linger()
+    print(
+        f"{line} (rank {_variable('RANK', environ)} on {socket.gethostname()})",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _variable(name: str, environ: Mapping[str, str]) -> str | None:
+    """A variable of torch's, or the one of srun that means the same."""
+    return environ.get(name, environ.get(AS_SRUN_NAMES[name]))
