@@ -2,7 +2,7 @@
 
 import pytest
 
-from monta_megatron.cli.doctor import Finding, examine
+from monta_megatron.tools.doctor import Finding, examine
 
 NAMES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",

@@ -35,13 +35,14 @@ def test_a_link_that_waits_at_the_temporary_name_is_not_followed(
 ) -> None:
     theirs = tmp_path / "theirs"
     theirs.write_text("theirs")
-    monkeypatch.setattr("secrets.token_hex", lambda num_bytes: "guessed")
-    for name in (".plan.yaml.tmp", ".guessed.tmp"):
+    guessed = f".{bytes(8).hex()}.tmp"
+    monkeypatch.setattr("os.urandom", bytes)
+    for name in (".plan.yaml.tmp", guessed):
         (tmp_path / name).symlink_to(theirs)
     with pytest.raises(ValueError, match=r"plan\.yaml: cannot be written: File exists"):
         write_whole(tmp_path / "plan.yaml", "ours")
     assert theirs.read_text() == "theirs"
-    assert (tmp_path / ".guessed.tmp").is_symlink()
+    assert (tmp_path / guessed).is_symlink()
 
 
 def test_the_temporary_name_is_another_each_time(

@@ -2,14 +2,13 @@
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron import cli
-from monta_megatron.cli.output import add_json, only_the_report
+from monta_megatron.cli.output import add_json, only_the_report, print_json
 from monta_megatron.tools.bench.flags import FLAGS, Flag
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def _print_summary(
 
     if as_json:
         summary = {} if study is not None else {"summary": summarise(reports)}
-        print(json.dumps({**summary, "reports": reports}, indent=2))
+        print_json({**summary, "reports": reports})
     elif study is not None:
         print(study.text(reports))
     else:
@@ -213,4 +212,4 @@ def _print_report(report: dict[str, Any], as_json: bool, study: "Study | None" =
     text = "\n\n".join(filter(None, blocks))
     print(text, file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(json.dumps(report, indent=2))
+        print_json(report)

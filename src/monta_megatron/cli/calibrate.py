@@ -1,13 +1,12 @@
 """`monta calibrate`: measure the content of a cluster file, one process per rank."""
 
 import argparse
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.cli.output import add_json, only_the_report
+from monta_megatron.cli.output import add_json, only_the_report, print_json
 from monta_megatron.common.flags import positive, printable, whole
 from monta_megatron.common.quantities import counted
 
@@ -135,7 +134,7 @@ def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None
             "kept_samples": result.kept_samples,
             "cluster": strict_yaml.plain(result.cluster),
         }
-        print(json.dumps(document, indent=2))
+        print_json(document)
     if parsed.plot is not None:
         from monta_megatron.tools.calibrate.plots import plot_curves
 

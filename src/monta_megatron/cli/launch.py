@@ -1,13 +1,12 @@
 """`monta launch`: from one YAML to a running Megatron."""
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.cli.output import add_json
+from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.cli.planning import IGNORE_MEMORY
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.texts import command_line, shown
@@ -101,7 +100,10 @@ def run(parsed: argparse.Namespace) -> int:
     _say(prepared, command)
     document = _document(prepared, command)
     if parsed.dry_run:
-        print(json.dumps(document, indent=2) if parsed.json else run_script(prepared).rstrip())
+        if parsed.json:
+            print_json(document)
+        else:
+            print(run_script(prepared).rstrip())
         return 0
     run_directory.write(prepared)
     status = 0
@@ -124,7 +126,7 @@ def run(parsed: argparse.Namespace) -> int:
         if status != 0 and not interrupted:
             _tell(f"failed, {_why(status, Path(summary.log))}")
     if parsed.json:
-        print(json.dumps({**document, "exit_status": status}, indent=2))
+        print_json({**document, "exit_status": status})
     return status
 
 

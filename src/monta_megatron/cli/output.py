@@ -1,6 +1,7 @@
 """The report of a sub-command: the flag for its form, and standard output kept for it."""
 
 import contextlib
+import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,11 @@ from typing import Any
 def add_json(parser: Any) -> None:
     """Add --json to a parser, or to a group of one."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def print_json(document: Any) -> None:
+    """Print the one JSON document of --json."""
+    print(json.dumps(document, indent=2))
 
 
 @contextlib.contextmanager

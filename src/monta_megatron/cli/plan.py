@@ -1,13 +1,12 @@
 """`monta plan`: which chain, in how many chunks, and why; or which layout."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli import planning
-from monta_megatron.cli.output import add_json
+from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.flags import fraction, positive
 from monta_megatron.common.quantities import bytes_of_gb
 
@@ -75,7 +74,7 @@ def run(parsed: argparse.Namespace) -> int:
         document["layouts"] = None if inputs.ranking is None else strict_yaml.plain(inputs.ranking)
         if parsed.program:
             document["operations"] = programs
-        print(json.dumps(document, indent=2))
+        print_json(document)
     else:
         lines = (
             plan_lines(plan, memory)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.bench import add_flags
-from monta_megatron.cli.output import add_json, only_the_report
+from monta_megatron.cli.output import add_json, only_the_report, print_json
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
 from monta_megatron.common.quantities import counted
@@ -288,7 +288,7 @@ def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
             "files": files,
             "about": drawing.about,
         }
-        print(json.dumps(document, indent=2))
+        print_json(document)
         return
     lines = [line for text in (drawing.title, *drawing.notes) for line in textwrap.wrap(text, 80)]
     for rows in overlaps_of:

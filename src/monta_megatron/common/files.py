@@ -6,7 +6,6 @@ line, at the end, which is not read.
 
 import json
 import os
-import secrets
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
@@ -55,7 +54,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         ValueError: it cannot be written, or something that is no file bears its name.
     """
     # No one else can know the name, and whatever has it all the same, a link too, is not opened.
-    temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
+    temporary = path.parent / f".{os.urandom(8).hex()}.tmp"
     try:
         mode = _mode_of(path)
         descriptor = os.open(

@@ -1,7 +1,6 @@
 """Reports of mistakes, by the first rank for all, from the variables of torchrun or srun."""
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -45,7 +44,7 @@ def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
     if _variable("LOCAL_RANK", environ) != "0":
         linger()
     print(
-        f"{line} (rank {_variable('RANK', environ)} on {socket.gethostname()})",
+        f"{line} (rank {_variable('RANK', environ)} on {os.uname().nodename})",
         file=sys.stderr,
         flush=True,
     )

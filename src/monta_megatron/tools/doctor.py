@@ -1,0 +1,213 @@
+"""What `monta doctor` looks at: versions, the way into Megatron, devices, variables, nodes."""
+
+import importlib.util
+import os
+import platform
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from monta_megatron import __version__
+from monta_megatron.common import extras
+
+WITH_TRAINING = "pip install 'megatron-core[training]'"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        status: "ok", "note" (works, but worth knowing) or "missing".
+        found: what is there.
+        advice: what to do about it, or None.
+    """
+
+    name: str
+    status: Literal["ok", "note", "missing"]
+    found: str
+    advice: str | None = None
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("monta-megatron", "ok", __version__)
+    yield Finding("python", "ok", platform.python_version())
+
+
+def _torch() -> Iterator[Finding]:
+    import torch
+
+    yield Finding("torch", "ok", torch.__version__)
+
+
+def _megatron() -> Iterator[Finding]:
+    from monta_megatron.integration.versions import OVERRIDE_VARIABLE, SUPPORTED, is_supported
+
+    name = "megatron-core"
+    supported = " to <".join(".".join(map(str, bound)) for bound in SUPPORTED)
+    wanted = f"{WITH_TRAINING} (supported: {supported})"
+    try:
+        from megatron.core.package_info import __version__ as version
+    except ImportError as error:
+        yield Finding(name, "missing", f"cannot be imported: {error}", wanted)
+        return
+    if is_supported(version):
+        yield Finding(name, "ok", version)
+        yield _optional("megatron.training", WITH_TRAINING)
+        yield _optional("transformer_engine", f"{extras.install('te')} (needs CUDA)")
+    else:
+        yield Finding(
+            name,
+            "note" if os.environ.get(OVERRIDE_VARIABLE) == "1" else "missing",
+            f"{version}, outside the supported range",
+            f"{wanted}, or {OVERRIDE_VARIABLE}=1 to go on",
+        )
+
+
+def _optional(module_name: str, advice: str) -> Finding:
+    if importlib.util.find_spec(module_name) is None:
+        return Finding(module_name, "note", "not installed", advice)
+    try:
+        version = metadata.version(module_name.replace("_", "-"))
+    except metadata.PackageNotFoundError:
+        version = "found"
+    return Finding(module_name, "ok", version)
+
+
+def _way_in() -> Iterator[Finding]:
+    from monta_megatron.integration.registration import ways_in
+
+    active = ", ".join(ways_in())
+    if not active:
+        yield Finding(
+            "way in",
+            "note",
+            "none is active in this process",
+            "unset MONTA_AUTOLOAD and TORCH_DEVICE_BACKEND_AUTOLOAD, or call "
+            "monta_megatron.register() before Megatron parses its arguments",
+        )
+        return
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    names = str(TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"].type)
+    if "monta" in names:
+        yield Finding("way in", "ok", f"{active}: Megatron knows 'monta'")
+    else:
+        yield Finding("way in", "missing", f"{active}, but Megatron does not know it")
+
+
+def _accelerator() -> Iterator[Finding]:
+    import torch
+
+    from monta_megatron.emulation import cpu_ranks
+
+    name = "accelerator"
+    if os.environ.get("MONTA_CPU_RANKS") == "1":
+        yield Finding(name, "note", f"CPU ranks stand in ({cpu_ranks.__name__})")
+    elif not torch.cuda.is_available():
+        yield Finding(name, "note", "no GPU", "MONTA_CPU_RANKS=1 runs Megatron on CPU ranks")
+    else:
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        yield Finding(name, "ok", f"{gpus}, NCCL {nccl}")
+
+
+def _launch_queues() -> Iterator[Finding]:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    value = os.environ.get(name)
+    if value != "1":
+        queues = f"{value} launch queues" if value else "not set (8 launch queues)"
+        yield Finding(name, "ok", queues)
+        return
+    yield Finding(
+        name,
+        "note",
+        "1 launch queue: chains overlap all the same, but shared experts and the other "
+        "micro-batch of the 1F1B overlap wait until a chain's waits are over",
+        "Megatron demands it before Blackwell for TP or CP > 1, but not with "
+        "--overlap-moe-expert-parallel-comm (1 or 32) or FSDP (not 1); elsewhere leave it "
+        "unset or set 32",
+    )
+
+
+def _communicators() -> Iterator[Finding]:
+    from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+
+    if "NCCL_MAX_CTAS" in os.environ:
+        yield Finding(
+            "communicators",
+            "note",
+            f"at most {os.environ['NCCL_MAX_CTAS']} SMs for any, by NCCL_MAX_CTAS",
+            "unset it, so that --moe-monta-max-ctas holds for rails and nodes",
+        )
+    else:
+        budget = os.environ.get("MOE_MONTA_MAX_CTAS") or DEFAULT_MAX_CTAS
+        yield Finding(
+            "communicators",
+            "ok",
+            f"at most {budget} SMs for a rail and for a node, where neither --moe-monta-max-ctas "
+            "nor --nccl-communicator-config-path says otherwise",
+        )
+
+
+def _launch_order() -> Iterator[Finding]:
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    value = os.environ.get(name)
+    if value == "1":
+        yield Finding(name, "ok", "1: communicators cannot wait for each other")
+    else:
+        yield Finding(
+            name,
+            "note",
+            value or "not set",
+            "1 lets NCCL >= 2.26 start the operations of several communicators in the order in "
+            "which they were issued, so that they cannot deadlock",
+        )
+
+
+def _topology() -> Iterator[Finding]:
+    from monta_megatron.chains.nodes import is_named, node_here
+    from monta_megatron.common.this_rank import ranks_per_node_from_launcher
+
+    if is_named():
+        yield Finding("node", "ok", f"{node_here()}, by MONTA_NODE")
+    elif (ranks_per_node := ranks_per_node_from_launcher()) is not None:
+        yield Finding("ranks per node", "ok", str(ranks_per_node))
+    else:
+        yield Finding(
+            "ranks per node",
+            "note",
+            "not known outside a launch",
+            "a cluster file or the launcher tells it; --moe-monta-ranks-per-node overrides",
+        )
+
+
+CHECKS = (
+    _python,
+    _torch,
+    _megatron,
+    _way_in,
+    _accelerator,
+    _launch_queues,
+    _communicators,
+    _launch_order,
+    _topology,
+)
+
+
+def examine() -> list[Finding]:
+    """Look at everything; a check that fails is a finding, not an exception."""
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            # When imported, Megatron warns about what is missing; the report says that itself.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                findings.extend(check())
+        except Exception as error:  # noqa: BLE001 - a broken installation is what this is for
+            name = check.__name__.strip("_")
+            findings.append(Finding(name, "missing", f"{type(error).__name__}: {error}"))
+    return findings

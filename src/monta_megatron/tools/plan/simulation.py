@@ -1,0 +1,109 @@
+"""The cost model over values of one factor, on clusters nobody needs to have."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.common.quantities import counted
+from monta_megatron.common.tables import table
+from monta_megatron.planner import ROUTINGS
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.network_rate import with_inter_rate
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.training_memory import TrainingMemory
+from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
+
+VALUES_PER_TABLE = 4
+
+
+def plan_at(
+    request: PlanRequest, inputs: PlanInputs, factor: str, value: float
+) -> tuple[Plan, TrainingMemory]:
+    """The plan with this value of the factor, everything else as requested, and its memory.
+
+    Args:
+        request: what to plan.
+        inputs: model, cluster and layout.
+        factor: "tokens", "ranks", "top-k", "chunks" or "inter-rate-ratio".
+        value: what it is.
+
+    Raises:
+        ValueError: the factor cannot have that value here, or no chain can run.
+    """
+    model, cluster = inputs.model, inputs.cluster
+    settings: dict[str, Any] = {}
+    if factor == "tokens":
+        request = replace(request, tokens=int(value))
+    elif factor == "inter-rate-ratio":
+        inputs = replace(inputs, cluster=with_inter_rate(cluster, value))
+    elif factor == "chunks":
+        settings["num_chunks"] = (value,)
+    elif factor == "top-k":
+        if request.routing not in ROUTINGS:
+            raise ValueError(
+                f"--sweep: got top-k, must be another factor beside the trace {request.routing}, "
+                "whose top-k is what it is"
+            )
+        if value > model.num_experts:
+            raise ValueError(
+                f"--sweep: top-k: got {value}, must be at most the {model.num_experts} experts of "
+                f"{model.name}"
+            )
+        inputs = replace(inputs, model=replace(model, moe_router_topk=int(value)))
+    else:
+        layout = _layout_of(inputs, int(value))
+        num_nodes = max(math.ceil(layout.world_size / cluster.ranks_per_node), cluster.num_nodes)
+        inputs = replace(inputs, layout=layout, cluster=replace(cluster, num_nodes=num_nodes))
+    where = f"--sweep: {factor} {_shown(value)}"
+    plan, _, memory = plan_request(request, inputs, where, **settings)
+    return plan, memory
+
+
+def _layout_of(inputs: PlanInputs, num_ranks: int) -> ParallelLayout:
+    """The layout with exchanges of `num_ranks` ranks, on as many more ranks as these take."""
+    layout = inputs.layout
+    ep, rest = divmod(num_ranks, layout.etp)
+    if rest or inputs.model.num_experts % max(ep, 1):
+        raise ValueError(
+            f"--sweep: ranks: got {num_ranks}, must be ETP ({layout.etp}) times a divisor of the "
+            f"{inputs.model.num_experts} experts of {inputs.model.name}"
+        )
+    world_size = math.lcm(layout.world_size, num_ranks * layout.pp)
+    return replace(layout, ep=ep, world_size=world_size)
+
+
+def simulation_title(request: PlanRequest, inputs: PlanInputs, factor: str) -> str:
+    """What stays the same at all values."""
+    model, layout = inputs.model, inputs.layout
+    tokens = layout.tokens_per_rank(model) if request.tokens is None else request.tokens
+    parts = [
+        f"{model.name} on {inputs.cluster.name}: TP {layout.tp}",
+        *([] if factor == "ranks" else [f"EP {layout.ep}"]),
+        f"ETP {layout.etp}",
+        *([] if factor == "tokens" else [f"{counted(tokens, 'token')} per rank"]),
+    ]
+    return ", ".join(parts)
+
+
+def simulation_tables(factor: str, values: Sequence[float], plans: Sequence[Plan]) -> list[str]:
+    """Chains down, values across, a few in each table so that 80 columns hold it."""
+
+    def cell(plan: Plan, chain: str) -> str:
+        best_us = plan.best_us()[chain]
+        mark = "*" if plan.chain == chain else " "
+        return f"{'-' if best_us is None else f'{best_us:,.0f}'}{mark}"
+
+    tables = []
+    for first in range(0, len(plans), VALUES_PER_TABLE):
+        part = slice(first, first + VALUES_PER_TABLE)
+        chunks = ["chunks of the choice", *(f"{plan.num_chunks} " for plan in plans[part])]
+        rows = [[chain, *(cell(plan, chain) for plan in plans[part])] for chain in CHAINS]
+        columns = [factor, *(f">{_shown(value)} " for value in values[part])]
+        tables.append(table(columns, [*rows, chunks]))
+    return tables
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
