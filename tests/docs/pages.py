@@ -32,8 +32,14 @@ def commands(page: Path) -> list[str]:
 
 def links(page: Path) -> list[str]:
     """The targets of its links to other files, without anchors."""
-    found = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
-    return [target for target in found if "://" not in target]
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    return [target for target in targets if "://" not in target]
+
+
+def paths(page: Path) -> list[str]:
+    """The source files that a page names in backticks, with a folder."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|sh|sbatch))`", text)
 
 
 def joined_lines(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import check_arguments
-from pages import PAGES, REPOSITORY, commands, links, name_of
+from pages import PAGES, REPOSITORY, commands, links, name_of, paths
 
 from monta_megatron.emulation import sandbox
 
@@ -33,6 +33,13 @@ BENCH_TESTS = "tests/benchmark/test_bench_command.py"
 LAUNCH_TESTS = "tests/launch/test_start.py"
 TIMELINE_TESTS = "tests/timeline/test_recorded.py"
 CALIBRATE_TESTS = "tests/calibration/test_calibrate_command.py"
+
+# Named on a page, but not of this repository: Megatron's, and what the reader writes.
+NOT_HERE = {
+    "megatron/training/arguments.py",
+    "src/monta_megatron/chains/two_tier_allgather.py",
+    "tests/dist/test_two_tier_allgather.py",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,3 +214,17 @@ def _need_namespaces() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     broken = [target for target in links(page) if not (page.parent / target).exists()]
     assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    folders = (REPOSITORY, REPOSITORY / "src" / "monta_megatron", page.parent)
+    missing = {path for path in paths(page) if not any((at / path).exists() for at in folders)}
+    assert missing <= NOT_HERE
+
+
+def test_every_page_is_linked_from_an_index() -> None:
+    indexes = [REPOSITORY / name for name in ("README.md", "docs/README.md")]
+    indexes += [page for page in PAGES if page.name == "README.md" and page not in indexes]
+    linked = {(page.parent / target).resolve() for page in indexes for target in links(page)}
+    assert [name_of(page) for page in PAGES if page not in linked and page not in indexes] == []
