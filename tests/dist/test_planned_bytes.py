@@ -16,7 +16,7 @@ from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.planner.traffic import walk_traffic
+from monta_megatron.planner.traffic import pass_traffic
 
 NUM_CASES = 120
 
@@ -73,7 +73,7 @@ def planned_bytes(case: Case, rank: int) -> BytesByWalk:
         program = lower(bound, walk, row, routing.max_experts_per_token, "host")
         found[walk.name] = {
             (stage.stage, resource): count
-            for stage in walk_traffic([program], len(maps[rank]), case.num_blocks).pipeline
+            for stage in pass_traffic([program], len(maps[rank]), case.num_blocks).pipeline
             for resource in ("inter", "intra")
             if (count := stage.sent_bytes(resource, [1]))
         }

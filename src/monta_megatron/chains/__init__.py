@@ -54,22 +54,22 @@ def check_chain(name: str, field: str, also: Sequence[str] = ()) -> None:
         raise ValueError(f"{field}: got {name!r}, must be {one_of(name, known)}")
 
 
-def chunks_of(chain: Chain, asked: int | None, field: str) -> int:
+def chunks_of(chain: Chain, num_chunks: int | None, field: str) -> int:
     """The number of chunks of a chain that was named.
 
     Args:
         chain: the chain.
-        asked: the number that was given with it, at least 1; None where none was.
+        num_chunks: the number that was given with it, at least 1; None where none was.
         field: where it was given, for the message.
 
     Raises:
         ValueError: a serial chain was to run in more than one.
     """
-    if asked is None:
+    if num_chunks is None:
         return 1 if chain.serial else DEFAULT_NUM_CHUNKS
-    if chain.serial and asked > 1:
+    if chain.serial and num_chunks > 1:
         raise ValueError(
-            f"{field}: got {asked}, must be 1 for the serial chain {chain.name}; "
+            f"{field}: got {num_chunks}, must be 1 for the serial chain {chain.name}; "
             f"{ALLTOALL_ALLGATHER.name} is its pipelined form"
         )
-    return asked
+    return num_chunks

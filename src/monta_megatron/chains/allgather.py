@@ -1,6 +1,6 @@
 """`allgather`: every rank gets every token and keeps what its experts want.
 
-    Permute (cut) | AG(TP x EP) | Duplicate (per expert) | Permute (into expert order)
+    Permute (split) | AG(TP x EP) | Duplicate (per expert) | Permute (into expert order)
 
 It wins where few ranks share the experts and top-k is close to their number, so that most tokens
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.

@@ -2,7 +2,7 @@
 
     A2A(EP) then AG(ETP) then Permute (into expert order)
 
-The plainest chain: it wins where there is one tier, where messages are tiny, and at top-1. Its
+The plainest chain: it wins on one node, where messages are tiny, and at top-1. Its
 stages are those of `alltoall_allgather`, which pipelines them.
 """
 

@@ -4,8 +4,8 @@
 
 The AllToAll crosses nodes while the AllGather of the previous chunk runs inside them and the
 copies of the chunk before that run alongside both (arXiv 2411.00662; here in forward and backward).
-At ETP = 1 it is a chunked AllToAll. A row is one (token, expert) pair, so the same token may cross
-the network once for each of its experts.
+At ETP = 1 it is a chunked AllToAll. A row is a permuted token, so a token may cross the network
+once for each of its experts.
 
 Order of rows (etp rank t, source EP rank s, local expert l; r: the tokens of one (t, s, l)):
 
@@ -45,7 +45,7 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
     num_local_experts = counts.sent.shape[-1]
     etp_rank = layout.rank % layout.etp
 
-    # Step 1: cut the rows of every (source, expert) pair.
+    # Step 1: split the rows of every source for every expert.
     sent_bounds = split(counts.sent, num_chunks)  # [C + 1, EP, L]
     received_bounds = split(counts.received, num_chunks)  # [C + 1, ETP, EP, L]
     sent = np.diff(sent_bounds, axis=0)  # [C, EP, L]
@@ -60,7 +60,7 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
         )
 
     # Step 3: the exchange and the gather.
-    own = received[:, etp_rank]  # [C, EP, L]
+    arrived = received[:, etp_rank].sum(axis=2)  # [C, EP]
     gathered = received.sum(axis=(2, 3))  # [C, ETP]
 
     # Step 4: expert order (l, t, s), each chunk's run after those of the earlier chunks.
@@ -76,7 +76,7 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
     gathered_total = gathered.sum(axis=1)[:, None]
     return (
         BoundStage(stage=PACK, send=sent_total, receive=sent_total, segments=packed),
-        BoundStage(stage=EXCHANGE, send=sent.sum(axis=2), receive=own.sum(axis=2)),
+        BoundStage(stage=EXCHANGE, send=sent.sum(axis=2), receive=arrived),
         bind_gather(GATHER, gathered, etp_rank),
         BoundStage(stage=ORDER, send=gathered_total, receive=gathered_total, segments=ordered),
     )

@@ -1,8 +1,8 @@
 """`alltoall_dedup`: one copy of a token per destination rank, however many experts it has there.
 
-    Permute (cut) | Duplicate (per rank) | A2A(EP) | Duplicate (per expert) | Permute (expert order)
+    Permute (split) | Duplicate (per rank) | A2A(EP) | Duplicate (per expert) | Permute (to order)
 
-It wins where EP lies in one tier and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
+It wins where EP lies on one node and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
 """
 
@@ -26,7 +26,7 @@ EXCHANGE = AllToAll(name="alltoall", group="ep")
 
 
 def incompatibility(layout: Layout) -> str | None:
-    """Refuse ETP > 1: every rank of an expert would need the copy, as in the AllGather chains."""
+    """Not for ETP > 1: every rank of an expert would need the copy, as in the AllGather chains."""
     if layout.etp > 1:
         return (
             f"expert_tensor_parallel_size is {layout.etp}, this chain is for 1; "

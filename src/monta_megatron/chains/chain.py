@@ -31,7 +31,7 @@ Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counts of (token, expert) pairs, for the chains whose rows are pairs.
+    """Counts of token-expert pairs, for the chains whose rows are permuted tokens.
 
     Run-time counts are integers; the planner passes expected values as floats through the same
     code.
@@ -54,15 +54,15 @@ class TokenCounts:
 
     Attributes:
         tokens: [S, B] tokens of every source.
-        experts: [S, B, L] pairs of every source for each expert of this rank.
+        experts: [S, B, L] token-expert pairs of every source for each expert of this rank.
         sent_to_ranks: [B, EP] tokens of this rank for each EP rank.
         for_rank: [S, B] tokens of every source for this rank.
         sent_to_nodes: [B, nodes] tokens of this rank for each node.
         for_node: [S, B] tokens of every source for this node.
         for_node_ranks: [S, B, R] tokens of every source for each rank of this node.
-        classes: kinds of pairs, which an expert takes from each source one kind after the other:
-            2 where experts are padded to capacity (routed pairs, then padding), else 1. Each kind
-            counts as an expert of its own, here and in the layout that is bound.
+        classes: kinds of permuted tokens, which an expert takes from each source one kind after the
+            other: 2 where experts are padded to capacity (routed tokens, then padding), else 1.
+            Each kind counts as an expert, here and in the layout that is bound.
     """
 
     tokens: RowCounts
@@ -76,19 +76,19 @@ class TokenCounts:
 
 
 def order_of_issue(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
-    """(stage, chunk) pairs in the order of issue, which is the same on every rank.
+    """(stage, chunk) in the order of issue, which is the same on every rank.
 
-    Stage s of chunk c is issued in step c + depths[s]; within a step, stages go in order.
+    Stage s of chunk c is issued in step c + offsets[s]; within a step, stages go in order.
 
     Args:
         offsets: how many steps each stage of a pass trails the first; see `pipeline_offsets`.
         num_chunks: C; chunks are numbered in the order in which the pass takes them.
     """
     return [
-        (position, step - depth)
+        (position, step - offset)
         for step in range(num_chunks + offsets[-1])
-        for position, depth in enumerate(offsets)
-        if 0 <= step - depth < num_chunks
+        for position, offset in enumerate(offsets)
+        if 0 <= step - offset < num_chunks
     ]
 
 
@@ -98,8 +98,8 @@ class Chain:
 
     Attributes:
         name: what users write, such as "alltoall_allgather".
-        rows: what a row is on the source side: a (token, expert) pair, in Megatron's own
-            permutation, or a token, which is copied for the parts it goes to.
+        rows: what a row is on the source side: a permuted token, as Megatron makes them, or a
+            token, which is copied for the parts it goes to.
         stages: applied left to right by dispatch, transposed right to left by combine.
         bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
         incompatibility: why the chain cannot run on a layout, or None if it can.
@@ -130,7 +130,7 @@ class Chain:
 
         Args:
             layout: this rank's place.
-            counts: `Counts` where rows are pairs, `TokenCounts` where they are tokens.
+            counts: `Counts` where rows are permuted tokens, `TokenCounts` where they are tokens.
             num_chunks: C; at most B where rows are tokens, whose chunks are made of whole blocks.
 
         Raises:

@@ -1,4 +1,4 @@
-"""How rows are cut into chunks, and where the rows of each chunk belong in stock's order. No torch.
+"""How rows are split into chunks, and where those of each chunk belong in stock's order. No torch.
 
 Notation: C = number of chunks, B = number of token blocks, S = source ranks, L = local experts per
 EP rank.
@@ -11,12 +11,11 @@ from monta_megatron.chains.stages import RowCounts, Segments
 
 
 def split(rows: RowCounts, num_chunks: int) -> RowCounts:
-    """Cut every count into `num_chunks` parts: equal ones, then one of half their size.
+    """Split every count into `num_chunks` parts: equal ones, then one of half their size.
 
-    Each source's rows for each expert are cut separately, so a chunk holds the same share of
-    every (source, expert) pair, and every rank knows every cut from the counts alone. The
-    remainders of neighbouring experts fall into different chunks; without that the last chunk
-    would collect them all.
+    Each source's rows for each expert are split separately, so a chunk holds the same share of all
+    of them, and every rank knows every split from the counts alone. The remainders of neighbouring
+    experts fall into different chunks; without that the last chunk would collect them all.
 
     The last chunk is smaller because nothing hides what comes after its collective; transposed
     passes take it first (`chains/lower.py`).
@@ -62,7 +61,7 @@ def expert_order(runs: RowCounts, source_order: list[int], classes: int) -> Segm
     Args:
         runs: [C, L, S] rows of each chunk, as they lie in it: by expert, then by source.
         source_order: the sources in stock's order, (ETP rank, EP rank), as positions in S.
-        classes: kinds of pairs, see `TokenCounts`.
+        classes: kinds of permuted tokens, see `TokenCounts`.
 
     Returns:
         Runs in the order (expert, source in stock's order, class, chunk): each after those of the

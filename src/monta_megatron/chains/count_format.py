@@ -1,6 +1,6 @@
-"""What the ranks gather from each other before an exchange: one line of integers per rank.
+"""What a rank counts before an exchange: one line of integers per rank.
 
-    tokens, longest list, hash | experts, by block | node parts, by block | rank parts, by block
+    tokens, most experts, hash | experts, by block | node parts, by block | rank parts, by block
 
 A section of parts exists only if one of the chains copies tokens for those parts. If no chain's
 rows are tokens, nothing is counted by block.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from monta_megatron.chains.chain import Chain
 from monta_megatron.chains.layout import Layout
 
-# A rank's tokens, its longest list of experts, and the hash of what the ranks agree on.
+# A rank's tokens, the most experts of one of them, and the hash of what the ranks agree on.
 HEAD_SIZE = 3
 
 

@@ -1,6 +1,6 @@
 """`hierarchical_allgather`: one copy of a token per node, then every rank of the node gets it.
 
-    Permute (cut) | Duplicate (per node) | A2A(rail) | AG(node) | Duplicate (per expert) | Permute
+    Permute (split) | Duplicate (per node) | A2A(rail) | AG(node) | Duplicate (per expert) | Permute
 
 It wins where EP spans nodes, top-k is high and nodes have few ranks: most tokens that reach a
 node are wanted by most of its ranks. Its transpose carries a partial sum per (token, rank) inside

@@ -1,6 +1,6 @@
 """`hierarchical_alltoall`: one copy of a token per node, then one per rank inside it.
 
-    Permute (cut) | Duplicate (per node) | A2A(rail) | Duplicate (per rank) | A2A(node)
+    Permute (split) | Duplicate (per node) | A2A(rail) | Duplicate (per rank) | A2A(node)
                 | Duplicate (per expert) | Permute (into expert order)
 
 It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
@@ -29,7 +29,7 @@ EXCHANGE = AllToAll(name="alltoall in node", group="node")
 
 
 def incompatibility(layout: Layout) -> str | None:
-    """Refuse ETP > 1, as `alltoall_dedup` does, and uneven nodes, which have no rails."""
+    """Not for ETP > 1, as `alltoall_dedup`, nor for uneven nodes, which have no rails."""
     return alltoall_dedup.incompatibility(layout) or layout.uneven_nodes()
 
 

@@ -81,7 +81,7 @@ class Layout:
             name
             for name in names
             if any(
-                len({self.nodes[each] for each in members}) > 1
+                len({self.nodes[member] for member in members}) > 1
                 for members in {self.members(name, rank) for rank in range(len(self.nodes))}
             )
         )

@@ -121,11 +121,11 @@ def _structure(
 
     # Step 3: the order of issue, and the operations of all chunks.
     positions = range(len(shapes))[:: -1 if pass_.transpose else 1]
-    by_stage = [[each.series for each in work.operations if each.position == p] for p in positions]
-    issued = [(each, turn) for at, turn in order(offsets, num_chunks) for each in by_stage[at]]
+    by_stage = [[one.series for one in work.operations if one.position == at] for at in positions]
+    issued = [(series, turn) for at, turn in order(offsets, num_chunks) for series in by_stage[at]]
     stamped = _stamp(
         tuple(work.operations),
-        tuple((each.release == "join", each.chunk is None) for each in work.buffers),
+        tuple((one.release == "join", one.chunk is None) for one in work.buffers),
         tuple(issued),
         chunks,
         policy,
@@ -133,21 +133,21 @@ def _structure(
 
     # Step 4: the buffers of all chunks.
     buffers: list[Buffer] = []
-    for at, each in enumerate(work.buffers):
-        release, window = each.release, stamped.windows[at]
+    for at, buffer in enumerate(work.buffers):
+        release, window = buffer.release, stamped.windows[at]
         if release == "join" and policy == "host":
             release = "last read"
         elif release == "join" and window < num_chunks:
             release = "window"
         buffers += [
-            each._replace(
-                number=stamped.places[at][turn],
-                chunk=None if each.chunk is None else chunks[turn],
+            buffer._replace(
+                number=stamped.buffers[at][turn],
+                chunk=None if buffer.chunk is None else chunks[turn],
                 release=release,
-                slot=stamped.places[each.slot][turn % window],
+                slot=stamped.buffers[buffer.slot][turn % window],
                 last_read=stamped.last_reads[at][turn],
             )
-            for turn in range(1 if each.chunk is None else num_chunks)
+            for turn in range(1 if buffer.chunk is None else num_chunks)
         ]
     last = stamped.writes[work.output][-1]
     return Program(
@@ -155,27 +155,27 @@ def _structure(
         row=row,
         operations=stamped.operations,
         buffers=tuple(buffers),
-        output=stamped.places[work.output][0],
+        output=stamped.buffers[work.output][0],
         waits_at_end=(last,) if last >= 0 and stamped.operations[last].is_collective else (),
         num_streams=offsets[-1] + 1,
     )
 
 
 class _Stamped(NamedTuple):
-    """The operations of all chunks, and where their buffers are.
+    """The operations of all chunks, and the numbers of their buffers.
 
     Notation: M = buffers of a chunk.
 
     Attributes:
         operations: in the order of issue.
-        places: [M][turn] number of the buffer, the same in every turn if it holds all chunks.
+        buffers: [M][turn] number of the buffer, the same in every turn if it holds all chunks.
         windows: [M] after how many turns its memory is used again.
         writes: [M][turn] the operation that writes it, or -1.
         last_reads: [M][turn] the last operation that reads it, or -1.
     """
 
     operations: tuple[Operation, ...]
-    places: list[Sequence[int]]
+    buffers: list[Sequence[int]]
     windows: list[int]
     writes: list[list[int]]
     last_reads: list[list[int]]
@@ -204,19 +204,19 @@ def _stamp(
     numbers = [[-1] * num_chunks for _ in series]
     for number, (at, turn) in enumerate(issued):
         numbers[at][turn] = number
-    places: list[Sequence[int]] = []
+    numbers_of: list[Sequence[int]] = []
     num_buffers = 0
     for _, is_whole in buffers:
         last = num_buffers + (1 if is_whole else num_chunks)
-        places.append([num_buffers] * num_chunks if is_whole else range(num_buffers, last))
+        numbers_of.append([num_buffers] * num_chunks if is_whole else range(num_buffers, last))
         num_buffers = last
     readers: list[list[int]] = [[] for _ in buffers]
     writes = [[-1] * num_chunks for _ in buffers]
-    for each in series:
-        for buffer in each.reads:
-            readers[buffer].append(each.series)
-        for buffer in each.writes:
-            writes[buffer] = numbers[each.series]
+    for operation in series:
+        for buffer in operation.reads:
+            readers[buffer].append(operation.series)
+        for buffer in operation.writes:
+            writes[buffer] = numbers[operation.series]
 
     # Step 2: after how many turns memory is used again.
     def window_of(buffer: int) -> int:
@@ -256,21 +256,17 @@ def _stamp(
     # Step 4: the operations.
     operations: list[Operation] = []
     for (at, turn), waited in zip(issued, waits, strict=True):
-        each = series[at]
-        operation = each._replace(
+        operation = series[at]._replace(
             number=len(operations),
             chunk=chunks[turn],
-            reads=tuple([places[buffer][turn] for buffer in each.reads]),
-            writes=tuple([places[buffer][turn] for buffer in each.writes]),
-            waits=waited.waits,
-            after=waited.after,
-            launch_after=waited.launch_after,
-            host=waited.host,
+            reads=tuple([numbers_of[buffer][turn] for buffer in series[at].reads]),
+            writes=tuple([numbers_of[buffer][turn] for buffer in series[at].writes]),
+            **waited._asdict(),
         )
         operations.append(operation)
     return _Stamped(
         operations=tuple(operations),
-        places=places,
+        buffers=numbers_of,
         windows=windows,
         writes=writes,
         last_reads=[numbers[of[-1]] if of else [-1] * num_chunks for of in readers],

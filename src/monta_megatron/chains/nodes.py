@@ -1,4 +1,4 @@
-"""Finds which ranks share a node: the set of ranks joined by the fast tier.
+"""Finds which ranks share a node: the set of ranks joined by the node link.
 
 A rank learns from its launcher and its host name on which host it runs; the ranks of an exchange
 share this once. A host is a node, unless a cluster file says how many consecutive ranks are one,
@@ -13,7 +13,7 @@ from monta_megatron.common.texts import check_printable
 
 
 def is_named(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this rank is told the name of its node, such as that of its NVLink domain."""
+    """Whether MONTA_NODE gives the name of this rank's node, such as that of its NVLink domain."""
     return bool(environ.get("MONTA_NODE"))
 
 
@@ -22,7 +22,7 @@ def node_here(environ: Mapping[str, str] = os.environ) -> str:
 
     It is MONTA_NODE if that is set. Otherwise it is that of this host: torchrun numbers its agents
     (GROUP_RANK), of which one runs on each host, and srun numbers the hosts (SLURM_NODEID). Host
-    names alone could be alike, and numbers too, in a job of several parts.
+    names alone could be the same, and numbers too, in a job of several parts.
 
     Raises:
         ValueError: MONTA_NODE is not one line of printable characters.
@@ -37,7 +37,7 @@ def node_here(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def check_named_alike(named: Sequence[bool], ranks: Sequence[int]) -> None:
-    """Make sure that all ranks are told the names of their nodes, or none is.
+    """Make sure that MONTA_NODE is set on all ranks, or on none.
 
     Args:
         named: `is_named` of each rank.
@@ -81,6 +81,6 @@ def mixed_node(nodes: Sequence[int], hosts: Sequence[str]) -> tuple[int, int] | 
     for first_on in firsts.values():
         for host, position in first_on.items():
             if len(first_on) > 1 and len(nodes_of[host]) > 1:
-                other = next(each for each in first_on if each != host)
+                other = next(name for name in first_on if name != host)
                 return position, first_on[other]
     return None

@@ -85,7 +85,7 @@ def one_chunk(
     operations: list[Operation] = []
     buffers: list[Buffer] = []
 
-    def boundary_behind(at: int) -> int:
+    def boundary_after(at: int) -> int:
         return num_stages - 1 - at if back else at + 1
 
     def buffer(
@@ -136,7 +136,7 @@ def one_chunk(
 
     def message(at: int) -> int:
         """What a stage writes that copies rows anyway: packed, if a collective comes next."""
-        boundary = boundary_behind(at)
+        boundary = boundary_after(at)
         to_collective = isinstance(shapes[at + 1].stage, AllToAll | AllGather)
         packed = packs and to_collective and len(columns[boundary]) > 1
         return buffer(shapes[at].stage.name, boundary, packed=packed)
@@ -153,68 +153,68 @@ def one_chunk(
         sums = summed(at, of_sums, row.sum_bytes, num_sums)
         return [summed(at, boundary, row.sum_bytes, copies), sums] if is_rounded else [sums]
 
-    # Where the rows are.
-    place = buffer("input", boundary_behind(-1), release="caller", chunk=None)
+    # The buffer in which the rows are.
+    current = buffer("input", boundary_after(-1), release="caller", chunk=None)
     # This rank's own part of a sum over ranks, before it was rounded for the wire.
     unrounded: list[int] = []
     # The transposed AllGather whose parts lie there, not yet summed.
-    gathered: AllGather | None = None
+    transposed: AllGather | None = None
     for at, shape in enumerate(shapes):
-        stage, name, boundary = shape.stage, shape.stage.name, boundary_behind(at)
+        stage, name, boundary = shape.stage, shape.stage.name, boundary_after(at)
         if isinstance(stage, AllToAll | AllGather) and shape.group_size == 1:
             continue
-        if gathered is not None:
+        if transposed is not None:
             # Step 1: sum the parts that lie there. The sums of adjacent ones are added one by one.
-            parts, num_parts = buffers[place], buffers[place].copies
+            parts, num_parts = buffers[current], buffers[current].copies
             first = parts_per_sum(etp, num_parts)
-            sum_name = f"sum of {gathered.name}"
+            sum_name = f"sum of {transposed.name}"
             total = buffer(sum_name, parts.boundary, parts.columns, packed=parts.packed)
             num_sums = 1 if first == num_parts else 2
             held = scratch(at, parts.boundary, num_parts, parts.boundary, num_sums)
-            reads, writes = [place, *unrounded], [total, *held]
-            place = add(
-                "reduce_parts", at, reads, writes, sum_name, "memory", gathered.group, first
+            reads, writes = [current, *unrounded], [total, *held]
+            current = add(
+                "reduce_parts", at, reads, writes, sum_name, "memory", transposed.group, first
             )
-            unrounded, gathered = [], None
+            unrounded, transposed = [], None
 
         # Step 2: what the stage does.
         if isinstance(stage, AllToAll | AllGather):
-            gathered = stage if back and isinstance(stage, AllGather) else None
+            transposed = stage if back and isinstance(stage, AllGather) else None
             is_gather = isinstance(stage, AllGather) and not back
-            copies, before = 1 if gathered is None else shape.group_size, buffers[place]
+            copies, before = 1 if transposed is None else shape.group_size, buffers[current]
             arrived = buffer(name, boundary, before.columns, before.packed, copies)
             resource: Resource = "inter" if stage.group in crossing else "intra"
             kind: Kind = "allgather" if is_gather else "alltoall"
-            place = add(kind, at, [place], [arrived], name, resource, stage.group)
+            current = add(kind, at, [current], [arrived], name, resource, stage.group)
         elif isinstance(stage, Duplicate) and back:
             following, group, writes = shapes[at + 1], None, [message(at)]
             if isinstance(following.stage, AllGather) and following.group_size > 1 and is_rounded:
                 group = following.stage.group
                 of = (Column("rows", row.hidden_size, row.sum_bytes),)
                 unrounded = [buffer(f"{name}, unrounded", boundary - 1, of)]
-            before_it = boundary_behind(at - 1)
+            before_it = boundary_after(at - 1)
             writes += [*unrounded, *scratch(at, before_it, 1, boundary)]
-            if is_rounded and place == 0 and shapes[0].placement == "index":
+            if is_rounded and current == 0 and shapes[0].placement == "index":
                 # What is read row by row is there in its own dtype before it is converted.
                 writes.append(summed(at, before_it, row.value_bytes, slot=writes[-1]))
-            place = add("reduce", at, [place], writes, name, group=group)
+            current = add("reduce", at, [current], writes, name, group=group)
         elif isinstance(stage, Duplicate):
-            reads = [place]
+            reads = [current]
             if pass_.ids:
                 reads.append(buffer(name, at, (), release="exchange"))
                 kind = "find_copies" if _is_per_expert(shape) else "find_lists"
-                add(kind, at, [place], reads[1:], name)
-            place = add("duplicate", at, reads, [message(at)], name)
+                add(kind, at, [current], reads[1:], name)
+            current = add("duplicate", at, reads, [message(at)], name)
         elif at == 0:
             # A sum reads each row once, so it can read it in place.
             if shape.placement == "index" and not isinstance(shapes[1].stage, Duplicate):
-                place = add("pack", at, [place], [message(at)], name)
+                current = add("pack", at, [current], [message(at)], name)
         elif shape.placement == "none":
-            buffers[place] = buffers[place]._replace(release="caller")
+            buffers[current] = buffers[current]._replace(release="caller")
         else:
             output = buffer("output", boundary, release="caller", chunk=None)
-            place = add("put", at, [place], [output], name)
-    return OneChunk(operations, buffers, place)
+            current = add("put", at, [current], [output], name)
+    return OneChunk(operations, buffers, current)
 
 
 def _columns(
@@ -222,19 +222,18 @@ def _columns(
 ) -> list[tuple[Column, ...]]:
     """[N + 1] what a row consists of at each boundary.
 
-    Before "copy per expert" a token has a list of experts, behind it one probability.
+    Before "copy per expert" a token has its experts' ids and probabilities, after it one of them.
     """
-    lists_until = -1
+    last = -1
     if rows == "tokens":
-        lists_until = max(at for at, shape in enumerate(shapes) if _is_per_expert(shape))
+        last = max(at for at, shape in enumerate(shapes) if _is_per_expert(shape))
     hidden = Column("rows", row.hidden_size, row.value_bytes)
     ids = (Column("ids", None, ID_BYTES),) if pass_.ids else ()
-    of_list, of_one = (
+    of_token, of_copy = (
         (hidden, *((Column("probs", width, row.prob_bytes),) if pass_.probs else ()))
         for width in (None, 1)
     )
-    with_list = lists_until + 1
-    return [of_list + ids] * with_list + [of_one] * (len(shapes) + 1 - with_list)
+    return [of_token + ids] * (last + 1) + [of_copy] * (len(shapes) - last)
 
 
 def _is_per_expert(shape: StageShape) -> bool:

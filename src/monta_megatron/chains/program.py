@@ -5,7 +5,7 @@ turns a bound chain into the program of one pass. The executor runs it, the plan
 memory is the liveness of its buffers, the timeline draws it: none of them derives anything of it a
 second time. No torch.
 
-Notation: C = number of chunks, H = hidden size, W = longest list of experts of any token.
+Notation: C = number of chunks, H = hidden size, W = most experts of any token.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ Kind: TypeAlias = Literal[
 COLLECTIVES: tuple[Literal["alltoall", "allgather"], ...] = ("alltoall", "allgather")
 # When a buffer's memory is given back: to the next chunk but W - 1 once it was read ("window"), at
 # the end of the pass ("join"), once it was read for the last time ("last read"); a "caller" has its
-# own, and what is found about copies is kept for the passes that follow ("exchange").
+# own, and what says where copies lie is kept for the passes that follow ("exchange").
 Release: TypeAlias = Literal["window", "join", "last read", "caller", "exchange"]
 
 
@@ -87,7 +87,7 @@ class Column(NamedTuple):
 
     Attributes:
         name: "rows" for the hidden values, "probs" or "ids".
-        width: number of values; None for one for each of the W experts in a token's list.
+        width: number of values; None for one for each of the W experts of a token.
         value_bytes: bytes of each.
     """
 
@@ -105,8 +105,8 @@ class Buffer(NamedTuple):
         chunk: whose rows it holds; None for those of all chunks.
         boundary: how many stages of the chain lie before these rows.
         copies: how many times it holds them.
-        columns: what a row consists of; none for what is found about copies.
-        packed: the columns share one message; else each has its own.
+        columns: what a row consists of; none for what says where copies lie.
+        packed: the columns share one message; else one message for each.
         release: when its memory is given back.
         slot: buffers with the same slot use the same memory, one after the other.
         last_read: the last operation that reads it.
@@ -179,7 +179,7 @@ class Program:
         row: the sizes of a row's values.
         operations: in the order of issue, which is the same on every rank.
         buffers: the input comes first.
-        output: the buffer that the pass leaves behind.
+        output: the buffer that holds the result.
         waits_at_end: operations that nothing has waited for, and that the output needs.
         num_streams: side streams that the operations name.
     """
@@ -209,10 +209,10 @@ class Program:
     @cached_property
     def slots(self) -> dict[int, list[Buffer]]:
         """slot -> the buffers that use it."""
-        found: dict[int, list[Buffer]] = {}
+        by_slot: dict[int, list[Buffer]] = {}
         for buffer in self.buffers:
-            found.setdefault(buffer.slot, []).append(buffer)
-        return found
+            by_slot.setdefault(buffer.slot, []).append(buffer)
+        return by_slot
 
 
 @dataclass(frozen=True, kw_only=True)

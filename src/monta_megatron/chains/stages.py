@@ -33,12 +33,12 @@ class Permute:
 
 @dataclass(frozen=True, kw_only=True)
 class Duplicate:
-    """A copy of a row for every part of the experts in which its list has an expert.
+    """A copy of a row for every part of the experts in which its token has one.
 
     The parts are nodes, ranks or single experts. Copies are ordered by part, then by row; each
-    keeps the share of the list that belongs to its part. The transpose sums the copies of a row in
-    the order of the parts, and so of the experts, in fp32 and rounds once; a list's probabilities
-    go back to where they came from, without a sum.
+    keeps the expert ids and probabilities that belong to its part. The transpose sums the copies
+    of a row in the order of the parts, and so of the experts, in fp32 and rounds once; the
+    probabilities go back to where they came from, without a sum.
     """
 
     name: str
@@ -158,7 +158,7 @@ class BoundStage:
         return self.receive.sum(axis=1)
 
     @property
-    def shape(self) -> "StageShape":
+    def shape(self) -> StageShape:
         """What does not depend on the counts."""
         placement: Placement = "none"
         if self.segments is not None:
@@ -168,5 +168,5 @@ class BoundStage:
 
 def bind_gather(stage: AllGather, receive: RowCounts, position: int) -> BoundStage:
     """An AllGather that brings [C, P] rows, of which this rank's own are at `position`."""
-    own = receive[:, position, None]
-    return BoundStage(stage=stage, send=np.broadcast_to(own, receive.shape), receive=receive)
+    send = np.broadcast_to(receive[:, position, None], receive.shape)
+    return BoundStage(stage=stage, send=send, receive=receive)

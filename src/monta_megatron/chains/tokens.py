@@ -1,4 +1,4 @@
-"""What chains whose rows are tokens share: cutting tokens, and placing them with the experts."""
+"""What chains whose rows are tokens share: splitting tokens, and ordering them for the experts."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from monta_megatron.chains.stages import (
     Segments,
 )
 
-SPLIT = Permute(name="cut")
+SPLIT = Permute(name="split")
 TO_NODES = Duplicate(name="copy per node", part="node")
 TO_RANKS = Duplicate(name="copy per rank", part="rank")
 RAIL_EXCHANGE = AllToAll(name="alltoall between nodes", group="rail")

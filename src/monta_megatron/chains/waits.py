@@ -32,11 +32,11 @@ def waits_of(
 def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
     """On a device: streams wait for each other, the host for nothing."""
     # What runs operations in order: a side stream, or a group's own.
-    queues = [each.group if each.is_collective else each.stream for each in operations]
+    queues = [one.group if one.is_collective else one.stream for one in operations]
     # (stream, queue) -> the latest operation of the queue for which the stream has waited.
     waited: dict[tuple[int, object], int] = {}
     latest: dict[object, int] = {}
-    found = []
+    result = []
     for number, (operation, numbers) in enumerate(zip(operations, needs, strict=True)):
         stream, waits = operation.stream, []
         # A wait for the latest operation of a queue is one for all before it.
@@ -46,16 +46,16 @@ def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]
                 waited[stream, queue] = need
                 waits.append(need)
         before = {latest[queue] for queue in (queues[number], stream) if queue in latest}
-        found.append(Waits(tuple(waits), tuple(sorted(before.union(waits))), (), "enqueues"))
+        result.append(Waits(tuple(waits), tuple(sorted(before.union(waits))), (), "enqueues"))
         latest[queues[number]] = number
-    return found
+    return result
 
 
 def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
     """On CPU ranks: the host waits for collectives, and for each copy that it makes itself."""
     waited: set[int] = set()
     copied: tuple[int, ...] = ()
-    found = []
+    result = []
     for number, (operation, numbers) in enumerate(zip(operations, needs, strict=True)):
         waits = tuple(
             need
@@ -64,6 +64,6 @@ def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) 
         )
         waited.update(waits)
         host: Literal["starts", "runs"] = "starts" if operation.is_collective else "runs"
-        found.append(Waits(waits, (), copied + waits, host))
+        result.append(Waits(waits, (), copied + waits, host))
         copied = copied if operation.is_collective else (number,)
-    return found
+    return result

@@ -20,9 +20,9 @@ from monta_megatron.common.quantities import counted
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCES
 from monta_megatron.planner.memory import peak_bytes
-from monta_megatron.planner.pricing import PassPrice, price_walk
+from monta_megatron.planner.pricing import PassPrice, price_pass
 from monta_megatron.planner.representative_ranks import priced_ranks
-from monta_megatron.planner.traffic import WalkTraffic, walk_traffic
+from monta_megatron.planner.traffic import PassTraffic, pass_traffic
 from monta_megatron.planner.workload import Workload
 
 # The passes that hold most, one per direction: the other two move the same rows with fewer columns.
@@ -42,7 +42,7 @@ class ChainPrice:
         num_chunks: in how many chunks.
         passes: the passes of the phase.
         traffic: what they move, in each pass.
-        num_alike: [ranks] number of ranks that each of them stands for.
+        num_represented: [ranks] number of ranks that each of them stands for.
         peak_bytes: the most that the executor holds at once on one rank.
         beside_bytes: what the chain takes there beside its exchange, within the same limit.
     """
@@ -50,8 +50,8 @@ class ChainPrice:
     chain: Chain
     num_chunks: int
     passes: tuple[PassPrice, ...]
-    traffic: tuple[WalkTraffic, ...]
-    num_alike: tuple[int, ...]
+    traffic: tuple[PassTraffic, ...]
+    num_represented: tuple[int, ...]
     peak_bytes: float
     beside_bytes: float = 0.0
 
@@ -76,9 +76,9 @@ class ChainPrice:
         return sum(pass_.lower_bound_us for pass_ in self.passes)
 
     def sent_bytes(self, resource: Resource) -> float:
-        """Bytes of the chain's stages in a tier, over all ranks and passes."""
+        """Bytes of the chain's stages that a resource moves, over all ranks and passes."""
         return sum(
-            stage.sent_bytes(resource, self.num_alike)
+            stage.sent_bytes(resource, self.num_represented)
             for pass_ in self.traffic
             for stage in pass_.pipeline
         )
@@ -140,25 +140,26 @@ def price_chain(
     if num_exchanged_counts is None:
         num_exchanged_counts = sum(count_widths((chain,), workload.layout, blocks_for(num_chunks)))
     programs = [
-        [workload.lower(each, pass_, cluster.policy) for each in bound] for pass_ in PASSES[phase]
+        [workload.lower(of_rank, pass_, cluster.policy) for of_rank in bound]
+        for pass_ in PASSES[phase]
     ]
     traffic = tuple(
-        walk_traffic(of_pass, workload.tokens_per_rank, num_exchanged_counts)
+        pass_traffic(of_pass, workload.tokens_per_rank, num_exchanged_counts)
         for of_pass in programs
     )
     return ChainPrice(
         chain=chain,
         num_chunks=num_chunks,
         passes=tuple(
-            price_walk(of_pass[0].program, moved, cluster, ranks.nic_starts)
+            price_pass(of_pass[0].program, moved, cluster, ranks.nic_starts)
             for of_pass, moved in zip(programs, traffic, strict=True)
         ),
         traffic=traffic,
-        num_alike=ranks.num_alike,
+        num_represented=ranks.num_represented,
         peak_bytes=max(
-            peak_bytes(each)
+            peak_bytes(program)
             for pass_, of_pass in zip(PASSES[phase], programs, strict=True)
             if pass_ in HEAVIEST[phase]
-            for each in of_pass
+            for program in of_pass
         ),
     )

@@ -20,7 +20,7 @@ from monta_megatron.common.rules import (
 from monta_megatron.planner.curves import OLD_RATE, RESOURCES, Curve, Kind, Operation
 from monta_megatron.planner.rate import Rate
 
-# Operations on the routing map and on lists of experts, made of many short steps.
+# Operations on the routing map and on expert ids, made of many short steps.
 FINDS: tuple[Operation, ...] = ("find", "find_lists", "count", "lists")
 
 # If a cluster has no curve for an operation, this similar operation stands in for it.
@@ -37,7 +37,7 @@ STANDS_IN: dict[Operation, Operation] = {
 
 
 class Time(NamedTuple):
-    """How long an operation takes, and a note on how that was found, if one is needed."""
+    """How long an operation takes, and a note on what was assumed, if anything."""
 
     us: float
     note: str | None = None
@@ -45,7 +45,7 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A tier as a straight line: for clusters that nobody has calibrated.
+    """A resource as a straight line: for clusters that nobody has calibrated.
 
     Attributes:
         resource: "inter" per NIC, "intra" and "memory" per rank.
@@ -72,7 +72,7 @@ class HostCosts:
         collective_us: to start an AllToAll or AllGather.
         copy_us: to start a copy of rows.
         sum_us: to start a sum over copies.
-        find_us: to start counting, making lists of experts, or finding from them what is copied.
+        find_us: to start counting, listing expert ids, or finding from them what is copied.
         counts_to_host_us: to copy the counts to the host and wait for them.
         counts_us: to count what goes where and bind a chain to it, once per dispatch.
         pass_us: what a pass takes besides its stages: autograd and the executor.
@@ -140,11 +140,11 @@ class Contention:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes and costs: at least a link or curves for every tier that the cluster has.
+    """Nodes and costs: at least a link or curves for every resource that the cluster has.
 
     Attributes:
         name: what users call it.
-        num_nodes: number of sets of ranks joined by the fast tier.
+        num_nodes: number of sets of ranks joined by the node link.
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share evenly.
         kind: whether these numbers and the memory size come from this cluster or were published.
@@ -152,8 +152,8 @@ class Cluster:
         launch: host time per operation.
         memory_gb_per_rank: 1e9 bytes that a rank may use, or None where that is not known.
         copies_block_host: copies run on the host thread in program order, as on CPU ranks.
-        links: each tier as a line, used where there is no curve.
-        curves: one for each operation, tier and group size.
+        links: each resource as a line, used where there is no curve.
+        curves: one for each operation, resource and group size.
         contention: pairs that are not listed have factor 1, or 2 if both are the same resource.
         doubts: what the calibration found wanting in itself; every plan notes it.
         network_faster_than_node_link: whether a rank's share of the network may have a higher rate
@@ -186,17 +186,17 @@ class Cluster:
             require(
                 in_memory == (curve.resource == "memory"),
                 "curves",
-                f"{curve.operation} in tier {curve.resource}",
+                f"{curve.operation} in {curve.resource}",
                 "be in " + ("memory" if in_memory else "inter or intra"),
             )
         resources = [link.resource for link in self.links]
         for resource in RESOURCES if self.num_nodes > 1 else RESOURCES[1:]:
             needed = ("copy",) if resource == "memory" else COLLECTIVES
-            found = {curve.operation for curve in self.curves if curve.resource == resource}
-            if resource not in resources and not found.issuperset(needed):
+            curves = {curve.operation for curve in self.curves if curve.resource == resource}
+            if resource not in resources and not curves.issuperset(needed):
                 raise ValueError(
-                    f"links: none for tier {resource}, must be given where curves has none for "
-                    f"{' and '.join(needed)} in that tier"
+                    f"links: none for {resource}, must be given where curves has none for "
+                    f"{' and '.join(needed)} there"
                 )
         self._check_network()
 
@@ -209,7 +209,7 @@ class Cluster:
         if share.gbytes_per_s > node_link.rate.gbytes_per_s:
             raise ValueError(
                 f"links: the network has {share.in_both_units} for each rank, must be at most the "
-                f"{node_link.rate.in_both_units} of tier intra; check bits and bytes, or write "
+                f"{node_link.rate.in_both_units} of intra; check bits and bytes, or write "
                 "network_faster_than_node_link: true if it is so"
             )
 
@@ -249,8 +249,8 @@ class Cluster:
 
         Args:
             operation: what is done.
-            resource: the tier through which the bytes go.
-            num_bytes: bytes that leave each rank in this tier; in memory, bytes read and written.
+            resource: the resource through which the bytes go.
+            num_bytes: bytes that leave each rank through it; in memory, bytes read and written.
             group_size: number of ranks that take part: the whole group in "inter", its part on one
                 node in "intra".
             ranks_on_node: ranks of the group on each node.
@@ -267,7 +267,7 @@ class Cluster:
         link = self._links.get(resource)
         if link is None:
             raise ValueError(
-                f"cluster {self.name}: no curve and no link for {operation} in tier {resource}"
+                f"cluster {self.name}: no curve and no link for {operation} in {resource}"
             )
         gbytes_per_s = link.rate.gbytes_per_s
         if resource == "inter":
@@ -284,10 +284,10 @@ class Cluster:
 
     @cached_property
     def _curves(self) -> dict[tuple[Operation, Resource], dict[int, Curve]]:
-        found: dict[tuple[Operation, Resource], dict[int, Curve]] = {}
+        by_size: dict[tuple[Operation, Resource], dict[int, Curve]] = {}
         for curve in self.curves:
-            found.setdefault((curve.operation, curve.resource), {})[curve.group_size] = curve
-        return found
+            by_size.setdefault((curve.operation, curve.resource), {})[curve.group_size] = curve
+        return by_size
 
     @cached_property
     def _factors(self) -> dict[tuple[Resource, Resource], float]:

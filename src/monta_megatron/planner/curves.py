@@ -79,9 +79,9 @@ class Curve:
 
     Attributes:
         operation: what was timed; docs/calibration.md explains each.
-        resource: the tier through which the bytes go.
+        resource: the resource through which the bytes go.
         group_size: ranks that take part; 1 for operations in memory.
-        sizes_bytes: ascending; bytes that leave each rank in this tier, or that an operation in
+        sizes_bytes: ascending; bytes that leave each rank through it, or that an operation in
             memory reads and writes.
         times_us: the time for each size.
         kind: whether it was measured on this cluster.

@@ -60,7 +60,7 @@ class ParallelLayout:
                 f"pp: got {self.pp}, must be at most num_layers of {model.name} "
                 f"({model.num_layers})"
             )
-        # Sequence parallelism cuts the sequence; context parallelism gives each rank two pieces.
+        # Sequence parallelism divides the sequence; context parallelism gives each rank two pieces.
         parts = self.tp * self.cp * (2 if self.cp > 1 else 1)
         if model.seq_length % parts != 0:
             return (
@@ -77,8 +77,8 @@ class ParallelLayout:
 def exchanges(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> tuple[Layout, ...]:
     """A layout's exchanges, one for each way they lie on the nodes, each as its first rank sees it.
 
-    Megatron numbers the expert ranks of a pipeline stage with ETP fastest, then EP, so an
-    exchange is a run of consecutive ranks. If its size fits the nodes, all of them lie alike.
+    Megatron numbers the expert ranks of a pipeline stage with ETP fastest, then EP, so an exchange
+    is a run of consecutive ranks. If its size fits the nodes, all of them lie in the same way.
     """
     size = layout.exchange_size
     # After this many exchanges the pattern repeats.

@@ -41,8 +41,8 @@ def workloads_of(
     """
     tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
     return [
-        workload_of_model(model, place, tokens, None if routing is None else routing(place))
-        for place in exchanges(layout, model.num_experts, ranks_per_node)
+        workload_of_model(model, exchange, tokens, None if routing is None else routing(exchange))
+        for exchange in exchanges(layout, model.num_experts, ranks_per_node)
     ]
 
 

@@ -19,7 +19,7 @@ def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:
     return replace(
         cluster,
         name=f"{cluster.name}, network x {rate_ratio:g}",
-        # It is what was asked for.
+        # This is what the ratio is for.
         network_faster_than_node_link=True,
         links=tuple(
             replace(link, rate=link.rate.times(rate_ratio)) if link.resource == "inter" else link

@@ -22,7 +22,7 @@ class PlanKey:
         etp: expert tensor parallel size.
         nodes: [ep * etp] node of every rank of the exchange, the first one being 0.
         num_experts: experts of the layer.
-        topk: experts per token; for a routing that is not top-k, the longest list of experts.
+        topk: experts per token; for a routing that is not top-k, the most experts of one.
         hidden_size: hidden size of a row.
         value_bytes: bytes of one hidden value.
         tokens_per_rank: the most tokens that a rank brings.
@@ -49,7 +49,7 @@ class StageCost:
     """One stage of the chosen chain, all chunks together.
 
     Attributes:
-        pass_: dispatch, combine, or the backward pass of one of them.
+        pass_name: dispatch, combine, or the backward pass of one of them.
         stage: its name.
         resource: what it occupies; "host" for what surrounds the stages of a pass.
         alone_us: time of its chunks one after the other, with nothing else running.
@@ -105,7 +105,7 @@ class Plan:
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
         notes: what had to be assumed.
-        rates: by which large messages were priced, for each tier of the cluster.
+        rates: by which large messages were priced, for each resource of the cluster.
     """
 
     chain: Text
@@ -146,7 +146,7 @@ class Plan:
             planned = getattr(self.key, field)
             if planned != value:
                 shown = [
-                    list(each) if isinstance(each, tuple) else each for each in (planned, value)
+                    list(entry) if isinstance(entry, tuple) else entry for entry in (planned, value)
                 ]
                 return (
                     f"key.{field}: the plan is for {shown[0]}, used with {shown[1]}; "

@@ -1,8 +1,8 @@
 """What a pass costs on a cluster: bytes through the curves, stages through the schedule.
 
-A collective of a group that spans nodes moves bytes in both tiers at once: it takes the longer of
-the two times and occupies the network. All ranks of a group finish together, so the busiest one
-is priced; where ranks share a network interface, the busiest interface.
+A collective of a group that spans nodes moves bytes through the network and the node link at once:
+it takes the longer of the two times and occupies the network. All ranks of a group finish together,
+so the busiest one is priced; where ranks share a network interface, the busiest interface.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from monta_megatron.chains.program import Program, Resource
 from monta_megatron.planner.cluster import FINDS, Cluster
 from monta_megatron.planner.schedule import Schedule, Work, lower_bound_us, serial_us, simulate
-from monta_megatron.planner.traffic import GATHER_OF_COUNTS, StageTraffic, WalkTraffic
+from monta_megatron.planner.traffic import COUNT_EXCHANGE, PassTraffic, StageTraffic
 
 # What the host does in a pass besides its stages.
 AROUND_STAGES = "around the stages"
@@ -62,8 +62,8 @@ class PassPrice:
         )
 
 
-def price_walk(
-    program: Program, traffic: WalkTraffic, cluster: Cluster, nic_starts: Sequence[int]
+def price_pass(
+    program: Program, traffic: PassTraffic, cluster: Cluster, nic_starts: Sequence[int]
 ) -> PassPrice:
     """Price one pass.
 
@@ -105,13 +105,15 @@ def _work(
 ) -> Work:
     """What a stage costs."""
     launch_us = cluster.launch.start_us(stage.operation) * len(stage.message_bytes)
-    if stage.stage == GATHER_OF_COUNTS:
+    if stage.stage == COUNT_EXCHANGE:
         launch_us += cluster.launch.counts_to_host_us
     if stage.operation not in FINDS:
-        # What is found and then copied is one stage to the host.
+        # Finding copies and making them is one stage to the host.
         launch_us += stage_us
-    by_tier = [_times_us(stage, resource, cluster, nic_starts, notes) for resource in stage.moved]
-    times = list(map(max, zip(*by_tier, strict=True)))
+    by_resource = [
+        _times_us(stage, resource, cluster, nic_starts, notes) for resource in stage.moved
+    ]
+    times = list(map(max, zip(*by_resource, strict=True)))
     times[0] += cluster.launch.first_us(stage.operation)
     return Work(
         stage=stage.stage, resource=stage.resource, times_us=tuple(times), launch_us=launch_us
@@ -125,7 +127,7 @@ def _times_us(
     nic_starts: Sequence[int],
     notes: dict[str, None],
 ) -> list[float]:
-    """[C] us in one tier, for all messages as a GPU stream or a host handles them."""
+    """[C] us in one resource, for all messages as a GPU stream or a host handles them."""
     num_bytes, group_size, ranks_on_node = stage.moved[resource]
     num_ranks = num_bytes.shape[1]
     if resource == "inter" and num_ranks > 1:
@@ -135,14 +137,14 @@ def _times_us(
     if stage.messages_overlap and resource == "inter":
         messages = (row_bytes,)
     busiest: list[float] = num_bytes.max(axis=(0, 1)).tolist()
-    # Chunks are mostly alike, so each size is looked up once.
-    found = dict.fromkeys(busiest, 0.0)
-    for moved in found:
+    # Most chunks are as large as others, so each size is looked up once.
+    times_us = dict.fromkeys(busiest, 0.0)
+    for moved in times_us:
         for message in messages:
             time = cluster.time_us(
                 stage.operation, resource, moved * message / row_bytes, group_size, ranks_on_node
             )
-            found[moved] += time.us
+            times_us[moved] += time.us
             if time.note is not None:
                 notes.setdefault(time.note)
-    return [found[moved] for moved in busiest]
+    return [times_us[moved] for moved in busiest]

@@ -36,10 +36,10 @@ class Rate:
         Raises:
             ValueError: the text is no number above 0 with such a unit.
         """
-        found = _RATE.fullmatch(text.strip())
-        if found is None:
+        match = _RATE.fullmatch(text.strip())
+        if match is None:
             raise ValueError(f"rate: got {text!r}, must be {cls.RULE}")
-        number, prefix, unit = found.groups()
+        number, prefix, unit = match.groups()
         return cls(float(number) * _PREFIXES[prefix] / (8 if unit == "b" else 1))
 
     def __str__(self) -> str:

@@ -3,11 +3,11 @@
 Two ranks move the same number of bytes in every stage of every chain if
 
 - the routing is even: a rank has as many rows for any peer as for any other, and
-- in every group, each of them has as many peers on its own node as the other.
+- in every group, each of them has as many peers on its node as the other.
 
 On even nodes in order all ranks are such. Elsewhere, few are not: of 256 consecutive ranks on nodes
 of 72, those on the first, the last and the other nodes. Ranks that share a network interface are
-priced together, so it is interfaces that have to be alike, rank by rank.
+priced together, so it is interfaces that have to be the same, rank by rank.
 
 Notation: S = ranks of the exchange.
 """
@@ -26,17 +26,17 @@ class PricedRanks:
     """The ranks that are priced, those of a network interface one after the other.
 
     Attributes:
-        layouts: their places; the first rank of the exchange comes first.
-        num_alike: number of ranks that each of them stands for, itself included.
+        layouts: as they see the exchange; the first rank of the exchange comes first.
+        num_represented: number of ranks that each of them stands for, itself included.
         nic_starts: position in `layouts` of the first rank of each network interface.
     """
 
     layouts: tuple[Layout, ...]
-    num_alike: tuple[int, ...]
+    num_represented: tuple[int, ...]
     nic_starts: tuple[int, ...]
 
 
-# Every chain and number of chunks asks again.
+# Needed for every chain and number of chunks.
 @lru_cache(maxsize=64)
 def priced_ranks(layout: Layout, routing: Routing, ranks_per_nic: int) -> PricedRanks:
     """Find the ranks of an exchange that are priced.
@@ -47,24 +47,26 @@ def priced_ranks(layout: Layout, routing: Routing, ranks_per_nic: int) -> Priced
         ranks_per_nic: ranks of a node that share a network interface.
     """
     kinds = _kinds(layout, routing)
-    num_alike: dict[tuple[Hashable, ...], int] = {}
-    found: dict[tuple[Hashable, ...], list[int]] = {}
+    num_represented: dict[tuple[Hashable, ...], int] = {}
+    ranks_of: dict[tuple[Hashable, ...], list[int]] = {}
     for ranks in _by_nic(layout, ranks_per_nic):
         kind = tuple(kinds[rank] for rank in ranks)
-        each_stands_for = 1
+        num_per_rank = 1
         if len(set(kind)) == 1:
             # Together they are as busy as one by itself.
-            kind, ranks, each_stands_for = kind[:1], ranks[:1], len(ranks)
-        found.setdefault(kind, ranks)
-        num_alike[kind] = num_alike.get(kind, 0) + each_stands_for
+            kind, ranks, num_per_rank = kind[:1], ranks[:1], len(ranks)
+        ranks_of.setdefault(kind, ranks)
+        num_represented[kind] = num_represented.get(kind, 0) + num_per_rank
     layouts: list[Layout] = []
     nic_starts = []
-    for ranks in found.values():
+    for ranks in ranks_of.values():
         nic_starts.append(len(layouts))
         layouts += [replace(layout, rank=rank) for rank in ranks]
     return PricedRanks(
         layouts=tuple(layouts),
-        num_alike=tuple(num_alike[kind] for kind, ranks in found.items() for _ in ranks),
+        num_represented=tuple(
+            num_represented[kind] for kind, ranks in ranks_of.items() for _ in ranks
+        ),
         nic_starts=tuple(nic_starts),
     )
 
@@ -81,17 +83,17 @@ def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
         return (None,) * num_ranks
     on_node = []
     for name in FLAT_GROUPS:
-        places = [(layout.members(name, rank), layout.nodes[rank]) for rank in range(num_ranks)]
-        num_peers = Counter(places)
-        on_node.append([num_peers[place] for place in places])
+        peers = [(layout.members(name, rank), layout.nodes[rank]) for rank in range(num_ranks)]
+        num_peers = Counter(peers)
+        on_node.append([num_peers[key] for key in peers])
     return list(zip(*on_node, strict=True))
 
 
 def _by_nic(layout: Layout, ranks_per_nic: int) -> list[list[int]]:
     """The ranks of each network interface."""
-    found: dict[tuple[int, int], list[int]] = {}
+    by_nic: dict[tuple[int, int], list[int]] = {}
     on_node: Counter[int] = Counter()
     for rank, node in enumerate(layout.nodes):
-        found.setdefault((node, on_node[node] // ranks_per_nic), []).append(rank)
+        by_nic.setdefault((node, on_node[node] // ranks_per_nic), []).append(rank)
         on_node[node] += 1
-    return list(found.values())
+    return list(by_nic.values())

@@ -13,10 +13,10 @@ from monta_megatron.planner.rate import Rate
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceRate:
-    """One tier's rate.
+    """The rate of one resource.
 
     Attributes:
-        resource: the tier.
+        resource: the resource.
         rate: of the link, or of the curve's largest size where there are curves.
         basis: of what it is the rate, and where it comes from.
     """
@@ -30,7 +30,7 @@ class ResourceRate:
 
 
 def resource_rates(cluster: Cluster) -> tuple[ResourceRate, ...]:
-    """The rate of every tier that the cluster has."""
+    """The rate of every resource that the cluster has."""
     return tuple(_rates(cluster))
 
 
@@ -39,12 +39,12 @@ def _rates(cluster: Cluster) -> Iterator[ResourceRate]:
     for resource in RESOURCES if cluster.num_nodes > 1 else RESOURCES[1:]:
         operation: Operation = "copy" if resource == "memory" else "alltoall"
         curves = [
-            each
-            for each in cluster.curves
-            if (each.resource, each.operation) == (resource, operation)
+            curve
+            for curve in cluster.curves
+            if (curve.resource, curve.operation) == (resource, operation)
         ]
         if curves:
-            curve = max(curves, key=lambda each: each.group_size)
+            curve = max(curves, key=lambda curve: curve.group_size)
             size = curve.sizes_bytes[-1]
             ranks = f" of {curve.group_size} ranks" if curve.group_size > 1 else ""
             yield ResourceRate(

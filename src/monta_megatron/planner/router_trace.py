@@ -40,7 +40,7 @@ def traced_routing(folder: str | Path, model: Model) -> SampledRouting:
             f"{folder}: no router_trace_rank*.jsonl in it, must be a folder that Megatron wrote "
             "with --moe-routing-trace-path"
         )
-    maps = [found for path in files for found in _maps(path, model)]
+    maps = [routing_map for path in files for routing_map in _maps(path, model)]
     num_tokens, least = sum(map(len, maps)), least_tokens(model)
     if num_tokens < least:
         raise ValueError(

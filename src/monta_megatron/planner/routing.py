@@ -34,7 +34,7 @@ class Routing(Hashable, Protocol):
 
     @property
     def max_experts_per_token(self) -> int:
-        """The longest list of experts of any token."""
+        """The most experts of any token."""
 
     def is_even(self, num_parts: int) -> bool:
         """Whether all experts, and all of `num_parts` equal parts of them, get as many tokens."""
@@ -49,8 +49,8 @@ class ExpectedRouting:
     """Expected counts from two distributions that are the same for every token."""
 
     @property
-    def pairs(self) -> NDArray[np.float64]:
-        """[E] pairs per token and expert."""
+    def expert_shares(self) -> NDArray[np.float64]:
+        """[E] share of the tokens that go to each expert."""
         raise NotImplementedError
 
     def hits(self, num_parts: int) -> NDArray[np.float64]:
@@ -59,17 +59,17 @@ class ExpectedRouting:
 
     def is_even(self, num_parts: int) -> bool:
         """See `Routing`."""
-        return not np.ptp(self.pairs) and not np.ptp(self.hits(num_parts))
+        return not np.ptp(self.expert_shares) and not np.ptp(self.hits(num_parts))
 
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
     ) -> Counts | TokenCounts:
         """See `Routing`."""
-        own = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
+        local = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
         if chain.rows == "permuted tokens":
-            sent = (tokens_per_rank * self.pairs).reshape(layout.ep, -1)
+            sent = (tokens_per_rank * self.expert_shares).reshape(layout.ep, -1)
             shape = (layout.etp, layout.ep, layout.num_local_experts)
-            return Counts(sent=sent, received=np.broadcast_to(sent.reshape(-1)[own], shape))
+            return Counts(sent=sent, received=np.broadcast_to(sent.reshape(-1)[local], shape))
         block = tokens_per_rank / num_blocks
         num_sources = len(layout.nodes)
 
@@ -94,7 +94,7 @@ class ExpectedRouting:
                     fields["for_rank"] = everywhere(to_ranks[layout.rank])
         return TokenCounts(
             tokens=everywhere(np.array(block)),
-            experts=everywhere(block * self.pairs[own]),
+            experts=everywhere(block * self.expert_shares[local]),
             **fields,
         )
 
@@ -128,8 +128,8 @@ class UniformRouting(ExpectedRouting):
         return self.topk
 
     @property
-    def pairs(self) -> NDArray[np.float64]:
-        """[E] pairs per token and expert."""
+    def expert_shares(self) -> NDArray[np.float64]:
+        """[E] share of the tokens that go to each expert."""
         return np.full(self.num_experts, self.topk / self.num_experts)
 
     def hits(self, num_parts: int) -> NDArray[np.float64]:

@@ -32,12 +32,12 @@ class SampledRouting(ExpectedRouting):
 
     @property
     def max_experts_per_token(self) -> int:
-        """The longest list of any token in the sample."""
+        """The most experts of any token in the sample."""
         return max(int(self.routing_map.sum(axis=1).max(initial=0)), 1)
 
     @cached_property
-    def pairs(self) -> NDArray[np.float64]:
-        """[E] pairs per token and expert."""
+    def expert_shares(self) -> NDArray[np.float64]:
+        """[E] share of the tokens that go to each expert."""
         return self.routing_map.mean(axis=0)
 
     def hits(self, num_parts: int) -> NDArray[np.float64]:

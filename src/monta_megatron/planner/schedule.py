@@ -7,8 +7,8 @@ slowed by
 
     1 + the sum over the others of (its factor - 1), at most the number of operations running.
 
-It is a sum and not a product because k operations that share one resource (each pair's factor is 2)
-then run at 1/k each, which is what sharing means; a product would give 1/2**(k - 1), slower than
+It is a sum and not a product because k operations that share one resource, with a factor of 2, then
+run at 1/k each, which is what sharing means; a product would give 1/2**(k - 1), slower than
 one after the other. The cap ensures this for factors above 2 too, so no schedule is slower than
 the serial one, and none is faster than its busiest resource.
 
@@ -123,7 +123,7 @@ def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Fac
             operation = operations[len(launched_us)]
             launch_us = works[operation.series].launch_us
             is_launching = ~operation.number in left_us
-            if is_launching or any(each not in ends_us for each in operation.launch_after):
+            if is_launching or any(number not in ends_us for number in operation.launch_after):
                 return
             if operation.host == "starts" and launch_us > 0:
                 left_us[~operation.number] = launch_us
@@ -140,8 +140,8 @@ def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Fac
         for task, left in left_us.items():
             # The 1 in the formula is the task itself, counted with the tasks of its kind.
             slowdown, added = 0.0, excess[kinds[task]]
-            for each in left_us:
-                slowdown += added[kinds[each]]
+            for other in left_us:
+                slowdown += added[kinds[other]]
             slowdowns[task] = slowdown = min(slowdown, len(left_us))
             if left * slowdown < step_us:
                 step_us, ends = left * slowdown, task

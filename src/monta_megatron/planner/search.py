@@ -74,7 +74,7 @@ def slowest_plan(
         ValueError: no chain can run.
     """
     plans = [(plan(workload, cluster, **settings), workload) for workload in workloads]
-    slowest, workload = max(plans, key=lambda pair: pair[0].predicted_us or 0.0)
+    slowest, workload = max(plans, key=lambda planned: planned[0].predicted_us or 0.0)
     if len(plans) > 1:
         note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
         slowest = replace(slowest, notes=(*slowest.notes, note))
@@ -138,7 +138,7 @@ def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
                 intra_bytes=0.0,
             )
             costs.append(around)
-        # What is found before it is copied is one stage.
+        # Finding copies and making them is one stage.
         alone_us: dict[str, float] = {}
         for work in pass_.works:
             alone_us[work.stage] = alone_us.get(work.stage, 0.0) + serial_us([work])
@@ -148,8 +148,8 @@ def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
                 stage=work.stage,
                 resource=work.resource,
                 alone_us=alone_us.pop(work.stage),
-                inter_bytes=moved.sent_bytes("inter", price.num_alike),
-                intra_bytes=moved.sent_bytes("intra", price.num_alike),
+                inter_bytes=moved.sent_bytes("inter", price.num_represented),
+                intra_bytes=moved.sent_bytes("intra", price.num_represented),
             )
             for work, moved in zip(pass_.works, traffic.stages, strict=True)
             if work.stage in alone_us

@@ -1,4 +1,4 @@
-"""The bytes that each operation of a pass moves, by rank, chunk and tier, from its program.
+"""The bytes that each operation of a pass moves, by rank, chunk and resource, from its program.
 
 Rows, bytes of a row and what is done come from the program, which the executor runs too. For
 integer counts the bytes equal what the executor's monitor counts.
@@ -20,15 +20,15 @@ from monta_megatron.chains.program import Operation as ProgramOperation
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.curves import Operation
 
-GATHER_OF_COUNTS = "gather of counts"
+COUNT_EXCHANGE = "exchange of counts"
 COUNT_BYTES = 8
 
-# About how many times finding copies sorts and scans the lists, as int64 (exchange/copies.py);
-# twice as many if the copies keep their share of the lists.
+# About how many times finding copies sorts and scans expert ids, as int64 (exchange/copies.py);
+# twice as many if the copies keep their share of them.
 FIND_VALUE_BYTES = 8
 FIND_PASSES: dict[Operation, int] = {"find": 6, "find_lists": 12}
 # Work on Megatron's routing map [T, E] before a dispatch, in bytes per token and expert: counting
-# passes over its bools about 6 times, making lists of experts over 4-byte scores as often.
+# passes over its bools about 6 times, listing expert ids over 4-byte scores as often.
 COUNT_MAP_BYTES = 6
 LIST_MAP_BYTES = 6 * 4
 
@@ -46,7 +46,7 @@ class Peers(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What goes through one tier, and through how many ranks.
+    """What goes through one resource, and through how many ranks.
 
     Attributes:
         num_bytes: [2, S, C] what leaves a rank for others, and what arrives from them; in memory
@@ -68,7 +68,7 @@ class StageTraffic:
         stage: name of the stage, or of what runs before or after the program.
         operation: what is done.
         resource: what it occupies.
-        moved: tier -> what goes through it. A group on several nodes may move bytes in two.
+        moved: resource -> what goes through it. A group on several nodes may use two.
         message_bytes: bytes of a row in each message of a collective; they start one by one.
         messages_overlap: they are under way at the same time, not one after the other.
     """
@@ -80,21 +80,21 @@ class StageTraffic:
     message_bytes: tuple[int, ...] = (1,)
     messages_overlap: bool = False
 
-    def sent_bytes(self, resource: Resource, num_alike: Sequence[int]) -> float:
-        """Bytes that leave ranks for others in a tier.
+    def sent_bytes(self, resource: Resource, num_represented: Sequence[int]) -> float:
+        """Bytes that leave ranks for others through a resource.
 
         Args:
             resource: "inter" or "intra".
-            num_alike: [S] how many ranks each rank stands for.
+            num_represented: [S] how many ranks each rank stands for.
         """
         if resource not in self.moved:
             return 0
-        sent: float = (self.moved[resource].num_bytes[0].sum(axis=1) @ num_alike).item()
+        sent: float = (self.moved[resource].num_bytes[0].sum(axis=1) @ num_represented).item()
         return sent
 
 
 @dataclass(frozen=True, kw_only=True)
-class WalkTraffic:
+class PassTraffic:
     """One pass.
 
     Attributes:
@@ -113,21 +113,21 @@ class WalkTraffic:
         return (*self.before, *self.pipeline, *self.after)
 
 
-def walk_traffic(
+def pass_traffic(
     programs: Sequence[BoundProgram], num_tokens: float, num_exchanged_counts: int
-) -> WalkTraffic:
+) -> PassTraffic:
     """Everything that some ranks do in one pass.
 
     Args:
         programs: [S] the program with the rows of each rank.
         num_tokens: tokens of a rank.
-        num_exchanged_counts: integers that are gathered from every rank; see `chains.count_format`.
+        num_exchanged_counts: integers that every rank sends to all; see `chains.count_format`.
     """
     before, after = _around(programs, num_tokens, num_exchanged_counts)
     pipeline = tuple(
         TRAFFIC[series[0].kind](programs, series) for series in programs[0].program.series
     )
-    return WalkTraffic(before=before, pipeline=pipeline, after=after)
+    return PassTraffic(before=before, pipeline=pipeline, after=after)
 
 
 def _moves(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
@@ -148,7 +148,7 @@ def _sums(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) 
 
 
 def _finds(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
-    """Copies are found from the lists of experts alone."""
+    """Copies are found from the expert ids alone."""
     first = series[0]
     operation: Operation = "find" if first.kind == "find_copies" else "find_lists"
     list_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * programs[0].max_experts_per_token
@@ -164,13 +164,13 @@ def _exchanges(
     assert first.group is not None, f"{first.kind} is no collective"
     chunks = [operation.chunk for operation in series]
     message_bytes = programs[0].message_bytes(programs[0].program.buffers[first.writes[0]])
-    peers = [peers_of(each.bound.layout, first.group) for each in programs]
-    sides = zip(*(each.sides(first.position) for each in programs), strict=True)
+    peers = [peers_of(program.bound.layout, first.group) for program in programs]
+    sides = zip(*(program.sides(first.position) for program in programs), strict=True)
     return StageTraffic(
         stage=first.stage,
         operation="allgather" if first.kind == "allgather" else "alltoall",
         resource=first.resource,
-        moved=_by_tier(
+        moved=_by_resource(
             peers,
             [[sum(message_bytes) * rows[chunks] for rows in side] for side in sides],
             first.resource,
@@ -198,9 +198,9 @@ TRAFFIC: Mapping[
 def _rows_at(
     programs: Sequence[BoundProgram], series: Sequence[ProgramOperation], boundary: int
 ) -> RowCounts:
-    """[S, C] rows of each chunk behind so many stages, in the order of issue."""
+    """[S, C] rows of each chunk after so many stages, in the order of issue."""
     chunks = [operation.chunk for operation in series]
-    return np.array([each.bound.rows_by_boundary[boundary][chunks] for each in programs])
+    return np.array([program.bound.rows_by_boundary[boundary][chunks] for program in programs])
 
 
 def _bytes_of(
@@ -232,10 +232,10 @@ def peers_of(layout: Layout, group: GroupName) -> Peers:
     )
 
 
-def _by_tier(
+def _by_resource(
     peers: Sequence[Peers], sides: Sequence[Sequence[RowCounts]], resource: Resource
 ) -> dict[Resource, Moved]:
-    """Bytes to and from each peer, by tier.
+    """Bytes to and from each peer, by resource.
 
     Args:
         peers: [S] the group, as each rank sees it.
@@ -247,20 +247,23 @@ def _by_tier(
         """[2, S, C]"""
         return np.array(
             [
-                [rows @ getattr(each, resource) for rows, each in zip(side, peers, strict=True)]
+                [
+                    rows @ getattr(of_rank, resource)
+                    for rows, of_rank in zip(side, peers, strict=True)
+                ]
                 for side in sides
             ]
         )
 
     # The groups of the exchange may lie on the nodes in different ways.
-    on_node = [1 + int(each.intra.sum()) for each in peers]
-    found: dict[Resource, Moved] = {}
+    on_node = [1 + int(of_rank.intra.sum()) for of_rank in peers]
+    by_resource: dict[Resource, Moved] = {}
     most = max(on_node)
     if most > 1:
-        found["intra"] = Moved(moved("intra"), group_size=most, ranks_on_node=most)
+        by_resource["intra"] = Moved(moved("intra"), group_size=most, ranks_on_node=most)
     if resource == "inter":
-        found["inter"] = Moved(moved("inter"), len(peers[0].inter), min(on_node))
-    return found
+        by_resource["inter"] = Moved(moved("inter"), len(peers[0].inter), min(on_node))
+    return by_resource
 
 
 def _around(
@@ -268,15 +271,15 @@ def _around(
 ) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
     """What the dispatcher and Megatron do before and after the program of a pass.
 
-    Dispatch counts, gathers the counts, and makes lists of experts if rows are tokens. If rows are
-    pairs, Megatron permutes tokens into pairs before dispatch and sums pairs into tokens after
+    Dispatch counts, exchanges the counts, and lists expert ids if rows are tokens. If rows are
+    permuted tokens, Megatron permutes tokens before dispatch and sums permuted tokens after
     combine; the backward passes do the transposes.
     """
-    layouts = [each.bound.layout for each in programs]
+    layouts = [program.bound.layout for program in programs]
     pass_, row = programs[0].program.pass_, programs[0].program.row
     before, after = [], []
-    sends_pairs = programs[0].bound.chain.rows == "permuted tokens"
-    rows = np.array([[each.bound.num_source_rows] for each in programs])  # [S, 1]
+    permutes = programs[0].bound.chain.rows == "permuted tokens"
+    rows = np.array([[program.bound.num_source_rows] for program in programs])  # [S, 1]
     tokens = np.full(rows.shape, num_tokens)
     size_of_map = layouts[0].num_experts * tokens
     if pass_.ids:
@@ -286,19 +289,21 @@ def _around(
         resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
         line = np.full((1, num_ranks), COUNT_BYTES * num_exchanged_counts)
         gather = StageTraffic(
-            stage=GATHER_OF_COUNTS,
+            stage=COUNT_EXCHANGE,
             operation="allgather",
             resource=resource,
-            moved=_by_tier(
-                [peers_of(each, "tp_ep") for each in layouts], [[line] * len(layouts)] * 2, resource
+            moved=_by_resource(
+                [peers_of(layout, "tp_ep") for layout in layouts],
+                [[line] * len(layouts)] * 2,
+                resource,
             ),
         )
         before.append(gather)
-    if pass_.ids and not sends_pairs:
-        before.append(_in_memory("lists of experts", "lists", LIST_MAP_BYTES * size_of_map))
+    if pass_.ids and not permutes:
+        before.append(_in_memory("expert ids", "lists", LIST_MAP_BYTES * size_of_map))
     hidden_bytes = row.hidden_size * row.value_bytes
-    if sends_pairs and pass_.transpose:
+    if permutes and pass_.transpose:
         after.append(_in_memory("unpermute", "unpermute", hidden_bytes * (rows + tokens)))
-    elif sends_pairs:
+    elif permutes:
         before.append(_in_memory("permute", "permute", 2 * hidden_bytes * rows))
     return tuple(before), tuple(after)

@@ -1,7 +1,7 @@
 """Whether a training fits into the memory of a rank: its state, its activations and its exchange.
 
-It counts what has to be held at the least, so that no layout is refused that could train: pipeline
-stages that are alike, and of every layer its input alone, from which the rest is recomputed.
+It counts what has to be held at the least, so that no layout is left out that could train: pipeline
+stages of the same size, and of every layer its input alone, from which the rest is recomputed.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class TrainingMemory:
         state_bytes: weights, gradients and optimizer state.
         activation_bytes: the inputs of the layers, for all micro-batches in the pipeline.
         exchange_bytes: the most that the executor holds at once; see `memory.peak_bytes`.
-        communicator_bytes: buffers of the chain's own communicators.
+        communicator_bytes: buffers of the chain's communicators.
         available_bytes: what a rank may use; None where the cluster file does not say.
         ignored: whether the user goes on without what is available.
     """
@@ -81,7 +81,7 @@ class TrainingMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough of it, as far as that is known and asked for."""
+        """Whether there is enough of it, as far as that is known and wanted."""
         left = self.left_bytes
         return left is None or self.exchange_bytes + self.communicator_bytes <= left
 
@@ -139,7 +139,7 @@ def plan_within_memory(
         where: the layout, for messages.
         memory_limit_bytes, or_least: as in `selection.select`, a limit of the user's beside
             that of the memory.
-        max_ctas: the budget of the chain's own communicators.
+        max_ctas: the budget of the chain's communicators.
         settings: passed to `selection.select`.
 
     Returns:
@@ -149,7 +149,7 @@ def plan_within_memory(
         ValueError: no chain can run, or it does not fit; says what is needed.
     """
     communicators = {
-        name: max(communicator_bytes(chain, each.layout, max_ctas) for each in workloads)
+        name: max(communicator_bytes(chain, workload.layout, max_ctas) for workload in workloads)
         for name, chain in CHAINS.items()
     }
     left = memory.left_bytes
@@ -220,7 +220,7 @@ def training_memory(
 
 
 def state_bytes(model: Model, layout: ParallelLayout, held: HeldState = MIXED_PRECISION) -> float:
-    """Bytes of weights, gradients and optimizer state on one rank, if pipeline stages are alike."""
+    """Bytes of weights, gradients and optimizer state on a rank, if pipeline stages are equal."""
     num_parameters = model.num_parameters_billions * 1e9
     experts = min(model.num_expert_parameters, num_parameters)
     total = 0.0
@@ -228,9 +228,11 @@ def state_bytes(model: Model, layout: ParallelLayout, held: HeldState = MIXED_PR
         (num_parameters - experts, layout.tp),
         (experts, layout.ep * layout.etp),
     ):
-        own = parameters / (parts * layout.pp)
+        on_rank = parameters / (parts * layout.pp)
         data_parallel = layout.world_size / (parts * layout.pp)
-        total += own * (held.bytes_per_parameter + held.sharded_bytes_per_parameter / data_parallel)
+        total += on_rank * (
+            held.bytes_per_parameter + held.sharded_bytes_per_parameter / data_parallel
+        )
     return total * _num_layers(model, held) / model.num_layers
 
 

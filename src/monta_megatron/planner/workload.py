@@ -46,7 +46,7 @@ class Workload:
         Args:
             chain: what runs.
             num_chunks: in how many chunks.
-            layout: the rank's place; None for the first rank's.
+            layout: the exchange as the rank sees it; None for the first rank's.
         """
         layout = replace(self.layout, rank=0) if layout is None else layout
         counts = self.routing.counts(chain, layout, self.tokens_per_rank, blocks_for(num_chunks))

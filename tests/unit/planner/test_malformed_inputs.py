@@ -101,7 +101,12 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ("model", ("source",), "  ", ["source: got ' '", "a text that is not empty"]),
     ("model", ("dtype",), "fp8", ["dtype: got 'fp8'", "one of float32,", "bf16, fp16"]),
     ("cluster", ("links",), {"inter": 1}, ["links: got {'inter': 1}", "a list"]),
-    ("cluster", ("links", 0), "inter", ["links[0]: got 'inter'", "a mapping with the keys tier"]),
+    (
+        "cluster",
+        ("links", 0),
+        "inter",
+        ["links[0]: got 'inter'", "mapping with the keys resource"],
+    ),
     # Rates: the unit is part of the value, and bits are not bytes.
     *(
         ("cluster", ("links", 0, "rate"), text, [f"links[0].rate: got {text!r}", "100 Gb/s (b"])
@@ -123,7 +128,12 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
         ["links: the network has 2,000 GB/s (16,000 Gb/s)"],
     ),
     ("cluster", ("links", 0, "rate"), "201 GB/s", ["network_faster_than_node_link: true", "200 G"]),
-    ("cluster", ("links", 0, "resource"), "nvlink", ["tier: got 'nvlink'", "inter, intra, memory"]),
+    (
+        "cluster",
+        ("links", 0, "resource"),
+        "nvlink",
+        ["got 'nvlink'", "inter, intra, memory"],
+    ),
     ("cluster", ("copies_block_host",), "yes", ["copies_block_host: got 'yes'", "true or false"]),
     ("cluster", ("contention", 0, "pair"), ["intra"], ["pair: got ['intra']", "2 entries"]),
     # Numbers and times that YAML 1.1 takes for something else.
@@ -145,7 +155,7 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ("model", ("moe_router_num_groups",), 7, ["moe_router_num_groups: got 7", "divide"]),
     ("model", ("moe_router_group_topk",), 9, ["moe_router_group_topk: got 9", "at most"]),
     ("cluster", ("links", 1, "resource"), "inter", ["links: got inter twice", "given once"]),
-    ("cluster", ("links",), [], ["links: none for tier inter", "must be given"]),
+    ("cluster", ("links",), [], ["links: none for inter", "must be given"]),
     ("cluster", ("contention", 0, "pair"), ["nic", "memory"], ["contention[0].pair[0]: got 'nic'"]),
     ("layout", ("world_size",), 24, ["world_size: got 24", "must be a multiple of", "(16)"]),
     ("layout", ("world_size",), 64, ["world_size: got 64", "at most the 16 ranks"]),
@@ -188,7 +198,11 @@ FILES: list[tuple[str, object, list[str]]] = [
     ("model", f"hidden_size: 0x{'f' * 9_000}", ["in line 1", "an integer must have at most 63"]),
     ("model", "name: !!str 1\n", ["in line 1", "tag tag:yaml.org,2002:str is not known here"]),
     ("model", "hidden_size: !!int ''\n", ["in line 1", "tag", "is not known here"]),
-    ("cluster", {"links": [{}] * 100}, ["links[0].tier", "and 487 more: missing, must be given"]),
+    (
+        "cluster",
+        {"links": [{}] * 100},
+        ["links[0].resource", "and 487 more: missing, must be"],
+    ),
     # What would take long to read or to show.
     ("model", LAUGHS, ["is no plain YAML in line 4", "too many values", "10,000", "alias"]),
     ("model", LAUGHS + "? *a9\n: 1\n", ["too many values"]),
@@ -219,7 +233,7 @@ FILES: list[tuple[str, object, list[str]]] = [
     ("cluster", with_curve(sizes_bytes=[0, 1000]), ["curves[0].sizes_bytes[0]: got 0", ">= 1"]),
     ("cluster", with_curve(times_us=[1.0]), ["curves[0].times_us: got 1 times", "(2)"]),
     ("cluster", with_curve(times_us=[1.0, -2.0]), ["curves[0].times_us[1]: got -2.0", "> 0"]),
-    ("cluster", with_curve(resource="memory"), ["curves: got alltoall in tier memory", "inter"]),
+    ("cluster", with_curve(resource="memory"), ["curves: got alltoall in memory", "inter"]),
     ("cluster", with_curve(operation="reduce"), ["curves[0].operation: got 'reduce'"]),
     ("cluster", {**CLUSTER, "curves": [CURVE, CURVE]}, ["curves: got", "twice"]),
     ("layout", {"world_size": 16, "ep": 16, "tp": 3}, ["world_size: got 16", "tp * cp * pp (3)"]),

@@ -27,7 +27,7 @@ def test_the_planner_expects_what_is_drawn(name: str) -> None:
     made = make_routing(name, 6000, 3, NODES, seed=5, rank=1)
     expected = expected_routing(name, num_experts=8, topk=3, num_nodes=2, seed=5)
     # Three standard deviations of a share of 4,096 tokens, the planner's sample, are under 0.024.
-    assert expected.pairs == pytest.approx(made.mean(axis=0), abs=0.03)
+    assert expected.expert_shares == pytest.approx(made.mean(axis=0), abs=0.03)
     for num_parts in (2, 4):
         drawn = made.reshape(len(made), num_parts, -1).any(axis=2).mean(axis=0)
         assert expected.hits(num_parts) == pytest.approx(drawn, abs=0.03)
@@ -35,11 +35,11 @@ def test_the_planner_expects_what_is_drawn(name: str) -> None:
 
 def test_the_seed_says_which_experts_are_wanted_most() -> None:
     first, other = (expected_routing("skewed", 64, 8, num_nodes=2, seed=seed) for seed in (0, 1))
-    assert first.pairs.sum() == pytest.approx(8)
-    assert first.pairs.max() > 4 * first.pairs.min()
-    assert first.pairs.argmax() != other.pairs.argmax()
+    assert first.expert_shares.sum() == pytest.approx(8)
+    assert first.expert_shares.max() > 4 * first.expert_shares.min()
+    assert first.expert_shares.argmax() != other.expert_shares.argmax()
     again = expected_routing("skewed", 64, 8, num_nodes=2, seed=0)
-    assert np.array_equal(first.pairs, again.pairs)
+    assert np.array_equal(first.expert_shares, again.expert_shares)
 
 
 def test_node_limited_routing_needs_nodes_with_room() -> None:

@@ -26,7 +26,7 @@ class RankByRank(UniformRouting):
 
 def shown(found: PricedRanks) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
     """Its ranks in place of their layouts."""
-    return [layout.rank for layout in found.layouts], found.num_alike, found.nic_starts
+    return [layout.rank for layout in found.layouts], found.num_represented, found.nic_starts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def test_router_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_trace(tmp_path, 0, [{"layer": 1, "top_indices": [[0, 1], [2, 3]]}])
     write_trace(tmp_path, 1, [{"layer": 2, "top_indices": [[0, 3]]}])
     routing = traced_routing(tmp_path, model_of(topk=2))
-    assert routing.pairs.tolist() == pytest.approx([2 / 3, 1 / 3, 1 / 3, 2 / 3])
+    assert routing.expert_shares.tolist() == pytest.approx([2 / 3, 1 / 3, 1 / 3, 2 / 3])
     assert routing.hits(2).tolist() == pytest.approx([2 / 3, 2 / 3])
 
 
@@ -142,4 +142,4 @@ def test_the_rest_of_a_long_trace_is_not_read(
     monkeypatch.setattr(router_trace, "LEAST_CHOICES", 0.5)
     first = {"layer": 1, "top_indices": [[0], [1]]}
     write_trace(tmp_path, 0, [first, {"layer": 1, "top_indices": [[2]]}])
-    assert traced_routing(tmp_path, model_of(topk=1)).pairs.tolist() == [0.5, 0.5, 0, 0]
+    assert traced_routing(tmp_path, model_of(topk=1)).expert_shares.tolist() == [0.5, 0.5, 0, 0]

@@ -18,22 +18,22 @@ from monta_megatron.chains.program import (
 from monta_megatron.planner import traffic as program_traffic
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
-from monta_megatron.planner.traffic import WalkTraffic
+from monta_megatron.planner.traffic import PassTraffic
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.calibrate.points import BYTES_PER_ROW, HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 
 
-def walk_traffic(
+def pass_traffic(
     workload: Workload, bound: BoundChain, pass_: Pass, num_exchanged_counts: int
-) -> WalkTraffic:
+) -> PassTraffic:
     program = workload.lower(bound, pass_, "streams")
-    return program_traffic.walk_traffic([program], workload.tokens_per_rank, num_exchanged_counts)
+    return program_traffic.pass_traffic([program], workload.tokens_per_rank, num_exchanged_counts)
 
 
 def bytes_of(workload: Workload, chain: str, num_chunks: int, pass_: Pass = DISPATCH) -> dict:
     """(stage, tier) -> bytes that rank 0 sends."""
     bound = workload.bind(CHAINS[chain], num_chunks)
-    traffic = walk_traffic(workload, bound, pass_, num_chunks)
+    traffic = pass_traffic(workload, bound, pass_, num_chunks)
     return {
         (stage.stage, resource): count
         for stage in traffic.pipeline
@@ -45,7 +45,7 @@ def bytes_of(workload: Workload, chain: str, num_chunks: int, pass_: Pass = DISP
 def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, pass_: Pass) -> dict:
     """(stage, operation) -> bytes that the copies of rank 0 read and write."""
     bound = workload.bind(CHAINS[chain], num_chunks)
-    traffic = walk_traffic(workload, bound, pass_, num_chunks)
+    traffic = pass_traffic(workload, bound, pass_, num_chunks)
     return {
         (stage.stage, stage.operation): stage.moved["memory"].num_bytes.sum()
         for stage in traffic.stages
@@ -127,7 +127,7 @@ def test_what_is_sent_is_received(chain: str) -> None:
     ranks = every_rank(workload, chain, num_chunks)
     for pass_ in FORWARD_BACKWARD:
         programs = [workload.lower(each, pass_, "streams") for each in ranks]
-        traffic = program_traffic.walk_traffic(programs, workload.tokens_per_rank, 3)
+        traffic = program_traffic.pass_traffic(programs, workload.tokens_per_rank, 3)
         for stage in traffic.pipeline:
             if stage.resource != "memory":
                 for resource, moved in stage.moved.items():
@@ -170,7 +170,7 @@ def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan() -> None:
     for chain in ("alltoall", "allgather"):
         for pass_ in (DISPATCH, COMBINE):
             bound = workload.bind(CHAINS[chain], 1)
-            traffic = walk_traffic(workload, bound, pass_, 1)
+            traffic = pass_traffic(workload, bound, pass_, 1)
             for stage in (*traffic.before, *traffic.after):
                 if stage.resource == "memory":
                     found[stage.operation] = stage.moved["memory"].num_bytes.sum()
@@ -184,7 +184,7 @@ def test_copies_that_the_executor_does_not_make_are_free() -> None:
 
     def copies(chain: str, num_chunks: int, pass_: Pass) -> list[str]:
         bound = workload.bind(CHAINS[chain], num_chunks)
-        traffic = walk_traffic(workload, bound, pass_, num_chunks)
+        traffic = pass_traffic(workload, bound, pass_, num_chunks)
         stages = (stage.stage for stage in traffic.stages if stage.resource == "memory")
         # What is found before it is copied is one stage.
         return list(dict.fromkeys(stages))
@@ -196,12 +196,12 @@ def test_copies_that_the_executor_does_not_make_are_free() -> None:
     # are summed from where they lie.
     assert copies("alltoall_dedup", 2, DISPATCH) == [
         "count",
-        "lists of experts",
+        "expert ids",
         "copy per rank",
         "copy per expert",
         "order",
     ]
-    assert copies("alltoall_dedup", 2, COMBINE) == ["copy per expert", "copy per rank", "cut"]
+    assert copies("alltoall_dedup", 2, COMBINE) == ["copy per expert", "copy per rank", "split"]
 
 
 def test_no_tokens_move_nothing() -> None:
