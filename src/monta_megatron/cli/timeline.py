@@ -1,10 +1,9 @@
 """`monta timeline`: what overlapped with what, recorded or predicted, as a picture and a trace."""
 
 import argparse
-import json
 import sys
 import textwrap
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +12,12 @@ from monta_megatron.cli.bench import add_flags
 from monta_megatron.cli.output import add_json, only_the_report, print_json
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
-from monta_megatron.common.quantities import counted
 from monta_megatron.tools.bench.flags import FLAGS
 
 if TYPE_CHECKING:
     from monta_megatron.chains import Chain
     from monta_megatron.planner.cluster import Cluster
-    from monta_megatron.tools.timeline.recording import Recording
-    from monta_megatron.tools.timeline.spans import Timeline
+    from monta_megatron.tools.timeline.drawing import Drawing
 
 EXAMPLE = """\
 examples:
@@ -97,29 +94,6 @@ def run(parsed: argparse.Namespace) -> int:
     return _run(parsed) if parsed.record is None else run_as_rank(lambda: _run(parsed))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Drawing:
-    """What is drawn.
-
-    Attributes:
-        name: name of the files, without endings.
-        folder: where they go unless --out is given.
-        title: title of the picture.
-        timelines: the timelines, drawn one above the other.
-        recording: file of the recording, if there is one.
-        notes: what the text says besides.
-        about: metadata for the trace and for --json.
-    """
-
-    name: str
-    folder: Path
-    title: str
-    timelines: "list[Timeline]"
-    recording: Path | None = None
-    notes: list[str] = field(default_factory=list)
-    about: dict[str, Any]
-
-
 def _run(parsed: argparse.Namespace) -> int:
     ways = {"recording": _read, "record": _record, "model": _predict}
     drawing = ways[_way(parsed)](parsed)
@@ -153,45 +127,22 @@ def _way(parsed: argparse.Namespace) -> str:
     return way
 
 
-def _read(parsed: argparse.Namespace) -> _Drawing:
+def _read(parsed: argparse.Namespace) -> "Drawing":
+    from monta_megatron.tools.timeline.drawing import of_recording
     from monta_megatron.tools.timeline.recording import Recording
 
     path = Path(parsed.recording)
-    return _of_recording(Recording.load(path), path, _cluster(parsed))
+    return of_recording(Recording.load(path), path, _cluster(parsed))
 
 
-def _predict(parsed: argparse.Namespace) -> _Drawing:
-    from monta_megatron.chains import CHAINS
-    from monta_megatron.tools.plan.request import plan_request
-    from monta_megatron.tools.timeline.predicted import predict
-    from monta_megatron.tools.timeline.spans import pipeline_name
+def _predict(parsed: argparse.Namespace) -> "Drawing":
+    from monta_megatron.tools.timeline.drawing import of_prediction
 
-    request, inputs = planning.read(parsed)
-    cluster, layout = inputs.cluster, inputs.layout
-    settings: dict[str, Any] = {}
-    if parsed.chain is not None:
-        chain, num_chunks = _chain(parsed)
-        settings |= {"chains": (chain.name,), "num_chunks": (num_chunks,)}
-    plan, workload, memory = plan_request(request, inputs, **settings)
-    chain = CHAINS[plan.chain]
-    sizes = f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}"
-    return _Drawing(
-        name=f"{chain.name}_x{plan.num_chunks}",
-        folder=Path(),
-        title=f"{pipeline_name(chain.name, plan.num_chunks)}, predicted: {inputs.model.name} on "
-        f"{cluster.name}, {sizes}, {counted(workload.tokens_per_rank, 'token')} per rank",
-        timelines=[predict(workload, cluster, chain, plan.num_chunks, request.phase)],
-        notes=[f"needs {memory.describe()}"],
-        about={
-            "cluster": cluster.name,
-            "model": inputs.model.name,
-            "notes": list(plan.notes),
-            "memory": memory.document(),
-        },
-    )
+    chain = None if parsed.chain is None else _chain(parsed)
+    return of_prediction(*planning.read(parsed), chain)
 
 
-def _record(parsed: argparse.Namespace) -> _Drawing | None:
+def _record(parsed: argparse.Namespace) -> "Drawing | None":
     """Record on this rank; None on all but the first."""
     from monta_megatron.common.progress import show_progress
     from monta_megatron.common.this_rank import find_this_rank
@@ -217,26 +168,11 @@ def _record(parsed: argparse.Namespace) -> _Drawing | None:
             recording = record(settings, this_rank, cluster, progress)
     if recording is None:
         return None
+    from monta_megatron.tools.timeline.drawing import of_recording
+
     path = folder / f"{recording.chain}_x{recording.num_chunks}.json"
     recording.save(path)
-    return _of_recording(recording, path, cluster)
-
-
-def _of_recording(recording: "Recording", path: Path, cluster: "Cluster | None") -> _Drawing:
-    timelines = [] if cluster is None else [recording.predicted(cluster)]
-    return _Drawing(
-        name=path.stem,
-        folder=path.parent,
-        title=recording.title,
-        timelines=[*timelines, recording.timeline],
-        recording=path,
-        about={
-            "clock": recording.clock,
-            "clock_error_us": recording.clock_error_us,
-            "cluster": None if cluster is None else cluster.name,
-            "recorded": recording.meta,
-        },
-    )
+    return of_recording(recording, path, cluster)
 
 
 def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
@@ -257,40 +193,31 @@ def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
     return chain, chunks_of(chain, parsed.num_chunks, "--num-chunks")
 
 
-def _write(parsed: argparse.Namespace, drawing: _Drawing) -> None:
+def _write(parsed: argparse.Namespace, drawing: "Drawing") -> None:
     """Write the trace and the picture, then print how much overlapped, as text or JSON."""
-    from monta_megatron.common import strict_yaml
-    from monta_megatron.common.files import write_whole
+    from monta_megatron.common.strict_yaml import plain
     from monta_megatron.tools import pictures
+    from monta_megatron.tools.timeline.drawing import write
     from monta_megatron.tools.timeline.overlap import overlap_table, overlaps
-    from monta_megatron.tools.timeline.picture import draw
-    from monta_megatron.tools.timeline.trace import chrome_trace
 
     folder = drawing.folder if parsed.out is None else Path(parsed.out)
     make_folder(folder, "--out")
-    trace, png = folder / f"{drawing.name}.trace.json", folder / f"{drawing.name}.png"
-    write_whole(trace, json.dumps(chrome_trace(drawing.timelines, drawing.about)) + "\n")
-    files = {"trace": str(trace)}
-    if drawing.recording is not None:
-        files["recording"] = str(drawing.recording)
-    if pictures.can_draw():
-        draw(drawing.timelines, drawing.title, png, parsed.max_ranks)
-        files["picture"] = str(png)
-    else:
+    files = write(drawing, folder, parsed.max_ranks)
+    if "picture" not in files:
         advice = pictures.INSTALL
         print(f"monta timeline: no picture without matplotlib: {advice}", file=sys.stderr)
 
-    overlaps_of = [overlaps(timeline) for timeline in drawing.timelines]
+    tables = [overlaps(timeline) for timeline in drawing.timelines]
     if parsed.json:
         document = {
             "title": drawing.title,
-            "overlaps": [strict_yaml.plain(row) for rows in overlaps_of for row in rows],
+            "overlaps": [plain(row) for rows in tables for row in rows],
             "files": files,
             "about": drawing.about,
         }
         print_json(document)
         return
     lines = [line for text in (drawing.title, *drawing.notes) for line in textwrap.wrap(text, 80)]
-    for rows in overlaps_of:
+    for rows in tables:
         lines += ["", overlap_table(rows)]
     print("\n".join([*lines, "", *(f"{kind:<10}{path}" for kind, path in files.items())]))

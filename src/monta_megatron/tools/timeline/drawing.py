@@ -1,0 +1,123 @@
+"""What `monta timeline` draws, from a recording or from the cost model, and its files."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.chains import CHAINS, Chain
+from monta_megatron.common.files import write_whole
+from monta_megatron.common.quantities import counted
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.tools import pictures
+from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
+from monta_megatron.tools.timeline.picture import draw
+from monta_megatron.tools.timeline.predicted import predict
+from monta_megatron.tools.timeline.recording import Recording
+from monta_megatron.tools.timeline.spans import Timeline, pipeline_name
+from monta_megatron.tools.timeline.trace import chrome_trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """What is drawn.
+
+    Attributes:
+        name: name of the files, without endings.
+        folder: where they go unless the user says where.
+        title: title of the picture.
+        timelines: the timelines, drawn one above the other.
+        recording: file of the recording, if there is one.
+        notes: what the text says besides.
+        about: metadata for the trace and for --json.
+    """
+
+    name: str
+    folder: Path
+    title: str
+    timelines: list[Timeline]
+    recording: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    about: dict[str, Any]
+
+
+def of_recording(recording: Recording, path: Path, cluster: Cluster | None) -> Drawing:
+    """A recording, with the cost model's view beside it where there is a cluster.
+
+    Args:
+        recording: what was recorded.
+        path: its file.
+        cluster: by whose costs to predict; None for no prediction.
+    """
+    timelines = [] if cluster is None else [recording.predicted(cluster)]
+    return Drawing(
+        name=path.stem,
+        folder=path.parent,
+        title=recording.title,
+        timelines=[*timelines, recording.timeline],
+        recording=path,
+        about={
+            "clock": recording.clock,
+            "clock_error_us": recording.clock_error_us,
+            "cluster": None if cluster is None else cluster.name,
+            "recorded": recording.meta,
+        },
+    )
+
+
+def of_prediction(
+    request: PlanRequest, inputs: PlanInputs, given: tuple[Chain, int] | None
+) -> Drawing:
+    """What the cost model expects of a layout.
+
+    Args:
+        request: tokens, routing, phase and memory.
+        inputs: model, cluster and layout.
+        given: a chain and its number of chunks; None for the planner's choice.
+
+    Raises:
+        ValueError: no chain can run, or the training does not fit into the memory of a rank.
+    """
+    cluster, layout = inputs.cluster, inputs.layout
+    settings: dict[str, Any] = {}
+    if given is not None:
+        settings |= {"chains": (given[0].name,), "num_chunks": (given[1],)}
+    plan, workload, memory = plan_request(request, inputs, **settings)
+    chain = CHAINS[plan.chain]
+    sizes = f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}"
+    return Drawing(
+        name=f"{chain.name}_x{plan.num_chunks}",
+        folder=Path(),
+        title=f"{pipeline_name(chain.name, plan.num_chunks)}, predicted: {inputs.model.name} on "
+        f"{cluster.name}, {sizes}, {counted(workload.tokens_per_rank, 'token')} per rank",
+        timelines=[predict(workload, cluster, chain, plan.num_chunks, request.phase)],
+        notes=[f"needs {memory.describe()}"],
+        about={
+            "cluster": cluster.name,
+            "model": inputs.model.name,
+            "notes": list(plan.notes),
+            "memory": memory.document(),
+        },
+    )
+
+
+def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
+    """Write the trace and, where matplotlib is installed, the picture.
+
+    Args:
+        drawing: what is drawn.
+        folder: where to.
+        max_ranks: ranks in the picture; the trace has all.
+
+    Returns:
+        What it is -> its path, of every file that there is now.
+    """
+    trace, png = folder / f"{drawing.name}.trace.json", folder / f"{drawing.name}.png"
+    write_whole(trace, json.dumps(chrome_trace(drawing.timelines, drawing.about)) + "\n")
+    files = {"trace": str(trace)}
+    if drawing.recording is not None:
+        files["recording"] = str(drawing.recording)
+    if pictures.can_draw():
+        draw(drawing.timelines, drawing.title, png, max_ranks)
+        files["picture"] = str(png)
+    return files
