@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from monta_megatron.tools.launch.run_directory import START
+
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 LAUNCH = [sys.executable, "-m", "monta_megatron.cli", "launch"]
 LIMIT_S = 280
@@ -129,8 +131,7 @@ def start_ranks(folder: Path, rank: str) -> tuple[subprocess.Popen[str], list[in
     """torchrun with two ranks below `run_and_log`, and the ranks' process numbers."""
     script = folder / "rank.py"
     script.write_text(rank)
-    start = Path(__file__).parents[2] / "src" / "monta_megatron" / "launch" / "start.sh"
-    command = ["bash", str(start), "--ranks-per-node", "2", "--nodes", "1", "--", str(script)]
+    command = ["bash", str(START), "--ranks-per-node", "2", "--nodes", "1", "--", str(script)]
     environment = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_AND_LOG, str(folder / "run.log"), *command],
