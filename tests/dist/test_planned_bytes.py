@@ -16,6 +16,7 @@ from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.planner.search import sent_bytes
 from monta_megatron.planner.traffic import pass_traffic
 
 NUM_CASES = 120
@@ -75,7 +76,7 @@ def planned_bytes(case: Case, rank: int) -> BytesByWalk:
             (stage.stage, resource): count
             for stage in pass_traffic([program], len(maps[rank]), case.num_blocks).pipeline
             for resource in ("inter", "intra")
-            if (count := stage.sent_bytes(resource, [1]))
+            if (count := sent_bytes(stage, resource, [1]))
         }
     return found
 

@@ -20,7 +20,7 @@ from monta_megatron.planner.chain_policy import (
 )
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.uncalibrated import uncalibrated
-from monta_megatron.planner.workload import Workload, exchange_of
+from monta_megatron.planner.workload import Workload
 
 
 def choose(options: Options, config: Any, layout: Layout, permuted_only: bool) -> ChainPolicy:
@@ -37,6 +37,8 @@ def choose(options: Options, config: Any, layout: Layout, permuted_only: bool) -
     """
     chain, num_chunks, reason = options.named_chain, options.num_chunks, "as asked for"
     if options.plan is not None:
+        from monta_megatron.planner.plan import exchange_of
+
         # The number of tokens is no part of the configuration; Megatron's arguments are checked.
         here = exchange_of(_workload(config, layout))
         del here["tokens_per_rank"]

@@ -14,7 +14,6 @@ from monta_megatron.chains.program import (
     PASSES,
     Pass,
     Phase,
-    Resource,
 )
 from monta_megatron.common.quantities import counted
 from monta_megatron.planner.cluster import Cluster
@@ -69,19 +68,6 @@ class ChainPrice:
     def total_us(self) -> float:
         """All passes, one after the other."""
         return sum(pass_.total_us for pass_ in self.passes)
-
-    @cached_property
-    def lower_bound_us(self) -> float:
-        """A time that no schedule of these stages beats."""
-        return sum(pass_.lower_bound_us for pass_ in self.passes)
-
-    def sent_bytes(self, resource: Resource) -> float:
-        """Bytes of the chain's stages that a resource moves, over all ranks and passes."""
-        return sum(
-            stage.sent_bytes(resource, self.num_represented)
-            for pass_ in self.traffic
-            for stage in pass_.pipeline
-        )
 
     @property
     def work(self) -> Hashable:

@@ -11,6 +11,7 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
 from monta_megatron.planner.resource_rates import ResourceRate
+from monta_megatron.planner.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class Candidate:
         chain: its name.
         num_chunks: None where the chain cannot run in any number of chunks.
         predicted_us: time of the phase; None where it cannot run.
-        lower_bound_us: a time that no schedule beats; see `schedule.lower_bound_us`.
+        lower_bound_us: a time that no schedule beats; see `lower_bound`.
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
@@ -180,3 +181,19 @@ class Plan:
             reason=f"chosen by hand in {path}",
             stages=(),
         )
+
+
+def exchange_of(workload: Workload) -> dict[str, Any]:
+    """What a plan for a workload depends on, by the fields of `PlanKey`."""
+    layout = workload.layout
+    first_node = min(layout.nodes)
+    return {
+        "ep": layout.ep,
+        "etp": layout.etp,
+        "num_experts": workload.routing.num_experts,
+        "nodes": tuple(node - first_node for node in layout.nodes),
+        "topk": workload.routing.max_experts_per_token,
+        "hidden_size": workload.hidden_size,
+        "value_bytes": workload.value_bytes,
+        "tokens_per_rank": workload.tokens_per_rank,
+    }

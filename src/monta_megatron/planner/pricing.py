@@ -13,7 +13,7 @@ import numpy as np
 
 from monta_megatron.chains.program import Program, Resource
 from monta_megatron.planner.cluster import FINDS, Cluster
-from monta_megatron.planner.schedule import Schedule, Work, lower_bound_us, serial_us, simulate
+from monta_megatron.planner.schedule import Schedule, Work, serial_us, simulate
 from monta_megatron.planner.traffic import COUNT_EXCHANGE, PassTraffic, StageTraffic
 
 # What the host does in a pass besides its stages.
@@ -31,7 +31,6 @@ class PassPrice:
         pipeline: the program, series by series.
         after: what runs after it, as before it.
         schedule: when the operations of the program run.
-        lower_bound_us: lower bound for the whole pass; see `schedule.lower_bound_us`.
         notes: what had to be assumed.
     """
 
@@ -41,7 +40,6 @@ class PassPrice:
     pipeline: tuple[Work, ...]
     after: tuple[Work, ...]
     schedule: Schedule
-    lower_bound_us: float
     notes: tuple[str, ...]
 
     @property
@@ -88,10 +86,6 @@ def price_pass(
         pipeline=pipeline,
         after=after,
         schedule=simulate(program.operations, pipeline, cluster.factor),
-        lower_bound_us=host_us
-        + serial_us(before)
-        + lower_bound_us(pipeline, cluster.factor)
-        + serial_us(after),
         notes=tuple(notes),
     )
 

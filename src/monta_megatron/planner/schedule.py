@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from monta_megatron.chains.program import Operation, Resource
-from monta_megatron.planner.curves import RESOURCES
 
 Factor = Callable[[Resource, Resource], float]
 
@@ -185,15 +184,3 @@ def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Fac
 def serial_us(works: Sequence[Work]) -> float:
     """One after the other, launches included."""
     return sum(sum(work.times_us) + work.launch_us * len(work.times_us) for work in works)
-
-
-def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
-    """A time that no schedule beats: the busiest resource, the host, the longest stage."""
-    bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
-    for resource in RESOURCES:
-        times = [sum(work.times_us) for work in works if work.resource == resource]
-        if times:
-            # n operations on one resource run together at n / slowdown of its rate.
-            slowdown = 1 + (len(times) - 1) * (min(factor(resource, resource), 2.0) - 1)
-            bounds += [sum(times) * slowdown / len(times), max(times)]
-    return max(bounds)

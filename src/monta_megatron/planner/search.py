@@ -4,15 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from monta_megatron.chains.program import Resource
 from monta_megatron.common.quantities import gb_text
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import Candidate, Plan, PlanKey, StageCost
+from monta_megatron.planner.lower_bound import pass_lower_bound_us
+from monta_megatron.planner.plan import Candidate, Plan, PlanKey, StageCost, exchange_of
 from monta_megatron.planner.pricing import AROUND_STAGES
 from monta_megatron.planner.resource_rates import resource_rates
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.selection import Selection, percent, select
-from monta_megatron.planner.workload import Workload, exchange_of
+from monta_megatron.planner.traffic import StageTraffic
+from monta_megatron.planner.workload import Workload
 
 
 def plan(workload: Workload, cluster: Cluster, **settings: Any) -> Plan:
@@ -93,9 +96,11 @@ def _candidate(price: ChainPrice, plainest: ChainPrice, selection: Selection) ->
         chain=price.chain.name,
         num_chunks=price.num_chunks,
         predicted_us=price.total_us,
-        lower_bound_us=price.lower_bound_us,
-        inter_bytes=price.sent_bytes("inter"),
-        intra_bytes=price.sent_bytes("intra"),
+        lower_bound_us=sum(
+            pass_lower_bound_us(pass_, selection.cluster.factor) for pass_ in price.passes
+        ),
+        inter_bytes=_sent_bytes_of(price, "inter"),
+        intra_bytes=_sent_bytes_of(price, "intra"),
         peak_bytes=price.peak_bytes,
         rejected=_why_rejected(price, plainest, selection),
         same_as=None if price is plainest else plainest.name,
@@ -127,7 +132,7 @@ def _why_rejected(price: ChainPrice, plainest: ChainPrice, selection: Selection)
 def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
     """Every stage of every pass, as a plan shows it."""
     costs = []
-    for pass_, traffic in zip(price.passes, price.traffic, strict=True):
+    for pass_, of_pass in zip(price.passes, price.traffic, strict=True):
         if pass_.host_us > 0:
             around = StageCost(
                 pass_name=pass_.pass_name,
@@ -148,10 +153,33 @@ def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
                 stage=work.stage,
                 resource=work.resource,
                 alone_us=alone_us.pop(work.stage),
-                inter_bytes=moved.sent_bytes("inter", price.num_represented),
-                intra_bytes=moved.sent_bytes("intra", price.num_represented),
+                inter_bytes=sent_bytes(traffic, "inter", price.num_represented),
+                intra_bytes=sent_bytes(traffic, "intra", price.num_represented),
             )
-            for work, moved in zip(pass_.works, traffic.stages, strict=True)
+            for work, traffic in zip(pass_.works, of_pass.stages, strict=True)
             if work.stage in alone_us
         ]
     return tuple(costs)
+
+
+def sent_bytes(stage: StageTraffic, resource: Resource, num_represented: Sequence[int]) -> float:
+    """Bytes that leave ranks for others in one stage.
+
+    Args:
+        stage: what the priced ranks do in it.
+        resource: "inter" or "intra".
+        num_represented: [S] how many ranks each of them stands for.
+    """
+    if resource not in stage.moved:
+        return 0.0
+    sent: float = (stage.moved[resource].num_bytes[0].sum(axis=1) @ num_represented).item()
+    return sent
+
+
+def _sent_bytes_of(price: ChainPrice, resource: Resource) -> float:
+    """Bytes of the chain's stages, over all ranks and passes."""
+    return sum(
+        sent_bytes(stage, resource, price.num_represented)
+        for of_pass in price.traffic
+        for stage in of_pass.pipeline
+    )

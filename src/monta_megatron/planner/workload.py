@@ -1,7 +1,6 @@
 """What is exchanged and by whom: the layout of an exchange, its rows, and where they go."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.chunks import blocks_for
@@ -68,19 +67,3 @@ class Workload:
             sum_bytes=sum_bytes,
         )
         return lower(bound, pass_, row, max_experts_per_token, policy)
-
-
-def exchange_of(workload: Workload) -> dict[str, Any]:
-    """What a plan for a workload depends on, by the fields of `plan.PlanKey`."""
-    layout = workload.layout
-    first_node = min(layout.nodes)
-    return {
-        "ep": layout.ep,
-        "etp": layout.etp,
-        "num_experts": workload.routing.num_experts,
-        "nodes": tuple(node - first_node for node in layout.nodes),
-        "topk": workload.routing.max_experts_per_token,
-        "hidden_size": workload.hidden_size,
-        "value_bytes": workload.value_bytes,
-        "tokens_per_rank": workload.tokens_per_rank,
-    }

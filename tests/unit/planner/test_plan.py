@@ -22,16 +22,17 @@ from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.layout import ParallelLayout, exchanges
+from monta_megatron.planner.lower_bound import pass_lower_bound_us
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.model_workload import workload_of_model
 from monta_megatron.planner.named_routing import skewed_routing
 from monta_megatron.planner.network_rate import with_inter_rate
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.plan import Plan, exchange_of
 from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.uncalibrated import uncalibrated
-from monta_megatron.planner.workload import Workload, exchange_of
+from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.report import plan_lines
 
 A800 = preset("a800_2x8_ib200")
@@ -192,8 +193,8 @@ def test_the_lower_bound_includes_what_surrounds_the_pipeline(chain: str) -> Non
     for pass_ in price.passes:
         around_us = pass_.host_us + serial_us(pass_.before) + serial_us(pass_.after)
         busiest_us = max(sum(work.times_us) for work in pass_.pipeline)
-        assert around_us + busiest_us <= pass_.lower_bound_us * (1 + 1e-9)
-        assert pass_.lower_bound_us <= pass_.total_us * (1 + 1e-9)
+        assert around_us + busiest_us <= pass_lower_bound_us(pass_, cluster.factor) * (1 + 1e-9)
+        assert pass_lower_bound_us(pass_, cluster.factor) <= pass_.total_us * (1 + 1e-9)
 
 
 def test_reasons_say_how_much_faster_and_slower() -> None:

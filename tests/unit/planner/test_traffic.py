@@ -18,6 +18,7 @@ from monta_megatron.chains.program import (
 from monta_megatron.planner import traffic as program_traffic
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
+from monta_megatron.planner.search import sent_bytes
 from monta_megatron.planner.traffic import PassTraffic
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.calibrate.points import BYTES_PER_ROW, HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
@@ -38,7 +39,7 @@ def bytes_of(workload: Workload, chain: str, num_chunks: int, pass_: Pass = DISP
         (stage.stage, resource): count
         for stage in traffic.pipeline
         for resource in ("inter", "intra")
-        if (count := stage.sent_bytes(resource, [1]))
+        if (count := sent_bytes(stage, resource, [1]))
     }
 
 

@@ -18,14 +18,14 @@ from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model
 from monta_megatron.planner.model_workload import workloads_of
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.plan import Plan, exchange_of
 from monta_megatron.planner.selection import NUM_CHUNKS
 from monta_megatron.planner.training_memory import (
     TrainingMemory,
     plan_within_memory,
     training_memory,
 )
-from monta_megatron.planner.workload import Workload, exchange_of
+from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.tools.launch.memory import held_state
 from monta_megatron.tools.launch.run_config import RunConfig

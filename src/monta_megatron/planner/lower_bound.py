@@ -1,0 +1,25 @@
+"""Times that no schedule beats, for a plan to show."""
+
+from collections.abc import Sequence
+
+from monta_megatron.planner.curves import RESOURCES
+from monta_megatron.planner.pricing import PassPrice
+from monta_megatron.planner.schedule import Factor, Work, serial_us
+
+
+def pass_lower_bound_us(price: PassPrice, factor: Factor) -> float:
+    """A lower bound of a whole pass: that of its program, with what surrounds it."""
+    around_us = price.host_us + serial_us(price.before) + serial_us(price.after)
+    return around_us + lower_bound_us(price.pipeline, factor)
+
+
+def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
+    """A time that no schedule beats: the busiest resource, the host, the longest stage."""
+    bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
+    for resource in RESOURCES:
+        times = [sum(work.times_us) for work in works if work.resource == resource]
+        if times:
+            # n operations on one resource run together at n / slowdown of its rate.
+            slowdown = 1 + (len(times) - 1) * (min(factor(resource, resource), 2.0) - 1)
+            bounds += [sum(times) * slowdown / len(times), max(times)]
+    return max(bounds)
