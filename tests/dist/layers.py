@@ -711,11 +711,10 @@ def second_derivative(case: Case, num_chunks: int) -> str:
 
 def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
     """Write the plan behind a layer's choice for so many tokens; what it chose."""
-    from monta_megatron.planner.chain_policy import selection_for
     from monta_megatron.planner.search import plan_of
 
     layer = build_layer(case, "monta")
-    plan = plan_of(selection_for(layer.token_dispatcher.choice, tokens))
+    plan = plan_of(layer.token_dispatcher.choice.selection(tokens))
     if dist.get_rank() == 0:
         plan.save(path)
     dist.barrier()

@@ -13,7 +13,7 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
 from monta_megatron.integration.chain_policy import choose
 from monta_megatron.integration.options import Options
-from monta_megatron.planner.chain_policy import PlannedPolicy, selection_for
+from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
@@ -138,7 +138,7 @@ def test_many_experts_of_a_token_are_priced() -> None:
     short, long = (
         {
             (price.chain.name, price.num_chunks): (price.total_us, price.peak_bytes)
-            for price in selection_for(policy, 4096, most_experts).prices
+            for price in policy.selection(4096, most_experts).prices
         }
         for most_experts in (0, 256)
     )

@@ -11,14 +11,13 @@ from monta_megatron.common.quantities import bytes_of_gb, counted
 from monta_megatron.integration.agreement import agree
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.planner.chain_policy import (
-    NUM_CHUNKS,
-    ChainChoice,
     ChainPolicy,
     FixedPolicy,
     PlannedPolicy,
     chains_for,
 )
 from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.selection import NUM_CHUNKS
 from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload
 
@@ -49,7 +48,7 @@ def choose(options: Options, config: Any, layout: Layout, permuted_only: bool) -
     check_chain_runs(options, layout)
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
-        return FixedPolicy(choice=ChainChoice(chain=chain, num_chunks=num_chunks, reason=reason))
+        return FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason=reason)
     cluster = options.cluster or uncalibrated(layout)
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(

@@ -6,7 +6,7 @@ in the exchanged counts.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chunks import blocks_for
@@ -15,7 +15,7 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.selection import NUM_CHUNKS, Selection, select
+from monta_megatron.planner.selection import Selection, select
 from monta_megatron.planner.workload import Workload
 
 
@@ -34,61 +34,57 @@ class ChainChoice:
     reason: str
 
 
-class ChainPolicy(Protocol):
-    """How a dispatcher chooses."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChainPolicy:
+    """How a dispatcher chooses.
 
-    @property
-    def chains(self) -> tuple[Chain, ...]:
-        """Every chain that may be chosen."""
+    Attributes:
+        chains: the chains that may be chosen.
+        num_chunks: the numbers of chunks that may be chosen.
+    """
+
+    chains: tuple[Chain, ...]
+    num_chunks: tuple[int, ...]
 
     @property
     def num_blocks(self) -> int:
         """Number of token blocks that are counted: at least as many as chunks."""
+        return blocks_for(max(self.num_chunks))
 
     def rule(self) -> dict[str, Any]:
         """What every rank has to agree on, as plain values."""
+        raise NotImplementedError
 
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
         """What runs if no rank has more than `max_tokens` tokens, none of them with more experts.
 
         Padding and dropping may give a token more or fewer experts than top-k; 0 says nothing.
         """
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedPolicy:
-    """A fixed chain and number of chunks, whatever the number of tokens."""
-
-    choice: ChainChoice
-
-    @property
-    def chains(self) -> tuple[Chain, ...]:
-        """See `ChainPolicy`."""
-        return (self.choice.chain,)
-
-    @property
-    def num_blocks(self) -> int:
-        """See `ChainPolicy`."""
-        return blocks_for(self.choice.num_chunks)
-
-    def rule(self) -> dict[str, Any]:
-        """See `ChainPolicy`."""
-        return {"chain": self.choice.chain.name, "num_chunks": self.choice.num_chunks}
-
-    def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
-        """See `ChainPolicy`."""
-        return self.choice
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PlannedPolicy:
-    """A plan for every range of tokens, made when it is first needed.
+class FixedPolicy(ChainPolicy):
+    """One chain in one number of chunks, whatever the number of tokens; `reason` says why."""
+
+    reason: str
+
+    def rule(self) -> dict[str, Any]:
+        """See `ChainPolicy`."""
+        return {"chain": self.chains[0].name, "num_chunks": self.num_chunks[0]}
+
+    def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
+        """See `ChainPolicy`."""
+        return ChainChoice(chain=self.chains[0], num_chunks=self.num_chunks[0], reason=self.reason)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedPolicy(ChainPolicy):
+    """A selection for every range of tokens, made when it is first needed.
 
     Attributes:
         cluster: the cluster whose costs are used.
         workload: what is exchanged; its number of tokens is replaced.
-        chains: the chains that may be chosen.
-        num_chunks: the numbers of chunks that may be chosen.
         memory_limit_bytes: limit on what an exchange holds on a rank. Where every chain is expected
             to hold more, the one that holds the least is chosen: a training that has come to larger
             batches goes on.
@@ -96,15 +92,8 @@ class PlannedPolicy:
 
     cluster: Cluster
     workload: Workload
-    chains: tuple[Chain, ...]
-    num_chunks: tuple[int, ...] = NUM_CHUNKS
     memory_limit_bytes: float | None = None
     _choices: dict[tuple[int, int], ChainChoice] = field(default_factory=dict)
-
-    @property
-    def num_blocks(self) -> int:
-        """See `ChainPolicy`."""
-        return blocks_for(max(self.num_chunks))
 
     def rule(self) -> dict[str, Any]:
         """See `ChainPolicy`."""
@@ -128,41 +117,35 @@ class PlannedPolicy:
             self._choices[key] = self._choose(*key)
         return self._choices[key]
 
-    def _choose(self, tokens: int, max_experts_per_token: int) -> ChainChoice:
-        selection = selection_for(self, tokens, max_experts_per_token)
-        price = selection.price
-        experts = (
-            f" with up to {counted(max_experts_per_token, 'expert')} each"
-            if max_experts_per_token > 1
-            else ""
+    def selection(self, tokens: int, max_experts_per_token: int = 0) -> Selection:
+        """What is selected for `tokens` tokens per rank; see `Workload`."""
+        # The chain is chosen after the exchange of counts, which therefore holds what any of the
+        # chains needs.
+        widths = count_widths(self.chains, self.workload.layout, self.num_blocks)
+        return select(
+            replace(
+                self.workload, tokens_per_rank=tokens, max_experts_per_token=max_experts_per_token
+            ),
+            self.cluster,
+            chains=[chain.name for chain in self.chains],
+            num_chunks=self.num_chunks,
+            memory_limit_bytes=self.memory_limit_bytes,
+            or_least=True,
+            num_exchanged_counts=sum(widths),
         )
+
+    def _choose(self, tokens: int, most_experts: int) -> ChainChoice:
+        selection = self.selection(tokens, most_experts)
+        price = selection.price
+        of_token = f" with up to {counted(most_experts, 'expert')} each" if most_experts > 1 else ""
         doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
         return ChainChoice(
             chain=price.chain,
             num_chunks=price.num_chunks,
             reason=f"planned on {self.cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank{experts}: {selection.reason}; holds up to "
+            f"{counted(tokens, 'token')} per rank{of_token}: {selection.reason}; holds up to "
             f"{gb_text(price.peak_bytes)}",
         )
-
-
-def selection_for(policy: PlannedPolicy, tokens: int, max_experts_per_token: int = 0) -> Selection:
-    """What a policy selects for `tokens` tokens per rank; see `Workload`."""
-    return select(
-        replace(
-            policy.workload, tokens_per_rank=tokens, max_experts_per_token=max_experts_per_token
-        ),
-        policy.cluster,
-        chains=[chain.name for chain in policy.chains],
-        num_chunks=policy.num_chunks,
-        memory_limit_bytes=policy.memory_limit_bytes,
-        or_least=True,
-        # The chain is chosen after the exchange of counts, which therefore holds what any of the
-        # chains needs.
-        num_exchanged_counts=sum(
-            count_widths(policy.chains, policy.workload.layout, policy.num_blocks)
-        ),
-    )
 
 
 def bucket_of(num_tokens: int) -> int:
