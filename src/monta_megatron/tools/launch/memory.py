@@ -1,11 +1,11 @@
 """What a run holds on a rank, from Megatron's arguments: the least that they allow."""
 
+from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.common.flags import fraction
 from monta_megatron.planner.training_memory import HeldState
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
 from monta_megatron.tools.launch.run_config import RunLayout
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 FULLY_SHARDED = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")
 ACTIVATIONS_OFFLOADED = ("cpu-offloading-num-layers", "fine-grained-activation-offloading")
 
@@ -22,7 +22,7 @@ def held_state(arguments: Arguments, layout: RunLayout) -> HeldState:
         return str(arguments[name].value) if name in arguments else default
 
     def dtype_bytes(name: str) -> int:
-        # Another name than these is Megatron's to refuse.
+        # The least, 1, is fp8's; a name that does not exist is Megatron's to refuse.
         return DTYPE_BYTES.get(text(name, "fp32"), 1)
 
     def number(name: str) -> int | None:

@@ -90,7 +90,10 @@ def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> lis
 
 
 def _candidate_lines(plan: Plan) -> Iterable[str]:
-    """The best number of chunks of every chain, and why it was not chosen."""
+    """The best number of chunks of every chain, and why it was not chosen.
+
+    Not by `tables`: a line over all columns follows each row, which no table of rich's has.
+    """
     yield f"{'chain':<23}{'chunks':>6}{'us':>12}{'inter':>12}{'intra':>12}{'peak':>12}"
     by_chain: dict[str, list[Candidate]] = {}
     for entry in plan.candidates:
