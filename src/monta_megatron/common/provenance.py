@@ -12,10 +12,11 @@ PACKAGES = ("monta-megatron", "megatron-core", "torch", "numpy")
 
 def versions() -> dict[str, str | None]:
     """The versions of Python and of the packages involved; None for one that is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -6,11 +6,11 @@ import platform
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Literal
 
 from monta_megatron import __version__
 from monta_megatron.common import extras
+from monta_megatron.common.provenance import version_of
 
 WITH_TRAINING = "pip install 'megatron-core[training]'"
 
@@ -70,11 +70,8 @@ def _megatron() -> Iterator[Finding]:
 def _optional(module_name: str, advice: str) -> Finding:
     if importlib.util.find_spec(module_name) is None:
         return Finding(module_name, "note", "not installed", advice)
-    try:
-        version = metadata.version(module_name.replace("_", "-"))
-    except metadata.PackageNotFoundError:
-        version = "found"
-    return Finding(module_name, "ok", version)
+    # A part of a package has no version.
+    return Finding(module_name, "ok", version_of(module_name.replace("_", "-")) or "found")
 
 
 def _way_in() -> Iterator[Finding]:

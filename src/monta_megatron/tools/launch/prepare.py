@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,8 @@ def free_directory(name: str, given: Path | None) -> Path:
             raise ValueError(f"--run-directory: got {given}, must be a new or an empty folder")
         return given.absolute()
     first = Path("runs", name).absolute()
-    number = 1
-    directory = first
-    while directory.exists():
-        number += 1
-        directory = first.with_name(f"{name}-{number}")
-    return directory
+    others = (first.with_name(f"{name}-{number}") for number in count(2))
+    return next(folder for folder in chain([first], others) if not folder.exists())
 
 
 def _with_variables(config: RunConfig, file: str, variables: Mapping[str, str]) -> RunConfig:
@@ -167,20 +164,18 @@ def to_run_file(config: RunConfig) -> str:
 
 
 def _script(script: str | None, file: str, dry_run: bool) -> tuple[str, list[str]]:
-    if script is None:
-        checkout = os.environ.get("MEGATRON_LM_DIR")
-        if checkout is None:
-            problem = (
-                f"{file}: script: missing, must be given where MEGATRON_LM_DIR is not set; set it "
-                "to a checkout of Megatron-LM, whose pretrain_gpt.py is then run"
-            )
-            if dry_run:
-                return PRETRAIN_GPT, [problem]
-            raise ValueError(problem)
+    checkout = os.environ.get("MEGATRON_LM_DIR")
+    if script is None and checkout is not None:
         script = str(Path(checkout, "pretrain_gpt.py").absolute())
-    if not Path(script).is_file():
+    problem = None
+    if script is None:
+        script, problem = (
+            PRETRAIN_GPT,
+            f"{file}: script: missing, must be given where MEGATRON_LM_DIR is not set; set it to a "
+            "checkout of Megatron-LM, whose pretrain_gpt.py is then run",
+        )
+    elif not Path(script).is_file():
         problem = f"{file}: script: got {script}, must be a Python script that exists"
-        if not dry_run:
-            raise ValueError(problem)
-        return script, [problem]
-    return script, []
+    if problem is not None and not dry_run:
+        raise ValueError(problem)
+    return script, [] if problem is None else [problem]
