@@ -91,7 +91,7 @@ def test_a_doubtful_calibration_is_said() -> None:
 def test_a_plan_for_another_model_is_refused(changes: dict[str, Any], said: str) -> None:
     auto = choose(Options(), config(), LAYOUT, permuted_only=False)
     assert isinstance(auto, PlannedPolicy)
-    given = Options(plan=plan(auto.workload.with_tokens(512), auto.cluster))
+    given = Options(plan=plan(replace(auto.workload, tokens_per_rank=512), auto.cluster))
     assert choose(given, config(), LAYOUT, permuted_only=False)
     with pytest.raises(ValueError, match=rf"^moe_monta_plan: key\.{said}"):
         choose(given, config(**changes), LAYOUT, permuted_only=False)

@@ -11,6 +11,7 @@ Notation: C = number of chunks, H = hidden size, W = most experts of any token.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.chain import BoundChain
@@ -195,10 +196,8 @@ class Program:
     @cached_property
     def series(self) -> tuple[tuple[Operation, ...], ...]:
         """Operations that do the same, each for its chunk, in the order of issue."""
-        by_number: dict[int, list[Operation]] = {}
-        for operation in self.operations:
-            by_number.setdefault(operation.series, []).append(operation)
-        return tuple(tuple(by_number[number]) for number in sorted(by_number))
+        series = sorted(self.operations, key=lambda operation: (operation.series, operation.number))
+        return tuple(tuple(same) for _, same in groupby(series, lambda operation: operation.series))
 
     @cached_property
     def awaited(self) -> frozenset[int]:

@@ -5,7 +5,7 @@ stages of the same size, and of every layer its input alone, from which the rest
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from monta_megatron.chains import CHAINS
@@ -108,15 +108,7 @@ class TrainingMemory:
 
     def document(self) -> dict[str, Any]:
         """The fields of a JSON document."""
-        return {
-            "state_bytes": self.state_bytes,
-            "activation_bytes": self.activation_bytes,
-            "exchange_bytes": self.exchange_bytes,
-            "communicator_bytes": self.communicator_bytes,
-            "needed_bytes": self.needed_bytes,
-            "available_bytes": self.available_bytes,
-            "ignored": self.ignored,
-        }
+        return {**asdict(self), "needed_bytes": self.needed_bytes}
 
 
 def plan_within_memory(

@@ -35,10 +35,6 @@ class Workload:
     tokens_per_rank: int
     max_experts_per_token: int = 0
 
-    def with_tokens(self, tokens_per_rank: int) -> "Workload":
-        """The same exchange with another number of tokens on each rank."""
-        return replace(self, tokens_per_rank=tokens_per_rank)
-
     def bind(self, chain: Chain, num_chunks: int, layout: Layout | None = None) -> BoundChain:
         """The chain bound to the expected rows of one rank.
 
