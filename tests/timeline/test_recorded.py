@@ -53,7 +53,7 @@ def recording(folder: Path) -> Recording:
     return Recording.load(folder / "alltoall_allgather_x3.json")
 
 
-def spans_of_walk(
+def spans_of_pass(
     spans: tuple[Span, ...], pass_name: str, action: str = "run"
 ) -> dict[tuple[str, int], Span]:
     """What ran in a pass, or was waited for, by stage and chunk."""
@@ -64,14 +64,14 @@ def spans_of_walk(
     }
 
 
-def test_every_stage_and_chunk_of_every_walk_is_there(recording: Recording) -> None:
+def test_every_stage_and_chunk_of_every_pass_is_there(recording: Recording) -> None:
     assert len(recording.ranks) == NUM_RANKS
     assert [record.node for record in recording.ranks] == [0, 0, 1, 1]
     for record in recording.ranks:
         assert {span.pass_name for span in record.spans} == set(COLLECTIVES)
         assert all(span.start_us <= span.end_us for span in record.spans)
         for pass_name, collectives in COLLECTIVES.items():
-            ran = spans_of_walk(record.spans, pass_name)
+            ran = spans_of_pass(record.spans, pass_name)
             for stage in (*collectives, "pack", "order"):
                 assert {chunk for name, chunk in ran if name == stage} == set(range(NUM_CHUNKS))
             resources = {stage: span.resource for (stage, _), span in ran.items()}
@@ -86,8 +86,8 @@ def test_collectives_of_neighbouring_chunks_overlap(recording: Recording) -> Non
     # These are over in a moment, so what tells is when the host waits for them.
     for record in recording.ranks:
         for pass_name, (first, second) in COLLECTIVES.items():
-            ran = spans_of_walk(record.spans, pass_name)
-            waited = spans_of_walk(record.spans, pass_name, action="wait")
+            ran = spans_of_pass(record.spans, pass_name)
+            waited = spans_of_pass(record.spans, pass_name, action="wait")
             # Transposed passes take the chunks from the last to the first.
             chunks = sorted(range(NUM_CHUNKS), key=lambda chunk: ran[first, chunk].start_us)
             for chunk, following in pairwise(chunks):
@@ -98,7 +98,7 @@ def test_collectives_of_neighbouring_chunks_overlap(recording: Recording) -> Non
 def test_all_ranks_are_in_the_pass_at_the_same_time(recording: Recording) -> None:
     # An exchange ends on no rank before it has begun on all: clocks that differ would show.
     for pass_name, (first, second) in COLLECTIVES.items():
-        spans = [spans_of_walk(record.spans, pass_name) for record in recording.ranks]
+        spans = [spans_of_pass(record.spans, pass_name) for record in recording.ranks]
         starts = [min(ran[first, chunk].start_us for chunk in range(NUM_CHUNKS)) for ran in spans]
         ends = [max(ran[second, chunk].end_us for chunk in range(NUM_CHUNKS)) for ran in spans]
         assert max(starts) < min(ends)
@@ -112,7 +112,7 @@ def test_ranks_of_several_hosts_are_put_on_the_first_ones_clock(
     result = ranks.run(script, "--record", str(tmp_path), *layer.split())
     assert result.returncode == 0, result.stderr
     recording = Recording.load(tmp_path / "alltoall_allgather_x3.json")
-    assert recording.clock == "monotonic clocks compared behind 31 barriers"
+    assert recording.clock == "monotonic clocks compared after 31 barriers"
     # The clocks are 1,000 s apart, and a run is ended long before it takes half of that.
     assert LIMIT_S < 500
     assert 0 < recording.clock_error_us < 500e6
@@ -172,15 +172,15 @@ def test_a_recording_that_is_none_is_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = folder / "alltoall_allgather_x3.json"
-    split, foreign, binary = tmp_path / "cut.json", tmp_path / "foreign.json", tmp_path / "binary"
-    split.write_text(good.read_text()[:-40])
+    half, foreign, binary = tmp_path / "half.json", tmp_path / "foreign.json", tmp_path / "binary"
+    half.write_text(good.read_text()[:-40])
     foreign.write_text('{"traceEvents": []}')
     binary.write_bytes(b"\x89PNG\xff\x00")
     span = json.loads(good.read_text())["ranks"][0]["spans"][0]
     for path, words in (
         (tmp_path / "nowhere.json", "cannot be read: No such file or directory"),
         (tmp_path, "cannot be read: Is a directory"),
-        (split, "is no whole JSON file"),
+        (half, "is no whole JSON file"),
         (binary, "is no whole JSON file"),
         (foreign, "format: got None, must be 'monta timeline 1'"),
         (edited(good, tmp_path / "old.json", format="monta timeline 0"), "format: got"),
@@ -192,7 +192,7 @@ def test_a_recording_that_is_none_is_one_line(
             edited(
                 good, tmp_path / "s.json", ranks=[{"node": 0, "spans": [{**span, "resource": 3}]}]
             ),
-            "ranks[0].spans[0].lane: got 3, must be one of",
+            "ranks[0].spans[0].resource: got 3, must be one of",
         ),
     ):
         assert main(["timeline", str(path)]) == 2

@@ -19,13 +19,13 @@ FLAGS = [
 
 def points(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     assert main(["simulate", *FLAGS, *arguments, "--json"]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["points"]
-    return found
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    points: list[dict[str, Any]] = document["points"]
+    return points
 
 
 def test_each_point_is_the_plan_there(capsys: pytest.CaptureFixture[str]) -> None:
-    found = points(capsys, "--ep", "16", "--sweep", "tokens=512,4096")
-    for point in found:
+    for point in points(capsys, "--ep", "16", "--sweep", "tokens=512,4096"):
         assert main(["plan", *FLAGS, "--ep", "16", "--tokens", str(point["value"]), "--json"]) == 0
         plan = json.loads(capsys.readouterr().out)
         for field in ("chain", "num_chunks", "predicted_us", "reason"):
@@ -55,9 +55,9 @@ def test_time_follows_the_factor(
 
 
 def test_chunks(capsys: pytest.CaptureFixture[str]) -> None:
-    found = points(capsys, "--ep", "16", "--sweep", "chunks=1,2,4")
-    assert [point["num_chunks"] for point in found] == [1, 2, 4]
-    assert len({point["best_us"]["alltoall"] for point in found}) == 1
+    by_chunks = points(capsys, "--ep", "16", "--sweep", "chunks=1,2,4")
+    assert [point["num_chunks"] for point in by_chunks] == [1, 2, 4]
+    assert len({point["best_us"]["alltoall"] for point in by_chunks}) == 1
 
 
 def test_table_in_80_columns_and_picture(

@@ -39,8 +39,8 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def workload() -> Workload:
     model = strict_yaml.load(Model, MODEL)
-    (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
-    return workload_of_model(model, place, 4096)
+    (layout,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
+    return workload_of_model(model, layout, 4096)
 
 
 @pytest.fixture(scope="module")
@@ -72,29 +72,29 @@ def test_predicted_spans_are_those_of_the_schedule(
 ) -> None:
     price = price_chain(workload, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
     (track,) = predicted.tracks
-    walk_start_us = 0.0
-    for pass_name in price.passes:
-        transposed = pass_name.pass_name in ("combine", "dispatch_backward")
+    pass_start_us = 0.0
+    for priced in price.passes:
+        transposed = priced.pass_name in ("combine", "dispatch_backward")
         ran = {
             (span.stage, span.operation): span
             for span in track.spans
-            if span.pass_name == pass_name.pass_name and span.action == "run"
+            if span.pass_name == priced.pass_name and span.action == "run"
         }
         # What comes before is one after the other, and ends where the pipeline begins.
-        before_us = sum(work.launch_us + sum(work.times_us) for work in pass_name.before)
-        first_us = walk_start_us + before_us
-        for number, series in enumerate(pass_name.program.series):
+        before_us = sum(work.launch_us + sum(work.times_us) for work in priced.before)
+        first_us = pass_start_us + before_us
+        for number, series in enumerate(priced.program.series):
             for turn, operation in enumerate(series):
-                work = pass_name.pipeline[number]
-                found = ran.pop((work.stage, operation.number))
-                assert found.chunk == (3 - turn if transposed else turn)
-                assert found.resource == work.resource
-                times = pass_name.schedule.times[operation.number]
-                assert found.start_us == pytest.approx(first_us + times.start_us)
-                assert found.end_us == pytest.approx(first_us + times.end_us)
-        assert set(ran) == {(work.stage, None) for work in (*pass_name.before, *pass_name.after)}
-        walk_start_us += pass_name.total_us
-    assert walk_start_us == pytest.approx(price.total_us)
+                work = priced.pipeline[number]
+                drawn = ran.pop((work.stage, operation.number))
+                assert drawn.chunk == (3 - turn if transposed else turn)
+                assert drawn.resource == work.resource
+                times = priced.schedule.times[operation.number]
+                assert drawn.start_us == pytest.approx(first_us + times.start_us)
+                assert drawn.end_us == pytest.approx(first_us + times.end_us)
+        assert set(ran) == {(work.stage, None) for work in (*priced.before, *priced.after)}
+        pass_start_us += priced.total_us
+    assert pass_start_us == pytest.approx(price.total_us)
     assert max(span.end_us for span in track.spans) == pytest.approx(price.total_us)
 
 
@@ -106,16 +106,16 @@ def test_what_the_host_does_around_the_stages_comes_first(
     chain = CHAINS["hierarchical_alltoall"]
     price = price_chain(workload, cluster, chain, 4, "forward_backward")
     (track,) = predict(workload, cluster, chain, 4, "forward_backward").tracks
-    walk_start_us = 0.0
-    for pass_name, around_us in zip(price.passes, (120.0, 50.0, 50.0, 50.0), strict=True):
-        spans = [span for span in track.spans if span.pass_name == pass_name.pass_name]
+    pass_start_us = 0.0
+    for priced, around_us in zip(price.passes, (120.0, 50.0, 50.0, 50.0), strict=True):
+        spans = [span for span in track.spans if span.pass_name == priced.pass_name]
         (around,) = (span for span in spans if span.stage == "around the stages")
         assert (around.resource, around.action) == ("host", "run")
-        assert around.start_us == pytest.approx(walk_start_us)
-        assert around.end_us == pytest.approx(walk_start_us + around_us)
+        assert around.start_us == pytest.approx(pass_start_us)
+        assert around.end_us == pytest.approx(pass_start_us + around_us)
         assert all(span.start_us >= around.end_us - 1e-6 for span in spans if span is not around)
-        walk_start_us += pass_name.total_us
-        assert max(span.end_us for span in spans) == pytest.approx(walk_start_us)
+        pass_start_us += priced.total_us
+        assert max(span.end_us for span in spans) == pytest.approx(pass_start_us)
 
 
 def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:
@@ -149,7 +149,7 @@ def timed(
 
 
 def fields(spans: list[Span]) -> list[tuple[str, str, str, float, float]]:
-    return [(each.stage, each.resource, each.action, each.start_us, each.end_us) for each in spans]
+    return [(span.stage, span.resource, span.action, span.start_us, span.end_us) for span in spans]
 
 
 def test_spans_of_a_collective_and_the_copies_around_it() -> None:
@@ -196,16 +196,16 @@ def test_a_transposed_gather_is_summed_before_what_comes_next() -> None:
     ]
     plain = [operation_of(number, number, 1, stages) for number in range(3)]
     operations = with_waits(plain, [[], [0], [1]], "host")
-    found = {
-        each.stage: (each.start_us, each.end_us)
-        for each in spans_of(timed("combine", steps, operations), {("combine", 2): 9.0})
-        if each.action == "run"
+    ran = {
+        span.stage: (span.start_us, span.end_us)
+        for span in spans_of(timed("combine", steps, operations), {("combine", 2): 9.0})
+        if span.action == "run"
     }
-    assert found == {"sum of allgather": (4.0, 6.0), "alltoall": (6.0, 9.0)}
+    assert ran == {"sum of allgather": (4.0, 6.0), "alltoall": (6.0, 9.0)}
 
 
 def test_overlap_by_hand() -> None:
-    # Network 0 to 10, fast tier 4 to 6 and 5 to 12, memory 20 to 24, the host waits all the time.
+    # Network 0 to 10, node link 4 to 6 and 5 to 12, memory 20 to 24, the host waits all the time.
     spans = (
         span("inter", 0, 10),
         span("intra", 4, 6),
@@ -225,9 +225,9 @@ def test_overlap_by_hand() -> None:
     assert total.busy_us == dispatch.busy_us and total.hidden_share == dispatch.hidden_share
 
 
-def test_what_overlaps_on_a_lane_gets_rows_of_its_own() -> None:
+def test_what_overlaps_on_one_resource_gets_more_rows() -> None:
     spans = [span("inter", 0, 4), span("inter", 2, 6), span("inter", 4, 5), span("inter", 6, 7)]
-    assert [[(each.start_us, each.end_us) for each in row] for row in rows_of(spans)] == [
+    assert [[(span.start_us, span.end_us) for span in row] for row in rows_of(spans)] == [
         [(0, 4), (4, 5), (6, 7)],
         [(2, 6)],
     ]
@@ -274,7 +274,7 @@ def test_tables_fit_80_columns(predicted: Timeline) -> None:
     assert max(map(len, lines)) <= 80 and "9,000.0 100%" in lines[2]
 
 
-def test_the_command_draws_the_planners_choice(
+def test_the_command_draws_what_the_planner_picks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["timeline", *FLAGS, "--out", str(tmp_path / "new"), "--json"]) == 0

@@ -27,28 +27,25 @@ class Clock:
     leave at nearly the same time: the median of the differences is the offset.
 
     Attributes:
-        name: how the offset was found.
+        name: how the offset was determined.
         offset_us: this rank's clock minus the first rank's.
         error_us: half the interquartile range of the differences; the largest of any rank.
     """
 
     def __init__(self) -> None:
-        hosts = gather_objects(_host())
         self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
-        if len(set(hosts)) > 1:
-            self._compare()
-
-    def _compare(self) -> None:
-        own = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
+        if len(set(gather_objects(_host()))) == 1:
+            return
+        here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
         for turn in range(NUM_BARRIERS):
             wait_for_all()
-            own[turn] = now_us()
-        first = own.clone()
-        dist.broadcast(first, src=0)
-        low_us, middle_us, high_us = np.percentile((own - first).numpy(), (25, 50, 75))
+            here_us[turn] = now_us()
+        first_us = here_us.clone()
+        dist.broadcast(first_us, src=0)
+        low_us, middle_us, high_us = np.percentile((here_us - first_us).numpy(), (25, 50, 75))
         error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64)
         dist.all_reduce(error_us, op=dist.ReduceOp.MAX)
-        self.name = f"monotonic clocks compared behind {NUM_BARRIERS} barriers"
+        self.name = f"monotonic clocks compared after {NUM_BARRIERS} barriers"
         self.offset_us, self.error_us = float(middle_us), float(error_us)
 
 

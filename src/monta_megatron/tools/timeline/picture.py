@@ -1,4 +1,4 @@
-"""Timelines as a picture: a panel per pass, a lane per resource of every rank, coloured by chunk.
+"""Timelines as a picture: a panel per pass, every rank's resources, coloured by chunk.
 
 Dispatch and combine are side by side, their backward passes below.
 
@@ -18,8 +18,7 @@ import numpy as np
 from monta_megatron.common.quantities import counted
 from monta_megatron.tools import pictures
 from monta_megatron.tools.timeline.spans import (
-    SPAN_RESOURCE_NAMES,
-    SPAN_RESOURCES,
+    RESOURCES_AND_HOST,
     Span,
     Timeline,
     Track,
@@ -42,7 +41,7 @@ class _Row:
     """A line of the picture.
 
     Attributes:
-        label: the name of a lane, at its left, or of a track, above its lanes.
+        label: the name of a resource, at its left, or of a track, above its resources.
         spans: its spans by pass; None in the line that names a track.
     """
 
@@ -63,8 +62,12 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
     Raises:
         ValueError: the file cannot be written.
     """
-    shown = [_aligned(timeline) for timeline in timelines]
-    rows = [row for each in shown for track in each.tracks[:max_ranks] for row in _rows(track)]
+    rows = [
+        row
+        for timeline in map(_aligned, timelines)
+        for track in timeline.tracks[:max_ranks]
+        for row in _rows(track)
+    ]
     spans = [span for row in rows if row.spans for part in row.spans.values() for span in part]
     low, high = min(span.start_us for span in spans), max(span.end_us for span in spans)
     us_per_inch = 1.01 * (high - low) / (WIDTH_INCHES / COLUMNS - 0.6)
@@ -79,11 +82,11 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
         panels = figure.subplots(num_panels, COLUMNS, sharex=True, sharey=True, squeeze=False)
         colours = _colours(spans)
         for axis, pass_name in zip(panels.flat, passes, strict=False):
-            for place, row in enumerate(rows):
+            for position, row in enumerate(rows):
                 for span in row.spans.get(pass_name, ()) if row.spans else ():
-                    _draw_span(axis, place, span, colours, us_per_inch)
+                    _draw_span(axis, position, span, colours, us_per_inch)
                 if row.spans is None:
-                    _name_track(axis, place, row.label)
+                    _name_track(axis, position, row.label)
             axis.set_title(pass_name.replace("_", " "), fontsize=9)
             axis.tick_params(labelsize=7, left=False)
             axis.grid(axis="x")
@@ -110,10 +113,10 @@ def _aligned(timeline: Timeline) -> Timeline:
 
 
 def _rows(track: Track) -> list[_Row]:
-    """The track's name, then its lanes in order; a lane has more rows where its spans overlap."""
+    """The track's name, then its resources in order, with more rows where spans overlap."""
     rows = [_Row(label=track.name, spans=None)]
     passes = dict.fromkeys(span.pass_name for span in track.spans)
-    for resource in SPAN_RESOURCES:
+    for resource, name in RESOURCES_AND_HOST.items():
         by_pass = [
             rows_of(
                 [
@@ -125,7 +128,7 @@ def _rows(track: Track) -> list[_Row]:
             for pass_name in passes
         ]
         for number, parts in enumerate(zip_longest(*by_pass, fillvalue=())):
-            label = SPAN_RESOURCE_NAMES[resource] if number == 0 else ""
+            label = name if number == 0 else ""
             rows.append(_Row(label=label, spans=dict(zip(passes, parts, strict=True))))
     return rows
 
@@ -145,26 +148,26 @@ def _colours(spans: Sequence[Span]) -> dict[int | None, Any]:
 
 
 def _draw_span(
-    axis: Any, place: int, span: Span, colours: Mapping[int | None, Any], us_per_inch: float
+    axis: Any, position: int, span: Span, colours: Mapping[int | None, Any], us_per_inch: float
 ) -> None:
     """Draw a bar, with the stage's name where there is room for it; waiting is hatched."""
     from matplotlib.patches import Rectangle
 
     length_us = span.end_us - span.start_us
-    bar = Rectangle((span.start_us, place - 0.425), length_us, 0.85, linewidth=0.4)
+    bar = Rectangle((span.start_us, position - 0.425), length_us, 0.85, linewidth=0.4)
     if span.action == "wait":
         bar.set(facecolor="none", edgecolor=WAIT_COLOUR, hatch="////")
     else:
         bar.set(facecolor=colours[span.chunk], edgecolor="white")
     axis.add_artist(bar)
     letters = int(length_us / us_per_inch / LETTER_INCHES)
-    # For "alltoall between nodes", the lane and the legend show what the first word leaves out.
+    # For "alltoall between nodes", the row and the legend show what the first word leaves out.
     names = [name for name in (span.stage, span.stage.split()[0]) if len(name) <= letters]
     if span.action != "wait" and names:
         is_dark = span.chunk is not None and np.dot(colours[span.chunk][:3], LIGHTNESS) < 0.5
         axis.text(
             span.start_us + length_us / 2,
-            place,
+            position,
             names[0],
             ha="center",
             va="center_baseline",
@@ -173,10 +176,10 @@ def _draw_span(
         )
 
 
-def _name_track(axis: Any, place: int, name: str) -> None:
+def _name_track(axis: Any, position: int, name: str) -> None:
     axis.text(
         0.002,
-        place + 0.15,
+        position + 0.15,
         name,
         transform=axis.get_yaxis_transform(),
         va="center_baseline",
@@ -187,16 +190,16 @@ def _name_track(axis: Any, place: int, name: str) -> None:
 
 def _scale(panels: Any, rows: Sequence[_Row], limits: tuple[float, float]) -> None:
     """One scale for all panels, which share their axes."""
-    resources = [place for place, row in enumerate(rows) if row.spans is not None and row.label]
+    labelled = [at for at, row in enumerate(rows) if row.spans is not None and row.label]
     axis = panels.flat[0]
     axis.set_xlim(*limits)
     axis.set_ylim(len(rows) - 0.3, -0.8)
-    axis.set_yticks(resources, [rows[place].label for place in resources])
+    axis.set_yticks(labelled, [rows[at].label for at in labelled])
     in_ms = limits[1] > LONGEST_IN_US
     for axis in panels[-1]:
         axis.set_xlabel(f"{'ms' if in_ms else 'us'} since the first chunk started", fontsize=8)
         if in_ms:
-            axis.xaxis.set_major_formatter(lambda us, place: f"{us / 1e3:g}")
+            axis.xaxis.set_major_formatter(lambda us, position: f"{us / 1e3:g}")
 
 
 def _legend(colours: Mapping[int | None, Any], spans: Sequence[Span]) -> list[Any]:

@@ -1,15 +1,16 @@
 """The cost model's timeline: the schedules from which a chain is priced, laid end to end."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.program import Operation, Phase
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice
-from monta_megatron.planner.schedule import Work
+from monta_megatron.planner.schedule import Work, serial_us
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.timeline.spans import Span, SpanResource, Timeline, Track
+from monta_megatron.tools.timeline.spans import Span, Timeline, Track
 
 
 def predict(
@@ -19,65 +20,69 @@ def predict(
 
     It prices the busiest rank of every stage, so one track stands for all ranks.
     """
-    price = price_chain(workload, cluster, chain, num_chunks, phase)
     spans: list[Span] = []
     start_us = 0.0
-    for pass_name in price.passes:
-        spans += _spans_of(pass_name, start_us)
-        start_us += pass_name.total_us
+    for priced in price_chain(workload, cluster, chain, num_chunks, phase).passes:
+        spans += _spans_of(priced, start_us)
+        start_us += priced.total_us
     track = Track(name="busiest rank, predicted", spans=tuple(spans))
     return Timeline(source="predicted", tracks=(track,))
 
 
-def _spans_of(pass_name: PassPrice, start_us: float) -> Iterator[Span]:
-    if pass_name.host_us > 0:
+def _spans_of(priced: PassPrice, start_us: float) -> Iterator[Span]:
+    if priced.host_us > 0:
         yield Span(
-            pass_name=pass_name.pass_name,
+            pass_name=priced.pass_name,
             stage=AROUND_STAGES,
             chunk=None,
             resource="host",
             action="run",
             start_us=start_us,
-            end_us=start_us + pass_name.host_us,
+            end_us=start_us + priced.host_us,
         )
-        start_us += pass_name.host_us
+        start_us += priced.host_us
 
-    def span(
+    def spans_of(
         work: Work,
-        resource: SpanResource,
-        start_us: float,
-        end_us: float,
+        launched_us: float,
+        runs_us: tuple[float, float],
         operation: Operation | None = None,
-    ) -> Span:
-        return Span(
-            pass_name=pass_name.pass_name,
+    ) -> Iterator[Span]:
+        """The launch, if the host takes time for it, and the run."""
+        run = Span(
+            pass_name=priced.pass_name,
             stage=work.stage,
             chunk=None if operation is None else operation.chunk,
-            resource=resource,
-            action="launch" if resource == "host" else "run",
-            start_us=start_us,
-            end_us=end_us,
+            resource=work.resource,
+            action="run",
+            start_us=runs_us[0],
+            end_us=runs_us[1],
             operation=None if operation is None else operation.number,
         )
+        if work.launch_us > 0:
+            yield replace(
+                run,
+                resource="host",
+                action="launch",
+                start_us=launched_us - work.launch_us,
+                end_us=launched_us,
+            )
+        yield run
 
     def one_after_the_other(works: Sequence[Work], start_us: float) -> Iterator[Span]:
         for work in works:
             launched_us = start_us + work.launch_us
-            if work.launch_us > 0:
-                yield span(work, "host", start_us, launched_us)
             start_us = launched_us + sum(work.times_us)
-            yield span(work, work.resource, launched_us, start_us)
+            yield from spans_of(work, launched_us, (launched_us, start_us))
 
-    yield from one_after_the_other(pass_name.before, start_us)
-    start_us += sum(work.launch_us + sum(work.times_us) for work in pass_name.before)
+    yield from one_after_the_other(priced.before, start_us)
+    start_us += serial_us(priced.before)
 
-    schedule = pass_name.schedule
-    for operation, times in zip(pass_name.program.operations, schedule.times, strict=True):
-        work = pass_name.pipeline[operation.series]
-        if work.launch_us > 0:
-            end_us = start_us + times.launched_us
-            yield span(work, "host", end_us - work.launch_us, end_us, operation)
-        yield span(
-            work, work.resource, start_us + times.start_us, start_us + times.end_us, operation
+    for operation, times in zip(priced.program.operations, priced.schedule.times, strict=True):
+        yield from spans_of(
+            priced.pipeline[operation.series],
+            start_us + times.launched_us,
+            (start_us + times.start_us, start_us + times.end_us),
+            operation,
         )
-    yield from one_after_the_other(pass_name.after, start_us + schedule.total_us)
+    yield from one_after_the_other(priced.after, start_us + priced.schedule.total_us)

@@ -51,7 +51,7 @@ def record(
         progress=progress,
     )
     bench = prepare(task, device, makes_groups=True)
-    (candidate,) = (each for each in bench.candidates if each.kind == "monta")
+    (candidate,) = (other for other in bench.candidates if other.kind == "monta")
     return _record(bench, candidate)
 
 
@@ -76,18 +76,18 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
 
     # Step 2: the pass with the median time, where a pass takes as long as its slowest rank.
     passes = taken[settings.warmup :]
-    times_us = torch.tensor([_time_us(each) for each in passes], dtype=torch.float64)
+    times_us = torch.tensor([_time_us(taken_pass) for taken_pass in passes], dtype=torch.float64)
     dist.all_reduce(times_us, op=dist.ReduceOp.MAX)
     middle = passes[int(times_us.argsort()[len(passes) // 2])]
 
     # Step 3: its spans, on all ranks' common clock, on the first rank.
     chain, num_chunks = candidate.key
-    own = spans_of(middle.steps, middle.ends_us)
-    gathered: list[Any] | None = [None] * len(bench.nodes) if dist.get_rank() == 0 else None
-    dist.gather_object([span.shifted(-clock.offset_us) for span in own], gathered)
-    if gathered is None:
+    spans_here = [span.shifted(-clock.offset_us) for span in spans_of(middle.steps, middle.ends_us)]
+    all_spans: list[Any] | None = [None] * len(bench.nodes) if dist.get_rank() == 0 else None
+    dist.gather_object(spans_here, all_spans)
+    if all_spans is None:
         return None
-    first_us = min(span.start_us for spans in gathered for span in spans)
+    first_us = min(span.start_us for spans in all_spans for span in spans)
     return Recording(
         title=_title(bench, chain, num_chunks),
         chain=chain,
@@ -99,7 +99,7 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
         meta=bench.meta(),
         ranks=tuple(
             RankRecord(node=node, spans=tuple(span.shifted(-first_us) for span in spans))
-            for node, spans in zip(bench.nodes, gathered, strict=True)
+            for node, spans in zip(bench.nodes, all_spans, strict=True)
         ),
     )
 

@@ -117,6 +117,6 @@ class Recording:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: is no whole JSON file, {advice}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else None
-            raise ValueError(f"{path}: format: got {found!r}, must be {FORMAT!r}; {advice}")
+            got = data.get("format") if isinstance(data, dict) else None
+            raise ValueError(f"{path}: format: got {got!r}, must be {FORMAT!r}; {advice}")
         return strict_yaml.build(cls, data, str(path))

@@ -1,6 +1,6 @@
-"""What ran when: spans of time on the lanes of a track, and how they are made from a record.
+"""What ran when: spans of time on the resources of a rank, and how a record becomes spans.
 
-A track is one rank, or the one rank that the cost model prices for all; a lane is a resource of it.
+A track is one rank, or the one rank that the cost model prices for all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,12 @@ from typing import Literal, NamedTuple, TypeAlias
 from monta_megatron.chains.program import Operation, Resource
 from monta_megatron.common.rules import Text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
-from monta_megatron.planner.curves import RESOURCES
 
-SpanResource: TypeAlias = Literal[Resource, "host"]
-SPAN_RESOURCES: tuple[SpanResource, ...] = (*RESOURCES, "host")
+ResourceOrHost: TypeAlias = Literal[Resource, "host"]
+# With their names in tables and pictures, in their order there.
+RESOURCES_AND_HOST: Mapping[str, str] = {**RESOURCE_NAMES, "host": "host"}
 # The resolution of the clocks; smaller differences are rounding.
 RESOLUTION_US = 1e-3
-SPAN_RESOURCE_NAMES: Mapping[str, str] = {**RESOURCE_NAMES, "host": "host"}
 
 
 def pipeline_name(chain: str, num_chunks: int) -> str:
@@ -33,7 +32,7 @@ class Span:
         stage: a stage of the chain, or what comes before or after it.
         chunk: None where it is done for all chunks at once.
         operation: its number in the program of the pass; None for what surrounds the program.
-        resource: the resource that it occupies.
+        resource: what it occupies.
         action: "run" on a resource; "launch" of an operation by the host, or its "wait" for one.
         start_us: time since the start of the timeline's first span.
         end_us: likewise.
@@ -42,7 +41,7 @@ class Span:
     pass_name: Text
     stage: Text
     chunk: int | None
-    resource: SpanResource
+    resource: ResourceOrHost
     action: Literal["run", "launch", "wait"]
     start_us: float
     end_us: float
@@ -88,7 +87,7 @@ class TimedStep(NamedTuple):
 
     Attributes:
         action: begin, start, wait, ready or end.
-        pass, operation: what it is a step of.
+        pass_name, operation: what it is a step of.
         host_us: when the host reached it.
         device_us: when the device reached it; on CPU ranks the same.
     """
@@ -106,7 +105,7 @@ class TimedStep(NamedTuple):
 
     def span(
         self,
-        resource: SpanResource,
+        resource: ResourceOrHost,
         action: Literal["run", "launch", "wait"],
         start_us: float,
         end_us: float,
@@ -160,7 +159,7 @@ def spans_of(steps: Sequence[TimedStep], ends_us: Mapping[Key, float]) -> list[S
 
 
 def rows_of(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans of one lane in as few rows as possible without overlap, the first row filled first."""
+    """One resource's spans in as few rows as possible without overlap, the first filled first."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_us, span.end_us)):
         for row in rows:

@@ -8,15 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from monta_megatron.tools.timeline.spans import (
-    SPAN_RESOURCE_NAMES,
-    SPAN_RESOURCES,
+    RESOURCES_AND_HOST,
     Span,
     Timeline,
     rows_of,
 )
 
-# More than the number of rows that a lane will ever have.
-THREADS_PER_LANE = 100
+# More than the number of rows that a resource will ever have.
+THREADS_PER_RESOURCE = 100
 # Perfetto takes both thread 0 and a thread with its process's number for the main thread.
 FIRST_THREAD = 1
 PROCESS_STEP = 1000
@@ -37,16 +36,12 @@ def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dic
     for order, track in enumerate(tracks, 1):
         process = PROCESS_STEP * order
         events += _named("process", track.name, process, FIRST_THREAD, order)
-        for position, resource in enumerate(SPAN_RESOURCES):
+        for position, (resource, name) in enumerate(RESOURCES_AND_HOST.items()):
             spans = [span for span in track.spans if span.resource == resource]
             for number, row in enumerate(rows_of(spans)):
-                thread = FIRST_THREAD + position * THREADS_PER_LANE + number
-                name = (
-                    SPAN_RESOURCE_NAMES[resource]
-                    if number == 0
-                    else f"{SPAN_RESOURCE_NAMES[resource]} ({number + 1})"
-                )
-                events += _named("thread", name, process, thread, thread)
+                thread = FIRST_THREAD + position * THREADS_PER_RESOURCE + number
+                numbered = f"{name} ({number + 1})" if number else name
+                events += _named("thread", numbered, process, thread, thread)
                 events += [_event(span, process, thread) for span in row]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
 
@@ -63,7 +58,7 @@ def _event(span: Span, process: int, thread: int) -> dict[str, Any]:
         "tid": thread,
         "ts": start_us,
         "dur": max(round(end_us - start_us - GAP_US, 3), 0.0),
-        "args": {"pass_name": span.pass_name, "stage": span.stage, "chunk": span.chunk},
+        "args": {"pass": span.pass_name, "stage": span.stage, "chunk": span.chunk},
     }
 
 
