@@ -8,7 +8,7 @@ r"""The ablation of the MoNTA paper (arXiv 2411.00662), at ETP = TP: its ideas o
 
 Step 0 is Megatron without sequence parallelism, with stock's alltoall dispatcher. It moves TP
 times the bytes between nodes, and nothing has to be gathered inside a node; the partial outputs are
-summed once, per token rather than per (token, expert) pair, which is where the sum is cheapest.
+summed once, per token rather than per token-expert pair, which is where the sum is cheapest.
 
 Takes the flags of `monta bench`, and like it one process per rank:
 
@@ -47,7 +47,7 @@ from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.study import Study
-from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_tier
+from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_resource
 from monta_megatron.tools.bench.workload import Batch, make_batch
 
 CHAIN = "alltoall_allgather"
@@ -78,8 +78,8 @@ def build(
     first = rank - rank % settings.tp
     group_batch = concatenate(
         [
-            make_batch(settings, layout, each, batch.hidden.device)
-            for each in range(first, first + settings.tp)
+            make_batch(settings, layout, peer, batch.hidden.device)
+            for peer in range(first, first + settings.tp)
         ]
     )
     begin = (rank - first) * settings.tokens
@@ -88,7 +88,7 @@ def build(
         requested="alltoall",
         dispatcher=whole_group_dispatcher(settings),
         batch=group_batch,
-        own_tokens=slice(begin, begin + settings.tokens),
+        tokens_here=slice(begin, begin + settings.tokens),
         traffic=functools.partial(
             whole_group_traffic,
             layout,
@@ -101,11 +101,14 @@ def build(
     numbers = [*sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks}), FIXED_NUM_CHUNKS]
     ours = [build_dispatcher(settings, cluster, CHAIN, number) for number in numbers]
     bind = ours[-1]._bind
-    ours[-1]._bind = lambda *counts: replace(bind(*counts), order=order_with_places_apart)
+    ours[-1]._bind = lambda *counts: replace(bind(*counts), order=order_with_permutes_apart)
     return [
         stock_candidate(settings, layout, batch, "alltoall"),
         whole_group,
-        *(Candidate(kind="monta", requested=CHAIN, dispatcher=each, batch=batch) for each in ours),
+        *(
+            Candidate(kind="monta", requested=CHAIN, dispatcher=dispatcher, batch=batch)
+            for dispatcher in ours
+        ),
     ], {}
 
 
@@ -116,7 +119,7 @@ def check(settings: Settings) -> None:
         ValueError: names the flag, the value and the rule.
     """
     tp, etp = settings.tp, settings.etp
-    if not settings.skip_refused:
+    if not settings.skip_incompatible:
         raise ValueError(f"--chains: got {','.join(settings.chains)}, must be left out here")
     if tp == 1:
         raise ValueError("--tp: got 1, must be above 1, to have tensor-parallel duplicates")
@@ -124,7 +127,7 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--etp: got {etp}, must be equal to --tp ({tp})")
 
 
-def order_with_places_apart(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
+def order_with_permutes_apart(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
     """The usual order, with every first stage moved to the front and every last one to the end.
 
     The last chunk goes first at both ends: at the beginning, so that the first collective waits
@@ -180,13 +183,13 @@ def whole_group_traffic(
 ) -> Traffic:
     """What Megatron's alltoall dispatcher moves without sequence parallelism, from this rank.
 
-    Every rank sends the pairs of all its tensor parallel group's tokens to the parts of the experts
-    on ranks of its own ETP rank (A2A), and the group sums the outputs (AllReduce, counted as a
-    reduction of one share per rank and a gather of the shares). Backward moves the same, and also
-    sums the gradients of the probabilities.
+    Every rank sends the permuted tokens of all its tensor parallel group to the parts of the
+    experts on ranks of its own ETP rank (A2A), and the group sums the outputs (AllReduce, counted
+    as a reduction of one share per rank and a gather of the shares). Backward moves the same, and
+    also sums the gradients of the probabilities.
 
     Args:
-        layout: this rank's place, where ETP = TP.
+        layout: the exchange, as this rank sees it, where ETP = TP.
         group_map: [ETP * T, E] routing map of the whole group.
         hidden: hidden size.
         dtype_bytes: bytes of one element of a row.
@@ -196,24 +199,24 @@ def whole_group_traffic(
     num_experts = group_map.shape[1]
     num_tokens = len(group_map) // layout.etp
     passes = 2 if backward else 1
-    pairs = group_map.sum(axis=0).reshape(layout.ep, -1).sum(axis=1).tolist()  # [EP]
+    num_permuted = group_map.sum(axis=0).reshape(layout.ep, -1).sum(axis=1).tolist()  # [EP]
     a2a_bytes = passes * (2 * hidden * dtype_bytes + PROBS_BYTES)
     share_bytes = passes * 2 * num_tokens * hidden * dtype_bytes
     if backward:
         share_bytes += 2 * num_tokens * num_experts * PROBS_BYTES
     hops = [
-        (layout.rank, target * layout.etp + etp_rank, num_pairs * a2a_bytes)
-        for target, num_pairs in enumerate(pairs)
+        (layout.rank, target * layout.etp + etp_rank, num_rows * a2a_bytes)
+        for target, num_rows in enumerate(num_permuted)
     ]
     group = range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp)
     hops += [(layout.rank, peer, share_bytes) for peer in group]
-    return by_tier(layout, hops)
+    return by_resource(layout, hops)
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
     """The tokens of several ranks, one after the other."""
     names = [entry.name for entry in fields(Batch)]
-    return Batch(**{name: torch.cat([getattr(each, name) for each in batches]) for name in names})
+    return Batch(**{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,15 +281,15 @@ def choose_num_chunks(rows: Sequence[Row]) -> tuple[Row, str]:
 
 def steps_of(rows: Sequence[Row]) -> list[Row]:
     """The rows of `build`'s candidates with their steps."""
-    found = []
+    rows_with_steps: list[Row] = []
     for kind in dict.fromkeys((row.scope, row.phase) for row in rows):
         stock, whole_group, *ours, apart = [row for row in rows if (row.scope, row.phase) == kind]
-        found += [stock, replace(whole_group, step=0)]
-        found += [
+        rows_with_steps += [stock, replace(whole_group, step=0)]
+        rows_with_steps += [
             replace(row, step={1: 1, FIXED_NUM_CHUNKS: 3}.get(row.num_chunks)) for row in ours
         ]
-        found.append(replace(apart, step=2))
-    return found
+        rows_with_steps.append(replace(apart, step=2))
+    return rows_with_steps
 
 
 def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:
@@ -322,15 +325,15 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             ["step", "what", ">chunks", ">ms", ">gain", ">over 0"],
             [
                 [
-                    each.step,
-                    each.what + (f", by {each.chosen_by}" if each.chosen_by else ""),
-                    each.num_chunks,
-                    f"{each.median_ms:.1f}",
-                    f"{each.gain:.2f}",
-                    f"{each.gain_over_step_0:.2f}",
+                    result.step,
+                    result.what + (f", by {result.chosen_by}" if result.chosen_by else ""),
+                    result.num_chunks,
+                    f"{result.median_ms:.1f}",
+                    f"{result.gain:.2f}",
+                    f"{result.gain_over_step_0:.2f}",
                 ]
-                for each in results
-                if each.phase == phase
+                for result in results
+                if result.phase == phase
             ],
             title=phase.replace("_", " + "),
         )

@@ -40,7 +40,7 @@ from monta_megatron.tools.bench.timing import time_interleaved
 from monta_megatron.tools.bench.workload import Batch
 
 CHAIN = CHAINS["alltoall_allgather"]
-TIMES = ("alltoall_ms", "allgather_ms", "place_ms", "pipelined_ms")
+TIMES = ("alltoall_ms", "allgather_ms", "permute_ms", "pipelined_ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class BoundResult:
     Attributes:
         phase: "forward" or "forward_backward".
         num_chunks: number of chunks of the pipeline.
-        alltoall_ms, allgather_ms, place_ms: median of the slowest rank's times, each stage alone.
+        alltoall_ms, allgather_ms, permute_ms: median of the slowest rank's times, each stage alone.
         pipelined_ms: the same for the whole chain.
         speedup: how many times faster the chain is than its stages one after the other.
         bound: the largest speedup that any pipeline of these stages can have.
@@ -61,7 +61,7 @@ class BoundResult:
     num_chunks: int
     alltoall_ms: float
     allgather_ms: float
-    place_ms: float
+    permute_ms: float
     pipelined_ms: float
     speedup: float
     bound: float
@@ -84,8 +84,8 @@ def build(
 def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:
     """The stages alone, and the pipeline."""
     timed.task.progress.phase(f"{timed.task.name}stages of {CHAIN.name} alone", 0)
-    found = measure_bound(timed.task.settings, timed.layout, timed.batch)
-    return {"bound": [asdict(result) for result in found]}
+    results = measure_bound(timed.task.settings, timed.layout, timed.batch)
+    return {"bound": [asdict(result) for result in results]}
 
 
 def measure_bound(settings: Settings, layout: Layout, batch: Batch) -> list[BoundResult]:
@@ -104,7 +104,7 @@ def measure_bound(settings: Settings, layout: Layout, batch: Batch) -> list[Boun
     for phase in settings.phases:
         timings = time_interleaved(
             [
-                _walks(exchange_of(bound), batch, backward=phase == "forward_backward")
+                _run_passes(exchange_of(bound), batch, backward=phase == "forward_backward")
                 for bound in (*alone, *pipelines)
             ],
             settings.repeats,
@@ -123,14 +123,14 @@ def bound_result(
     phase: str, num_chunks: int, stages_ms: Sequence[float], pipelined_ms: float
 ) -> BoundResult:
     """The figures that follow from the times of A2A, AG and Permute alone, and of the pipeline."""
-    alltoall_ms, allgather_ms, place_ms = stages_ms
+    alltoall_ms, allgather_ms, permute_ms = stages_ms
     speedup, bound = sum(stages_ms) / pipelined_ms, sum(stages_ms) / max(stages_ms)
     return BoundResult(
         phase=phase,
         num_chunks=num_chunks,
         alltoall_ms=alltoall_ms,
         allgather_ms=allgather_ms,
-        place_ms=place_ms,
+        permute_ms=permute_ms,
         pipelined_ms=pipelined_ms,
         speedup=speedup,
         bound=bound,
@@ -148,14 +148,14 @@ def bound_text(reports: Sequence[Mapping[str, Any]]) -> str:
             ],
             [
                 [
-                    each["phase"].replace("_", " + "),
-                    each["num_chunks"],
-                    *(f"{each[name]:.1f}" for name in TIMES),
-                    f"{each['speedup']:.2f}",
-                    f"{each['bound']:.2f}",
-                    f"{each['pct_of_bound']:.0f}",
+                    result["phase"].replace("_", " + "),
+                    result["num_chunks"],
+                    *(f"{result[name]:.1f}" for name in TIMES),
+                    f"{result['speedup']:.2f}",
+                    f"{result['bound']:.2f}",
+                    f"{result['pct_of_bound']:.0f}",
                 ]
-                for each in report["bound"]
+                for result in report["bound"]
             ],
             title="alltoall_allgather against its stages alone (ms)",
         )
@@ -176,7 +176,7 @@ def _alone(serial: BoundChain, stage: BoundStage) -> BoundChain:
     return replace(serial, stages=stages, num_source_rows=num_rows)
 
 
-def _walks(exchange: Exchange, batch: Batch, backward: bool) -> Callable[[], None]:
+def _run_passes(exchange: Exchange, batch: Batch, backward: bool) -> Callable[[], None]:
     """A function that dispatches and combines over a chain, on rows of the batch's width."""
     hidden = batch.hidden
     source = hidden.new_ones(int(exchange.bound.num_source_rows), hidden.shape[-1])
@@ -196,12 +196,12 @@ def _walks(exchange: Exchange, batch: Batch, backward: bool) -> Callable[[], Non
 
 
 def _gather_counts(layout: Layout, batch: Batch) -> Counts:
-    """The counts of pairs from the routing maps of all ranks of the exchange."""
+    """The counts of permuted tokens, from the routing maps of all ranks of the exchange."""
     # [E]
-    own = batch.routing_map.sum(dim=0).long()
-    gathered = [torch.empty_like(own) for _ in layout.nodes]
-    dist.all_gather(gathered, own, group=exchange_groups()["tp_ep"])
-    table = torch.stack(gathered).cpu().numpy()
+    here = batch.routing_map.sum(dim=0).long()
+    by_rank = [torch.empty_like(here) for _ in layout.nodes]
+    dist.all_gather(by_rank, here, group=exchange_groups()["tp_ep"])
+    table = torch.stack(by_rank).cpu().numpy()
     first = layout.first_expert
     # [S, E] -> [EP, ETP, L] -> [ETP, EP, L]
     received = table[:, first : first + layout.num_local_experts].reshape(layout.ep, layout.etp, -1)

@@ -61,7 +61,7 @@ def test_the_bound(ranks: ForkedRanks) -> None:
     report = bench(ranks, f"{SMALL} {flags}", [str(SCRIPTS / "bound.py")])
     (bound,) = report["bound"]
     assert bound["num_chunks"] == 2
-    slowest_ms = max(bound["alltoall_ms"], bound["allgather_ms"], bound["place_ms"])
+    slowest_ms = max(bound["alltoall_ms"], bound["allgather_ms"], bound["permute_ms"])
     assert bound["pct_of_bound"] == pytest.approx(100 * slowest_ms / bound["pipelined_ms"])
     assert [row["chain"] for row in report["rows"]] == ["alltoall", "alltoall_allgather"]
 
@@ -88,8 +88,8 @@ def test_a_layout_without_etp_has_no_bound(ranks: ForkedRanks) -> None:
 
 
 def test_whole_group_bytes() -> None:
-    # Two tokens of the group: one pair stays on EP rank 0, two go to rank 2. The group of two adds
-    # up outputs: one token's row of 16 bytes to the peer, and one sum back.
+    # Two tokens of the group: one permuted token stays on EP rank 0, two go to rank 2. The group of
+    # two adds up outputs: one token's row of 16 bytes to the peer, and one sum back.
     chosen = routing_map((0, 4), (4,))
     forward = whole_group_traffic(SPLIT, chosen, HIDDEN, DTYPE_BYTES, False)
     assert forward == Traffic(inter_bytes=72, intra_bytes=32)
@@ -110,13 +110,13 @@ def test_ablation_steps_by_hand() -> None:
         row(chain=chain, num_chunks=4, requested=chain, median_ms=10.0),
     ]
     rows = steps_of(rows)
-    assert [each.step for each in rows] == [None, 0, 1, None, 3, 2]
-    found = ablation_steps(rows)
-    assert [each.median_ms for each in found] == [80, 40, 10, 20, 16]
-    assert [each.gain for each in found] == [1, 2, 4, 0.5, 1.25]
-    assert [each.gain_over_step_0 for each in found] == [1, 2, 8, 4, 5]
+    assert [with_step.step for with_step in rows] == [None, 0, 1, None, 3, 2]
+    steps = ablation_steps(rows)
+    assert [step.median_ms for step in steps] == [80, 40, 10, 20, 16]
+    assert [step.gain for step in steps] == [1, 2, 4, 0.5, 1.25]
+    assert [step.gain_over_step_0 for step in steps] == [1, 2, 8, 4, 5]
     # Step 2 exists in the ablation alone, so step 4 does not take it although it is the fastest.
-    assert (found[-1].num_chunks, found[-1].chosen_by) == (2, "measurement")
-    planned = [dataclasses.replace(each, chosen=each.step == 3) for each in rows]
+    assert (steps[-1].num_chunks, steps[-1].chosen_by) == (2, "measurement")
+    planned = [dataclasses.replace(old, chosen=old.step == 3) for old in rows]
     last = ablation_steps(planned)[-1]
     assert (last.num_chunks, last.chosen_by) == (4, "planner")

@@ -24,8 +24,8 @@ from monta_megatron.tools.bench.traffic import Traffic
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 MODEL = Path(__file__).parents[2] / "configs/models/mixtral_8x7b.yaml"
-# Two nodes of two ranks, eight experts; rows of 4 values of 4 bytes, so a pair costs 16 + 4 bytes
-# there and 16 back.
+# Two nodes of two ranks, eight experts; rows of 4 values of 4 bytes, so a permuted token costs 16
+# + 4 bytes there and 16 back.
 FLAT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
 SPLIT = Layout(ep=2, etp=2, num_local_experts=4, rank=0, nodes=(0, 0, 1, 1))
 HIDDEN, DTYPE_BYTES = 4, 4
@@ -40,7 +40,7 @@ def routing_map(*tokens: tuple[int, ...]) -> np.ndarray:
 
 
 def test_stock_alltoall_bytes() -> None:
-    # One pair stays, one goes to rank 1, three go to rank 2 on the other node: 36 bytes each.
+    # One permuted token stays, one goes to rank 1, three to rank 2 on node 1: 36 bytes each.
     chosen = routing_map((0, 2, 4), (4, 5))
     forward = traffic.stock_alltoall(FLAT, chosen, HIDDEN, DTYPE_BYTES, False)
     assert forward == Traffic(inter_bytes=108, intra_bytes=36)
@@ -49,8 +49,8 @@ def test_stock_alltoall_bytes() -> None:
 
 
 def test_stock_alltoall_bytes_with_expert_tensor_parallelism() -> None:
-    # One pair stays with rank 0, one goes to rank 2: 36 bytes. Each then goes to its expert's other
-    # part (16 + 4) and is summed from there in fp32 (16): 36 bytes inside each node.
+    # One permuted token stays with rank 0, one goes to rank 2: 36 bytes. Each then goes to its
+    # expert's other part (16 + 4) and is summed from there in fp32 (16): 36 bytes inside each node.
     chosen = routing_map((0, 4))
     moved = traffic.stock_alltoall(SPLIT, chosen, HIDDEN, DTYPE_BYTES, False)
     assert moved == Traffic(inter_bytes=36, intra_bytes=72)
@@ -101,7 +101,7 @@ def test_spread_and_ratio() -> None:
     assert ratio_of_medians(2 * times_ms, times_ms) == 2.0
 
 
-def test_interval_of_a_ratio_keeps_pairs_together() -> None:
+def test_interval_of_a_ratio_keeps_repeats_together() -> None:
     # The machine is ten times slower in half of the repeats, for both: the ratio is exactly 2.
     times_ms = np.array([1.0, 10.0] * 10)
     assert ratio_interval(2 * times_ms, times_ms) == (2.0, 2.0)
@@ -124,11 +124,11 @@ def test_settings_have_defaults() -> None:
     assert (settings.tp, settings.ep, settings.etp, settings.ranks_per_node) == (2, 4, 2, None)
     assert settings.stock == ("alltoall", "allgather")
     assert settings.phases == ("forward", "forward_backward")
-    assert settings.skip_refused
+    assert settings.skip_incompatible
     # The ratio needs stock alltoall.
     named = parse_settings({**BASE, "stock": "allgather", "chains": "alltoall"}, 4)
     assert named.stock == ("alltoall", "allgather")
-    assert not named.skip_refused
+    assert not named.skip_incompatible
     # "all" includes the chain beside it.
     assert parse_settings({**BASE, "chains": "alltoall,all"}, 4) == parse_settings(BASE, 4)
 
@@ -147,7 +147,7 @@ def test_a_dtype_has_megatron_s_name_or_pytorch_s(
     assert (settings[0].dtype, settings[0].row_bytes) == (torch_name, row_bytes)
     model = strict_yaml.read(MODEL)
     both = [strict_yaml.build(Model, {**model, "dtype": dtype}, "") for dtype in (name, torch_name)]
-    assert [each.value_bytes for each in both] == [row_bytes // 16] * 2
+    assert [model.value_bytes for model in both] == [row_bytes // 16] * 2
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_predictions_are_the_plans_in_milliseconds() -> None:
     layout = dataclasses.replace(FLAT, num_local_experts=4)
     cluster = strict_yaml.load(Cluster, CLUSTER)
     keys = [("alltoall", 1), ("hierarchical_alltoall", 4)]
-    found = predict(settings, layout, cluster, "forward", keys)
+    prediction = predict(settings, layout, cluster, "forward", keys)
     planned = plan(
         workload_of(settings, layout),
         cluster,
@@ -195,10 +195,10 @@ def test_predictions_are_the_plans_in_milliseconds() -> None:
         chains=["alltoall", "hierarchical_alltoall"],
         num_chunks=(1, 4),
     )
-    assert set(keys) <= set(found.predicted_ms)
-    assert found.chosen == (planned.chain, planned.num_chunks)
+    assert set(keys) <= set(prediction.predicted_ms)
+    assert prediction.chosen == (planned.chain, planned.num_chunks)
     assert planned.predicted_us is not None
-    assert found.predicted_ms[found.chosen] == pytest.approx(planned.predicted_us / 1000)
+    assert prediction.predicted_ms[prediction.chosen] == pytest.approx(planned.predicted_us / 1000)
     assert predict(settings, layout, None, "forward", keys).chosen is None
 
 

@@ -23,12 +23,12 @@ def test_a_sum_that_is_not_a_number_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     rows = torch.ones(2, 4)
     reference = checks.Reference(exact=rows.double(), once=rows)
 
-    def found(mine: torch.Tensor) -> list[str]:
+    def lines(mine: torch.Tensor) -> list[str]:
         return checks._rounded("output", mine, rows + 1e-3, reference, ours(), SPLIT)
 
-    assert found(rows) == []
+    assert lines(rows) == []
     for wrong in (rows + 1, rows * math.nan):
-        (line,) = found(wrong)
+        (line,) = lines(wrong)
         assert line.startswith("rms error of the output is ")
 
 

@@ -51,11 +51,11 @@ def test_times_are_the_slowest_ranks_without_the_warmup(
         nonlocal sent_bytes
         sent_bytes += num_bytes
 
-    found = time_interleaved(
+    timings = time_interleaved(
         [lambda: send(100), lambda: send(10)], repeats, warmup=3, read_sent_bytes=lambda: sent_bytes
     )
-    assert found.times_ms.tolist() == [[1e6, 1e6], [1e6, 1e6]]
-    assert found.nic_bytes.tolist() == [107, 17]
+    assert timings.times_ms.tolist() == [[1e6, 1e6], [1e6, 1e6]]
+    assert timings.nic_bytes.tolist() == [107, 17]
     assert sent_bytes == (3 + repeats) * (100 + 10)
 
 

@@ -37,11 +37,12 @@ def test_points_change_the_headline_and_flags_too(tmp_path: Path) -> None:
     path = sweep_file(tmp_path, "[{}, {tokens: 8, hidden: 32}, {tp: 2}]")
     points = read_sweep(path, {"repeats": "15", "tokens": "6", "dtype": None, "layer": False}, 4)
     assert [point.name for point in points] == ["headline", "tokens 8, hidden 32", "tp 2"]
-    settings = [point.settings for point in points]
-    assert [(each.tokens, each.hidden) for each in settings] == [(6, 16), (8, 32), (6, 16)]
-    assert [(each.tp, each.ep, each.etp) for each in settings] == [(1, 4, 1), (1, 4, 1), (2, 2, 2)]
-    assert {each.repeats for each in settings} == {15}
-    assert {each.num_chunks for each in settings} == {(1, 3)}
+    first, second, third = (point.settings for point in points)
+    assert [(first.tokens, first.hidden), (second.tokens, second.hidden)] == [(6, 16), (8, 32)]
+    assert (third.tokens, third.hidden, third.tp, third.ep, third.etp) == (6, 16, 2, 2, 2)
+    assert (first.tp, first.ep, first.etp) == (second.tp, second.ep, second.etp) == (1, 4, 1)
+    assert first.repeats == second.repeats == third.repeats == 15
+    assert first.num_chunks == second.num_chunks == third.num_chunks == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def report(*rows: Row, tokens: int = 512) -> dict[str, Any]:
             "commit": "abc",
             "layout": {"nodes": 2, "ranks_per_node": 4},
         },
-        "rows": [{**vars(each), "tokens": tokens} for each in rows],
+        "rows": [{**vars(row), "tokens": tokens} for row in rows],
     }
 
 
@@ -156,16 +157,16 @@ SLOWER = report(
 
 
 def test_summary_of_hand_made_points() -> None:
-    found = summarise([REGRETTED, SLOWER])
-    assert found["regret_points"] == 2
-    assert found["regret_median"] == pytest.approx(1.05)
-    assert found["regret_worst"] == pytest.approx(1.1)
+    figures = summarise([REGRETTED, SLOWER])
+    assert figures["regret_points"] == 2
+    assert figures["regret_median"] == pytest.approx(1.05)
+    assert figures["regret_worst"] == pytest.approx(1.1)
     # 30%, 10%, 10%, 0% and 0%.
-    assert found["predictions"] == 5
-    assert found["error_median"] == pytest.approx(0.1)
-    assert found["error_largest"] == pytest.approx(0.3)
-    assert (found["auto_points"], found["auto_lost"]) == (2, 1)
-    assert (found["auto_alltoall_points"], found["auto_alltoall_ratio_median"]) == (1, 0.95)
+    assert figures["predictions"] == 5
+    assert figures["error_median"] == pytest.approx(0.1)
+    assert figures["error_largest"] == pytest.approx(0.3)
+    assert (figures["auto_points"], figures["auto_lost"]) == (2, 1)
+    assert (figures["auto_alltoall_points"], figures["auto_alltoall_ratio_median"]) == (1, 0.95)
 
     lines = summary_lines([REGRETTED, SLOWER])
     assert (
@@ -183,9 +184,9 @@ def test_an_interval_that_reaches_over_the_bound_is_no_loss() -> None:
     noisy = report(
         row("megatron", "alltoall", 95.0), picked_alltoall(ratio_low=0.90, ratio_high=1.01)
     )
-    found = summarise([noisy])
-    assert (found["auto_points"], found["auto_lost"]) == (1, 0)
-    (line,) = (each for each in summary_lines([noisy, REGRETTED]) if "0.90 to 1.01" in each)
+    figures = summarise([noisy])
+    assert (figures["auto_points"], figures["auto_lost"]) == (1, 0)
+    (line,) = (line for line in summary_lines([noisy, REGRETTED]) if "0.90 to 1.01" in line)
     assert "slower" not in line
 
 
@@ -277,8 +278,8 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
     assert lines[: len(kept)] == kept
     document = json.loads(done.stdout)
     assert document["reports"] == [json.loads(line) for line in lines]
-    assert [each["meta"]["layout"]["etp"] for each in document["reports"]] == [1, 2, 1]
-    assert [each["meta"]["layer"]["tokens"] for each in document["reports"]] == [4, 4, 8]
+    assert [report["meta"]["layout"]["etp"] for report in document["reports"]] == [1, 2, 1]
+    assert [report["meta"]["layer"]["tokens"] for report in document["reports"]] == [4, 4, 8]
     summary = document["summary"]
     assert (summary["regret_points"], summary["auto_points"]) == (3, 3)
     assert summary["regret_median"] >= 1
@@ -286,7 +287,7 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
     assert 3 * 3 <= summary["predictions"] <= 3 * 4
 
     # Step 3: tables and pictures from the file, without a launch.
-    told = subprocess.run(
+    result = subprocess.run(
         [
             *(sys.executable, "-m", "monta_megatron.cli", "bench"),
             *("--report", str(out), "--plot", str(tmp_path)),
@@ -295,8 +296,8 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert told.returncode == 0, told.stderr
-    assert "## Regret" in told.stdout and "rate over calibrated 0.5" in told.stdout
+    assert result.returncode == 0, result.stderr
+    assert "## Regret" in result.stdout and "rate over calibrated 0.5" in result.stdout
     for name in ("exchange", "time_by_size", "predicted"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 

@@ -17,7 +17,7 @@ from monta_megatron.common.files import make_folder, write_whole
 
 INSTALL = extras.install("plot")
 
-STOCK_COLOUR, CHOICE_COLOUR = "#8c8c8c", "#e07b39"
+STOCK_COLOUR, PICK_COLOUR = "#8c8c8c", "#e07b39"
 # Distinguishable for people with red-green colour blindness, too.
 COLOURS = ("#332288", "#88ccee", "#44aa99", "#117733", "#aa4499", "#222222")
 CHAIN_COLOURS = dict(zip(CHAINS, cycle(COLOURS), strict=False))

@@ -37,7 +37,7 @@ class Candidate:
         requested: stock's dispatcher or our chain, as asked for; "auto" where the planner chooses.
         dispatcher: an object with Megatron's six phases.
         batch: its input.
-        own_tokens: where this rank's tokens lie in the batch.
+        tokens_here: where this rank's tokens lie in the batch.
         traffic: called with whether to include backward, gives the bytes that this rank's tokens
             cause; None where the dispatcher counts what it sends.
     """
@@ -46,7 +46,7 @@ class Candidate:
     requested: str
     dispatcher: Any
     batch: Batch
-    own_tokens: slice = field(default_factory=lambda: slice(None))
+    tokens_here: slice = field(default_factory=lambda: slice(None))
     traffic: Callable[[bool], Traffic] | None = None
 
     @property
@@ -130,20 +130,20 @@ def build_candidates(
         ValueError: a chain that was asked for by name cannot run here.
     """
     candidates = [stock_candidate(settings, layout, batch, name) for name in settings.stock]
-    refused: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     for name in settings.chains:
         for num_chunks in _numbers_of_chunks(name, settings):
             try:
                 dispatcher = build_dispatcher(settings, cluster, name, num_chunks)
             except ValueError as error:
-                if not settings.skip_refused:
+                if not settings.skip_incompatible:
                     raise
-                refused[name] = str(error)
+                left_out[name] = str(error)
                 break
             candidates.append(
                 Candidate(kind="monta", requested=name, dispatcher=dispatcher, batch=batch)
             )
-    return candidates, refused
+    return candidates, left_out
 
 
 def build_dispatcher(

@@ -53,7 +53,7 @@ def check_candidates(candidates: list[Candidate], layout: Layout) -> list[str]:
     output = reference_sum(batch.hidden, batch, layout)
     gradient = reference_sum(batch.output_gradient, batch, layout)
 
-    found: list[str] = []
+    lines: list[str] = []
     for candidate in candidates:
         if candidate is baseline:
             continue
@@ -65,17 +65,17 @@ def check_candidates(candidates: list[Candidate], layout: Layout) -> list[str]:
             ("input gradient", passed.input_gradient, expected.input_gradient, gradient),
         ):
             assert mine is not None and theirs is not None
-            mine = mine[candidate.own_tokens]
+            mine = mine[candidate.tokens_here]
             if exact:
                 differences += [] if torch.equal(mine, theirs) else [f"{name} differs"]
             else:
                 differences += _rounded(name, mine, theirs, reference, candidate, layout)
-        found += [f"{candidate.name}: {line}" for line in differences]
-    return _of_all_ranks(found)
+        lines += [f"{candidate.name}: {line}" for line in differences]
+    return _of_all_ranks(lines)
 
 
 def weighted_experts(layout: Layout) -> Experts:
-    """Experts that scale a row by its probability, each by a factor of its own.
+    """Experts that scale a row by its probability and by a factor that differs between them.
 
     So a row at the wrong expert, or with another's probability, changes the output.
     """
@@ -147,7 +147,7 @@ def error_bound(dtype: torch.dtype, num_hops: int, once_rms: float, stock_rms: f
 def _moved(candidate: Candidate, passed: Passed, expected: Passed) -> list[str]:
     """Differences in what has to be stock's: bitwise, but for the probabilities' gradient."""
     assert passed.probs_gradient is not None and expected.probs_gradient is not None
-    found = [
+    differences = [
         f"{name} differ from stock's"
         for name, mine, theirs in (
             ("rows at the experts", passed.expert_rows, expected.expert_rows),
@@ -160,8 +160,8 @@ def _moved(candidate: Candidate, passed: Passed, expected: Passed) -> list[str]:
     largest = PROBS_TOLERANCE_EPS * torch.finfo(difference.dtype).eps
     # A NaN compares as a difference.
     if not (difference <= largest * expected.probs_gradient.abs()).all():
-        found.append(f"gradient of the probabilities is off by up to {difference.max():.3g}")
-    return found
+        differences.append(f"gradient of the probabilities is off by up to {difference.max():.3g}")
+    return differences
 
 
 def _rounded(
@@ -202,10 +202,10 @@ def _experts_of_tokens(routing_map: torch.Tensor) -> torch.Tensor:
     return routing_map.nonzero()[:, 1].view(-1, topk)
 
 
-def _of_all_ranks(found: list[str]) -> list[str]:
-    """The distinct lines of all ranks, each with the ranks that found it."""
+def _of_all_ranks(lines_here: list[str]) -> list[str]:
+    """The distinct lines of all ranks, with the ranks that have it."""
     ranks_by_line: dict[str, list[int]] = {}
-    for rank, lines in enumerate(gather_objects(found)):
+    for rank, lines in enumerate(gather_objects(lines_here)):
         for line in lines:
             ranks_by_line.setdefault(line, []).append(rank)
     return [f"{line} (rank {', '.join(map(str, ranks))})" for line, ranks in ranks_by_line.items()]

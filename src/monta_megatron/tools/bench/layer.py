@@ -69,7 +69,7 @@ def initialize_groups(shape: LayerShape) -> None:
 
 
 def exchange_layout(shape: LayerShape, nodes: Sequence[int]) -> Layout:
-    """This rank's place in the exchange.
+    """The exchange, as this rank sees it.
 
     Args:
         shape: the layer's shape.

@@ -11,7 +11,7 @@ from monta_megatron.tools.bench.report import Row
 COLOURS = {
     "Megatron": pictures.STOCK_COLOUR,
     "monta": "#2f7ebc",
-    "monta, the planner's pick": pictures.CHOICE_COLOUR,
+    "monta, the planner's pick": pictures.PICK_COLOUR,
 }
 
 
@@ -45,29 +45,29 @@ def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _bars(axis: Any, phase: str, rows: Sequence[Row]) -> None:
-    """Medians with their spread, and how many times faster than stock each one is."""
-    places = range(len(rows))
+    """Medians with their spread, and how many times faster than stock they are."""
+    positions = range(len(rows))
     spreads = [
         [row.median_ms - row.p10_ms for row in rows],
         [row.p90_ms - row.median_ms for row in rows],
     ]
     axis.barh(
-        places,
+        positions,
         [row.median_ms for row in rows],
         xerr=spreads,
         color=[COLOURS[_kind(row)] for row in rows],
         error_kw={"elinewidth": 1, "ecolor": "#404040"},
     )
-    for place, row in zip(places, rows, strict=True):
+    for position, row in enumerate(rows):
         axis.annotate(
             f"{row.ratio_to_alltoall:.2f}x",
-            (row.p90_ms, place),
+            (row.p90_ms, position),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize=8,
         )
-    axis.set_yticks(places, [row.name for row in rows], fontsize=8)
+    axis.set_yticks(positions, [row.name for row in rows], fontsize=8)
     axis.margins(x=0.15)
     axis.set_xlabel("ms (10th to 90th percentile); times faster than megatron alltoall", fontsize=8)
     axis.set_title(phase.replace("_", " + "))

@@ -68,7 +68,7 @@ class Bench:
     Attributes:
         task: what was asked for.
         nodes: node of every rank of the launch.
-        layout: this rank's place in its exchange.
+        layout: its exchange, as this rank sees it.
         batch: this rank's data.
         candidates: stock's dispatchers and ours.
         skipped: why chains were left out.
@@ -102,18 +102,18 @@ class Bench:
                 candidate.dispatcher.monitor.bytes_sent.clear()
         reads_nics = task.this_rank.local_rank == 0
         timings = time_interleaved(
-            [functools.partial(run_candidate, each, experts, backward) for each in candidates],
+            [functools.partial(run_candidate, other, experts, backward) for other in candidates],
             settings.repeats,
             settings.warmup,
             emulated.sent_bytes if emulated and reads_nics else lambda: 0,
             task.progress.step,
         )
         limit_ms = self._limit_ms(backward)
-        ours = [each.key for each in candidates if each.kind == "monta"]
+        ours = [other.key for other in candidates if other.kind == "monta"]
         prediction = predict(
             settings, self.layout, task.cluster if scope == "exchange" else None, phase, ours
         )
-        autos = [each.key for each in candidates if each.requested == AUTO]
+        autos = [other.key for other in candidates if other.requested == AUTO]
         chosen = autos[0] if autos else prediction.chosen
         base = next(at for at, candidate in enumerate(candidates) if candidate.is_baseline)
         base_ms = timings.times_ms[:, base]
@@ -234,8 +234,8 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
     )
 
 
-def _of_all_ranks(own: Traffic) -> Traffic:
-    total = torch.tensor([own.inter_bytes, own.intra_bytes])
+def _of_all_ranks(here: Traffic) -> Traffic:
+    total = torch.tensor([here.inter_bytes, here.intra_bytes])
     dist.all_reduce(total)
     inter_bytes, intra_bytes = total.tolist()
     return Traffic(inter_bytes=inter_bytes, intra_bytes=intra_bytes)

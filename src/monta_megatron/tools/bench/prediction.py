@@ -40,7 +40,7 @@ def predict(
 
     Args:
         settings: what the benchmark was asked for.
-        layout: this rank's place.
+        layout: the exchange, as this rank sees it.
         cluster: the costs, or None.
         phase: the phase to predict and to optimise.
         candidates: chains and numbers of chunks to choose from.
@@ -48,7 +48,7 @@ def predict(
     keys = set(candidates)
     if cluster is None or not keys:
         return Prediction(predicted_ms={}, chosen=None)
-    found = plan(
+    planned = plan(
         workload_of(settings, layout),
         cluster,
         phase=phase,
@@ -57,11 +57,11 @@ def predict(
     )
     return Prediction(
         predicted_ms={
-            (each.chain, each.num_chunks): each.predicted_us / 1e3
-            for each in found.candidates
-            if each.num_chunks is not None and each.predicted_us is not None
+            (candidate.chain, candidate.num_chunks): candidate.predicted_us / 1e3
+            for candidate in planned.candidates
+            if candidate.num_chunks is not None and candidate.predicted_us is not None
         },
-        chosen=(found.chain, found.num_chunks),
+        chosen=(planned.chain, planned.num_chunks),
     )
 
 

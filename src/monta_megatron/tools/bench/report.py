@@ -157,7 +157,7 @@ def describe(
             "dtype": settings.dtype,
             "routing": settings.routing,
         },
-        # The rate that was set, and the measured rates of both tiers.
+        # The rate that was set, and the measured rates of network and node.
         "emulated_cluster": None if emulated is None else asdict(emulated),
         "seed": settings.seed,
         "repeats": settings.repeats,

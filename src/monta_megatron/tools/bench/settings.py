@@ -21,8 +21,8 @@ class Settings(LayerShape):
         tokens: tokens of each rank.
         routing: one of `planner.ROUTINGS`.
         chains: names of our chains, and "auto" for what the planner chooses.
-        skip_refused: a chain that cannot run on this layout is left out and reported, instead of
-            being an error; true where the chains were not asked for by name.
+        skip_incompatible: a chain that cannot run on this layout is left out and reported, instead
+            of being an error; true where the chains were not asked for by name.
         num_chunks: numbers of chunks; every pipelined chain runs with each.
         stock: Megatron's dispatchers to compare; "alltoall" is always among them.
         phases: what is timed.
@@ -39,7 +39,7 @@ class Settings(LayerShape):
     tokens: int
     routing: str
     chains: tuple[str, ...]
-    skip_refused: bool
+    skip_incompatible: bool
     num_chunks: tuple[int, ...]
     stock: tuple[str, ...]
     phases: tuple[Phase, ...]
@@ -84,7 +84,7 @@ def parse_settings(flags: Mapping[str, Any], world_size: int) -> Settings:
         num_experts=given.pop("experts"),
         topk=given.pop("top_k"),
         phases=given.pop("phase"),
-        skip_refused=are_all,
+        skip_incompatible=are_all,
         world_size=world_size,
         **given,
     )

@@ -69,7 +69,7 @@ class Measured:
 
     @property
     def pick(self) -> Key | None:
-        """The planner's pick; None where it was not asked, or had no choice."""
+        """The planner's pick; None where it did not run, or had one chain alone."""
         chosen = [(row.chain, row.num_chunks) for row in self.ours if row.chosen]
         return chosen[0] if chosen and len(self.times_ms) > 1 else None
 
@@ -80,13 +80,12 @@ class Measured:
 
     @property
     def regret(self) -> float | None:
-        """At least 1; None where there is no choice to regret."""
+        """At least 1; None where there is no pick to regret."""
         return None if self.pick is None else self.times_ms[self.pick] / self.times_ms[self.best]
 
     def predicted_ms(self, key: Key) -> float | None:
         """The time that the planner predicts; None without a cluster file."""
-        found = (row.predicted_ms for row in self.ours if (row.chain, row.num_chunks) == key)
-        return next(found)
+        return next(row.predicted_ms for row in self.ours if (row.chain, row.num_chunks) == key)
 
     def errors(self, chain: str) -> list[float]:
         """Predicted over measured, minus 1, for each number of chunks of a chain."""
@@ -119,7 +118,7 @@ def measured_points(reports: Sequence[dict[str, Any]]) -> list[Measured]:
     for report in reports:
         rows = tuple(
             row
-            for row in (Row(**each) for each in report["rows"])
+            for row in (Row(**fields) for fields in report["rows"])
             if (row.scope, row.phase, row.step) == ("exchange", PHASE, None)
         )
         settings, layout = report["settings"], report["meta"]["layout"]

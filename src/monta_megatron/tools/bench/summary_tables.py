@@ -24,8 +24,8 @@ def summary_lines(reports: Sequence[dict[str, Any]]) -> list[str]:
     if not points:
         return [*lines, "", f"Nothing was timed {PHASE.replace('_', ' + ')}."]
     same = {name: values for name, values in _factors(points).items() if len(set(values)) == 1}
-    alike = "; ".join(f"{name} {values[0]}" for name, values in same.items() if values[0] != "-")
-    lines += ["", f"All points, forward + backward: {alike}."]
+    shared = "; ".join(f"{name} {values[0]}" for name, values in same.items() if values[0] != "-")
+    lines += ["", f"All points, forward + backward: {shared}."]
     figures = summarise(reports)
     if figures["regret_points"]:
         lines += ["", "## Regret", "", *_regret_table(points, figures)]
@@ -119,7 +119,7 @@ def _stock_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list
             f" Where auto chose alltoall ({figures['auto_alltoall_points']}), the median ratio is "
             f"{figures['auto_alltoall_ratio_median']:.3f}."
         )
-    head = ["auto", "stock ms", "auto ms", "times faster", "95% interval", "pairs"]
+    head = ["auto", "stock ms", "auto ms", "times faster", "95% interval", "repeats"]
     return [*_markdown(points, head, cells), "", ending]
 
 
@@ -132,7 +132,7 @@ def _markdown(
     head: Sequence[str],
     cells_of: Callable[[Measured], Sequence[str] | None],
 ) -> list[str]:
-    """A row for each point that has cells, behind the factors in which the points differ."""
+    """A row for each point that has cells, after the factors in which the points differ."""
     varying = {name: values for name, values in _factors(points).items() if len(set(values)) > 1}
     rows = [
         [*(values[position] for values in varying.values()), *cells]

@@ -57,28 +57,28 @@ def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Swe
     given = {name: value for name, value in flags.items() if value not in (None, False)}
     points = []
     for position, entry in enumerate(data["points"]):
-        place = f"{path}: points[{position}]"
-        changed = _flags(entry, place)
+        where = f"{path}: points[{position}]"
+        changed = _flags(entry, where)
         try:
             settings = parse_settings({**headline, **given, **changed}, world_size)
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
         name = ", ".join(f"{flag.replace('_', '-')} {text}" for flag, text in changed.items())
         points.append(SweepPoint(name=name or "headline", settings=settings))
     return points
 
 
-def _flags(data: Any, place: str) -> dict[str, str]:
+def _flags(data: Any, where: str) -> dict[str, str]:
     """Flags as `parse_settings` takes them: underscores in the names, texts as values."""
     if not isinstance(data, dict):
-        raise ValueError(f"{place}: got {data!r}, must be a mapping of flags of monta bench")
-    found = {}
+        raise ValueError(f"{where}: got {data!r}, must be a mapping of flags of monta bench")
+    flags = {}
     for name, value in data.items():
         if name not in POINT_FLAGS:
-            raise ValueError(f"{place}: {name}: unknown flag; {advice(name, POINT_FLAGS)}")
+            raise ValueError(f"{where}: {name}: unknown flag; {advice(name, POINT_FLAGS)}")
         values = value if isinstance(value, list) else [value]
-        found[name.replace("-", "_")] = ",".join(map(str, values))
-    return found
+        flags[name.replace("-", "_")] = ",".join(map(str, values))
+    return flags
 
 
 @dataclass(frozen=True, kw_only=True)

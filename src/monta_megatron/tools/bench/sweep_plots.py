@@ -13,7 +13,7 @@ from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.summary import FACTORS, Measured, measured_points
 
 STOCK_STYLE = {"color": pictures.STOCK_COLOUR, "linewidth": 2.0, "marker": "s"}
-AUTO_STYLE = {"color": pictures.CHOICE_COLOUR, "linewidth": 2.5, "marker": "o"}
+AUTO_STYLE = {"color": pictures.PICK_COLOUR, "linewidth": 2.5, "marker": "o"}
 # The relative error that the dashed lines mark.
 ERROR_BAND = 0.25
 
@@ -66,9 +66,13 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
     """A line for stock, for auto, and for each chain with its best number of chunks."""
 
     def line(name: str, rows: Sequence[Row | None], **style: Any) -> None:
-        found = [(size_bytes(p) / 1e6, r.median_ms) for p, r in zip(points, rows, strict=True) if r]
-        if found:
-            axis.plot(*zip(*found, strict=True), label=name, **style)
+        times = [
+            (size_bytes(point) / 1e6, row.median_ms)
+            for point, row in zip(points, rows, strict=True)
+            if row is not None
+        ]
+        if times:
+            axis.plot(*zip(*times, strict=True), label=name, **style)
 
     for chain, colour in pictures.CHAIN_COLOURS.items():
         rows = [
@@ -95,15 +99,15 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
 def _predicted(axis: Any, points: Sequence[Measured]) -> None:
     """A dot per chain, number of chunks and point."""
     for chain, colour in pictures.CHAIN_COLOURS.items():
-        found = [
+        times = [
             (row.median_ms, row.predicted_ms)
             for point in points
             for row in point.ours
             if row.chain == chain and row.requested != AUTO and row.predicted_ms is not None
         ]
-        if found:
+        if times:
             axis.plot(
-                *zip(*found, strict=True), ".", markersize=7, alpha=0.7, color=colour, label=chain
+                *zip(*times, strict=True), ".", markersize=7, alpha=0.7, color=colour, label=chain
             )
     # Straight on logarithmic axes too; from a measured time on, as what they go through is shown.
     ms = next(row.median_ms for point in points for row in point.ours)

@@ -29,7 +29,7 @@ class Traffic:
     intra_bytes: int
 
 
-def by_tier(layout: Layout, hops: Iterable[tuple[int, int, int]]) -> Traffic:
+def by_resource(layout: Layout, hops: Iterable[tuple[int, int, int]]) -> Traffic:
     """Add up hops of (from rank, to rank, bytes); a rank's hop to itself does not count."""
     total: Counter[str] = Counter()
     for source, target, num_bytes in hops:
@@ -44,12 +44,12 @@ def stock_alltoall(
 ) -> Traffic:
     """What Megatron's alltoall dispatcher moves for this rank's tokens.
 
-    One row per (token, expert) pair goes with its probability to the expert's rank (A2A) and on to
+    One row per token-expert pair goes with its probability to the expert's rank (A2A) and on to
     that rank's expert tensor parallel peers (AG), and comes back without it; the reduction over the
     peers (RS) runs in the dtype of the probabilities. The backward pass moves the same bytes.
 
     Args:
-        layout: this rank's place.
+        layout: the exchange, as this rank sees it.
         routing_map: [T, E].
         hidden: hidden size.
         dtype_bytes: bytes of one element of a row.
@@ -58,15 +58,15 @@ def stock_alltoall(
     etp_rank = layout.rank % layout.etp
     a2a_bytes = 2 * hidden * dtype_bytes + PROBS_BYTES
     etp_bytes = hidden * dtype_bytes + PROBS_BYTES + hidden * PROBS_BYTES
-    pairs = routing_map.sum(axis=0).reshape(layout.ep, -1).sum(axis=1).tolist()  # [EP]
+    num_permuted = routing_map.sum(axis=0).reshape(layout.ep, -1).sum(axis=1).tolist()  # [EP]
     passes = 2 if backward else 1
     hops = []
-    for ep_rank, num_pairs in enumerate(pairs):
+    for ep_rank, num_tokens in enumerate(num_permuted):
         arrival = ep_rank * layout.etp + etp_rank
-        hops.append((layout.rank, arrival, passes * num_pairs * a2a_bytes))
+        hops.append((layout.rank, arrival, passes * num_tokens * a2a_bytes))
         for peer in range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp):
-            hops.append((arrival, peer, passes * num_pairs * etp_bytes))
-    return by_tier(layout, hops)
+            hops.append((arrival, peer, passes * num_tokens * etp_bytes))
+    return by_resource(layout, hops)
 
 
 def stock_allgather(
@@ -85,7 +85,7 @@ def stock_allgather(
     passes = 2 if backward else 1
     num_bytes = num_tokens * (passes * token_bytes + num_experts * MAP_BYTES)
     peers = range(len(layout.nodes))
-    return by_tier(layout, ((layout.rank, peer, num_bytes) for peer in peers))
+    return by_resource(layout, ((layout.rank, peer, num_bytes) for peer in peers))
 
 
 def expert_nodes(layout: Layout) -> NDArray[np.int64]:

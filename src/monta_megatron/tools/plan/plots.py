@@ -39,7 +39,7 @@ def plot_plans(
             "o",
             markersize=11,
             markerfacecolor="none",
-            markeredgecolor=pictures.CHOICE_COLOUR,
+            markeredgecolor=pictures.PICK_COLOUR,
             markeredgewidth=2,
             label="the planner's choice",
         )
