@@ -58,8 +58,8 @@ def samples_of(points: list[Point]) -> list[Sample]:
 def test_groups_are_those_that_layouts_give() -> None:
     """Rails, EP beside ETP 2, the whole exchange; ETP 2 and nodes."""
     groups = {
-        (each.operation, each.resource, each.group_size)
-        for each in all_points(SHAPE, NUM_SIZES["cpu"])
+        (point.operation, point.resource, point.group_size)
+        for point in all_points(SHAPE, NUM_SIZES["cpu"])
     }
     assert {
         size for name, resource, size in groups if (name, resource) == ("alltoall", "inter")
@@ -73,14 +73,14 @@ def test_groups_are_those_that_layouts_give() -> None:
     } == {2, 4}
 
 
-def test_a_point_counts_the_bytes_that_leave_a_rank_in_its_tier() -> None:
-    # 2 nodes of 4 ranks: by tier and group size, the number of peers reached in that tier.
+def test_a_point_counts_the_bytes_that_leave_a_rank() -> None:
+    # 2 nodes of 4 ranks: by resource and group size, the number of peers reached through it.
     peers = {("inter", 2): 1, ("inter", 4): 2, ("inter", 8): 4, ("intra", 2): 1, ("intra", 4): 3}
-    collectives = [each for each in all_points(SHAPE, NUM_SIZES["cpu"]) if each.is_collective]
-    assert {(each.resource, each.group_size) for each in collectives} == set(peers)
+    collectives = [p for p in all_points(SHAPE, NUM_SIZES["cpu"]) if p.is_collective]
+    assert {(point.resource, point.group_size) for point in collectives} == set(peers)
     for point in collectives:
-        to_each_bytes = MESSAGE_ROW_BYTES * point.num_rows
-        assert point.num_bytes == to_each_bytes * peers[point.resource, point.group_size]
+        to_peer_bytes = MESSAGE_ROW_BYTES * point.num_rows
+        assert point.num_bytes == to_peer_bytes * peers[point.resource, point.group_size]
 
 
 def test_the_second_of_a_pair_ends_long_before_or_after() -> None:
@@ -130,7 +130,7 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
         ("inter", "memory"),
         ("intra", "memory"),
     }
-    assert {(each.factor, each.factor_of_second) for each in cluster.contention} == {(1.25, 2.0)}
+    assert {(entry.factor, entry.factor_of_second) for entry in cluster.contention} == {(1.25, 2.0)}
     assert cluster.launch.collective_us == LAUNCH_US
     # Once per dispatch; four passes of four stages, 7 more chunks: 224 us = 4 x 4 x 7 x 2 us, and
     # of each pass in one chunk 250 us, of which its stages take 4 x 2.
@@ -149,7 +149,7 @@ def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
     """A small `put` may be over before a `copy` has been launched."""
     points = all_points(SHAPE, NUM_SIZES["cuda"])
     pairs = choose_pairs(points, [time_us(point) for point in points])
-    alone = [each for contenders in pairs for each in contenders.tasks]
+    alone = [task for contenders in pairs for task in contenders.tasks]
     samples = [
         Sample(task=name, us=us, launch_us=us)
         for point in points
@@ -166,7 +166,7 @@ def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
 def test_the_copy_of_the_counts_is_not_counted_twice() -> None:
     points = all_points(SHAPE, NUM_SIZES["cuda"])
     pairs = choose_pairs(points, [time_us(point) for point in points])
-    alone = [each for contenders in pairs for each in contenders.tasks]
+    alone = [task for contenders in pairs for task in contenders.tasks]
     samples = samples_of(points) + [
         Sample(task=task.name, us=100.0, launch_us=LAUNCH_US)
         for task in (*alone, COUNTS, PASSES, PASSES_IN_CHUNKS)
@@ -207,8 +207,8 @@ def test_slowdowns_from_the_schedule_they_give(first: float, second: float) -> N
         both_us = simulate(stages, works, lambda *pair: factors.get(pair, 2.0)).total_us
         return excess_of(first_us, second_us, both_us)
 
-    found = slowdowns(excess(20.0, 5.0), excess(5.0, 20.0))
-    assert found == pytest.approx((first, second))
+    solved = slowdowns(excess(20.0, 5.0), excess(5.0, 20.0))
+    assert solved == pytest.approx((first, second))
 
 
 def test_noise_gives_slowdowns_too() -> None:
@@ -219,7 +219,7 @@ def test_noise_gives_slowdowns_too() -> None:
     assert slowdowns(0.0, 1.0) == (1.0, 2.0)
 
 
-def test_record_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+def test_record_goes_on_where_it_ended(tmp_path: Path) -> None:
     """A line that a kill has cut short is measured again."""
     path, sample = tmp_path / "c.yaml.partial", Sample(task="a", us=2.0, launch_us=1.0)
     record = Record.open(path, {"num_nodes": 2})
@@ -273,11 +273,11 @@ def test_a_poor_curve(times_us: tuple[float, ...], said: str | None) -> None:
         source="by hand",
         fit=fit(sizes, times_us),
     )
-    found = list(doubts_of(5, [curve]))
+    doubts = list(doubts_of(5, [curve]))
     if said is None:
-        assert found == []
+        assert doubts == []
     else:
-        (line,) = found
+        (line,) = doubts
         assert line.startswith(f"poor curve: alltoall, inter, 8 ranks: {said}")
 
 
@@ -313,15 +313,15 @@ def test_record_of_another_cluster_is_refused(tmp_path: Path) -> None:
 CALIBRATED = Path(__file__).parents[2] / "docs" / "benchmarks" / "regret_2x4.yaml"
 
 
-def test_a_calibrated_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+def test_a_calibrated_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     """After any line, and within the last one; many of these are YAML, with fewer curves."""
     path, text = tmp_path / "cluster.yaml", CALIBRATED.read_text()
     assert load_cluster(CALIBRATED).num_ranks == 8
     lines = text.splitlines(keepends=True)
-    cuts = ["".join(lines[:number]) for number in (*range(0, 220, 20), *range(220, len(lines)))]
-    cuts += [text[:-length] for length in range(2, len(lines[-1]))]
-    for split in cuts:
-        path.write_text(split)
+    starts = ["".join(lines[:number]) for number in (*range(0, 220, 20), *range(220, len(lines)))]
+    starts += [text[:-length] for length in range(2, len(lines[-1]))]
+    for start in starts:
+        path.write_text(start)
         with pytest.raises(ValueError) as error:
             load_cluster(path)
         assert str(path) in str(error.value) and "\n" not in str(error.value)

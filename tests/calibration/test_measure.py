@@ -46,11 +46,11 @@ def test_groups_by_hand(
     """2 nodes of 4 ranks: some local ranks of both nodes, or neighbours on one node."""
     monkeypatch.setattr(operations.dist, "get_rank", lambda: rank)
     monkeypatch.setattr(operations, "new_local_group", lambda ranks, name: ranks)
-    found = operations.make_groups(SHAPE, (0, 0, 0, 0, 1, 1, 1, 1))
-    assert {key: each.process_group for key, each in found.items()} == groups
-    for key, group in found.items():
+    made = operations.make_groups(SHAPE, (0, 0, 0, 0, 1, 1, 1, 1))
+    assert {key: group.process_group for key, group in made.items()} == groups
+    for key, group in made.items():
         assert (group.size, group.rank) == (len(groups[key]), groups[key].index(rank))
-        assert group.nodes == tuple(each // 4 for each in groups[key])
+        assert group.nodes == tuple(rank // 4 for rank in groups[key])
 
 
 class Clock:
@@ -95,7 +95,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def point_of(operation: str) -> Point:
-    return next(each for each in all_points(SHAPE, NUM_SIZES["cpu"]) if each.operation == operation)
+    return next(p for p in all_points(SHAPE, NUM_SIZES["cpu"]) if p.operation == operation)
 
 
 def test_a_run_takes_the_time_of_one_of_its_repeats(clock: Clock) -> None:
@@ -114,10 +114,10 @@ def test_a_mixed_run_takes_the_time_that_a_core_is_busy(clock: Clock) -> None:
     """Two ranks share the core, so it is busy for twice the mean of their times."""
     copy, find = point_of("copy"), point_of("find")
     starts = {copy.name: clock.operation(20.0, 5.0), find.name: clock.operation(30.0, 0.0)}
-    found = measure.run_mixed([(copy, 2), (find, 1)], starts, ranks_per_core=2.0)
-    assert [each.task for each in found] == [copy.name_of_first, copy.name, find.name]
-    assert [each.us for each in found] == pytest.approx([50, 50, 60])
-    assert [each.launch_us for each in found] == pytest.approx([40, 40, 60])
+    samples = measure.run_mixed([(copy, 2), (find, 1)], starts, ranks_per_core=2.0)
+    assert [sample.task for sample in samples] == [copy.name_of_first, copy.name, find.name]
+    assert [sample.us for sample in samples] == pytest.approx([50, 50, 60])
+    assert [sample.launch_us for sample in samples] == pytest.approx([40, 40, 60])
 
 
 def test_the_first_rank_says_when_rounds_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from monta_megatron.tools.calibrate.points import (
     BYTES_PER_ROW,
     COUNTS,
     NUM_PASS_CHUNKS,
-    NUM_WALK_STAGES,
+    NUM_PASS_STAGES,
     PASSES,
     PASSES_IN_CHUNKS,
     Contenders,
@@ -32,7 +32,7 @@ class Machine:
 
     Attributes:
         name: the name that users give it.
-        num_nodes: sets of ranks joined by the fast tier.
+        num_nodes: sets of ranks joined by the node link.
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share.
         memory_gb_per_rank: 1e9 bytes of a GPU; None on CPU ranks, which share the host's.
@@ -61,10 +61,8 @@ def make_cluster(
     by_task: dict[str, list[Sample]] = {}
     for sample in samples:
         by_task.setdefault(sample.task, []).append(sample)
-    times_us = {task: median(each.us for each in found) for task, found in by_task.items()}
-    launches_us = {
-        task: median(each.launch_us for each in found) for task, found in by_task.items()
-    }
+    times_us = {task: median(run.us for run in runs) for task, runs in by_task.items()}
+    launches_us = {task: median(run.launch_us for run in runs) for task, runs in by_task.items()}
     launch = _launch(machine, points, launches_us, times_us)
     curves = _curves(machine, points, times_us, launch)
     return Cluster(
@@ -78,7 +76,7 @@ def make_cluster(
         memory_gb_per_rank=machine.memory_gb_per_rank,
         copies_block_host=machine.on_cpu,
         curves=curves,
-        contention=tuple(_contention(machine, each, by_task) for each in pairs),
+        contention=tuple(_contention(machine, contenders, by_task) for contenders in pairs),
         doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),
     )
 
@@ -96,20 +94,19 @@ def _launch(
     """
 
     def least(*operations: str) -> float:
-        found = [launches_us[p.name] for p in points if p.operation in operations]
-        return round(min(found), 1)
+        return round(min(launches_us[p.name] for p in points if p.operation in operations), 1)
 
     def first(*operations: str) -> float:
-        found = [
+        more_us = [
             times_us[p.name_of_first] - times_us[p.name]
             for p in points
             if p.operation in operations and p.name_of_first in times_us
         ]
-        return round(max(median(found), 0.0), 1) if found else 0.0
+        return round(max(median(more_us), 0.0), 1) if more_us else 0.0
 
-    num_walks = len(FORWARD_BACKWARD)
+    num_passes = len(FORWARD_BACKWARD)
     more_us = times_us[PASSES_IN_CHUNKS.name] - times_us[PASSES.name]
-    stage_us = max(more_us / (num_walks * (NUM_PASS_CHUNKS - 1) * NUM_WALK_STAGES), 0.0)
+    stage_us = max(more_us / (num_passes * (NUM_PASS_CHUNKS - 1) * NUM_PASS_STAGES), 0.0)
     # Where copies run on the host, their time is not launch time.
     blocks = machine.on_cpu
     return HostCosts(
@@ -119,7 +116,7 @@ def _launch(
         find_us=0.0 if blocks else least(*FINDS),
         counts_to_host_us=round(machine.counts_to_host_us, 1),
         counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
-        pass_us=round(max(times_us[PASSES.name] / num_walks - NUM_WALK_STAGES * stage_us, 0.0), 1),
+        pass_us=round(max(times_us[PASSES.name] / num_passes - NUM_PASS_STAGES * stage_us, 0.0), 1),
         stage_us=round(stage_us, 1),
         first_collective_us=first(*COLLECTIVES),
         first_copy_us=first(*(BYTES_PER_ROW.keys() - FINDS)),
@@ -162,10 +159,9 @@ def _contention(
     """Takes the excess round by round, as times differ more between rounds than by the excess."""
 
     def excess(pair: Pair) -> float:
-        rounds = zip(
-            *(by_task[each.name] for each in (pair.first, pair.second, pair)), strict=False
-        )
-        return median(excess_of(*(sample.us for sample in each)) for each in rounds)
+        tasks = (pair.first, pair.second, pair)
+        rounds = zip(*(by_task[task.name] for task in tasks), strict=False)
+        return median(excess_of(*(sample.us for sample in samples)) for samples in rounds)
 
     first, second = slowdowns(excess(contenders.short), excess(contenders.long))
     return Contention(
@@ -181,7 +177,7 @@ def excess_of(first_us: float, second_us: float, both_us: float) -> float:
     """How much longer two operations take together than the longer one alone, over the shorter.
 
     0 where the shorter one is hidden, 1 where they might as well run one after the other; anything
-    beyond is noise and is cut off.
+    beyond is noise and is left out.
     """
     shorter_us, longer_us = sorted((first_us, second_us))
     return min(max((both_us - longer_us) / shorter_us, 0.0), 1.0)

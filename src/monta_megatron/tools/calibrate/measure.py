@@ -117,18 +117,18 @@ def first_runs(
     Args:
         points: all of them.
         starts: by a point's name, the function that starts it.
-        kept_us: by a point's name, the time that an earlier calibration has found.
+        kept_us: by a point's name, the time from an earlier calibration.
         on_point: called for each point, with the time measured here, or None if it was kept.
     """
-    found = []
+    times_us = []
     for point in points:
         run(point, starts)
         us = None
         if point.name not in kept_us:
             us = min(run(point, starts).us for _ in range(2))
-        found.append(kept_us[point.name] if us is None else us)
+        times_us.append(kept_us[point.name] if us is None else us)
         on_point(point, us)
-    return found
+    return times_us
 
 
 def measure_rounds(
@@ -171,7 +171,7 @@ def measure_rounds(
         # The same order on every rank, a different one in every round; but tasks of similar size
         # stay together, as in an exchange: large ones leave nothing in the caches for small ones.
         random.Random(number).shuffle(mixed)
-        mixed.sort(key=lambda each: _size_class(each[0]))
+        mixed.sort(key=lambda entry: _size_class(entry[0]))
         for sample in run_mixed(mixed, starts, ranks_per_core) if mixed else ():
             on_sample(sample)
         round_s = time.monotonic() - begin_s

@@ -1,6 +1,6 @@
 """The points as operations: the executor's own calls, on buffers allocated as it does.
 
-Notation: N = rows, W = length of the lists of experts, H = hidden size.
+Notation: N = rows, W = most experts of a token, H = hidden size.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ from monta_megatron.tools.calibrate.points import (
     MESSAGE_ROW_BYTES,
     NUM_COPIES,
     NUM_EXPERTS,
-    NUM_WALK_STAGES,
+    NUM_PASS_STAGES,
     TOPK,
     Point,
     Shape,
@@ -48,7 +48,7 @@ Groups: TypeAlias = Mapping[tuple[str, int], PeerGroup]
 
 
 def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
-    """(tier, ranks on a node) -> the group of this rank, made by all ranks in the same order.
+    """(resource, ranks on a node) -> the group of this rank, made by all ranks in the same order.
 
     Args:
         shape: nodes and ranks.
@@ -59,10 +59,9 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
     groups = {}
     for part in shape.parts:
         stride = on_node // part
-        # inter: the same places on every node, `stride` apart; intra: neighbours on this node.
-        across = [n * on_node + p for n in range(shape.num_nodes) for p in range(on_node)]
+        # inter: the same positions on every node, `stride` apart; intra: neighbours on this node.
         members = {
-            "inter": [each for each in across if each % on_node % stride == position % stride],
+            "inter": [r for r in range(len(nodes)) if r % on_node % stride == position % stride],
             "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
         }
         for resource, ranks in members.items():
@@ -72,13 +71,13 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> Groups:
                 process_group=group,
                 size=len(ranks),
                 rank=ranks.index(rank),
-                nodes=tuple(nodes[each] for each in ranks),
+                nodes=tuple(nodes[other] for other in ranks),
             )
     return groups
 
 
 def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
-    """The host's work on gathered counts: read and bind. Count and gather are points themselves.
+    """The host's work on exchanged counts: read and bind. To count and to exchange are points.
 
     Args:
         nodes: node of every rank, in order.
@@ -101,7 +100,7 @@ def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
 
 
 def _count_table(nodes: tuple[int, ...]) -> CountTable:
-    """The counting for an exchange of all ranks and every chain that could run."""
+    """The table of counts for an exchange of all ranks and every chain that could run."""
     num_ranks = len(nodes)
     layout = Layout(
         ep=num_ranks,
@@ -114,7 +113,7 @@ def _count_table(nodes: tuple[int, ...]) -> CountTable:
     return CountTable(chains=chains, layout=layout, num_blocks=NUM_BLOCKS)
 
 
-def walks_of(device: torch.device, num_chunks: int) -> Start:
+def passes_of(device: torch.device, num_chunks: int) -> Start:
     """All four passes of a rank with itself: almost nothing moves, so the time is the host's work.
 
     Args:
@@ -125,7 +124,7 @@ def walks_of(device: torch.device, num_chunks: int) -> Start:
     layout = Layout(ep=1, etp=1, num_local_experts=1, rank=0, nodes=(0,))
     sent = np.full((1, 1), NUM_TOKENS)
     chain = CHAINS["alltoall_allgather"]
-    assert len(chain.stages) == NUM_WALK_STAGES
+    assert len(chain.stages) == NUM_PASS_STAGES
     world = dist.group.WORLD
     assert world is not None, "the launch has been joined"
     alone = {
@@ -144,7 +143,7 @@ def walks_of(device: torch.device, num_chunks: int) -> Start:
         inputs = rows.detach().requires_grad_(), probs.detach().requires_grad_()
         moved, row_probs = dispatch(exchange, *inputs)
         outputs = combine(exchange, moved), row_probs
-        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         return lambda: outputs
 
     return start
@@ -209,7 +208,7 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         return torch.ones(count, hidden_size, dtype=dtype, device=device)
 
     if point.operation in ("copy", "put"):
-        # With the two lanes of a row's list of experts: small, but each is an operation of its own.
+        # With the probabilities and the expert ids of a row: small, but operations of their own.
         columns = [
             rows(num_rows),
             torch.ones(num_rows, TOPK, device=device),
@@ -233,17 +232,17 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         return copy if point.operation == "copy" else put
 
     if point.operation == "sum":
-        # [N, W] lists with one expert of each part, so that each row has a copy in every part.
-        lists = torch.arange(NUM_COPIES, device=device).expand(num_rows, -1)
+        # [N, W] one expert of every part, so that a row has a copy in every part.
+        ids = torch.arange(NUM_COPIES, device=device).expand(num_rows, -1)
         parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
         num_copies = num_rows * NUM_COPIES
-        copies, source = find_copies(lists, parts, num_copies), rows(num_copies)
+        copies, source = find_copies(ids, parts, num_copies), rows(num_copies)
 
         shares = torch.ones(num_copies, device=device)
 
         def add() -> torch.Tensor:
             # The sum is in fp32; the message that it is sent in is allocated separately. After it
-            # the probabilities go back into their lists.
+            # the probabilities go back to the ids of their experts.
             into = source.new_empty(num_rows, hidden_size)
             into.copy_(copies.sum_by_row(source, torch.float32))
             copies.put_back(shares)
@@ -263,9 +262,9 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         size = NUM_EXPERTS // TOPK
         parts = ExpertRange(first=0, size=size, num_parts=TOPK)
         hits = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids // size, True)
-        num_copies, lists = int(hits.sum()), ids.int().to(device)
+        num_copies, ids_there = int(hits.sum()), ids.int().to(device)
         in_lists = point.operation == "find_lists"
-        return lambda: find_copies(lists, parts, num_copies).pairs(in_lists)
+        return lambda: find_copies(ids_there, parts, num_copies).pairs(in_lists)
 
     on_device = _routing_map(ids, NUM_EXPERTS).to(device)
     if point.operation == "lists":
@@ -286,5 +285,5 @@ def _draw_experts(num_rows: int, num_experts: int, generator: torch.Generator) -
 
 
 def _routing_map(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Lists of experts as a routing map of Megatron: [N, W] -> [N, E] bool."""
+    """Expert ids as a routing map of Megatron: [N, W] -> [N, E] bool."""
     return torch.zeros(ids.shape[0], num_experts, dtype=torch.bool).scatter(1, ids, True)

@@ -1,4 +1,4 @@
-"""Megatron's permutation of tokens into pairs, and back, for `calibration`, which times it.
+"""Megatron's permutation of tokens, and back, for `calibration`, which times it.
 
 Notation: T = tokens, E = experts, H = hidden size.
 """
@@ -10,7 +10,7 @@ from megatron.core.transformer.moe import moe_utils
 
 
 class Permuted(NamedTuple):
-    """[T * top-k, H] pairs in expert order, and the token of each."""
+    """[T * topk, H] permuted tokens in expert order, and the tokens that they come from."""
 
     rows: torch.Tensor
     indices: torch.Tensor
@@ -23,6 +23,6 @@ def permute(tokens: torch.Tensor, routing_map: torch.Tensor, topk: int) -> Permu
 
 
 def unpermute(permuted: Permuted, shape: torch.Size) -> torch.Tensor:
-    """Sum each token's pairs: the way back to [T, H]."""
+    """Sum the copies of every token: the way back to [T, H]."""
     tokens: torch.Tensor = moe_utils.unpermute(permuted.rows, permuted.indices, shape)
     return tokens

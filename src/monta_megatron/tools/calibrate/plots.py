@@ -6,18 +6,17 @@ from typing import Any
 import numpy as np
 
 from monta_megatron.common.quantities import counted
+from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.tools import pictures
 
-TITLES = {"inter": "between nodes", "intra": "inside a node", "memory": "in memory"}
-
 
 def plot_curves(cluster: Cluster, folder: Path) -> Path:
-    """Points, and their fits as dashed lines; one panel per tier."""
+    """Points, and their fits as dashed lines; one panel per resource."""
     resources = [
         resource
-        for resource in TITLES
+        for resource in RESOURCE_NAMES
         if any(curve.resource == resource for curve in cluster.curves)
     ]
     path = folder / "calibration.png"
@@ -27,7 +26,9 @@ def plot_curves(cluster: Cluster, folder: Path) -> Path:
             for curve in cluster.curves:
                 if curve.resource == resource:
                     _draw(axis, curve)
-            axis.set(xscale="log", yscale="log", xlabel="bytes per rank", title=TITLES[resource])
+            axis.set(
+                xscale="log", yscale="log", xlabel="bytes per rank", title=RESOURCE_NAMES[resource]
+            )
             axis.grid()
             axis.legend()
         axes[0].set_ylabel("us, slowest rank (dashed: fit)")

@@ -27,17 +27,17 @@ from monta_megatron.planner.traffic import (
 
 # Sizes per rank: far apart, and none a power of two, as sizes in real exchanges hardly ever are; up
 # to the largest of real exchanges, which on CPU ranks are 5 MiB between nodes, 20 inside, 80 in
-# memory, and on a GPU 320 MiB, and 1.25 GiB in memory. Lists are short everywhere.
+# memory, and on a GPU 320 MiB, and 1.25 GiB in memory. Those of experts' ids are short everywhere.
 FIRST_BYTES, FIRST_BYTES_IN_MEMORY = 5 * 1024, 20 * 1024
 NUM_SIZES: dict[str, dict[Resource, int]] = {
     "cpu": {"inter": 6, "intra": 7, "memory": 7},
     "cuda": {"inter": 9, "intra": 9, "memory": 9},
 }
-NUM_SIZES_OF_LISTS = 6
-# A message is made of rows of this size, so that it can be cut for any number of peers.
+NUM_SIZES_OF_IDS = 6
+# A message is made of rows of this size, so that it can be split for any number of peers.
 MESSAGE_ROW_BYTES = 16
 
-# The rows of operations in memory, and the lists of experts that come with them.
+# The rows of operations in memory, and the expert ids that come with them.
 HIDDEN_ROW_BYTES = 4096
 NUM_EXPERTS = 64
 TOPK = 8
@@ -82,11 +82,11 @@ class Point:
 
     Attributes:
         operation: what is done.
-        resource: the tier that the bytes go through.
+        resource: what the bytes go through.
         group_size: ranks that take part; 1 for operations in memory.
         ranks_on_node: how many of them are on each node.
         num_rows: rows to every peer, or in memory.
-        num_bytes: bytes per rank that it sends through this tier, or that it reads and writes.
+        num_bytes: bytes per rank that it sends through it, or that it reads and writes.
     """
 
     operation: Operation
@@ -189,7 +189,7 @@ PASSES = HostWork(name="host passes")
 NUM_PASS_CHUNKS = 8
 PASSES_IN_CHUNKS = HostWork(name=f"host passes, {NUM_PASS_CHUNKS} chunks")
 # Number of stages in each of these passes.
-NUM_WALK_STAGES = 4
+NUM_PASS_STAGES = 4
 
 Task: TypeAlias = Point | Repeated | Pair | HostWork
 
@@ -205,7 +205,7 @@ SHORTER = 2
 
 
 def all_points(shape: Shape, num_sizes: Mapping[Resource, int]) -> list[Point]:
-    """Every point of a cluster, each operation at its tier's number of sizes, in steps of 4x."""
+    """Every point of a cluster, as many sizes as its resource has, in steps of 4x."""
     points: list[Point] = []
     parts = shape.parts
     for num_bytes in (FIRST_BYTES * 4**step for step in range(num_sizes["inter"])):
@@ -221,7 +221,7 @@ def all_points(shape: Shape, num_sizes: Mapping[Resource, int]) -> list[Point]:
             points.append(_collective("alltoall", "intra", part, part, num_bytes))
             points.append(_collective("allgather", "intra", part, part, num_bytes))
     for operation in BYTES_PER_ROW:
-        most = NUM_SIZES_OF_LISTS if operation in FINDS else num_sizes["memory"]
+        most = NUM_SIZES_OF_IDS if operation in FINDS else num_sizes["memory"]
         points += [_in_memory(operation, FIRST_BYTES_IN_MEMORY * 4**step) for step in range(most)]
     # One row of the largest operations exceeds the smallest sizes, which makes duplicates.
     return list(dict.fromkeys(points))
@@ -240,15 +240,15 @@ def choose_pairs(points: Sequence[Point], estimates_us: Sequence[float]) -> list
         """The nearest in time among rails between nodes, gathers of a whole node, or copies."""
         operation = {"inter": "alltoall", "intra": "allgather", "memory": "copy"}[resource]
         ranks_on_node = {"inter": 1, "intra": largest, "memory": 1}[resource]
-        found = [
+        candidates = [
             (abs(math.log(estimate_us / wanted_us)), point.num_bytes, point, estimate_us)
             for point, estimate_us in zip(points, estimates_us, strict=True)
             if (point.resource, point.operation) == (resource, operation)
             and point.ranks_on_node == ranks_on_node
         ]
-        return min(found)[2:] if found else None
+        return min(candidates)[2:] if candidates else None
 
-    pairs = []
+    pairs: list[Contenders] = []
     for first, second in PAIRS:
         one, other = nearest(first, PAIR_US), nearest(second, PAIR_US / 4)
         if one is not None and other is not None:

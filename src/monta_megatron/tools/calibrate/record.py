@@ -104,7 +104,7 @@ class Record:
         advice = "remove it to measure anew"
         try:
             head, *entries = read_json_lines(path) or [{"cluster": cluster}]
-            found = head["cluster"]
+            former = head["cluster"]
             for entry in entries:
                 if "first" in entry:
                     record.first_us[entry["first"]] = float(entry["us"])
@@ -113,9 +113,9 @@ class Record:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: is no record of a calibration; {advice}") from error
         for name, value in cluster.items():
-            if found.get(name) != value:
+            if former.get(name) != value:
                 raise ValueError(
-                    f"{path}: {name}: got {found.get(name)!r}, must be {value!r} as here; {advice}"
+                    f"{path}: {name}: got {former.get(name)!r}, must be {value!r} as here; {advice}"
                 )
         # Drop a line that a kill has cut short; in place, since the file may be locked.
         whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""

@@ -58,7 +58,7 @@ def _cells(curve: Curve) -> list[object]:
 
 
 def doubt_lines(cluster: Cluster) -> list[str]:
-    """What the calibration found wanting in itself; 80 columns wide."""
+    """What makes the calibration doubtful; 80 columns wide."""
     indent = " " * len("doubt: ")
     return [
         line

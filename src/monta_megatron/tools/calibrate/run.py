@@ -24,7 +24,7 @@ from monta_megatron.tools.calibrate.operations import (
     counts_of,
     make_groups,
     operation_of,
-    walks_of,
+    passes_of,
 )
 from monta_megatron.tools.calibrate.points import (
     COUNTS,
@@ -50,7 +50,7 @@ class Settings:
         partial: file in which samples are kept.
         budget_s: time for everything; one round is always run.
         name: name of the cluster, or None.
-        ranks_per_node: ranks joined by the fast tier, or None where the launcher knows.
+        ranks_per_node: ranks joined by the node link, or None where the launcher knows.
         nics_per_node: network interfaces of a node; None takes the emulated cluster's number, else
             one per rank.
     """
@@ -107,8 +107,8 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
         point.name: operation_of(point, groups, nodes, device, cold_bytes) for point in points
     }
     starts[COUNTS.name] = counts_of(nodes, device)
-    starts[PASSES.name] = walks_of(device, 1)
-    starts[PASSES_IN_CHUNKS.name] = walks_of(device, NUM_PASS_CHUNKS)
+    starts[PASSES.name] = passes_of(device, 1)
+    starts[PASSES_IN_CHUNKS.name] = passes_of(device, NUM_PASS_CHUNKS)
     host_work = [COUNTS, PASSES, PASSES_IN_CHUNKS]
 
     def keep_first(point: Point, us: float | None) -> None:
@@ -120,7 +120,8 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     pairs = choose_pairs(points, expected_us)
 
     # Step 4: rounds, each kept as it is measured.
-    tasks: list[Task] = [*points, *(task for each in pairs for task in each.tasks), *host_work]
+    together = [task for contenders in pairs for task in contenders.tasks]
+    tasks: list[Task] = [*points, *together, *host_work]
     # A pair takes long enough not to be repeated within a run; the host's work, too, is done only
     # once in a real exchange.
     expected_us += [RUN_US] * (len(tasks) - len(points))
