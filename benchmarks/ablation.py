@@ -42,10 +42,9 @@ from monta_megatron.common.tables import table
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import Candidate, build_dispatcher, stock_candidate
 from monta_megatron.tools.bench.layer import dispatcher_on, layer_config
-from monta_megatron.tools.bench.layer_shape import LayerShape
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
-from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.settings import LayerShape, Settings
 from monta_megatron.tools.bench.study import Study
 from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_resource
 from monta_megatron.tools.bench.workload import Batch, make_batch

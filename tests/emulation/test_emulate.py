@@ -22,7 +22,7 @@ TIME_LIMIT_SECONDS = 240
 
 MBIT = 200
 # A link is never faster than its setting (what is queued when a measurement starts aside); how much
-# slower depends on what else the machine does, so this is not the place for the last percent.
+# slower depends on what else the machine does, so this does not test the last percent.
 RATE_MBIT = (0.3 * MBIT, 1.02 * MBIT)
 
 try:
@@ -63,15 +63,15 @@ def network_of_this_machine() -> list[str]:
 
 def processes(mark: str) -> list[str]:
     """Command lines that hold a mark, of whatever process there is."""
-    found = []
+    command_lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
         if mark in words:
-            found.append(words)
-    return found
+            command_lines.append(words)
+    return command_lines
 
 
 def test_outputs_hosts_and_environment() -> None:
@@ -81,9 +81,11 @@ def test_outputs_hosts_and_environment() -> None:
     assert result.stdout == programs.BYTES_OF_RANK_0
     for node, rank in ((0, 1), (1, 2), (1, 3)):
         assert f"[node {node} rank {rank}] a line on standard output\n" in said
-    told = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d)\] ({.*})", said)}
-    assert sorted(told) == [0, 1, 2, 3]
-    for rank, values in told.items():
+    printed = {
+        int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d)\] ({.*})", said)
+    }
+    assert sorted(printed) == [0, 1, 2, 3]
+    for rank, values in printed.items():
         assert values == {
             "host": f"node{rank // 2}",
             "costs": f"2 x 2 emulated at {MBIT} Mbit/s, not calibrated",

@@ -21,7 +21,7 @@ def default_costs(emulated: EmulatedCluster) -> Cluster:
             resource=resource, alpha_us=alpha_us, rate=rate, kind="datasheet", source=SOURCE
         )
 
-    # The same cores carry both tiers, so the network is never the faster one for a rank.
+    # The same cores carry both links, so the network is never the faster one for a rank.
     most = INTRA.times(emulated.ranks_per_node / emulated.nics_per_node)
     network = Rate(min(emulated.inter_mbit / 8e3, most.gbytes_per_s))
     return Cluster(

@@ -333,14 +333,14 @@ def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process], bool]:
     mailbox = _mailbox()
     files = (mailbox.blocks.file, mailbox.pipe)
     card = [secrets.randbits(62), *_node(), mailbox.name, os.getpid(), *files]
-    cards = _gathered(card, group)
+    cards = _of_all_ranks(card, group)
     processes = {}
     for position, (_, *node, name, pid, memory, pipe) in enumerate(cards):
         if position != rank and tuple(node) == _node():
             with suppress(OSError):
                 processes[position] = mailbox.open(name, pid, memory, pipe)
     # Two ranks use memory if each could open the other's. Nobody ends before all have tried.
-    opened = _gathered([int(position in processes) for position in range(size)], group)
+    opened = _of_all_ranks([int(position in processes) for position in range(size)], group)
     mutual = {position: other for position, other in processes.items() if opened[position][rank]}
     are_whole_group = all(sum(row) == size - 1 for row in opened)
     return cards[0][0], mutual, are_whole_group
@@ -353,8 +353,8 @@ def _node() -> tuple[int, ...]:
     return (int(boot[:8], 16), *(namespace.stat().st_ino for namespace in namespaces))
 
 
-def _gathered(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+def _of_all_ranks(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     tensor = torch.tensor(values)
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    _all_gather(gathered, tensor, group=group)
-    return [row.tolist() for row in gathered]
+    by_rank = [torch.empty_like(tensor) for _ in range(group.size())]
+    _all_gather(by_rank, tensor, group=group)
+    return [values.tolist() for values in by_rank]

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
-from monta_megatron.tools.bench.layer_shape import LayerShape
+from monta_megatron.tools.bench.settings import LayerShape
 
 STOCK_DISPATCHERS = {
     "alltoall": stock.MoEAlltoAllTokenDispatcher,

@@ -110,11 +110,10 @@ class Bench:
         )
         limit_ms = self._limit_ms(backward)
         ours = [other.key for other in candidates if other.kind == "monta"]
-        prediction = predict(
+        predicted_ms, chosen = predict(
             settings, self.layout, task.cluster if scope == "exchange" else None, phase, ours
         )
-        autos = [other.key for other in candidates if other.requested == AUTO]
-        chosen = autos[0] if autos else prediction.chosen
+        chosen = next((other.key for other in candidates if other.requested == AUTO), chosen)
         base = next(at for at, candidate in enumerate(candidates) if candidate.is_baseline)
         base_ms = timings.times_ms[:, base]
 
@@ -154,7 +153,7 @@ class Bench:
                     ratio_to_alltoall=ratio_of_medians(base_ms, times_ms),
                     ratio_low=low,
                     ratio_high=high,
-                    predicted_ms=prediction.predicted_ms.get(candidate.key) if is_ours else None,
+                    predicted_ms=predicted_ms.get(candidate.key) if is_ours else None,
                     chosen=is_ours and candidate.key == chosen,
                 )
             )

@@ -1,7 +1,7 @@
 """What the planner predicts: the time of every candidate, and its pick. No torch."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
@@ -16,26 +16,13 @@ from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.traffic import PROBS_BYTES
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What the planner predicts for one phase.
-
-    Attributes:
-        predicted_ms: predicted time by chain and number of chunks.
-        chosen: the chain and number of chunks that the planner picks, or None without a cluster.
-    """
-
-    predicted_ms: Mapping[tuple[str, int], float]
-    chosen: tuple[str, int] | None
-
-
 def predict(
     settings: Settings,
     layout: Layout,
     cluster: Cluster | None,
     phase: Phase,
     candidates: Iterable[tuple[str, int]],
-) -> Prediction:
+) -> tuple[dict[tuple[str, int], float], tuple[str, int] | None]:
     """Plan with the expected counts of the routing; without a cluster file the result is empty.
 
     Args:
@@ -44,10 +31,14 @@ def predict(
         cluster: the costs, or None.
         phase: the phase to predict and to optimise.
         candidates: chains and numbers of chunks to choose from.
+
+    Returns:
+        Predicted time in ms by chain and number of chunks; and the chain and number of chunks that
+        the planner picks, None without a cluster.
     """
     keys = set(candidates)
     if cluster is None or not keys:
-        return Prediction(predicted_ms={}, chosen=None)
+        return {}, None
     planned = plan(
         workload_of(settings, layout),
         cluster,
@@ -55,14 +46,12 @@ def predict(
         chains=[name for name in CHAINS if name in {chain for chain, _ in keys}],
         num_chunks=sorted({num_chunks for _, num_chunks in keys}),
     )
-    return Prediction(
-        predicted_ms={
-            (candidate.chain, candidate.num_chunks): candidate.predicted_us / 1e3
-            for candidate in planned.candidates
-            if candidate.num_chunks is not None and candidate.predicted_us is not None
-        },
-        chosen=(planned.chain, planned.num_chunks),
-    )
+    predicted_ms = {
+        (candidate.chain, candidate.num_chunks): candidate.predicted_us / 1e3
+        for candidate in planned.candidates
+        if candidate.num_chunks is not None and candidate.predicted_us is not None
+    }
+    return predicted_ms, (planned.chain, planned.num_chunks)
 
 
 def workload_of(settings: Settings, layout: Layout) -> Workload:

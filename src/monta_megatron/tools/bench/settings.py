@@ -10,7 +10,31 @@ from monta_megatron.chains.program import Phase
 from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.integration.options import AUTO
 from monta_megatron.tools.bench.flags import ALL_CHAINS, FLAGS
-from monta_megatron.tools.bench.layer_shape import LayerShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The MoE layer whose exchange is measured.
+
+    Attributes:
+        num_experts: experts of the layer.
+        topk: experts of each token.
+        hidden: hidden size.
+        ffn_hidden: intermediate size of the experts.
+        dtype: PyTorch's name of the dtype of parameters and rows; probabilities are fp32.
+        tp: tensor parallel size.
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
+    """
+
+    num_experts: int
+    topk: int
+    hidden: int
+    ffn_hidden: int
+    dtype: str
+    tp: int
+    ep: int
+    etp: int
 
 
 @dataclass(frozen=True, kw_only=True)
