@@ -24,9 +24,9 @@ def write() -> None:
     """Rank 0 writes bytes; every rank says where it is."""
     os.write(1, BYTES_OF_RANK_0 if RANK == 0 else b"a line on standard output\n")
     names = ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "MONTA_CPU_RANKS", "OMP_NUM_THREADS")
-    told = {name: os.environ[name] for name in names}
+    values = {name: os.environ[name] for name in names}
     costs = strict_yaml.load(Cluster, os.environ["MOE_MONTA_CLUSTER"]).name
-    print(json.dumps({"host": socket.gethostname(), "costs": costs, **told}), file=sys.stderr)
+    print(json.dumps({"host": socket.gethostname(), "costs": costs, **values}), file=sys.stderr)
 
 
 def incast() -> None:

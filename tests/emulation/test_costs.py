@@ -65,5 +65,5 @@ def test_a_slow_network_is_overlapped() -> None:
         routing=UniformRouting(num_experts=16, topk=4),
         tokens_per_rank=512,
     )
-    found = plan(workload, default_costs(emulated(ranks_per_node=2)))
-    assert not CHAINS[found.chain].serial and found.num_chunks > 1
+    planned = plan(workload, default_costs(emulated(ranks_per_node=2)))
+    assert not CHAINS[planned.chain].serial and planned.num_chunks > 1

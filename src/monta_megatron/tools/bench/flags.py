@@ -83,7 +83,7 @@ POINT_FLAGS = {
 # What is the same for the whole launch.
 LAUNCH_FLAGS = {
     "ranks-per-node": Flag(
-        "N", "ranks joined by the fast tier (default: what the launcher says)", whole(1)
+        "N", "ranks joined by the node link (default: what the launcher says)", whole(1)
     ),
     "cluster": Flag("FILE", "costs by which the planner predicts and chooses", str),
     "inter-rate-ratio": Flag("X", "rate of this network over that of --cluster", positive, "1"),

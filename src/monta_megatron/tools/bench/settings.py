@@ -54,7 +54,7 @@ class Settings(LayerShape):
         repeats: timed runs of every candidate.
         warmup: untimed runs of every candidate before those.
         seed: seed of the data.
-        ranks_per_node: ranks joined by the fast tier, or None where the launcher knows.
+        ranks_per_node: ranks joined by the node link, or None where the launcher knows.
         cluster: file of the costs by which the planner chooses, or None.
         inter_rate_ratio: this network's rate over the cluster file's; the costs are scaled by it.
         world_size: ranks of the launch.
