@@ -288,7 +288,6 @@ def test_what_says_so_needs_no_torch() -> None:
         "tools.bench.summary",
         "tools.bench.summary_tables",
         "tools.bench.sweep",
-        "tools.bench.sweep_plots",
         "tools.bench.traffic",
     ]
     imports = "; ".join(f"import monta_megatron.{name}" for name in names)

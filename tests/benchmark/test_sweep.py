@@ -14,12 +14,12 @@ from test_bench_numbers import BASE
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.tools.bench.plots import points_by_size
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import parse_settings
 from monta_megatron.tools.bench.summary import measured_points, summarise
 from monta_megatron.tools.bench.summary_tables import summary_lines
 from monta_megatron.tools.bench.sweep import Results, read_reports, read_sweep
-from monta_megatron.tools.bench.sweep_plots import points_by_size
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HEADLINE = "headline: {experts: 8, top-k: 2, hidden: 16, tokens: 4, num-chunks: [1, 3]}\n"

@@ -179,8 +179,7 @@ def _report(parsed: argparse.Namespace, study: "Study | None") -> int:
 def _plot(reports: list[dict[str, Any]], folder: str | None) -> None:
     if folder is None or not reports:
         return
-    from monta_megatron.tools.bench.plots import plot_report
-    from monta_megatron.tools.bench.sweep_plots import plot_sweep
+    from monta_megatron.tools.bench.plots import plot_report, plot_sweep
 
     for path in [*plot_report(reports[0], Path(folder)), *plot_sweep(reports, Path(folder))]:
         print(f"monta bench: drew {path}", file=sys.stderr)

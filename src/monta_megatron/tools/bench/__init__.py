@@ -11,8 +11,7 @@ Without torch:
     study           what the scripts of `benchmarks/` do beyond it
     summary         figures over many points: regret, errors, auto against stock
     summary_tables  the same as Markdown
-    plots           bars by chain
-    sweep_plots     time against size, predicted against measured
+    plots           bars by chain; time against size, predicted against measured
 With torch:
     workload        tokens, probabilities, gradients
     candidates      the dispatchers to compare, and how to run one
