@@ -121,7 +121,7 @@ def test_padded_to_capacity_all_ranks_choose_for_as_many_tokens(pools: Pools) ->
     assert found == [[32]] * 4
 
 
-def test_auto_takes_pairs_where_cuda_graphs_capture_permutation(pools: Pools) -> None:
+def test_auto_takes_permuted_tokens_where_cuda_graphs_capture(pools: Pools) -> None:
     for captures, rows in ((False, {"permuted tokens", "tokens"}), (True, {"permuted tokens"})):
         found = pools[4].run(rows_to_choose_from, Case(options=AUTO), captures)
         assert found == [rows] * 4

@@ -40,7 +40,7 @@ def assert_pipelined(record: list[tuple[str, str, str, int]], num_chunks: int) -
             assert started < waited, f"{walk}: chunk {chunk + step} starts too late"
 
 
-def test_four_walks_are_pipelined(pools: Pools) -> None:
+def test_four_passes_are_pipelined(pools: Pools) -> None:
     for record in pools[4].run(record_of_walks, CASE, NUM_CHUNKS):
         assert_pipelined(record, NUM_CHUNKS)
 

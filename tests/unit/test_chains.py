@@ -157,7 +157,7 @@ def test_the_parts_of_an_expert_are_added_first_as_in_stock() -> None:
     assert parts_per_sum(etp=1, num_parts=4) == 4
 
 
-def test_an_expert_takes_pairs_then_padding_of_each_source() -> None:
+def test_an_expert_takes_tokens_then_padding_of_each_source() -> None:
     """One expert, two sources, two chunks; each source has routed pairs and padding."""
     # [C, L * classes, S] pairs, as a chunk brings them: by kind, then by source.
     runs = np.array([[[2, 1], [1, 0]], [[1, 1], [0, 3]]])

@@ -53,7 +53,7 @@ def test_auto_plans_for_what_the_configuration_exchanges() -> None:
     assert limited.routing.hits(2).sum() < plain.routing.hits(2).sum()
 
 
-def test_auto_chooses_pairs_where_tokens_cannot_be_sent() -> None:
+def test_auto_permutes_where_tokens_cannot_be_sent() -> None:
     pairs = choose(Options(), config(), LAYOUT, permuted_only=True)
     assert {chain.rows for chain in pairs.chains} == {"permuted tokens"}
     both = choose(Options(), config(), LAYOUT, permuted_only=False)

@@ -52,7 +52,7 @@ def test_padding_of_the_map_takes_memory_for_its_pairs_alone() -> None:
     assert kept_bytes <= 5 * 8 * (num_pairs + len(exchange.copies))
 
 
-def test_lists_keep_nothing_of_their_length_until_backward() -> None:
+def test_expert_ids_keep_nothing_of_their_width_until_backward() -> None:
     routed = routing_map(512, LAYOUT.num_experts, padded=True)
     probs = torch.rand(routed.shape).requires_grad_()
     saved: list[torch.Tensor] = []

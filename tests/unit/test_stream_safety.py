@@ -338,7 +338,7 @@ def test_a_window_that_is_not_waited_for_is_found(chain_name: str, layout_name: 
 
 
 @pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-def test_what_walks_share_is_kept(chain_name: str, layout_name: str) -> None:
+def test_what_passes_share_is_kept(chain_name: str, layout_name: str) -> None:
     """In these two no stage but one in a pass reads it, which all others wait for."""
     findings = record(chain_name, LAYOUTS[layout_name], 3, streams=NoKeep).findings
     is_shared = chain_name not in ("alltoall", "allgather")

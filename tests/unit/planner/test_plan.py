@@ -234,7 +234,7 @@ def test_what_does_the_same_is_no_rival() -> None:
     assert str(entry.rejected).endswith("% slower; the same as alltoall in 1 chunk at this layout")
 
 
-def test_bytes_are_those_of_all_ranks_by_tier() -> None:
+def test_bytes_are_those_of_all_ranks_by_resource() -> None:
     # A pair goes out with 4 bytes of probability and comes back without; 512 pairs for each rank,
     # of which 8 are on the other node and 7 on this one.
     found = plan(workload_of(16, tokens=1024), A800, chains=("alltoall",), phase="forward")
@@ -379,7 +379,7 @@ def test_ranks_that_share_a_nic_are_priced_together() -> None:
 @pytest.mark.parametrize(
     ("inter_gbytes_per_s", "intra_gbytes_per_s", "ranks"), [(1.0, 1e6, 8), (1e6, 1.0, 7)]
 )
-def test_a_collective_in_both_tiers_takes_the_slower_ones_time(
+def test_a_collective_on_two_resources_takes_the_slower_time(
     inter_gbytes_per_s: float, intra_gbytes_per_s: float, ranks: int
 ) -> None:
     """A rank sends 512 rows to each of 8 ranks on the other node, and to each of 7 on its own."""

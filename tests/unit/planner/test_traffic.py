@@ -224,7 +224,7 @@ def test_dispatch_and_its_backward_hold_most(chain: str) -> None:
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_the_peak_is_of_the_fullest_rank_in_its_fullest_walk(chain: str) -> None:
+def test_the_peak_is_of_the_fullest_rank_in_its_fullest_pass(chain: str) -> None:
     workload = uneven_workload()
     num_chunks = 1 if CHAINS[chain].serial else 3
     peaks = [
