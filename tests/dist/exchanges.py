@@ -305,7 +305,7 @@ def make_source(case: Case, data: Data) -> Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walks:
+class Passes:
     """What the four passes gave one rank.
 
     Attributes:
@@ -326,7 +326,7 @@ class Walks:
     expert_gradient: torch.Tensor
 
 
-def run_walks(case: Case, data: Data) -> Walks:
+def run_passes(case: Case, data: Data) -> Passes:
     """All four passes of one exchange."""
     source = make_source(case, data)
     rank, exchange = source.rank, source.exchange
@@ -344,7 +344,7 @@ def run_walks(case: Case, data: Data) -> Walks:
     combined = combine(exchange, outputs)
     torch.autograd.backward(combined, source.rows(data.gradients[rank]))
     assert outputs.grad is not None
-    return Walks(
+    return Passes(
         expert_rows=expert_rows.detach(),
         expert_probs=expert_probs.detach(),
         tokens_per_expert=torch.from_numpy(exchange.bound.rows_per_local_expert),
@@ -371,7 +371,7 @@ def check(case: Case) -> list[str]:
     exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
     data = make_data(case, exchange_index)
     with uninitialised_memory_is_nan():
-        ours = run_walks(case, data)
+        ours = run_passes(case, data)
     shape = (case.ep, case.etp)
     maps = data.routing_maps
     expected = reference.dispatch(data.tokens, maps, data.probs, *shape)[rank]
@@ -437,7 +437,7 @@ def check_deterministic(case: Case) -> None:
     """The same bits on a second run, in all four passes."""
     exchange_index, _, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
     data = make_data(case, exchange_index)
-    first, second = run_walks(case, data), run_walks(case, data)
+    first, second = run_passes(case, data), run_passes(case, data)
     for name, value in vars(first).items():
         assert_equal(getattr(second, name), value, f"{case}: {name} of a second run")
 
@@ -512,7 +512,7 @@ def errors_of(case: Case) -> Errors:
     """Our sums, stock's, and one rounding, against the fp64 reference."""
     exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
     data = make_data(case, exchange_index)
-    ours = run_walks(case, data)
+    ours = run_passes(case, data)
     exact = reference.combine(data.expert_rows, data.routing_maps, case.ep, case.etp)[rank]
     terms = _terms(case, data, rank)
     num_tokens, _, _, hidden = terms.shape
@@ -567,7 +567,7 @@ def ascending_sum(terms: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of_dispatch(case: Case) -> tuple[dict[tuple[str, str], int], int]:
-    """What dispatch forward sent from this rank, by stage and tier; and the lists' length."""
+    """What dispatch forward sent, by stage and resource; and the most experts of a token."""
     exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
     data = make_data(case, exchange_index)
     source = make_source(case, data)

@@ -49,7 +49,7 @@ def last_chunk_skipped() -> Any:
 
 
 def probability_gradients_dropped() -> Any:
-    """The backward pass of dispatch forgets one lane."""
+    """The backward pass of dispatch forgets one column."""
     original = executor.run
 
     def run(exchange: Any, way: Any, columns: Columns) -> Columns:

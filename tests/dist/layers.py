@@ -282,7 +282,7 @@ def compare(case: Case, chunks: list[int]) -> dict[str, Any]:
     """Our dispatcher against stock on one case, for several chunk counts.
 
     Returns:
-        what moved: the dispatcher's class and the bytes by tier of the last chunk count.
+        what moved: the dispatcher's class and the bytes by resource of the last chunk count.
     """
     stock = forward_backward(case, build_layer(case, "alltoall"))
     report: dict[str, Any] = {}
@@ -298,7 +298,7 @@ def compare(case: Case, chunks: list[int]) -> dict[str, Any]:
     return report
 
 
-def record_of_walks(case: Case, num_chunks: int) -> list[tuple[str, str, str, int]]:
+def record_of_passes(case: Case, num_chunks: int) -> list[tuple[str, str, str, int]]:
     """Every step of a forward and backward pass, in the order of issue."""
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     layer.token_dispatcher.monitor.recorder = steps = StepList()

@@ -253,7 +253,7 @@ def align(num_bytes: int) -> int:
 
 
 def expected_bytes(case: Case) -> list[Counter[tuple[str, str]]]:
-    """Per rank, what dispatch forward has to send by stage and tier, from the routing alone."""
+    """Per rank, what dispatch forward has to send by stage and resource, from the routing alone."""
     maps = make_data(case).routing_maps
     layout = case.layout(0)
     size, etp, num_local_experts = case.size, case.etp, case.num_local_experts

@@ -14,7 +14,7 @@ from faults import (
     with_fault,
     wrong_split,
 )
-from layers import Case, compare, mismatch, record_of_walks
+from layers import Case, compare, mismatch, record_of_passes
 
 pytestmark = pytest.mark.old_end
 
@@ -33,27 +33,27 @@ PASSES = {
 
 def assert_pipelined(record: list[tuple[str, str, str, int]], num_chunks: int) -> None:
     """The next chunk's first collective starts before a chunk's second one is waited for."""
-    for walk, (first, second, step) in PASSES.items():
+    for pass_name, (first, second, step) in PASSES.items():
         for chunk in range(num_chunks)[::step][:-1]:
-            started = record.index(("start", walk, first, chunk + step))
-            waited = record.index(("wait", walk, second, chunk))
-            assert started < waited, f"{walk}: chunk {chunk + step} starts too late"
+            started = record.index(("start", pass_name, first, chunk + step))
+            waited = record.index(("wait", pass_name, second, chunk))
+            assert started < waited, f"{pass_name}: chunk {chunk + step} starts too late"
 
 
 def test_four_passes_are_pipelined(pools: Pools) -> None:
-    for record in pools[4].run(record_of_walks, CASE, NUM_CHUNKS):
+    for record in pools[4].run(record_of_passes, CASE, NUM_CHUNKS):
         assert_pipelined(record, NUM_CHUNKS)
 
 
 def test_every_rank_issues_the_same_collectives_in_order(pools: Pools) -> None:
     # One rank has no token: what it issues may not depend on that.
     case = Case(tp=1, ep=2, etp=2, routing="rank0_empty")
-    records = pools[4].run(record_of_walks, case, NUM_CHUNKS)
+    records = pools[4].run(record_of_passes, case, NUM_CHUNKS)
     assert all(record == records[0] for record in records)
 
 
 def test_a_serial_loop_is_found(pools: Pools) -> None:
-    records = pools[4].run(with_fault, serial_loop, record_of_walks, CASE, NUM_CHUNKS)
+    records = pools[4].run(with_fault, serial_loop, record_of_passes, CASE, NUM_CHUNKS)
     with pytest.raises(AssertionError, match="starts too late"):
         assert_pipelined(records[0], NUM_CHUNKS)
 

@@ -21,23 +21,25 @@ from monta_megatron.planner.traffic import pass_traffic
 
 NUM_CASES = 120
 
-BytesByWalk = dict[str, dict[tuple[str, str], int]]
+BytesByPass = dict[str, dict[tuple[str, str], int]]
 
 
-def bytes_of_walks(cases: list[Case]) -> list[BytesByWalk]:
-    """On a rank: what the executor sent for each case, by pass, then by stage and tier."""
-    return [_bytes_of_walks(case) for case in cases]
+def bytes_of_passes(cases: list[Case]) -> list[BytesByPass]:
+    """On a rank: what the executor sent for each case, by pass, then by stage and resource."""
+    return [_bytes_of_passes(case) for case in cases]
 
 
-def _bytes_of_walks(case: Case) -> BytesByWalk:
+def _bytes_of_passes(case: Case) -> BytesByPass:
     exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
     data = make_data(case, exchange_index)
     source = make_source(case, data)
     exchange = source.exchange
-    found: BytesByWalk = {}
+    found: BytesByPass = {}
 
-    def note(walk: str) -> None:
-        found[walk] = {key: count for key, count in exchange.monitor.bytes_sent.items() if count}
+    def note(pass_name: str) -> None:
+        found[pass_name] = {
+            key: count for key, count in exchange.monitor.bytes_sent.items() if count
+        }
         exchange.monitor.bytes_sent.clear()
 
     rows = source.rows(data.tokens[rank]).requires_grad_()
@@ -56,7 +58,7 @@ def _bytes_of_walks(case: Case) -> BytesByWalk:
     return found
 
 
-def planned_bytes(case: Case, rank: int) -> BytesByWalk:
+def planned_bytes(case: Case, rank: int) -> BytesByPass:
     """What the planner makes of the same routing."""
     maps = tuple(each.numpy() for each in make_data(case).routing_maps)
     routing = MeasuredRouting(routing_maps=maps)
@@ -69,10 +71,10 @@ def planned_bytes(case: Case, rank: int) -> BytesByWalk:
         prob_bytes=getattr(torch, case.probs_dtype).itemsize,
         sum_bytes=max(case.sum_dtype.itemsize, case.torch_dtype.itemsize),
     )
-    found: BytesByWalk = {}
-    for walk in FORWARD_BACKWARD:
-        program = lower(bound, walk, row, routing.max_experts_per_token, "host")
-        found[walk.name] = {
+    found: BytesByPass = {}
+    for pass_ in FORWARD_BACKWARD:
+        program = lower(bound, pass_, row, routing.max_experts_per_token, "host")
+        found[pass_.name] = {
             (stage.stage, resource): count
             for stage in pass_traffic([program], len(maps[rank]), case.num_blocks).pipeline
             for resource in ("inter", "intra")
@@ -112,14 +114,14 @@ def random_cases() -> list[Case]:
 def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
     cases = random_cases()
     seen: Counter[tuple[str, str]] = Counter()
-    for rank, counted in enumerate(pools[4].run(bytes_of_walks, cases)):
+    for rank, counted in enumerate(pools[4].run(bytes_of_passes, cases)):
         for case, by_pass in zip(cases, counted, strict=True):
             # Where an exchange is smaller than the world, the second one has data of its own.
             if rank < case.size:
                 assert by_pass == planned_bytes(case, rank), f"{case}, rank {rank}"
-                seen.update(key for walk in by_pass.values() for key in walk)
-    # Every collective of every chain, in each tier that it can cross.
-    assert len(seen) == 7, f"stages and tiers that sent anything: {sorted(seen)}"
+                seen.update(key for sent in by_pass.values() for key in sent)
+    # Every collective of every chain, on each resource that it can cross.
+    assert len(seen) == 7, f"stages and resources that sent anything: {sorted(seen)}"
 
 
 @pytest.mark.parametrize("chain", CHAINS)

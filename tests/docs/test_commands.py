@@ -21,7 +21,7 @@ from monta_megatron.emulation import sandbox
 
 LIMIT_S = 120
 WIDTH = 80
-# Of what is started on an emulated cluster: the smallest that has two tiers.
+# Of what is started on an emulated cluster: the smallest that has nodes of several ranks.
 SMALL = {
     "--ranks-per-node": "2",
     "--experts": "4",

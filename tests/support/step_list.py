@@ -14,6 +14,6 @@ class StepList(list[Step]):
         self.append(step)
 
     def watch(
-        self, works: Sequence[torch.distributed.Work], walk: str, operation: int
+        self, works: Sequence[torch.distributed.Work], pass_name: str, operation: int
     ) -> list[torch.distributed.Work]:
         return list(works)

@@ -25,7 +25,7 @@ LAUNCH = HostCosts(
 
 
 def link(resource: Resource, alpha_us: float, gbytes_per_s: float) -> Link:
-    """A tier by hand."""
+    """A link by hand."""
     return Link(
         resource=resource,
         alpha_us=alpha_us,
@@ -41,7 +41,7 @@ def preset(name: str) -> Cluster:
 
 
 def with_link(cluster: Cluster, resource: Resource, **changes: float) -> Cluster:
-    """The cluster with another line for one tier."""
+    """The cluster with another line for one resource."""
     links = tuple(
         replace(each, **changes) if each.resource == resource else each  # type: ignore[arg-type]
         for each in cluster.links

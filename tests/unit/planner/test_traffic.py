@@ -32,7 +32,7 @@ def pass_traffic(
 
 
 def bytes_of(workload: Workload, chain: str, num_chunks: int, pass_: Pass = DISPATCH) -> dict:
-    """(stage, tier) -> bytes that rank 0 sends."""
+    """(stage, resource) -> bytes that rank 0 sends."""
     bound = workload.bind(CHAINS[chain], num_chunks)
     traffic = pass_traffic(workload, bound, pass_, num_chunks)
     return {
