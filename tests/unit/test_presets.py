@@ -7,14 +7,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from monta_megatron.common import presets, strict_yaml
+from monta_megatron.common import presets
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.model import load_model
-from monta_megatron.planner.uncalibrated import COMMON, PRESET
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -112,16 +110,3 @@ def test_an_unknown_name_is_one_line(given: str, advice: str) -> None:
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"{given}: cannot be read: No such file or directory, nor a preset; ")
     assert advice in line
-
-
-def test_the_uncalibrated_cluster_is_its_preset() -> None:
-    """In all but name, sources and memory."""
-
-    def figures(data: Any) -> Any:
-        if isinstance(data, dict):
-            words = ("name", "source", "memory_gb_per_rank")
-            return {name: figures(value) for name, value in data.items() if name not in words}
-        return [figures(entry) for entry in data] if isinstance(data, list) else data
-
-    preset, common = (strict_yaml.plain(cluster) for cluster in (load_cluster(PRESET), COMMON))
-    assert figures(common) == figures(preset)
