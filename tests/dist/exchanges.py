@@ -281,7 +281,7 @@ def make_source(case: Case, data: Data) -> Source:
     # What the ranks would gather.
     table = torch.stack([count_table.count(routing_map) for routing_map in data.routing_maps])
     gathered = count_table.read(count_table.select(table).numpy())
-    counts: Any = gathered.tokens if chain.rows == "tokens" else gathered.pairs
+    counts: Any = gathered.tokens if chain.rows == "tokens" else gathered.permuted_tokens
     width = gathered.max_experts_per_token
     if chain.rows == "permuted tokens":
         # Megatron's permutation: [E, T] in order.

@@ -677,23 +677,23 @@ def rows_to_choose_from(case: Case, captures_permutation: bool) -> set[str]:
             self.cuda_dtoh_point = "before_ep_alltoall"
 
     with mock.patch.object(MoEAlltoAllTokenDispatcher, "__init__", init):
-        choice = build_layer(case, "monta").token_dispatcher.choice
-    return {chain.rows for chain in choice.chains}
+        policy = build_layer(case, "monta").token_dispatcher.chain_policy
+    return {chain.rows for chain in policy.chains}
 
 
 def tokens_decided_by(case: Case, tokens: list[int]) -> list[int]:
     """For how many tokens a rank chooses that has tokens[rank] of them."""
     layer = build_layer(case, "monta")
     dispatcher = layer.token_dispatcher
-    decide, asked = dispatcher._decide, []
+    choose, seen = dispatcher._choose_chain, []
 
-    def recording(max_tokens: int, log: bool = True) -> None:
-        asked.append(max_tokens)
-        decide(max_tokens, log)
+    def recording(max_tokens: int, *more: Any) -> None:
+        seen.append(max_tokens)
+        choose(max_tokens, *more)
 
-    dispatcher._decide = recording
+    dispatcher._choose_chain = recording
     forward_backward(dataclasses.replace(case, num_tokens=tokens[dist.get_rank()]), layer)
-    return asked
+    return seen
 
 
 def second_derivative(case: Case, num_chunks: int) -> str:
@@ -714,7 +714,7 @@ def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
     from monta_megatron.planner.search import plan_of
 
     layer = build_layer(case, "monta")
-    plan = plan_of(layer.token_dispatcher.choice.selection(tokens))
+    plan = plan_of(layer.token_dispatcher.chain_policy.selection(tokens))
     if dist.get_rank() == 0:
         plan.save(path)
     dist.barrier()
@@ -723,8 +723,8 @@ def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
 
 def lookup_us(case: Case) -> float:
     """The least time of a choice that was made before."""
-    choice = build_layer(case, "monta").token_dispatcher.choice
-    return 1e6 * min(timeit.repeat(lambda: choice.choose(4096), number=100, repeat=20)) / 100
+    policy = build_layer(case, "monta").token_dispatcher.chain_policy
+    return 1e6 * min(timeit.repeat(lambda: policy.choose(4096), number=100, repeat=20)) / 100
 
 
 def sums_around_a_local_group() -> tuple[int, int]:

@@ -105,12 +105,18 @@ def test_ranks_that_come_to_differ_are_told_before_they_exchange(pools: Pools) -
 
 def test_ranks_that_see_other_nodes_are_told(pools: Pools) -> None:
     chain = {"moe_monta_chain": "hierarchical_allgather"}
-    two, one = (chain | {"moe_monta_ranks_per_node": each} for each in (2, 1))
+    two, one = (chain | {"moe_monta_ranks_per_node": number} for number in (2, 1))
     with pytest.raises(PoolError, match="ranks 0 and 3 differ in ranks_per_node: 2 and 1"):
         pools[4].run(disagree, Case(), {0: two, 1: two, 2: two, 3: one})
-    # One that was given it, among others that would ask each other.
+    # One that has the option, among others that go by their hosts.
     with pytest.raises(PoolError, match="ranks 0 and 1 differ in ranks_per_node: 2 and None"):
         pools[4].run(disagree, Case(), {0: two, 1: chain, 2: chain, 3: chain})
+    # The same nodes, but only a rank with the cluster file would end if the hosts were dealt out.
+    filed = chain | {"moe_monta_cluster": AUTO["moe_monta_cluster"]}
+    with pytest.raises(
+        PoolError, match="ranks 0 and 1 differ in the cluster of ranks_per_node: None and "
+    ):
+        pools[4].run(disagree, Case(), {0: two, 1: filed, 2: two, 3: two})
 
 
 def test_padded_to_capacity_all_ranks_choose_for_as_many_tokens(pools: Pools) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
-from monta_megatron.integration.chain_policy import choose
+from monta_megatron.integration.chain_policy import policy_for
 from monta_megatron.integration.options import Options
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import Cluster
@@ -37,7 +37,7 @@ def config(**changes: Any) -> SimpleNamespace:
 
 def test_auto_plans_for_what_the_configuration_exchanges() -> None:
     def workload(**changes: Any) -> Workload:
-        choice = choose(Options(), config(**changes), LAYOUT, permuted_only=False)
+        choice = policy_for(Options(), config(**changes), LAYOUT, permuted_only=False)
         assert isinstance(choice, PlannedPolicy)
         return choice.workload
 
@@ -54,25 +54,25 @@ def test_auto_plans_for_what_the_configuration_exchanges() -> None:
 
 
 def test_auto_permutes_where_tokens_cannot_be_sent() -> None:
-    pairs = choose(Options(), config(), LAYOUT, permuted_only=True)
+    pairs = policy_for(Options(), config(), LAYOUT, permuted_only=True)
     assert {chain.rows for chain in pairs.chains} == {"permuted tokens"}
-    both = choose(Options(), config(), LAYOUT, permuted_only=False)
+    both = policy_for(Options(), config(), LAYOUT, permuted_only=False)
     assert {chain.rows for chain in both.chains} == {"permuted tokens", "tokens"}
 
 
 def test_an_exchange_on_more_nodes_than_there_are_is_refused() -> None:
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a800_2x8_ib200.yaml")
-    assert choose(Options(cluster=cluster), config(), LAYOUT, permuted_only=False)
+    assert policy_for(Options(cluster=cluster), config(), LAYOUT, permuted_only=False)
     spread = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 1, 2, 3))
     with pytest.raises(ValueError, match=r"has 2 nodes, must have at least the 4 of the exch"):
-        choose(Options(cluster=cluster), config(), spread, permuted_only=False)
+        policy_for(Options(cluster=cluster), config(), spread, permuted_only=False)
 
 
 def test_a_doubtful_calibration_is_said() -> None:
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a800_2x8_ib200.yaml")
     doubtful = replace(cluster, doubts=("calibrated in 1 round",))
     for costs, said in ((cluster, False), (doubtful, True)):
-        choice = choose(Options(cluster=costs), config(), LAYOUT, permuted_only=False)
+        choice = policy_for(Options(cluster=costs), config(), LAYOUT, permuted_only=False)
         assert isinstance(choice, PlannedPolicy)
         assert ("whose calibration is doubtful" in choice.choose(64).reason) is said
         assert ("calibrated in 1 round" in plan(choice.workload, costs).notes) is said
@@ -89,12 +89,12 @@ def test_a_doubtful_calibration_is_said() -> None:
     ],
 )
 def test_a_plan_for_another_model_is_refused(changes: dict[str, Any], said: str) -> None:
-    auto = choose(Options(), config(), LAYOUT, permuted_only=False)
+    auto = policy_for(Options(), config(), LAYOUT, permuted_only=False)
     assert isinstance(auto, PlannedPolicy)
     given = Options(plan=plan(replace(auto.workload, tokens_per_rank=512), auto.cluster))
-    assert choose(given, config(), LAYOUT, permuted_only=False)
+    assert policy_for(given, config(), LAYOUT, permuted_only=False)
     with pytest.raises(ValueError, match=rf"^moe_monta_plan: key\.{said}"):
-        choose(given, config(**changes), LAYOUT, permuted_only=False)
+        policy_for(given, config(**changes), LAYOUT, permuted_only=False)
 
 
 def test_a_memory_limit() -> None:
@@ -102,7 +102,7 @@ def test_a_memory_limit() -> None:
 
     def chosen(limit_gb: float | None) -> tuple[str, str]:
         options = Options(memory_limit_gb=limit_gb)
-        choice = choose(options, large, LAYOUT, permuted_only=False).choose(4096)
+        choice = policy_for(options, large, LAYOUT, permuted_only=False).choose(4096)
         return choice.chain.name, choice.reason
 
     def held_gb(reason: str) -> float:
@@ -127,7 +127,7 @@ def test_many_experts_of_a_token_are_priced() -> None:
     layout = Layout(
         ep=16, etp=1, num_local_experts=16, rank=0, nodes=tuple(rank // 8 for rank in range(16))
     )
-    policy = choose(Options(), large, layout, permuted_only=False)
+    policy = policy_for(Options(), large, layout, permuted_only=False)
     assert isinstance(policy, PlannedPolicy)
     many = policy.choose(4096, 251)
     assert policy.choose(4000, 193) is many
@@ -169,7 +169,7 @@ def test_files_are_read_once_unless_they_change(tmp_path: Path) -> None:
     """Every layer makes its options."""
     cluster, plan_file = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
     cluster.write_bytes((CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_bytes())
-    choice = choose(Options(), config(), LAYOUT, permuted_only=False)
+    choice = policy_for(Options(), config(), LAYOUT, permuted_only=False)
     assert isinstance(choice, PlannedPolicy)
     plan(choice.workload, choice.cluster).save(plan_file)
     for name, path in (("cluster", cluster), ("plan", plan_file)):

@@ -22,14 +22,14 @@ def test_by_hand() -> None:
     ids = torch.tensor([[1, 4, 5], [0, 5, 8]])
     copies = find_copies(ids, ExpertRange(first=0, size=4, num_parts=2), num_copies=4)
     assert copies.row.tolist() == [0, 1, 0, 1]
-    shares = pick(ids, copies.pairs(in_lists=True), missing=8)
+    shares = pick(ids, copies.positions(per_expert=False), missing=8)
     assert shares.tolist() == [[1, 8, 8], [0, 8, 8], [4, 5, 8], [5, 8, 8]]
     assert torch.equal(copies.put_back(shares + 1), torch.tensor([[2, 5, 6], [1, 6, 0]]))
     copies_of_rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=torch.bfloat16)
     assert copies.sum_by_row(copies_of_rows, torch.float32).tolist() == [[5.0], [10.0]]
-    # Experts 4 to 7, each on its own.
-    each = find_copies(ids, ExpertRange(first=4, size=1, num_parts=4), num_copies=3)
-    assert pick(ids, each.pairs(in_lists=False), missing=8).tolist() == [4, 5, 5]
+    # One copy for every expert of 4 to 7.
+    by_expert = find_copies(ids, ExpertRange(first=4, size=1, num_parts=4), num_copies=3)
+    assert pick(ids, by_expert.positions(per_expert=True), missing=8).tolist() == [4, 5, 5]
 
 
 def test_padding_of_the_map_takes_memory_for_its_pairs_alone() -> None:

@@ -61,7 +61,7 @@ def make_exchange(
     count_table = CountTable(chains=(chain,), layout=layout, num_blocks=blocks)
     copied, routed = exchanged_counts(count_table, padded)
     gathered = count_table.read(copied.numpy())
-    counts = gathered.pairs if chain.rows == "permuted tokens" else gathered.tokens
+    counts = gathered.permuted_tokens if chain.rows == "permuted tokens" else gathered.tokens
     assert counts is not None
     exchange = Exchange(
         bound=chain.bind(layout, counts, 1 if chain.serial else NUM_CHUNKS),

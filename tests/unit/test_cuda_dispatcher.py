@@ -31,7 +31,7 @@ from monta_megatron import register
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
 from monta_megatron.integration import agreement, counts, dispatcher, nodes
-from monta_megatron.integration.chain_policy import choose
+from monta_megatron.integration.chain_policy import policy_for
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.planner.chain_policy import PlannedPolicy
@@ -67,7 +67,7 @@ def make_dispatcher(chain_name: str, router_dtype: str) -> MontaTokenDispatcher:
         moe_monta_ranks_per_node=RANKS_PER_NODE,
     )
     groups = megatron_groups(LAYOUT)
-    alike = {"gather_objects": lambda own, group: [own] * group.size()}
+    alike = {"gather_objects": lambda value, group: [value] * group.size()}
     collection = SimpleNamespace(ep=groups["ep"], expt_tp=groups["etp"], tp_ep=groups["tp_ep"])
     first, number = LAYOUT.first_expert, LAYOUT.num_local_experts
     with mock.patch.multiple(agreement, **alike), mock.patch.multiple(nodes, **alike):
@@ -141,7 +141,7 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
     ):
         forward(made, routed, torch.float64)
     exchange = combine.call_args.args[0]
-    planned = choose(Options(), made.config, made.layout, permuted_only=False)
+    planned = policy_for(Options(), made.config, made.layout, permuted_only=False)
     assert isinstance(planned, PlannedPolicy)
     row = planned.workload.lower(exchange.bound, COMBINE, "streams").program.row
     sum_dtype = torch.float64 if made.chain.rows == "permuted tokens" else torch.float32

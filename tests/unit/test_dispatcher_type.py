@@ -1,4 +1,4 @@
-"""Every place in the installed Megatron that compares the dispatcher type is in the table."""
+"""Every comparison of the dispatcher type in the installed Megatron is in the table."""
 
 import ast
 import importlib.util
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from monta_megatron.integration.dispatcher_type import PLACES, patch_should_free_input
+from monta_megatron.integration.dispatcher_type import COMPARISONS, patch_should_free_input
 
 pytestmark = pytest.mark.old_end
 
@@ -49,7 +49,7 @@ def megatron_sources() -> Iterator[tuple[str, str]]:
 
 
 def test_every_comparison_in_the_installed_megatron_is_listed() -> None:
-    listed = {(place.module, place.function) for place in PLACES}
+    listed = {(each.module, each.function) for each in COMPARISONS}
     found = {
         (module, function): text
         for module, source in megatron_sources()

@@ -58,9 +58,9 @@ def dispatch(
 
     Args:
         exchange: this micro-batch's exchange.
-        rows: [source rows, H]; pairs in expert order, or tokens.
-        probs: [source rows] for pairs, [source rows, W] for tokens.
-        ids: [source rows, W] experts of each token, ascending; None for pairs.
+        rows: [source rows, H]; permuted tokens, in expert order, or tokens.
+        probs: [source rows] for permuted tokens, [source rows, W] for tokens.
+        ids: [source rows, W] experts of each token, ascending; None for permuted tokens.
 
     Returns:
         [expert rows, H] and [expert rows], in the order in which the experts take them.

@@ -27,7 +27,7 @@ class PeerGroup:
 
     @cached_property
     def peers(self) -> dict[str, list[int]]:
-        """The other ranks by tier: "inter" for other nodes, "intra" for this node."""
+        """The other ranks by resource: "inter" over the network, "intra" over the node link."""
         here = self.nodes[self.rank]
         return {
             "inter": [peer for peer in range(self.size) if self.nodes[peer] != here],

@@ -1,9 +1,9 @@
 """The metadata of an exchange: counted by each rank, gathered once, copied to the host once.
 
-The lists of experts are made here too, since their width follows from the metadata.
+The expert ids of tokens are made here too, since how many there are follows from the metadata.
 
 Notation: T = tokens of this rank, E = experts, B = token blocks, S = source ranks, L = local
-experts, EP = expert parallel size, R = ranks per node, W = width of the lists.
+experts, EP = expert parallel size, R = ranks per node, W = most experts of any token.
 """
 
 import math
@@ -25,17 +25,17 @@ T = TypeVar("T", int, NDArray[np.int64])
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCounts:
-    """What the gather brought to one rank, on the host.
+    """What the count exchange brought to one rank, on the host.
 
     Attributes:
-        pairs: counts for chains whose rows are pairs.
-        tokens: counts for chains whose rows are tokens; None if no candidate's rows are.
+        permuted_tokens: counts for chains whose rows are permuted tokens.
+        tokens: counts for chains whose rows are tokens; None if no candidate's are.
         max_tokens: the most tokens on any rank.
         max_experts_per_token: of any token; 0 where rows are permuted tokens only.
         hashes: [S] each rank's hash of the rule by which it chooses; has to be equal on all.
     """
 
-    pairs: Counts
+    permuted_tokens: Counts
     tokens: TokenCounts | None
     max_tokens: int
     max_experts_per_token: int
@@ -48,10 +48,11 @@ class CountTable:
 
     Attributes:
         chains: the candidates.
-        layout: this rank's place; with several classes, each counts as an expert of its own.
-        num_blocks: B, the number of token blocks; 1 if all chains' rows are pairs.
+        layout: this rank's position; an expert counts once for each class.
+        num_blocks: B, the number of token blocks; 1 if all chains' rows are permuted
+            tokens.
         agreement: hash of what all ranks have to agree on.
-        classes: kinds of pairs, see `TokenCounts`.
+        classes: of permuted tokens, see `TokenCounts`.
     """
 
     chains: tuple[Chain, ...]
@@ -73,21 +74,21 @@ class CountTable:
         """
         num_tokens, num_experts = routing_map.shape
         device = routing_map.device
-        lists = routing_map.sum(dim=1)
+        experts_of_tokens = routing_map.sum(dim=1)
         # The maximum over zero tokens is undefined, so a 0 is appended.
-        widest = torch.nn.functional.pad(lists, (0, 1)).amax(dim=0, keepdim=True)
-        counts = [
-            torch.full((1,), num_tokens, device=device),
-            widest,
-            torch.full((1,), self.agreement, device=device),
-        ]
+        most_experts = torch.nn.functional.pad(experts_of_tokens, (0, 1)).amax(dim=0, keepdim=True)
         block = _block_size(num_tokens, self.num_blocks)
         padded = torch.nn.functional.pad(
             routing_map, (0, 0, 0, self.num_blocks * block - num_tokens)
         )
         # [T, E] -> [B, T/B, E]
         blocks = padded.view(self.num_blocks, block, num_experts)
-        counts.append(blocks.sum(dim=1).flatten())
+        counts = [
+            torch.full((1,), num_tokens, device=device),
+            most_experts,
+            torch.full((1,), self.agreement, device=device),
+            blocks.sum(dim=1).flatten(),
+        ]
         for num_parts in part_sizes(self.chains, self.layout).values():
             # [B, T/B, E] -> [B, T/B, P, E/P] -> [B, P]: tokens with an expert in each part
             hits = blocks.unflatten(2, (num_parts, -1)).any(dim=3).sum(dim=1)
@@ -95,7 +96,7 @@ class CountTable:
         return torch.cat(counts)
 
     def select(self, table: torch.Tensor) -> torch.Tensor:
-        """The part of the gathered table [S, K] that this rank needs, as one tensor."""
+        """What this rank needs of all ranks' counts [S, K], as one tensor."""
         return torch.cat([section.flatten() for section in self._sections(table).values()])
 
     def read(self, selected: NDArray[np.int64]) -> ExchangeCounts:
@@ -112,7 +113,7 @@ class CountTable:
         block = _block_size(num_tokens, self.num_blocks)
         tokens = np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
         return ExchangeCounts(
-            pairs=Counts(sent=sent.sum(axis=0).reshape(layout.ep, -1), received=received),
+            permuted_tokens=Counts(sent=sent.sum(axis=0).reshape(layout.ep, -1), received=received),
             tokens=TokenCounts(tokens=tokens, experts=experts, classes=self.classes, **sections)
             if self.by_block
             else None,
@@ -129,7 +130,7 @@ class CountTable:
         return {name: tuple(section.shape) for name, section in self._sections(table).items()}
 
     def _sections(self, table: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What this rank needs of the gathered table [S, K]; of parts, as `TokenCounts` says."""
+        """What this rank needs of all ranks' counts [S, K]; of parts, as `TokenCounts` says."""
         layout, first = self.layout, self.layout.first_expert
         widths = count_widths(self.chains, layout, self.num_blocks)
         head, experts, *parts = table.split(widths, dim=1)
@@ -157,32 +158,32 @@ class CountTable:
 
 
 def expert_ids_of(
-    routing_map: torch.Tensor, probs: torch.Tensor, width: int
+    routing_map: torch.Tensor, probs: torch.Tensor, max_experts_per_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts in ascending order, and their probabilities, with no sync.
 
     Args:
         routing_map: [T, E] bool; [T, E * classes] if there are several, see `TokenCounts`.
         probs: [T, E].
-        width: W, the longest list on any rank.
+        max_experts_per_token: W, on any rank.
 
     Returns:
-        Probabilities [T, W], 0 beyond the end of a list, and experts [T, W] int32, with one number
-        per expert and class, padded with E * classes.
+        Probabilities [T, W], padded with 0, and experts [T, W] int32, with one number per expert
+        and class, padded with E * classes.
     """
-    return _Lists.apply(routing_map, probs, width)
+    return _ExpertIds.apply(routing_map, probs, max_experts_per_token)
 
 
-class _Lists(torch.autograd.Function):
-    """Keeps the map until backward, which is there anyway, and no indices in lists of W experts."""
+class _ExpertIds(torch.autograd.Function):
+    """Keeps the map until backward, which is there anyway, and no indices [T, W]."""
 
     @staticmethod
     def forward(
-        ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, width: int
+        ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, max_experts_per_token: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_experts, classes = routing_map.shape[1], routing_map.shape[1] // probs.shape[1]
         descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)
-        scores = (routing_map * descending).topk(width, dim=1).values
+        scores = (routing_map * descending).topk(max_experts_per_token, dim=1).values
         ids = num_experts - scores
         experts = (ids // classes).clamp(max=probs.shape[1] - 1)
         ctx.save_for_backward(routing_map)
@@ -196,9 +197,9 @@ class _Lists(torch.autograd.Function):
         ctx: Any, gradient: torch.Tensor, _: torch.Tensor
     ) -> tuple[None, torch.Tensor, None]:
         (routing_map,) = ctx.saved_tensors
-        # [T, E * classes] the place of each expert in its token's list
-        places = (routing_map.cumsum(dim=1) - 1).clamp_(min=0)
-        by_class = gradient.gather(1, places) * routing_map
+        # [T, E * classes] the position of each expert among its token's
+        positions = (routing_map.cumsum(dim=1) - 1).clamp_(min=0)
+        by_class = gradient.gather(1, positions) * routing_map
         return None, by_class.unflatten(1, (-1, ctx.classes)).sum(dim=2), None
 
 

@@ -15,7 +15,7 @@ def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
         columns: contiguous, on the source side, or on the experts' side for a transpose.
 
     Returns:
-        The lanes on the other side, without ids. They share no memory with the input unless no
+        The columns on the other side, without ids. They share no memory with the input unless no
         stage of the chain moves anything (every group has one rank, one chunk, one local expert).
 
     Raises:

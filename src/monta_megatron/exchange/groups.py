@@ -1,4 +1,4 @@
-"""The process groups of an exchange: Megatron's own, and the rails and nodes made from them."""
+"""The process groups of an exchange: Megatron's, and the rails and nodes made from them."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -30,11 +30,11 @@ UNSET = -(2**31)
 _made: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], int], dist.ProcessGroup] = {}
 
 
-def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What every rank of `group` passes, in the order of its ranks; None for all ranks."""
-    found: list[T] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
-    return found
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:
@@ -50,9 +50,9 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
     ranks = dist.get_process_group_ranks(group)
     if ranks_per_node is not None:
         return consecutive_nodes(ranks, ranks_per_node)
-    told = gather_objects((node_here(), is_named()), group)
-    check_named_alike([named for _, named in told], ranks)
-    return number_nodes([name for name, _ in told])
+    names, named = zip(*gather_objects((node_here(), is_named()), group), strict=True)
+    check_named_alike(named, ranks)
+    return number_nodes(names)
 
 
 def peer_groups(
@@ -68,7 +68,7 @@ def peer_groups(
 
     Args:
         chains: the chains whose stages name groups.
-        layout: this rank's place; gives the node of every rank of the exchange.
+        layout: this rank's position; gives the node of every rank of the exchange.
         megatron_groups: "ep", "etp" and "tp_ep".
         max_ctas: of each rail and node communicator; None for what Megatron gave its expert
             parallel group, or else our default.
@@ -78,11 +78,11 @@ def peer_groups(
     names = {name for chain in chains for name in chain.groups}
     groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
     like = megatron_groups["ep"]
-    budget = max_ctas or _given_max_ctas(like) or DEFAULT_MAX_CTAS
+    budget = max_ctas or _configured_max_ctas(like) or DEFAULT_MAX_CTAS
     # The same order on every rank.
     for name in OWN_GROUPS:
         if name in names:
-            members = tuple(ranks[each] for each in layout.members(name, layout.rank))
+            members = tuple(ranks[member] for member in layout.members(name, layout.rank))
             key = dist.group.WORLD, members, budget
             if key not in _made:
                 _made[key] = new_local_group(members, f"monta {name}", like, budget)
@@ -117,7 +117,7 @@ def new_local_group(
 
 
 def _nccl_options_like(group: dist.ProcessGroup, max_ctas: int | None) -> Any:
-    """NCCL settings for our group: those of Megatron's own; None if that is not an NCCL group."""
+    """NCCL settings for our group: those of Megatron's; None if that is not an NCCL group."""
     # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
     given = options_of(group)
     if not dist.is_nccl_available() or not isinstance(given, dist.ProcessGroupNCCL.Options):
@@ -136,7 +136,7 @@ def _nccl_options_like(group: dist.ProcessGroup, max_ctas: int | None) -> Any:
     return options
 
 
-def _given_max_ctas(group: dist.ProcessGroup) -> int | None:
+def _configured_max_ctas(group: dist.ProcessGroup) -> int | None:
     """What Megatron's communicator config file says for a group, if it says anything."""
     value = getattr(getattr(options_of(group), "config", None), "max_ctas", UNSET)
     return None if value == UNSET else value

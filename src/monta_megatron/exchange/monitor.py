@@ -1,4 +1,4 @@
-"""What an exchange did: bytes by stage and tier, the order of starts and waits, and their times."""
+"""What an exchange did: bytes by stage and resource, the order of starts and waits, and times."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -50,9 +50,9 @@ class Monitor:
     """Filled by the executor as it issues collectives.
 
     Attributes:
-        bytes_sent: (stage, tier) -> bytes of payload that left this rank for another one, counted
-            from the tensors that were sent. Tiers: "inter" between nodes, "intra" inside one.
-        recorder: records the steps, or None if nobody asked for them.
+        bytes_sent: (stage, resource) -> bytes of payload that left this rank for another one,
+            counted from the tensors that were sent: "inter" between nodes, "intra" inside one.
+        recorder: records the steps, or None where none are wanted.
     """
 
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)

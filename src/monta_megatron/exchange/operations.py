@@ -32,7 +32,7 @@ def pack(state: State, operation: Operation) -> Works:
 
 
 def put(state: State, operation: Operation) -> Works:
-    """Put a chunk's rows into their places in the whole tensor."""
+    """Put a chunk's rows where they belong in the whole tensor."""
     columns, _ = state.read(operation)
     segments = state.exchange.bound.stages[operation.position].segments
     assert segments is not None, "rows that lie in order are the output"
@@ -46,7 +46,7 @@ def put(state: State, operation: Operation) -> Works:
 
 
 def find(state: State, operation: Operation) -> Works:
-    """Find the copies of rows, from their lists of experts."""
+    """Find the copies of rows, from their expert ids."""
     columns, _ = state.read(operation)
     bound, chunk = state.exchange.bound, operation.chunk
     parts = bound.stages[operation.position].parts
@@ -58,33 +58,32 @@ def find(state: State, operation: Operation) -> Works:
 
 
 def duplicate(state: State, operation: Operation) -> Works:
-    """Copy each row for every part that it goes to: [N, H] -> [M, H], with its share of lists."""
+    """Copy each row for every part that it goes to: [N, H] -> [M, H], with its share of ids."""
     columns, _ = state.read(operation)
     copies = _copies(state, operation)
     into = _written(state, operation)
     torch.index_select(columns.rows, 0, copies.row, out=into.rows)
     if into.probs is not None and columns.probs is not None:
-        pairs = copies.pairs(in_lists=into.probs.dim() > 1)
-        into.probs.copy_(pick(columns.probs, pairs, missing=0))
+        positions = copies.positions(per_expert=into.probs.dim() == 1)
+        into.probs.copy_(pick(columns.probs, positions, missing=0))
         if into.ids is not None and columns.ids is not None:
-            into.ids.copy_(
-                pick(columns.ids, pairs, missing=state.exchange.bound.layout.num_experts)
-            )
+            num_experts = state.exchange.bound.layout.num_experts
+            into.ids.copy_(pick(columns.ids, positions, missing=num_experts))
     return []
 
 
 def reduce(state: State, operation: Operation) -> Works:
-    """Sum each row's copies: [M, H] -> [N, H], rounded once; probabilities go back into lists."""
+    """Sum each row's copies: [M, H] -> [N, H], rounded once; probabilities only move back."""
     columns, index = state.read(operation)
     copies = _copies(state, operation)
     into = _written(state, operation)
     targets = [(into.rows, slice(None))]
     if operation.group is not None:
-        # What goes over the wire is rounded; this rank's own part of the next sum is not.
+        # What goes over the wire is rounded; this rank's part of the next sum is not.
         gathered = state.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
         end = int(gathered[: state.group(operation).rank + 1].sum())
-        (own,) = state.allocate(operation.writes[1])
-        targets.append((own, slice(end - own.shape[0], end)))
+        (unrounded,) = state.allocate(operation.writes[1])
+        targets.append((unrounded, slice(end - unrounded.shape[0], end)))
     for block in column_blocks(columns.rows, state.sum_dtype):
         sums = copies.sum_by_row(columns.rows[:, block], state.sum_dtype, index)
         for target, rows in targets:
@@ -101,14 +100,14 @@ def reduce_parts(state: State, operation: Operation) -> Works:
     """Sum the parts of each row that came from all ranks: [P * N, H] -> [N, H], rounded once."""
     columns, _ = state.read(operation)
     rank = state.group(operation).rank
-    own = state.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None
+    unrounded = state.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None
     for into, parts in zip(_written(state, operation).tensors(), columns.tensors(), strict=True):
         sum_parts(
             into,
             parts,
             torch.promote_types(state.exchange.sum_dtype, parts.dtype),
             operation.parts_per_sum,
-            own if parts is columns.rows else None,
+            unrounded if parts is columns.rows else None,
             rank,
         )
     return []

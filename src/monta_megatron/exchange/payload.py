@@ -1,14 +1,14 @@
-"""How the lanes of a row travel: in one message, or in one message each.
+"""How the columns of a row travel: in one message, or in one message each.
 
 Columns: `rows` [N, H], the hidden states; `probs`, the routing probabilities, [N] where a row is a
-(token, expert) pair and [N, W] where it is a token with a list of W experts; `ids` [N, W], the
-experts of such a list. Where a stage copies the rows anyway, the lanes after it share a message
-of bytes, and each collective is issued once; where nothing is copied they are sent in place, lane
-by lane, because packing them would cost a copy.
+permuted token and [N, W] where it is a token with up to W experts; `ids` [N, W], those experts.
+Where a stage copies the rows anyway, the columns after it share a message of bytes, and each
+collective is issued once; where nothing is copied they are sent in place, column by column, because
+packing them would cost a copy.
 
 Overhead of a packed row: the probabilities, the ids, and alignment to 16 bytes. At H=4096 in bf16
-(8,192 bytes) with fp32 probabilities that is 16 bytes (0.2%) for a pair; for a token with a top-8
-list it is 8 * (4 + 4) = 64 bytes (0.8%) in dispatch and 32 bytes in its backward.
+(8,192 bytes) with fp32 probabilities that is 16 bytes (0.2%) for a permuted token; for
+a token with 8 experts it is 8 * (4 + 4) = 64 bytes (0.8%) in dispatch and 32 bytes in its backward.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from monta_megatron.chains.program import offsets_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The lanes of one pass, for all rows or for the rows of a chunk.
+    """The columns of one pass, for all rows or for the rows of a chunk.
 
     Attributes:
         rows: [N, H].
@@ -35,18 +35,18 @@ class Columns:
     ids: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """The lanes that are present."""
+        """The columns that are present."""
         return [column for column in (self.rows, self.probs, self.ids) if column is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """The layout of a message: the shape and type of each lane of a row, and where it lies.
+    """The layout of a message: the shape and type of each column of a row, and where it lies.
 
     Attributes:
-        shapes: shape of each lane after the row axis: (H,), then () or (W,), then (W,).
-        dtypes: dtype of each lane.
-        packed: the lanes share one message of bytes.
+        shapes: shape of each column after the row axis: (H,), then () or (W,), then (W,).
+        dtypes: dtype of each column.
+        packed: the columns share one message of bytes.
         device: where messages are allocated.
     """
 
@@ -57,7 +57,7 @@ class Payload:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], packed: bool) -> "Payload":
-        """The layout for lanes like these; a single lane is never packed."""
+        """The layout for columns like these; a single one is never packed."""
         return cls(
             shapes=tuple(tuple(tensor.shape[1:]) for tensor in tensors),
             dtypes=tuple(tensor.dtype for tensor in tensors),
@@ -76,7 +76,7 @@ class Payload:
         ]
 
     def columns(self, messages: Sequence[torch.Tensor]) -> Columns:
-        """The lanes inside `messages`, as views."""
+        """The columns inside `messages`, as views."""
         if not self.packed:
             return Columns(**dict(zip(("rows", "probs", "ids"), messages, strict=False)))
         views = []
@@ -89,7 +89,7 @@ class Payload:
 
     @cached_property
     def _offsets_bytes(self) -> list[int]:
-        """Where each lane of a packed row begins, followed by the size of the row."""
+        """Where each column of a packed row begins, followed by the size of the row."""
         return offsets_bytes(
             [
                 (shape[0] if shape else 1, dtype.itemsize)

@@ -1,6 +1,6 @@
 """What one micro-batch exchanges, and the state of a pass over it: messages, and what was started.
 
-Notation: C = number of chunks, W = longest list of experts of any token.
+Notation: C = number of chunks, W = most experts of any token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,11 +34,12 @@ class Exchange:
         sum_dtype: dtype of the sums over copies of a row: fp32; for permuted tokens that of the
             probabilities if it is wider, in which Megatron reduces over ETP.
         monitor: counts bytes; tells its recorder, if it has one, what is issued.
-        max_experts_per_token: W; 0 where rows are pairs.
+        max_experts_per_token: W; 0 where rows are permuted tokens.
         order: the order of issue; see `lower`.
-        row_indices: by place in the chain, for each `Permute` that copies, the rows of each chunk
-            in the whole tensor; made at first use, shared by all passes.
-        copies: by place in the chain and chunk, what is copied; found by dispatch, shared likewise.
+        row_indices: by position in the chain, for each `Permute` that copies, the rows of each
+            chunk in the whole tensor; made at first use, shared by all passes.
+        copies: by position in the chain and chunk, what is copied; made by dispatch, shared
+            likewise.
     """
 
     bound: BoundChain
@@ -106,7 +107,9 @@ class State:
         if key not in self._payloads:
             self._payloads[key] = Payload(
                 shapes=tuple(self._shape(column) for column in buffer.columns),
-                dtypes=tuple(self._dtypes[each.name, each.value_bytes] for each in buffer.columns),
+                dtypes=tuple(
+                    self._dtypes[column.name, column.value_bytes] for column in buffer.columns
+                ),
                 packed=buffer.packed,
                 device=self._device,
             )
@@ -122,7 +125,7 @@ class State:
                 num_rows = max(map(self._num_rows, self.bound.program.slots[buffer.slot]))
                 self._slots[buffer.slot] = self._allocate(buffer, num_rows)
             whole = self._slots[buffer.slot]
-            self._messages[number] = [each[: self._num_rows(buffer)] for each in whole]
+            self._messages[number] = [message[: self._num_rows(buffer)] for message in whole]
         return self._messages[number]
 
     def columns(self, number: int) -> Columns:
@@ -145,7 +148,7 @@ class State:
         return self.payload(operation.reads[0]).columns(messages), index
 
     def rows_in_place(self, position: int, chunk: int) -> torch.Tensor:
-        """[rows of the chunk] int64: where the `Permute` at `position` finds or puts them."""
+        """[rows of the chunk] int64: where the `Permute` at `position` takes or puts them."""
         indices = self.exchange.row_indices
         if position not in indices:
             segments = self.exchange.bound.stages[position].segments

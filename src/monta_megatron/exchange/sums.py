@@ -6,7 +6,7 @@ columns at a time: that takes `SUM_COLUMNS` values of the sum's dtype for each r
 hidden size.
 
 Bound: a sum of K terms is off by at most K 2^-24 of the sum of their absolute values (in fp32), and
-by one rounding. Where partial sums travel over h hops, this rank's own part is not rounded for the
+by one rounding. Where partial sums travel over h hops, this rank's part is not rounded for the
 way, and the error in bf16 (rms, against fp64) is at most 1.05 sqrt(1 + h) times that of one fp32
 sum rounded once.
 
@@ -40,7 +40,7 @@ def sum_rows(rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> t
     if order.shape[0] == 0:
         return rows.new_zeros(starts.shape[0] - 1, width)
     sums = torch.nn.functional.embedding_bag(
-        order, _with_what_lies_between(rows), starts, mode="sum", include_last_offset=True
+        order, _with_neighbouring_columns(rows), starts, mode="sum", include_last_offset=True
     )
     return sums[:, :width]
 
@@ -50,8 +50,8 @@ def sum_parts(
     parts: torch.Tensor,
     dtype: torch.dtype,
     parts_per_sum: int,
-    own: torch.Tensor | None = None,
-    own_rank: int = 0,
+    unrounded: torch.Tensor | None = None,
+    rank: int = 0,
 ) -> None:
     """Add the P parts of each row in `dtype`, in order, and round once: [P * N, H] -> [N, H].
 
@@ -60,12 +60,12 @@ def sum_parts(
         parts: [P * N, H] or [P * N], part after part.
         dtype: dtype of the sum.
         parts_per_sum: see `chains.lower.parts_per_sum`.
-        own: [N, H] this rank's part before it was rounded, in `dtype`; None if it was not.
-        own_rank: the position of that part.
+        unrounded: [N, H] this rank's part before it was rounded, in `dtype`; None if it was not.
+        rank: the position of that part.
     """
     if into.dim() == 1:
         into, parts = into[:, None], parts[:, None]
-    num_rows, own_start = into.shape[0], own_rank * into.shape[0]
+    num_rows, first = into.shape[0], rank * into.shape[0]
     num_terms = parts_per_sum * num_rows
     # [P, N] -> [N, P]
     order = torch.arange(num_terms, device=into.device).view(parts_per_sum, num_rows).T.flatten()
@@ -73,20 +73,19 @@ def sum_parts(
 
     def sum_block(columns: slice) -> torch.Tensor:
         terms = parts[:, columns].to(dtype)
-        if own is not None:
-            terms[own_start : own_start + num_rows] = own[:, columns]
-        first, *others = terms.split(num_terms)
-        total = sum_rows(first, order, starts)
-        for group in others:
-            total += sum_rows(group, order, starts)
+        if unrounded is not None:
+            terms[first : first + num_rows] = unrounded[:, columns]
+        total, *others = (sum_rows(group, order, starts) for group in terms.split(num_terms))
+        for sums in others:
+            total += sums
         return total
 
     for columns in column_blocks(parts, dtype):
         into[:, columns] = sum_block(columns)
 
 
-def _with_what_lies_between(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a packed message with its other lanes: contiguous, if possible without a copy."""
+def _with_neighbouring_columns(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a packed message with its other columns: contiguous, if possible without a copy."""
     num_rows, stride = rows.shape[0], rows.stride(0)
     end_bytes = (rows.storage_offset() + num_rows * stride) * rows.element_size()
     is_wide = rows.stride(1) == 1 and stride < 2 * rows.shape[1]

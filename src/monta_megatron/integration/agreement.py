@@ -18,11 +18,11 @@ def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> int:
     Raises:
         ValueError: names the first rank that differs, and the field.
     """
-    check_alike(gather_objects(rule, group), dist.get_process_group_ranks(group))
+    check_same_rule(gather_objects(rule, group), dist.get_process_group_ranks(group))
     return hash_of(rule)
 
 
-def check_alike(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
+def check_same_rule(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
     """Make sure that the rules of all ranks are the same.
 
     Raises:
@@ -41,7 +41,7 @@ def check_alike(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
 def on_every_exchange(set_up: Callable[[], T], exchanges: dist.ProcessGroup | None) -> T:
     """Set up this rank's exchange, if all exchanges of the pipeline stage can be set up.
 
-    Otherwise one would refuse its nodes, and the ranks of the others wait for it forever.
+    Otherwise one would end for its nodes, and the ranks of the others wait for it forever.
 
     Args:
         set_up: raises ValueError on all ranks of an exchange, or on none.
@@ -52,22 +52,22 @@ def on_every_exchange(set_up: Callable[[], T], exchanges: dist.ProcessGroup | No
         ValueError: `set_up` raised it, here or on another exchange; or MONTA_NODE is set on some
             exchanges only.
     """
-    refusals, result = [], None
+    problems, result = [], None
     try:
         result = set_up()
     except ValueError as error:
-        refusals = [str(error)]
+        problems = [str(error)]
     if exchanges is not None and dist.get_world_size(exchanges) > 1:
         ranks = dist.get_process_group_ranks(exchanges)
-        answers = gather_objects((refusals, is_named()), exchanges)
-        refusals += [
-            f"{refusal} (on the exchange of rank {rank})"
+        answers = gather_objects((problems, is_named()), exchanges)
+        problems += [
+            f"{problem} (on the exchange of rank {rank})"
             for rank, (elsewhere, _) in zip(ranks, answers, strict=True)
-            for refusal in elsewhere
+            for problem in elsewhere
         ]
-        if not refusals:
+        if not problems:
             check_named_alike([named for _, named in answers], ranks)
-    if refusals:
-        raise ValueError(refusals[0])
-    assert result is not None, "set up, or refused"
+    if problems:
+        raise ValueError(problems[0])
+    assert result is not None, "set up, or raised"
     return result

@@ -1,4 +1,4 @@
-"""From a configuration to a choice of chain, the same on all ranks of an exchange."""
+"""From a configuration to a chain policy, the same on all ranks of an exchange."""
 
 from functools import cache
 from typing import Any
@@ -22,14 +22,14 @@ from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload
 
 
-def choose(options: Options, config: Any, layout: Layout, permuted_only: bool) -> ChainPolicy:
+def policy_for(options: Options, config: Any, layout: Layout, permuted_only: bool) -> ChainPolicy:
     """How a dispatcher with this configuration chooses its chain.
 
     Args:
         options: the options, already checked.
         config: the TransformerConfig.
-        layout: this rank's place.
-        permuted_only: "auto" may choose only chains whose rows are pairs.
+        layout: this rank's position.
+        permuted_only: "auto" may choose only chains whose rows are permuted tokens.
 
     Raises:
         ValueError: the chain cannot run here, or a plan is for another layout.
@@ -61,7 +61,7 @@ def choose(options: Options, config: Any, layout: Layout, permuted_only: bool) -
         for chain in chains_for(layout)
         if chain.rows == "permuted tokens" or not permuted_only
     )
-    return _planned_choice(
+    return _planned_policy(
         cluster=cluster,
         workload=_workload(config, layout),
         chains=tuple(chains),
@@ -70,8 +70,8 @@ def choose(options: Options, config: Any, layout: Layout, permuted_only: bool) -
     )
 
 
-# One choice for all layers that are alike, so that a plan is not made for each of them.
-_planned_choice = cache(PlannedPolicy)
+# One policy for all layers of one shape, so that a plan is not made for each of them.
+_planned_policy = cache(PlannedPolicy)
 
 
 def check_chain_runs(options: Options, layout: Layout) -> None:
@@ -90,33 +90,32 @@ def check_chain_runs(options: Options, layout: Layout) -> None:
 def agreed_policy(
     options: Options, config: Any, layout: Layout, permuted_only: bool, group: dist.ProcessGroup
 ) -> tuple[ChainPolicy, int]:
-    """The choice of all ranks of an exchange, and the hash of what they agree on.
+    """The chain policy of all ranks of an exchange, and the hash of what they agree on.
 
     Args:
-        options, config, layout, pairs_only: see `choose`.
+        options, config, layout, permuted_only: see `policy_for`.
         group: the ranks of the exchange; all of them call this.
 
     Raises:
         ValueError: the chain cannot run here, or the ranks differ; on all of them.
     """
     try:
-        choice = choose(options, config, layout, permuted_only)
-        refusal, rule = None, rule_of(choice, config, layout)
+        policy = policy_for(options, config, layout, permuted_only)
+        problem, rule = None, rule_of(policy, config, layout)
     except ValueError as error:
-        chain = options.named_chain
-        refusal = str(error)
-        rule = {"chain": AUTO if chain is None else chain.name, "refusal": refusal}
+        chain, problem = options.named_chain, error
+        rule = {"chain": AUTO if chain is None else chain.name, "problem": str(error)}
     agreement = agree(rule, group)
-    if refusal is not None:
-        raise ValueError(refusal)
-    return choice, agreement
+    if problem is not None:
+        raise problem
+    return policy, agreement
 
 
-def rule_of(choice: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
+def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
     """What all ranks of an exchange agree on: how they choose, and what a row is."""
     workload = _workload(config, layout)
     return {
-        **choice.rule(),
+        **policy.rule(),
         "hidden_size": workload.hidden_size,
         "moe_router_topk": config.moe_router_topk,
         "value_bytes": workload.value_bytes,

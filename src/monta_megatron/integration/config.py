@@ -74,10 +74,10 @@ def check_config(config: Any) -> None:
 
 
 def _with_subclasses(base: type) -> list[Any]:
-    found: list[Any] = [base]
-    for config_class in found:
-        found.extend(config_class.__subclasses__())
-    return found
+    classes: list[Any] = [base]
+    for config_class in classes:
+        classes.extend(config_class.__subclasses__())
+    return classes
 
 
 def _accepting_options(original: Callable[..., None]) -> Callable[..., None]:
@@ -94,7 +94,7 @@ def _accepting_options(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checking_monta(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Our checks, then Megatron's own, which see "alltoall"."""
+    """Our checks, then Megatron's, which see "alltoall"."""
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:

@@ -38,7 +38,7 @@ class CountExchange:
         """Gather what this rank needs: [T, E] bool -> [K] int64 on its device, with no sync.
 
         Returns:
-            The counts, and the number of this rank's pairs; None if only the counts tell it.
+            The counts, and the number of permuted tokens; None if only the counts tell it.
         """
         counts = self.count_table.count(routing_map)
         with self._named():
@@ -84,14 +84,14 @@ class CountExchange:
 
 @dataclass(kw_only=True)
 class CapacityCounts:
-    """The counts where every expert takes `capacity` pairs from every rank: none are gathered."""
+    """The counts where every expert takes `capacity` rows from every rank: none are exchanged."""
 
     layout: Layout
     config: Any
     capacity: int = 0
 
     def gather(self, routing_map: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
-        """Find the capacity, by [T, E]; returns None, and the number of this rank's pairs."""
+        """Find the capacity, by [T, E]; returns None, and the number of permuted tokens."""
         self.capacity = capacity_of(routing_map, self.config)
         return None, self.capacity * routing_map.shape[1]
 
@@ -105,7 +105,7 @@ class CapacityCounts:
         # All ranks know the capacity; each rank's number of tokens is known only to itself.
         per_token = config.moe_router_topk * config.moe_expert_capacity_factor
         return ExchangeCounts(
-            pairs=Counts(sent=received[0], received=received),
+            permuted_tokens=Counts(sent=received[0], received=received),
             tokens=None,
             max_tokens=int(self.capacity * layout.num_experts / per_token),
             max_experts_per_token=0,
@@ -114,7 +114,7 @@ class CapacityCounts:
 
 
 def capacity_of(routing_map: torch.Tensor, config: Any) -> int:
-    """Pairs that each expert takes from this rank at most, by [T, E]."""
+    """Tokens that an expert takes from this rank at most, by [T, E]."""
     num_tokens, num_experts = routing_map.shape
     capacity: int = get_capacity(
         num_tokens=num_tokens * config.moe_router_topk,

@@ -61,13 +61,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     Attributes:
         options: what the configuration asked for, checked.
-        choice: how the chain is chosen for every micro-batch.
+        chain_policy: how the chain is chosen for every micro-batch.
         chain: the chain of the micro-batch under way.
         num_chunks: its number of chunks.
-        layout: this rank's place in the exchange.
-        counted_layout: the same, with each kind of pairs that is counted as an expert of its own.
+        layout: this rank's position in the exchange.
+        counted_layout: the same, in which an expert counts once for each class of permuted tokens.
         groups: the process group for each group name of the chains.
-        monitor: bytes by tier; starts and waits go to its recorder, if it has one.
+        monitor: bytes by resource; starts and waits go to its recorder, if it has one.
         exchange_counts: [K] what this rank needs of all ranks' counts, which CUDA graphs replay by
             name; None where capacity fixes them.
     """
@@ -83,17 +83,17 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
         Raises:
             ValueError: an option is out of range, the chain cannot run on this layout, or the
-                configuration asks for something that this dispatcher refuses; the message names
-                the field.
+                configuration asks for something that this dispatcher does not support; the message
+                names the field.
         """
         check_supported(config)
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.options = Options.of(config)
         self._reports = reports_for_stage(self.tp_ep_group, pg_collection)
-        self.layout, self.choice, self._agreement = on_every_exchange(
+        self.layout, self.chain_policy, self._agreement = on_every_exchange(
             self._set_up, getattr(pg_collection, "expt_dp", None)
         )
-        chains = self.choice.chains
+        chains = self.chain_policy.chains
         self.groups = peer_groups(
             chains,
             self.layout,
@@ -103,7 +103,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         _share_time_limit(self.groups)
         self.monitor = Monitor()
         self._kinds_of_rows = {chain.rows for chain in chains}
-        # Routed pairs and padding, see `fill_to_capacity`.
+        # Routed tokens and padding, see `fill_to_capacity`.
         classes = 2 if self.drop_and_pad and "tokens" in self._kinds_of_rows else 1
         self.counted_layout = replace(self.layout, num_local_experts=num_local_experts * classes)
         self._counts: CountExchange | CapacityCounts
@@ -114,7 +114,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 count_table=CountTable(
                     chains=chains,
                     layout=self.counted_layout,
-                    num_blocks=num_counted_blocks(chains, self.choice.num_blocks),
+                    num_blocks=num_counted_blocks(chains, self.chain_policy.num_blocks),
                     agreement=self._agreement,
                     classes=classes,
                 ),
@@ -129,8 +129,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self.num_global_tokens_per_local_expert = None
         self.reversed_local_input_permutation_mapping: torch.Tensor | None = None
         self.cudagraph_attrs.append("exchange_counts")
-        # Until the first micro-batch's counts are known, the choice is that for one token.
-        self._decide(max_tokens=1, log=len(chains) == 1)
+        # Until the first micro-batch's counts are known, the chain is that for one token.
+        self._choose_chain(max_tokens=1, log=len(chains) == 1)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -205,7 +205,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return self._strategy.leave(self, permutated_local_input_tokens)
 
     def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Count by [T, E] or, with padding in columns of its own, [T, 2E]; with no sync.
+        """Count by [T, E] or, with padding in separate columns, [T, 2E]; with no sync.
 
         The counts are waited for before the permutation if they decide whether there is one, or
         how many rows it makes.
@@ -235,18 +235,20 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """Choose the chain for this micro-batch by what all ranks know, and bind it."""
         if (counts.hashes != self._agreement).any():
             # They agreed at construction; only a copy with another configuration gets here.
-            agree(rule_of(self.choice, self.config, self.layout), self.tp_ep_group)
-        self._decide(counts.max_tokens, counts.max_experts_per_token)
+            agree(rule_of(self.chain_policy, self.config, self.layout), self.tp_ep_group)
+        self._choose_chain(counts.max_tokens, counts.max_experts_per_token)
         return self._strategy.bind(self, counts)
 
-    def _decide(self, max_tokens: int, longest_list: int = 0, log: bool = True) -> None:
-        decision = self.choice.choose(max_tokens, longest_list)
-        self.chain, self.num_chunks = decision.chain, decision.num_chunks
+    def _choose_chain(
+        self, max_tokens: int, max_experts_per_token: int = 0, log: bool = True
+    ) -> None:
+        choice = self.chain_policy.choose(max_tokens, max_experts_per_token)
+        self.chain, self.num_chunks = choice.chain, choice.num_chunks
         if log:
             self._report(
                 f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}, "
                 f"EP {self.ep_size} x ETP {self.tp_size} over "
-                f"{counted(self.layout.num_nodes, 'node')}: {decision.reason}"
+                f"{counted(self.layout.num_nodes, 'node')}: {choice.reason}"
             )
 
     def _padded(self, routing_map: torch.Tensor) -> torch.Tensor:
@@ -261,7 +263,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return routing_map
 
     def _set_up(self) -> tuple[Layout, ChainPolicy, int]:
-        """Layout, choice and agreement of this exchange; raises on all of its ranks, or on none."""
+        """Layout, chain policy and agreement; raises on all ranks of the exchange, or on none."""
         nodes, note = nodes_of_exchange(self.options, self.tp_ep_group)
         if note is not None:
             self._report(note)
@@ -272,16 +274,16 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             rank=dist.get_group_rank(self.tp_ep_group, dist.get_rank()),
             nodes=nodes,
         )
-        # If capacity fixes the counts, nothing is gathered; if CUDA graphs capture the permutation,
-        # there has to be one. In both cases "auto" may choose only chains of pairs.
+        # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation,
+        # there has to be one. In both cases "auto" may choose only chains of permuted tokens.
         permuted_only = self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1"
-        choice, agreement = agreed_policy(
+        chain_policy, agreement = agreed_policy(
             self.options, self.config, layout, permuted_only, self.tp_ep_group
         )
-        return layout, choice, agreement
+        return layout, chain_policy, agreement
 
     def _report(self, message: str) -> None:
-        """Print a message once per pipeline stage: each may have its own choice."""
+        """Print a message once per pipeline stage: each may have a chain of its own."""
         if self._reports and message not in _reported:
             _reported.add(message)
             rank = dist.get_rank()
@@ -299,11 +301,12 @@ def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
 
 
 def _share_time_limit(groups: Mapping[str, PeerGroup]) -> None:
-    """Let Megatron change our groups' time limit with its own's.
+    """Let Megatron change our groups' time limit together with that of its groups.
 
     It does after the first iterations (--distributed-timeout-seconds-after-init), for those in this
     list.
     """
     known = parallel_state._global_process_group_list
     if known is not None:
-        known += [each.process_group for each in groups.values() if each.process_group not in known]
+        ours = [group.process_group for group in groups.values()]
+        known += [group for group in ours if group not in known]

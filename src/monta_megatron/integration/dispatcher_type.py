@@ -1,7 +1,7 @@
-"""What every place in Megatron that looks at `moe_token_dispatcher_type` gets to see.
+"""What all of Megatron that looks at `moe_token_dispatcher_type` gets to see.
 
-Megatron has no registry of dispatchers: it compares a string, in many places. A configuration
-keeps the string "monta". This table says how each place that reads it is handled; a test finds
+Megatron has no registry of dispatchers: it compares a string, in many functions. A configuration
+keeps the string "monta". This table says how each function that reads it is handled; a test finds
 every comparison in the installed Megatron and fails on one that is not listed here.
 
     sees "alltoall"   the string is replaced for the time of the call: what holds for the stock
@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from monta_megatron.integration.options import DISPATCHER_TYPE
 
 
-class Permute(NamedTuple):
+class Comparison(NamedTuple):
     """A function of Megatron that compares the dispatcher type."""
 
     module: str
@@ -27,59 +27,59 @@ class Permute(NamedTuple):
     reason: str
 
 
-PLACES = (
-    Permute(
+COMPARISONS = (
+    Comparison(
         "megatron.core.transformer.transformer_config",
         "TransformerConfig.__post_init__",
         "alltoall",
         "its checks of shared-expert overlap, router padding, variable sequence lengths, 1F1B "
         "overlap, CUDA graphs and batch invariance hold for a subclass of the dispatcher",
     ),
-    Permute(
+    Comparison(
         "megatron.core.transformer.moe.moe_layer",
         "MoELayer.__init__",
         "alltoall",
         "the stock dispatcher that it builds is replaced by ours before anyone uses it",
     ),
-    Permute(
+    Comparison(
         "megatron.core.models.common.utils",
         "should_free_input",
         "answered",
         "our token_dispatch leaves rows in expert order, so the experts' input is the dispatched "
         "tensor itself and has to outlive the forward pass",
     ),
-    Permute(
+    Comparison(
         "megatron.core.models.gpt.fine_grained_callables",
         "should_free_input",
         "answered",
         "where megatron-core 0.16 keeps the function above",
     ),
-    Permute(
+    Comparison(
         "megatron.core.models.gpt.fine_grained_callables",
         "build_transformer_layer_callables",
         "monta",
         "asks only whether it is the flex dispatcher",
     ),
-    Permute(
+    Comparison(
         "megatron.core.transformer.transformer_layer",
         "TransformerLayer.__init__.can_recompute_pre_mlp_layernorm_for_cudagraph",
         "monta",
         "refuses the recomputation under CUDA graphs and says so: safe, and it is a nested "
         "function that cannot be reached from outside",
     ),
-    Permute(
+    Comparison(
         "megatron.core.transformer.moe.moe_utils",
         "skip_routed_expert_padding",
         "monta",
         "asks only whether it is the flex dispatcher",
     ),
-    Permute(
+    Comparison(
         "megatron.core.transformer.moe.moe_utils",
         "_deepep_permute_pads_grouped_tensor_input",
         "monta",
         "asks only whether it is the flex dispatcher (after 0.19)",
     ),
-    Permute(
+    Comparison(
         "megatron.training.arguments",
         "validate_args",
         "monta",

@@ -106,7 +106,7 @@ def with_monta(spec: Any) -> Any:
 
 
 def _with_monta(part: Any) -> Any:
-    """A part of a spec with our layer in the place of Megatron's; itself if it holds none.
+    """A part of a spec with our layer instead of Megatron's; itself if it holds none.
 
     Megatron's specs are dataclasses, partials (megatron-core >= 0.18 builds the MoE layer from
     one), lists and mappings, around classes. Nothing else is copied: a builder may be a closure.
@@ -123,11 +123,11 @@ def _with_monta(part: Any) -> Any:
         function, arguments, keywords = changed
         return functools.partial(function, *arguments, **keywords)
     if isinstance(part, list | tuple):
-        entries = [_with_monta(each) for each in part]
+        entries = [_with_monta(entry) for entry in part]
         is_same = all(new is old for new, old in zip(entries, part, strict=True))
         return part if is_same else type(part)(entries)
     if isinstance(part, dict):
-        replaced = {name: _with_monta(each) for name, each in part.items()}
+        replaced = {name: _with_monta(entry) for name, entry in part.items()}
         return part if all(replaced[name] is part[name] for name in part) else replaced
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         values = {entry.name: getattr(part, entry.name) for entry in dataclasses.fields(part)}

@@ -30,7 +30,7 @@ class Answer:
         unchecked: why nothing was checked, or None.
         problem: the first thing that is wrong, or None.
         position: position of the argument that the problem is about, or None.
-        doubt: what Megatron's own validation refuses, or None. It looks for devices and optional
+        doubt: what Megatron's validation refuses, or None. It looks for devices and optional
             libraries, which the run may find where this process does not.
     """
 
@@ -65,12 +65,12 @@ def check(arguments: Sequence[Words]) -> Answer:
         if problem is not None:
             return Answer(megatron=version, problem=problem, position=position)
     command_line = [word for words in arguments for word in words]
-    answer = _own_check(parser.parse_args(command_line), arguments, version)
+    answer = _check_options(parser.parse_args(command_line), arguments, version)
     return answer if answer.problem else replace(answer, doubt=_doubt(command_line))
 
 
-def _own_check(parsed: argparse.Namespace, arguments: Sequence[Words], version: str) -> Answer:
-    """What this package refuses in the arguments taken together."""
+def _check_options(parsed: argparse.Namespace, arguments: Sequence[Words], version: str) -> Answer:
+    """What this package finds wrong with the arguments taken together."""
     from monta_megatron.integration.arguments import check_arguments
 
     try:
@@ -97,13 +97,13 @@ def _doubt(command_line: list[str]) -> str | None:
     return None
 
 
-class _Refused(Exception):
+class _ParserError(Exception):
     pass
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _Refused(message)
+        raise _ParserError(message)
 
 
 def _problem(parser: argparse.ArgumentParser, words: Words, version: str) -> str | None:
@@ -118,7 +118,7 @@ def _problem(parser: argparse.ArgumentParser, words: Words, version: str) -> str
         return f"no argument of Megatron-Core {version}{advice}"
     try:
         _, rest = parser.parse_known_args(words)
-    except _Refused as error:
+    except _ParserError as error:
         return str(error).removeprefix(f"argument {words[0]}: ")
     except Exception as error:  # noqa: BLE001 - a converter of Megatron's fails in its own way
         return f"got {' '.join(words[1:])!r}: {type(error).__name__}: {error}"

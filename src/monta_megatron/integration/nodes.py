@@ -13,7 +13,7 @@ from monta_megatron.chains.nodes import (
 )
 from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.groups import gather_objects
-from monta_megatron.integration.agreement import check_alike
+from monta_megatron.integration.agreement import check_same_rule
 from monta_megatron.integration.options import Options
 
 
@@ -30,22 +30,28 @@ def nodes_of_exchange(
         The nodes, numbered from 0, and what users should know about them, or None.
 
     Raises:
-        ValueError: the ranks differ in what they were told, or the nodes of the cluster file cannot
+        ValueError: the ranks differ in their options, or the nodes of the cluster file cannot
             be these hosts; on all ranks.
     """
     cluster, ranks_per_node = options.cluster, options.ranks_per_node
-    if ranks_per_node is None and cluster is not None and not is_named():
+    if cluster is None or ranks_per_node is not None or is_named():
+        cluster = None
+    else:
         ranks_per_node = cluster.ranks_per_node
-    rule = {"monta_megatron": __version__, "ranks_per_node": ranks_per_node}
-    told = gather_objects((node_here(), is_named(), rule), group)
+    rule = {
+        "monta_megatron": __version__,
+        "ranks_per_node": ranks_per_node,
+        # Only its nodes are held against the hosts, which all ranks do or none does.
+        "the cluster of ranks_per_node": None if cluster is None else cluster.name,
+    }
     ranks = dist.get_process_group_ranks(group)
-    check_named_alike([named for _, named, _ in told], ranks)
-    check_alike([rule for _, _, rule in told], ranks)
-    hosts = [host for host, _, _ in told]
+    hosts, named, rules = zip(*gather_objects((node_here(), is_named(), rule), group), strict=True)
+    check_named_alike(named, ranks)
+    check_same_rule(rules, ranks)
     if ranks_per_node is None:
         return number_nodes(hosts), None
     nodes = consecutive_nodes(ranks, ranks_per_node)
-    if cluster is None or options.ranks_per_node is not None or nodes == number_nodes(hosts):
+    if cluster is None or nodes == number_nodes(hosts):
         return nodes, None
     mixed = mixed_node(nodes, hosts)
     if mixed is not None:

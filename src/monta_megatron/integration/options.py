@@ -97,10 +97,10 @@ class Options:
     Attributes:
         chain: key of `chains.CHAINS`, or "auto".
         num_chunks: at least 1; None where the planner chooses.
-        ranks_per_node: ranks joined by the fast tier; None leaves it to MONTA_NODE, the cluster,
+        ranks_per_node: ranks joined by the node link; None leaves it to MONTA_NODE, the cluster,
             the launcher or host names.
         cluster: costs by which the planner chooses, or None if no file gives them.
-        plan: a choice that was made before, or None.
+        plan: a plan that was made before, or None.
         memory_limit_gb: limit for the planner, or None.
         max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
     """

@@ -9,8 +9,8 @@
 Each takes the layer's MontaTokenDispatcher, on which Megatron's own names are kept, so that CUDA
 graphs can replay them.
 
-Notation: H = hidden size, T = tokens of this rank, E = experts, N = (token, expert) pairs of this
-rank, W = longest list of experts of any token.
+Notation: H = hidden size, T = tokens of this rank, E = experts, N = permuted tokens of this rank,
+W = most experts of any token.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from monta_megatron.integration.counts import capacity_of
 
 
 class PermutedTokens:
-    """For chains whose rows are pairs: Megatron permutes and sums them, to its own bits."""
+    """For chains whose rows are permuted tokens: Megatron permutes and sums them, bit for bit."""
 
     def enter(
         self, dispatcher: Any, tokens: torch.Tensor, probs: torch.Tensor
@@ -44,7 +44,9 @@ class PermutedTokens:
     def bind(self, dispatcher: Any, counts: ExchangeCounts) -> Exchange:
         """This micro-batch's exchange."""
         return Exchange(
-            bound=dispatcher.chain.bind(dispatcher.layout, counts.pairs, dispatcher.num_chunks),
+            bound=dispatcher.chain.bind(
+                dispatcher.layout, counts.permuted_tokens, dispatcher.num_chunks
+            ),
             groups=dispatcher.groups,
             # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
             sum_dtype=torch.promote_types(dispatcher.probs.dtype, torch.float32),
@@ -59,8 +61,8 @@ class PermutedTokens:
 
     def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
         """Unpermute, and add the shared experts' output: [N, H] -> [S/TP, B, H]."""
-        megatrons = stock.MoEAlltoAllTokenDispatcher
-        output: torch.Tensor = megatrons.combine_postprocess(dispatcher, rows)
+        megatron = stock.MoEAlltoAllTokenDispatcher
+        output: torch.Tensor = megatron.combine_postprocess(dispatcher, rows)
         return output
 
 
@@ -110,7 +112,7 @@ STRATEGIES: dict[str, PermutedTokens | WholeTokens] = {
 
 
 def fill_to_capacity(routing_map: torch.Tensor, config: Any) -> torch.Tensor:
-    """The pairs that fill each expert to its capacity: [T, E] -> [T, 2E].
+    """The token-expert pairs that fill each expert to its capacity: [T, E] -> [T, 2E].
 
     Chosen as Megatron's permute does: an expert's routed tokens first, then tokens that were not
     routed to it, each kind in order. An expert has two columns, one for each kind.

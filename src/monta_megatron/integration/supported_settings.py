@@ -1,7 +1,7 @@
-"""The Megatron settings that change a dispatcher's duty, and whether ours fulfils it.
+"""The Megatron settings that change what a dispatcher has to do, and whether ours does it.
 
 Every such setting is listed, either with the test that shows that it works or with the reason why
-it is refused when the configuration is made, so that none is dropped unnoticed.
+it is an error when the configuration is made, so that none is dropped unnoticed.
 """
 
 from collections.abc import Callable
@@ -27,17 +27,17 @@ RUNS = {
 }
 
 
-class Refusal(NamedTuple):
-    """A setting that is refused.
+class Unsupported(NamedTuple):
+    """A setting that is not supported.
 
     Attributes:
         setting: a field of TransformerConfig.
-        asked: whether a configuration asks for it.
-        reason: why it is refused, and what to do.
+        is_set: whether a configuration asks for it.
+        reason: why not, and what to do.
     """
 
     setting: str
-    asked: Callable[[Any], bool]
+    is_set: Callable[[Any], bool]
     reason: str
 
 
@@ -55,14 +55,14 @@ def _graphs_whole_exchange(config: Any) -> bool:
     return whole or not names
 
 
-REFUSED = (
-    Refusal(
+UNSUPPORTED = (
+    Unsupported(
         "cuda_graph_impl",
         _graphs_whole_exchange,
         "it would capture the exchange of a whole MoE layer, which has not been tested on a GPU; "
         "name the modules to capture in cuda_graph_modules and leave 'moe' out",
     ),
-    Refusal(
+    Unsupported(
         "overlap_dispatch_backward_with_experts_wgrad",
         lambda config: getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
         "needs Transformer Engine's delayed weight gradients, untested with this dispatcher",
@@ -71,14 +71,14 @@ REFUSED = (
 
 
 def check_supported(config: Any) -> None:
-    """Refuse a configuration that asks for a duty this dispatcher does not fulfil.
+    """Check that a configuration asks for nothing that this dispatcher does not support.
 
     Raises:
         ValueError: names the setting and the reason.
     """
-    for refusal in REFUSED:
-        if refusal.asked(config):
+    for unsupported in UNSUPPORTED:
+        if unsupported.is_set(config):
             raise ValueError(
-                f"{refusal.setting}: not supported with moe_token_dispatcher_type='monta': "
-                f"{refusal.reason}"
+                f"{unsupported.setting}: not supported with moe_token_dispatcher_type='monta': "
+                f"{unsupported.reason}"
             )

@@ -19,11 +19,11 @@ def check_megatron_version() -> None:
 
     if os.environ.get(OVERRIDE_VARIABLE, "0") == "1" or is_supported(version):
         return
-    from monta_megatron import __version__ as own_version
+    from monta_megatron import __version__ as our_version
 
     (first, end) = (".".join(map(str, bound)) for bound in SUPPORTED)
     raise ValueError(
-        f"megatron-core: version {version} found, monta-megatron {own_version} supports "
+        f"megatron-core: version {version} found, monta-megatron {our_version} supports "
         f">= {first} and < {end}; install one of those, or set {OVERRIDE_VARIABLE}=1 to go on"
     )
 

@@ -263,8 +263,8 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         parts = ExpertRange(first=0, size=size, num_parts=TOPK)
         hits = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids // size, True)
         num_copies, ids_there = int(hits.sum()), ids.int().to(device)
-        in_lists = point.operation == "find_lists"
-        return lambda: find_copies(ids_there, parts, num_copies).pairs(in_lists)
+        per_expert = point.operation == "find"
+        return lambda: find_copies(ids_there, parts, num_copies).positions(per_expert)
 
     on_device = _routing_map(ids, NUM_EXPERTS).to(device)
     if point.operation == "lists":
