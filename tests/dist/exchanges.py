@@ -29,7 +29,7 @@ from monta_megatron.exchange.count_table import CountTable
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
-from monta_megatron.exchange.streams import HostStreams
+from monta_megatron.exchange.streams import Streams
 
 ROUTINGS = (
     "uniform",
@@ -535,7 +535,7 @@ def errors_of(case: Case) -> Errors:
     )
 
 
-class DeviceOrder(HostStreams):
+class DeviceOrder(Streams):
     """Programs as they are on devices, run by the host, which waits for each collective."""
 
     policy = "streams"

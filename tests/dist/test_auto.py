@@ -113,10 +113,11 @@ def test_ranks_that_see_other_nodes_are_told(pools: Pools) -> None:
         pools[4].run(disagree, Case(), {0: two, 1: chain, 2: chain, 3: chain})
     # The same nodes, but only a rank with the cluster file would end if the hosts were dealt out.
     filed = chain | {"moe_monta_cluster": AUTO["moe_monta_cluster"]}
+    four = chain | {"moe_monta_ranks_per_node": AUTO["moe_monta_cluster"].ranks_per_node}
     with pytest.raises(
         PoolError, match="ranks 0 and 1 differ in the cluster of ranks_per_node: None and "
     ):
-        pools[4].run(disagree, Case(), {0: two, 1: filed, 2: two, 3: two})
+        pools[4].run(disagree, Case(), {0: four, 1: filed, 2: four, 3: four})
 
 
 def test_padded_to_capacity_all_ranks_choose_for_as_many_tokens(pools: Pools) -> None:

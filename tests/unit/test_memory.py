@@ -15,7 +15,7 @@ from monta_megatron.chains.program import FORWARD_BACKWARD, Pass, RowFormat
 from monta_megatron.exchange import autograd, executor
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange
-from monta_megatron.exchange.streams import CudaStreams, HostStreams, Streams
+from monta_megatron.exchange.streams import CudaStreams, Streams
 from monta_megatron.planner.memory import peak_bytes
 
 NUM_CHUNKS = (1, 2, 3, 4, 6)
@@ -79,7 +79,7 @@ def test_a_host_gives_memory_back_as_soon_as_it_was_read(
 ) -> None:
     for num_chunks in NUM_CHUNKS[:1] if CHAINS[chain_name].serial else NUM_CHUNKS:
         peaks, bound, width = measure(
-            chain_name, layout_name, num_chunks, dtype, lambda *_: HostStreams()
+            chain_name, layout_name, num_chunks, dtype, lambda *_: Streams()
         )
         for way in FORWARD_BACKWARD:
             expected = peak_bytes(lower(bound, way, ROWS[dtype], width, "host"))

@@ -21,7 +21,7 @@ calls; what differs lies in the program (`chains.lower`).
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,14 +34,14 @@ STREAMS_IN_POOL = 32
 Ready = Callable[[], object]
 
 
-class Streams(Protocol):
-    """What the executor asks of a device.
+class Streams:
+    """What the executor asks of a device; as it stands here, for CPU ranks.
 
     Attributes:
         policy: how programs are executed here.
     """
 
-    policy: Policy
+    policy: Policy = "host"
 
     def fork(self, num_streams: int) -> None:
         """Make so many side streams wait for what the caller's stream has been given so far."""
@@ -51,6 +51,7 @@ class Streams(Protocol):
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
         """Context in which operations are issued on a side stream."""
+        return nullcontext()
 
     def on_caller(self) -> AbstractContextManager[Any]:
         """Context in which the memory of messages and outputs is allocated.
@@ -60,32 +61,11 @@ class Streams(Protocol):
         be reused by passes only. What is held until the join may be reused from then on, since the
         caller's stream then comes after every use.
         """
+        return nullcontext()
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         """Called once an operation was issued; returns what others call to wait for it."""
 
-    def keep(self, tensors: list[torch.Tensor]) -> None:
-        """Keep the memory of `tensors` from being reused before the current stream has read them.
-
-        Another operation has made them, for several passes."""
-
-
-class HostStreams:
-    """CPU ranks: no streams; copies run at once, collectives in the background."""
-
-    policy: Policy = "host"
-
-    def fork(self, num_streams: int) -> None: ...
-
-    def join(self) -> None: ...
-
-    def on(self, stream: int) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def on_caller(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
         def wait() -> None:
             for work in works:
                 work.wait()
@@ -94,10 +74,13 @@ class HostStreams:
 
         return wait
 
-    def keep(self, tensors: list[torch.Tensor]) -> None: ...
+    def keep(self, tensors: list[torch.Tensor]) -> None:
+        """Keep the memory of `tensors` from being reused before the current stream has read them.
+
+        Another operation has made them, for several passes."""
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """Side streams, ordered by events; nothing here blocks the host."""
 
     policy: Policy = "streams"
@@ -179,4 +162,4 @@ def _side_streams(
 
 def streams_for(device: torch.device) -> Streams:
     """The streams for a pass on the device that holds the rows."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return CudaStreams(device) if device.type == "cuda" else Streams()
