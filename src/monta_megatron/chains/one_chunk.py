@@ -1,7 +1,7 @@
 """What a pass does for one chunk: its operations and buffers, which `lower` stamps out.
 
     stage        forward                              transposed
-    Permute        pack first, put last                 likewise, from the other end
+    Permute      pack first, put last                 likewise, from the other end
     Duplicate    find copies (dispatch), duplicate    reduce
     AllToAll     alltoall                             alltoall
     AllGather    allgather                            alltoall of parts; reduce parts, before what

@@ -1,7 +1,7 @@
 """The four stages that a chain is made of: linear maps on rows, each with a known transpose.
 
     stage        forward                                    transpose
-    Permute        whole[start:start+length] <-> chunk rows   the inverse permutation
+    Permute      whole[start:start+length] <-> chunk rows   the inverse permutation
     Duplicate    a copy for each part that a row goes to    the sum of a row's copies, in fp32
     AllToAll     exchange rows with the group               the same with swapped counts
     AllGather    concatenate over the group                 exchange of parts, then one fp32 sum

@@ -124,9 +124,9 @@ def _end(process: "subprocess.Popen[bytes]", log: BinaryIO) -> None:
 
 
 def _kill(number: int) -> None:
-    for each in (*_descendants(number), number):
+    for process in (*_descendants(number), number):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
 
 def _descendants(number: int) -> list[int]:
@@ -136,7 +136,7 @@ def _descendants(number: int) -> list[int]:
     except OSError:
         return []
     children = [int(word) for word in text.split()]
-    return [*children, *(each for child in children for each in _descendants(child))]
+    return [*children, *(descendant for child in children for descendant in _descendants(child))]
 
 
 def _interrupt(number: int, frame: object) -> None:
