@@ -118,6 +118,8 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         **policy.rule(),
         "hidden_size": workload.hidden_size,
         "moe_router_topk": config.moe_router_topk,
+        "moe_router_num_groups": config.moe_router_num_groups,
+        "moe_router_group_topk": config.moe_router_group_topk,
         "value_bytes": workload.value_bytes,
         "prob_bytes": workload.prob_bytes,
         "moe_monta_max_ctas": getattr(config, "moe_monta_max_ctas", None),
