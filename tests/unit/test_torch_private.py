@@ -33,6 +33,7 @@ NOT_TORCHS = {
     "_fill_text": "argparse",
     "_exit": "os",
     "_initializing": "importlib's module specs",
+    "_asdict": "typing.NamedTuple",
     "_replace": "typing.NamedTuple",
     "_global_process_group_list": "megatron.core.parallel_state",
     "_training_token_dispatcher": "Megatron's MoELayer",
