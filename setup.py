@@ -1,6 +1,32 @@
+"""What pip needs to know.
+
+    MONTA_PROJECT_URL   where the repository lies, as https://HOST/GROUP/monta-megatron, when a release
+                        is built: the links and pictures of its description then lead to its tag.
+                        Without it no host is assumed, and their texts alone are left.
+"""
+
+import os
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+VERSION = "0.1.0"
+URL = os.environ.get("MONTA_PROJECT_URL", "").rstrip("/")
+
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)]+)\)")
+
+
+def without_relative_links(page: str) -> str:
+    """A page as it can be read outside of the repository."""
+
+    def replaced(link: re.Match[str]) -> str:
+        picture, text, target = link.groups()
+        kind = "raw" if picture else "blob"
+        return f"{picture}[{text}]({URL}/{kind}/v{VERSION}/{target})" if URL else text
+
+    return LINK.sub(replaced, page)
+
 
 plot = ["matplotlib"]
 completion = ["shtab"]
@@ -8,11 +34,23 @@ test = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3", *plot, *completion]
 
 setup(
     name="monta-megatron",
-    version="0.1.0",
+    version=VERSION,
     description="Pipelined, topology-aware expert-parallel token dispatch for Megatron-Core",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=without_relative_links(
+        Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    ),
     long_description_content_type="text/markdown",
+    author="The monta-megatron authors",
     license="Apache-2.0",
+    keywords="mixture-of-experts moe expert-parallelism megatron alltoall distributed nccl",
+    project_urls={
+        "Source": URL,
+        "Documentation": f"{URL}/blob/v{VERSION}/docs/README.md",
+        "Changelog": f"{URL}/blob/v{VERSION}/CHANGELOG.md",
+        "Issues": f"{URL}/issues",
+    }
+    if URL
+    else {},
     python_requires=">=3.10",
     package_dir={"": "src", "monta_megatron.configs": "configs"},
     packages=[*find_packages("src"), "monta_megatron.configs"],
@@ -33,7 +71,18 @@ setup(
         "torch.backends": ["monta_megatron = monta_megatron.autoload:activate"],
     },
     classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
     ],
 )

@@ -103,6 +103,11 @@ KNOWN = (
     Known(pattern=r"(job=\$\()?sbatch .*", run_by="tests/slurm/test_slurm.py"),
     Known(pattern=r"monta launch .* --start sbatch .*", reason="needs nodes with GPUs"),
     Known(pattern=r"export MASTER_ADDR=.*|srun .* --container-.*", reason="needs containers"),
+    Known(
+        pattern=r"(docker|apptainer) build .*|(docker run|apptainer exec) .* monta doctor",
+        reason="needs containers",
+    ),
+    Known(pattern=r"MONTA_PROJECT_URL=\S+ python -m build", reason="only a release has a URL"),
     Known(pattern=r"scripts/quickstart\.sh", run_by="tests/megatron/test_quickstart.py"),
     Known(
         pattern=r"torchrun \.\.\. pretrain_gpt\.py .*", run_by="tests/megatron/test_pretrain_gpt.py"

@@ -1,0 +1,240 @@
+"""What is handed on: sdist, wheel and its metadata, from an environment that holds nothing else."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from email.parser import Parser
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from monta_megatron import __version__
+
+REPOSITORY = Path(__file__).parents[2]
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+LINK = re.compile(r"\]\(([^)]+)\)")
+
+
+def run(*command: str | Path, folder: Path, **environment: str) -> str:
+    """What a command prints, in a folder and with no more on the path than Python's own."""
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env={**variables, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, f"{command}: {result.stdout[-2000:]}{result.stderr[-4000:]}"
+    return result.stdout
+
+
+def tracked() -> set[str]:
+    """The files of the repository but those whose names begin with a dot."""
+    names = run(
+        *("git", "ls-files", "--cached", "--others", "--exclude-standard"), folder=REPOSITORY
+    )
+    files = {name for name in names.splitlines() if (REPOSITORY / name).is_file()}
+    return {name for name in files if not name.startswith(".")}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's files, because a build leaves folders beside its sources."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in tracked():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(copy: Path) -> Path:
+    hook = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", hook, copy / "out", folder=copy)
+    (sdist,) = (copy / "out").iterdir()
+    return sdist
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Made from the sdist, as an index or `python -m build` makes it."""
+    folder = sdist.parent / "wheels"
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "-w", folder)
+    run(*PIP, "wheel", *options, sdist, folder=sdist.parent)
+    (wheel,) = folder.iterdir()
+    return wheel
+
+
+def metadata_of(text: str) -> Message:
+    return Parser().parsestr(text)
+
+
+def metadata_of_wheel(wheel: Path) -> Message:
+    (name,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".dist-info/METADATA"))
+    return metadata_of(zipfile.ZipFile(wheel).read(name).decode())
+
+
+@pytest.mark.timeout(300)
+def test_the_sdist_holds_the_repository(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        members = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert tracked() - members == set()
+    assert {name for name in members if name.endswith((".pyc", ".so"))} == set()
+
+
+@pytest.mark.timeout(300)
+def test_the_wheel_holds_presets_and_no_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    presets = {f"monta_megatron/{n}" for n in tracked() if re.fullmatch(r"configs/.+\.yaml", n)}
+    assert len(presets) > 20 and presets == {name for name in names if "/configs/" in name}
+    modules = {n[4:] for n in tracked() if re.fullmatch(r"src/.+\.(py|sh)", n)}
+    assert modules - set(names) == set()
+    assert [name for name in names if "test" in name.lower()] == []
+    assert [name for name in names if name.endswith("LICENSE")] != []
+
+
+@pytest.mark.timeout(300)
+def test_an_empty_environment_plans(wheel: Path, tmp_path: Path) -> None:
+    # Step 1: an environment of its own, with this package, numpy and PyYAML.
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", folder=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    where = "import site; print(site.getsitepackages()[0])"
+    site = Path(run(python, "-c", where, folder=tmp_path).strip())
+    run(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
+    for library in ("numpy", "yaml"):
+        spec = find_spec(library)
+        assert spec is not None and spec.origin is not None
+        # numpy's compiled libraries lie beside it.
+        for path in Path(spec.origin).parents[1].glob(f"{library}*"):
+            if path.is_dir() and not path.name.endswith("-info"):
+                (site / path.name).symlink_to(path)
+
+    # Step 2: from an empty folder it plans by names, without torch.
+    here = tmp_path / "here"
+    here.mkdir()
+    missing = "import importlib.util as u; print([u.find_spec(n) for n in ('torch', 'rich')])"
+    assert run(python, "-c", missing, folder=here).strip() == "[None, None]"
+    monta = tmp_path / "venv" / "bin" / "monta"
+    assert run(monta, "--version", folder=here) == f"monta-megatron {__version__}\n"
+    sizes = ("--world-size", "128", "--tp", "2", "--ep", "16", "--pp", "4", "--json")
+    inputs = ("--model", "qwen3_235b_a22b", "--cluster", "h100_8x_ndr")
+    planned = json.loads(run(monta, "plan", *inputs, *sizes, folder=here))
+    assert planned["chain"] == "hierarchical_alltoall"
+    launched = run(monta, "launch", "--config", "mixtral_8x7b", "--dry-run", folder=here)
+    assert "--moe-token-dispatcher-type monta" in launched
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+def test_no_link_of_the_metadata_is_relative(wheel: Path) -> None:
+    metadata = metadata_of_wheel(wheel)
+    description = str(metadata.get_payload())
+    assert "# monta-megatron" in description
+    assert [target for target in LINK.findall(description) if "://" not in target] == []
+    # Nobody said where the repository lies.
+    assert metadata.get_all("Project-URL") is None
+    assert metadata["Keywords"] and metadata["Author"] and metadata["License-File"] == "LICENSE"
+
+
+def test_links_lead_to_the_release(copy: Path) -> None:
+    url = "https://host.example/group/monta-megatron"
+    hook = (
+        "import sys; from setuptools import build_meta;"
+        "print(build_meta.prepare_metadata_for_build_wheel(sys.argv[1]))"
+    )
+    folder = copy / "metadata"
+    folder.mkdir()
+    run(sys.executable, "-c", hook, folder, folder=copy, MONTA_PROJECT_URL=f"{url}/")
+    (file,) = folder.glob("*.dist-info/METADATA")
+    metadata = metadata_of(file.read_text(encoding="utf-8"))
+    links = [entry.split(", ")[1] for entry in metadata.get_all("Project-URL") or []]
+    assert len(links) == 4 and all(link.startswith(url) for link in links)
+
+    description = str(metadata.get_payload())
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", description)
+    assert pictures and all(link.startswith(f"{url}/raw/v{__version__}/") for link in pictures)
+    for link in [*links, *LINK.findall(description)]:
+        file_of = re.match(rf"{url}/(?:raw|blob)/v{re.escape(__version__)}/([^#]+)", link)
+        assert file_of is None or (REPOSITORY / file_of[1]).exists(), link
+        assert "://" in link
+
+
+def test_every_file_names_one_version(copy: Path) -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    assert str(citation["version"]) == __version__
+    (first, *_) = re.findall(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first == __version__
+    assert run(sys.executable, "setup.py", "--version", folder=copy).split()[-1] == __version__
+
+
+def test_the_citation_has_what_its_schema_needs() -> None:
+    # Citation File Format 1.2.0: required keys, and those used here.
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    required = {"cff-version", "message", "title", "authors"}
+    optional = {"abstract", "type", "version", "license", "keywords", "references"}
+    assert required <= set(citation) <= required | optional
+    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
+    for work in [citation, *citation["references"]]:
+        assert work["title"] and work["authors"] and work["type"] in ("software", "article")
+    assert [work["url"] for work in citation["references"]] == [
+        "https://arxiv.org/abs/2411.00662",
+        "https://arxiv.org/abs/2505.13345",
+    ]
+
+
+def instructions(text: str) -> Iterator[tuple[str, str]]:
+    """Each instruction of a Dockerfile with its arguments, continued lines joined."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if line and not line.startswith("#"):
+            word, _, arguments = line.partition(" ")
+            yield word, arguments
+
+
+def check_shell(script: str) -> None:
+    """It parses, and pip leaves what the container brings alone."""
+    subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+    installs = re.findall(r"pip install [^\n]*", script)
+    assert installs and all("--no-deps" in install for install in installs)
+
+
+def test_the_dockerfile_parses() -> None:
+    text = (REPOSITORY / "containers" / "Dockerfile").read_text(encoding="utf-8")
+    parsed = list(instructions(text))
+    # Before FROM only its own arguments may stand.
+    assert [word for word, _ in parsed][:2] == ["ARG", "FROM"]
+    assert {word for word, _ in parsed} <= {"ARG", "FROM", "WORKDIR", "COPY", "RUN"}
+    declared = {arguments.partition("=")[0] for word, arguments in parsed if word == "ARG"}
+    assert set(re.findall(r"\$\{(\w+)\}", text)) == declared
+    for word, arguments in parsed:
+        if word == "COPY":
+            assert [n for n in arguments.split()[:-1] if not (REPOSITORY / n).exists()] == []
+    check_shell("\n".join(arguments for word, arguments in parsed if word == "RUN"))
+
+
+def test_the_apptainer_recipe_parses() -> None:
+    text = (REPOSITORY / "containers" / "apptainer.def").read_text(encoding="utf-8")
+    header, *rest = re.split(r"^%(\w+)\n", text, flags=re.MULTILINE)
+    sections = dict(zip(rest[::2], rest[1::2], strict=True))
+    keys = [line.partition(": ")[0] for line in header.splitlines() if line and line[0] != "#"]
+    assert keys == ["Bootstrap", "From"]
+    assert set(sections) == {"arguments", "files", "post", "test", "help"}
+    declared = dict(line.strip().split("=") for line in sections["arguments"].split())
+    assert set(re.findall(r"\{\{ (\w+) \}\}", text)) == set(declared)
+    for line in sections["files"].strip().splitlines():
+        source, _ = line.split()
+        assert (REPOSITORY / source).exists()
+    check_shell(sections["post"] + sections["test"])
+    # Both recipes make the same container.
+    dockerfile = (REPOSITORY / "containers" / "Dockerfile").read_text(encoding="utf-8")
+    assert all(f"ARG {name}={value}\n" in dockerfile for name, value in declared.items())
