@@ -1,8 +1,8 @@
 """What pip needs to know.
 
-    MONTA_PROJECT_URL   where the repository lies, as https://HOST/GROUP/monta-megatron, when a release
-                        is built: the links and pictures of its description then lead to its tag.
-                        Without it no host is assumed, and their texts alone are left.
+A release is built with MONTA_PROJECT_URL, which says where the repository lies, as
+https://HOST/GROUP/NAME: the links and pictures of the description then lead to the release's tag.
+Without it no host is assumed, and their texts alone are left.
 """
 
 import os
