@@ -22,6 +22,7 @@ from monta_megatron.planner.model import Model
 from monta_megatron.planner.model_workload import workload_of_model
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
+from monta_megatron.tools.timeline.comparison import Comparison, end_to_end
 from monta_megatron.tools.timeline.overlap import overlap_table, overlaps
 from monta_megatron.tools.timeline.predicted import predict
 from monta_megatron.tools.timeline.spans import Span, TimedStep, Timeline, Track, rows_of, spans_of
@@ -215,7 +216,9 @@ def test_overlap_by_hand() -> None:
         span("host", 1, 24, "wait"),
     )
     idle = Track(name="idle", spans=(span("inter", 0, 10),))
-    timeline = Timeline(source="recorded", tracks=(Track(name="busy", spans=spans), idle))
+    timeline = Timeline(
+        source="recorded", name="a chain", tracks=(Track(name="busy", spans=spans), idle)
+    )
     dispatch, total = overlaps(timeline)
     assert (dispatch.pass_name, total.pass_name) == ("dispatch", "all")
     assert dispatch.total_us == 24
@@ -234,7 +237,7 @@ def test_what_overlaps_on_one_resource_gets_more_rows() -> None:
 
 
 def test_trace_has_a_process_per_rank_and_a_thread_per_resource(predicted: Timeline) -> None:
-    twice = Timeline(source="recorded", tracks=(*predicted.tracks, *predicted.tracks))
+    twice = replace(predicted, tracks=(*predicted.tracks, *predicted.tracks))
     trace = json.loads(json.dumps(chrome_trace([twice], {"cluster": "here"})))
     assert trace["otherData"] == {"cluster": "here"}
     slices: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
@@ -250,7 +253,9 @@ def test_trace_has_a_process_per_rank_and_a_thread_per_resource(predicted: Timel
     assert sum(map(len, slices.values())) == 2 * len(predicted.tracks[0].spans)
     assert {process for process, _ in slices} == {1000, 2000}
     for process, thread in slices:
-        assert names["process_name", process, 1]["name"] == "busiest rank, predicted"
+        assert names["process_name", process, 1]["name"] == (
+            "hierarchical_alltoall in 4 chunks: busiest rank, predicted"
+        )
         # Perfetto draws the two on one track, and drops what overlaps there.
         assert thread not in (0, process)
         assert names["thread_sort_index", process, thread]["sort_index"] == thread
@@ -268,6 +273,7 @@ def test_tables_fit_80_columns(predicted: Timeline) -> None:
     assert max(map(len, overlap_table(overlaps(predicted)).splitlines())) <= 80
     slow = Timeline(
         source="recorded",
+        name="hierarchical_allgather in 16 chunks",
         tracks=(Track(name="slow", spans=(span("inter", 0, 9e6), span("memory", 0, 9e6))),),
     )
     lines = overlap_table(overlaps(slow)).splitlines()
@@ -282,6 +288,11 @@ def test_the_command_draws_what_the_planner_picks(
     assert main(["plan", *FLAGS, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert document["title"].startswith(f"{plan['chain']} in {plan['num_chunks']} chunks, pred")
+    # Stock alltoall above it, priced as the candidate of that name.
+    (stock_us,) = (row["predicted_us"] for row in plan["candidates"] if row["chain"] == "alltoall")
+    assert document["ratio_to_alltoall"] == pytest.approx(stock_us / plan["predicted_us"])
+    totals_us = [row["total_us"] for row in document["overlaps"] if row["pass_name"] == "all"]
+    assert totals_us == pytest.approx([stock_us, plan["predicted_us"]])
     assert document["overlaps"][-1]["total_us"] == pytest.approx(plan["predicted_us"])
     picture, trace = (Path(document["files"][kind]) for kind in ("picture", "trace"))
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.parent == tmp_path / "new"
@@ -296,6 +307,34 @@ def test_one_phase_and_one_chain(tmp_path: Path, capsys: pytest.CaptureFixture[s
     document = json.loads(capsys.readouterr().out)
     assert [row["pass_name"] for row in document["overlaps"]] == ["dispatch", "combine", "all"]
     assert Path(document["files"]["trace"]).name == "alltoall_x1.trace.json"
+    # It is what others are compared with.
+    assert document["ratio_to_alltoall"] is None
+
+
+def test_a_chain_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", *FLAGS, "--alone", "--out", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ratio_to_alltoall"] is None
+    assert {row["name"] for row in document["overlaps"]} == {"hierarchical_alltoall in 2 chunks"}
+    assert Path(document["files"]["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_passes_end_to_end_by_hand() -> None:
+    # Dispatch from 100 to 110 over both ranks, experts up to 150, combine from 150 to 170.
+    combine = replace(span("intra", 155, 170), pass_name="combine")
+    first = Track(name="0", spans=(span("inter", 100, 108), combine))
+    second = Track(
+        name="1", spans=(span("inter", 102, 110), replace(combine, start_us=150, end_us=160))
+    )
+    timeline = Timeline(source="recorded", name="a chain", tracks=(first, second))
+    moved = end_to_end(timeline)
+    assert [[(s.start_us, s.end_us) for s in track.spans] for track in moved.tracks] == [
+        [(0, 8), (15, 30)],
+        [(2, 10), (10, 20)],
+    ]
+    comparison = Comparison(stock=timeline, ours=replace(timeline, tracks=(second,)), about=())
+    assert comparison.total_us == (30, 18)
+    assert comparison.headline.startswith("1.67x stock alltoall: 18 us instead of 30 us")
 
 
 @pytest.mark.parametrize(

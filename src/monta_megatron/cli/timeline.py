@@ -44,14 +44,19 @@ RECORD_FLAGS = {
 # The flags that each way takes, besides those for the output.
 OUTPUT = {"out", "max_ranks", "json", "run", "command"}
 COSTS = {"cluster", "inter_rate_ratio"}
-WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks"}
+WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks", "alone"}
 TAKES = {
     "recording": COSTS,
     "record": COSTS | WHAT | {name.replace("-", "_") for name in RECORD_FLAGS},
     "model": COSTS | WHAT | {"layout", "world_size", "cp", "pp", "ignore_memory"},
 }
 WAYS = {"recording": "RECORDING", "record": "--record", "model": "--model"}
-DEFAULTS = {"routing": "uniform", "phase": "forward_backward", "ignore_memory": False}
+DEFAULTS = {
+    "routing": "uniform",
+    "phase": "forward_backward",
+    "ignore_memory": False,
+    "alone": False,
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -59,10 +64,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "timeline",
         help="draw what overlapped with what, recorded or predicted",
-        description="Draw when every stage and chunk ran, by resource: a PNG, and a Chrome trace "
-        "for https://ui.perfetto.dev. From a recording (with --cluster the cost model's view "
-        "beside it), from the cost model (--model and --cluster), or recorded now (--record, one "
-        "process per rank, under torchrun, srun or monta emulate).",
+        description="Draw when every stage and chunk ran, by resource, below stock alltoall: a "
+        "PNG, and a Chrome trace for https://ui.perfetto.dev. From a recording (with --cluster the "
+        "cost model's view beside it), from the cost model (--model and --cluster), or recorded "
+        "now (--record, one process per rank, under torchrun, srun or monta emulate).",
         epilog=EXAMPLE,
     )
     parser.add_argument("recording", metavar="RECORDING", nargs="?", help="of an earlier --record")
@@ -72,6 +77,7 @@ def add_parser(commands: Any) -> None:
     record = parser.add_argument_group("with --record")
     record.add_argument("--record", metavar="DIR", help="record a run, and keep it there")
     add_flags(record, RECORD_FLAGS)
+    parser.add_argument("--alone", action="store_true", help="leave stock alltoall out")
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out", metavar="DIR", help="for the files (default: where the recording is, or here)"
@@ -81,7 +87,7 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         type=whole(1),
         default=4,
-        help="in the picture; the trace has all (default: %(default)s)",
+        help="in the picture of a recording; the trace has all (default: %(default)s)",
     )
     add_json(output)
     parser.set_defaults(run=run)
@@ -139,7 +145,7 @@ def _predict(parsed: argparse.Namespace) -> "Drawing":
     from monta_megatron.tools.timeline.drawing import of_prediction
 
     chain = None if parsed.chain is None else _chain(parsed)
-    return of_prediction(*planning.read(parsed), chain)
+    return of_prediction(*planning.read(parsed), chain, parsed.alone)
 
 
 def _record(parsed: argparse.Namespace) -> "Drawing | None":
@@ -207,17 +213,20 @@ def _write(parsed: argparse.Namespace, drawing: "Drawing") -> None:
         advice = pictures.INSTALL
         print(f"monta timeline: no picture without matplotlib: {advice}", file=sys.stderr)
 
+    comparison = drawing.comparison
     tables = [overlaps(timeline) for timeline in drawing.timelines]
     if parsed.json:
         document = {
             "title": drawing.title,
+            "ratio_to_alltoall": comparison.ratio if comparison else None,
             "overlaps": [plain(row) for rows in tables for row in rows],
             "files": files,
             "about": drawing.about,
         }
         print_json(document)
         return
-    lines = [line for text in (drawing.title, *drawing.notes) for line in textwrap.wrap(text, 80)]
+    texts = [drawing.title, *([comparison.headline] if comparison else []), *drawing.notes]
+    lines = [line for text in texts for line in textwrap.wrap(text, 80)]
     for rows in tables:
         lines += ["", overlap_table(rows)]
     print("\n".join([*lines, "", *(f"{kind:<10}{path}" for kind, path in files.items())]))

@@ -6,7 +6,8 @@ Without torch:
     recording   a recorded run as a file
     overlap     how busy each resource was, and how much of that was hidden
     trace       a Chrome trace
-    picture     a PNG
+    comparison  a PNG of two timelines, stock's and a chain's
+    picture     a PNG of a timeline, pass by pass
 With torch:
     step_times  takes the times of the executor's steps
     clock       one clock for all ranks

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.chains import CHAINS, Chain
+from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.quantities import counted
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools import pictures
+from monta_megatron.tools.plan.report import PHASES
 from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
-from monta_megatron.tools.timeline.picture import draw
+from monta_megatron.tools.timeline import comparison, picture
+from monta_megatron.tools.timeline.comparison import Comparison
 from monta_megatron.tools.timeline.predicted import predict
 from monta_megatron.tools.timeline.recording import Recording
-from monta_megatron.tools.timeline.spans import Timeline, pipeline_name
+from monta_megatron.tools.timeline.spans import Timeline
 from monta_megatron.tools.timeline.trace import chrome_trace
 
 
@@ -26,7 +29,8 @@ class Drawing:
         name: name of the files, without endings.
         folder: where they go unless the user says where.
         title: title of the picture.
-        timelines: the timelines, drawn one above the other.
+        timelines: the timelines, drawn one above the other, or pass by pass.
+        comparison: of two of them, stock alltoall and a chain; None where a chain is drawn alone.
         recording: file of the recording, if there is one.
         notes: what the text says besides.
         about: metadata for the trace and for --json.
@@ -36,6 +40,7 @@ class Drawing:
     folder: Path
     title: str
     timelines: list[Timeline]
+    comparison: Comparison | None = None
     recording: Path | None = None
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any]
@@ -66,14 +71,18 @@ def of_recording(recording: Recording, path: Path, cluster: Cluster | None) -> D
 
 
 def of_prediction(
-    request: PlanRequest, inputs: PlanInputs, given: tuple[Chain, int] | None
+    request: PlanRequest,
+    inputs: PlanInputs,
+    given: tuple[Chain, int] | None = None,
+    is_alone: bool = False,
 ) -> Drawing:
-    """What the cost model expects of a layout.
+    """What the cost model expects of a layout, below what it expects of stock alltoall there.
 
     Args:
         request: tokens, routing, phase and memory.
         inputs: model, cluster and layout.
         given: a chain and its number of chunks; None for the planner's choice.
+        is_alone: leave stock alltoall out.
 
     Raises:
         ValueError: no chain can run, or the training does not fit into the memory of a rank.
@@ -84,13 +93,23 @@ def of_prediction(
         settings |= {"chains": (given[0].name,), "num_chunks": (given[1],)}
     plan, workload, memory = plan_request(request, inputs, **settings)
     chain = CHAINS[plan.chain]
-    sizes = f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}"
+    ours = predict(workload, cluster, chain, plan.num_chunks, request.phase)
+    where = f"{inputs.model.name} on {cluster.name}"
+    sizes = (
+        f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}, PP {layout.pp} on "
+        f"{counted(layout.world_size, 'rank')}, {counted(workload.tokens_per_rank, 'token')} each"
+    )
+    comparison = None
+    if chain is not ALLTOALL and not is_alone:
+        stock = predict(workload, cluster, ALLTOALL, 1, request.phase)
+        about = (f"predicted: {where}", f"{sizes}; {PHASES[request.phase]}")
+        comparison = Comparison(stock=stock, ours=ours, about=about)
     return Drawing(
         name=f"{chain.name}_x{plan.num_chunks}",
         folder=Path(),
-        title=f"{pipeline_name(chain.name, plan.num_chunks)}, predicted: {inputs.model.name} on "
-        f"{cluster.name}, {sizes}, {counted(workload.tokens_per_rank, 'token')} per rank",
-        timelines=[predict(workload, cluster, chain, plan.num_chunks, request.phase)],
+        title=f"{ours.name}, predicted: {where}, {sizes}",
+        timelines=[ours] if comparison is None else [comparison.stock, ours],
+        comparison=comparison,
         notes=[f"needs {memory.describe()}"],
         about={
             "cluster": cluster.name,
@@ -107,7 +126,7 @@ def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
     Args:
         drawing: what is drawn.
         folder: where to.
-        max_ranks: ranks in the picture; the trace has all.
+        max_ranks: ranks in a picture of one chain; the trace has all.
 
     Returns:
         What it is -> its path, of every file that there is now.
@@ -118,6 +137,9 @@ def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
     if drawing.recording is not None:
         files["recording"] = str(drawing.recording)
     if pictures.can_draw():
-        draw(drawing.timelines, drawing.title, png, max_ranks)
+        if drawing.comparison is not None:
+            comparison.draw(drawing.comparison, png)
+        else:
+            picture.draw(drawing.timelines, drawing.title, png, max_ranks)
         files["picture"] = str(png)
     return files

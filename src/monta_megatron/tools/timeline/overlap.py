@@ -19,6 +19,7 @@ class Overlap:
     """How far the resources overlapped in one pass, or in all of them.
 
     Attributes:
+        name: what ran.
         source: recorded or predicted.
         pass_name: its name, or "all".
         total_us: from the first start to the last end on any rank, gaps between passes left out.
@@ -29,6 +30,7 @@ class Overlap:
             where it was never busy. The host is left out: its work is launching.
     """
 
+    name: str
     source: str
     pass_name: str
     total_us: float
@@ -44,6 +46,7 @@ def overlaps(timeline: Timeline) -> list[Overlap]:
     times["all"] = sum(total_us), np.sum(busy_us, axis=0), np.sum(hidden_us, axis=0)
     return [
         Overlap(
+            name=timeline.name,
             source=timeline.source,
             pass_name=name,
             total_us=total_us,
@@ -67,6 +70,7 @@ def overlap_table(rows: Sequence[Overlap]) -> str:
     def hidden(share: float | None) -> str:
         return f"{'-' if share is None else f'{share:.0%}':>4}"
 
+    unit = "ms" if in_ms else "us"
     return table(
         ["pass", ">total", *(f">{name}" for name in RESOURCES_AND_HOST.values())],
         [
@@ -81,8 +85,7 @@ def overlap_table(rows: Sequence[Overlap]) -> str:
             ]
             for row in rows
         ],
-        title=f"{rows[0].source}, {'ms' if in_ms else 'us'}, and the share hidden behind another "
-        "resource",
+        title=f"{rows[0].name}: {rows[0].source} {unit}, and % hidden behind others",
     )
 
 

@@ -10,7 +10,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice
 from monta_megatron.planner.schedule import Work, serial_us
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.timeline.spans import Span, Timeline, Track
+from monta_megatron.tools.timeline.spans import Span, Timeline, Track, pipeline_name
 
 
 def predict(
@@ -26,7 +26,8 @@ def predict(
         spans += _spans_of(priced, start_us)
         start_us += priced.total_us
     track = Track(name="busiest rank, predicted", spans=tuple(spans))
-    return Timeline(source="predicted", tracks=(track,))
+    name = pipeline_name(chain.name, num_chunks)
+    return Timeline(source="predicted", name=name, tracks=(track,))
 
 
 def _spans_of(priced: PassPrice, start_us: float) -> Iterator[Span]:

@@ -16,7 +16,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.prediction import workload_of
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.timeline.predicted import predict
-from monta_megatron.tools.timeline.spans import Span, Timeline, Track
+from monta_megatron.tools.timeline.spans import Span, Timeline, Track, pipeline_name
 
 Format: TypeAlias = Literal["monta timeline 1"]
 FORMAT: Format = get_args(Format)[0]
@@ -75,6 +75,7 @@ class Recording:
         """The spans of all ranks."""
         return Timeline(
             source="recorded",
+            name=pipeline_name(self.chain, self.num_chunks),
             tracks=tuple(
                 Track(name=f"rank {rank} (node {record.node})", spans=record.spans)
                 for rank, record in enumerate(self.ranks)

@@ -71,10 +71,12 @@ class Timeline:
 
     Attributes:
         source: where it comes from.
+        name: what ran.
         tracks: one per rank, or one for all ranks if predicted.
     """
 
     source: Literal["recorded", "predicted"]
+    name: Text
     tracks: tuple[Track, ...]
 
 

@@ -5,6 +5,7 @@ thread have to be nested, so spans that overlap on one resource go to additional
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from monta_megatron.tools.timeline.spans import (
@@ -31,7 +32,11 @@ def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dic
         timelines: what to show; tracks become processes 1000, 2000 and so on, in this order.
         about: metadata to store with the events.
     """
-    tracks = [track for timeline in timelines for track in timeline.tracks]
+    tracks = [
+        replace(track, name=f"{timeline.name}: {track.name}")
+        for timeline in timelines
+        for track in timeline.tracks
+    ]
     events: list[dict[str, Any]] = []
     for order, track in enumerate(tracks, 1):
         process = PROCESS_STEP * order
