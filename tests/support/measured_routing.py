@@ -45,6 +45,10 @@ class MeasuredRouting:
         """Every rank has counts of its own."""
         return False
 
+    def kinds(self, layout: Layout) -> range:
+        """Likewise."""
+        return range(len(layout.nodes))
+
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
     ) -> Counts | TokenCounts:

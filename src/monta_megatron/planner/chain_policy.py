@@ -15,8 +15,12 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.routing import Routing
 from monta_megatron.planner.selection import Selection, select
 from monta_megatron.planner.workload import Workload
+
+# That are kept; a routing that has come and gone may come again.
+MOST_TABLES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ class FixedPolicy(ChainPolicy):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedPolicy(ChainPolicy):
-    """A selection for every range of tokens, made when it is first needed.
+    """A selection for every range of tokens and routing, made when it is first needed.
 
     Attributes:
         cluster: the cluster whose costs are used.
@@ -93,7 +97,7 @@ class PlannedPolicy(ChainPolicy):
     cluster: Cluster
     workload: Workload
     memory_limit_bytes: float | None = None
-    _choices: dict[tuple[int, int], ChainChoice] = field(default_factory=dict)
+    _tables: dict[Routing, "ChoiceTable"] = field(default_factory=dict)
 
     def rule(self) -> dict[str, Any]:
         """See `ChainPolicy`."""
@@ -108,23 +112,30 @@ class PlannedPolicy(ChainPolicy):
         }
 
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
-        """See `ChainPolicy`."""
-        routing = self.workload.routing
-        if max_experts_per_token <= routing.max_experts_per_token:
-            max_experts_per_token = 0
-        key = bucket_of(max_tokens), min(bucket_of(max_experts_per_token), routing.num_experts)
-        if key not in self._choices:
-            self._choices[key] = self._choose(*key)
-        return self._choices[key]
+        """See `ChainPolicy`: for the routing that is expected."""
+        return self.table(self.workload.routing).choose(max_tokens, max_experts_per_token)
 
-    def selection(self, tokens: int, max_experts_per_token: int = 0) -> Selection:
+    def table(self, routing: Routing) -> "ChoiceTable":
+        """What runs for a routing; made once."""
+        if routing not in self._tables:
+            if len(self._tables) == MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
+            self._tables[routing] = ChoiceTable(policy=self, routing=routing)
+        return self._tables[routing]
+
+    def selection(
+        self, tokens: int, max_experts_per_token: int = 0, routing: Routing | None = None
+    ) -> Selection:
         """What is selected for `tokens` tokens per rank; see `Workload`."""
         # The chain is chosen after the exchange of counts, which therefore holds what any of the
         # chains needs.
         widths = count_widths(self.chains, self.workload.layout, self.num_blocks)
         return select(
             replace(
-                self.workload, tokens_per_rank=tokens, max_experts_per_token=max_experts_per_token
+                self.workload,
+                tokens_per_rank=tokens,
+                max_experts_per_token=max_experts_per_token,
+                routing=routing or self.workload.routing,
             ),
             self.cluster,
             chains=[chain.name for chain in self.chains],
@@ -134,16 +145,44 @@ class PlannedPolicy(ChainPolicy):
             num_exchanged_counts=sum(widths),
         )
 
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChoiceTable:
+    """What runs for each range of tokens, for one routing; an entry is made when it is first needed.
+
+    Attributes:
+        policy: which selects.
+        routing: where tokens go.
+    """
+
+    policy: PlannedPolicy
+    routing: Routing
+    _choices: dict[tuple[int, int], ChainChoice] = field(default_factory=dict)
+
+    def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
+        """See `ChainPolicy`."""
+        if max_experts_per_token <= self.routing.max_experts_per_token:
+            max_experts_per_token = 0
+        most_experts = min(bucket_of(max_experts_per_token), self.routing.num_experts)
+        key = bucket_of(max_tokens), most_experts
+        if key not in self._choices:
+            self._choices[key] = self._choose(*key)
+        return self._choices[key]
+
     def _choose(self, tokens: int, most_experts: int) -> ChainChoice:
-        selection = self.selection(tokens, most_experts)
+        cluster = self.policy.cluster
+        selection = self.policy.selection(tokens, most_experts, self.routing)
         price = selection.price
         of_token = f" with up to {counted(most_experts, 'expert')} each" if most_experts > 1 else ""
-        doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
+        doubtful = ", whose calibration is doubtful," if cluster.doubts else ""
+        seen = (
+            "" if self.routing is self.policy.workload.routing else f", {self.routing.name} routing"
+        )
         return ChainChoice(
             chain=price.chain,
             num_chunks=price.num_chunks,
-            reason=f"planned on {self.cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank{of_token}: {selection.reason}; holds up to "
+            reason=f"planned on {cluster.name}{doubtful} for up to "
+            f"{counted(tokens, 'token')} per rank{of_token}{seen}: {selection.reason}; holds up to "
             f"{gb_text(price.peak_bytes)}",
         )
 
