@@ -148,7 +148,7 @@ class PlannedPolicy(ChainPolicy):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChoiceTable:
-    """What runs for each range of tokens, for one routing; an entry is made when it is first needed.
+    """What runs for each range of tokens, for one routing; entries are made when first needed.
 
     Attributes:
         policy: which selects.
