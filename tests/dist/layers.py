@@ -639,6 +639,24 @@ def reported(case: Case) -> list[str]:
     return said.getvalue().splitlines()
 
 
+def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], int]:
+    """What a rank prints in steps of two layers, and the exchanges that its last layer counts."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    from monta_megatron.integration import dispatcher
+
+    layers = [build_layer(case, "monta") for _ in range(2)]
+    dispatcher._reported.clear()
+    batch = dist.get_world_size() * num_micro_batches
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(0, None, batch, 1, dist.get_world_size())
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for layer in [*layers, *layers]:
+            forward_backward(case, layer)
+    calculator.unset_num_microbatches_calculator()
+    return said.getvalue().splitlines(), layers[-1].token_dispatcher.monitor.choices.total()
+
+
 def groups_with_megatrons_time_limit(case: Case) -> list[str]:
     """The groups of a dispatcher whose time limit Megatron changes together with its own's."""
     from megatron.core import parallel_state

@@ -1,5 +1,6 @@
 """The planner chooses: every rank alike, whatever its own tokens, and as often as they change."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from layers import (
     disagree_later,
     lookup_us,
     refusal_of,
+    reported_in_steps,
     rows_to_choose_from,
     save_plan,
     tokens_decided_by,
@@ -53,6 +55,20 @@ def test_unequal_tokens_changing_every_step(
     by_rank = pools[4].run(compare_steps, Case(**{**vars(case), "config": config}), None, TOKENS)
     assert all(decisions == by_rank[0] for decisions in by_rank)
     assert len(set(by_rank[0])) > 1, "one answer for 1 and for 4,096 tokens"
+
+
+def test_the_benefit_is_said_once_with_the_choice(pools: Pools) -> None:
+    case = Case(ep=4, num_tokens=4096, options=AUTO)
+    (first, num_exchanges), *others = pools[4].run(reported_in_steps, case, 3)
+    assert num_exchanges == 2
+    chain, benefit = first
+    assert chain.startswith("monta: chain ") and "planned on" in chain
+    assert re.fullmatch(
+        r"monta: \d\.\d\dx stock alltoall: saves [\d.]+ ms x 2 MoE layers x 3 micro-batches = "
+        r"[\d.]+ ms per iteration \(\d+% of the exchange's predicted time\)",
+        benefit,
+    )
+    assert others == [([], 2)] * 3
 
 
 def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:

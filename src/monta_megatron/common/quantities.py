@@ -1,4 +1,4 @@
-"""Counts and sizes as text, and GB as bytes: 1 GB is 1e9 of them."""
+"""Counts, sizes and times as text, and GB as bytes: 1 GB is 1e9 of them."""
 
 GB_BYTES = 1e9
 
@@ -30,3 +30,12 @@ def size_text(num_bytes: float | None) -> str:
 def gb_text(num_bytes: float) -> str:
     """Bytes in GB, in three digits."""
     return f"{num_bytes / GB_BYTES:.3g} GB"
+
+
+def time_text(time_us: float) -> str:
+    """A time in three digits and us, ms or s."""
+    unit, size = ("us", 1.0) if time_us < 999.5 else ("ms", 1e3)
+    if time_us >= 999.5e3:
+        unit, size = "s", 1e6
+    time = time_us / size
+    return f"{time:.3g} {unit}" if time < 99.5 else f"{time:,.0f} {unit}"

@@ -1,4 +1,4 @@
-"""What an exchange did: bytes by stage and resource, the order of starts and waits, and times."""
+"""What an exchange did: chains, bytes by stage and resource, order of starts and waits, times."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -52,10 +52,12 @@ class Monitor:
     Attributes:
         bytes_sent: (stage, resource) -> bytes of payload that left this rank for another one,
             counted from the tensors that were sent: "inter" between nodes, "intra" inside one.
+        choices: (chain, number of chunks) -> exchanges that ran by them, recomputed ones included.
         recorder: records the steps, or None where none are wanted.
     """
 
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    choices: Counter[tuple[str, int]] = field(default_factory=Counter)
     recorder: Recorder | None = None
 
     def bytes_by_resource(self) -> dict[str, int]:

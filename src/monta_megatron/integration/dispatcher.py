@@ -38,6 +38,7 @@ from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.agreement import agree, on_every_exchange
 from monta_megatron.integration.chain_policy import agreed_policy, rule_of
 from monta_megatron.integration.counts import CapacityCounts, CountExchange
+from monta_megatron.integration.iteration import iteration_of
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.integration.strategies import (
@@ -237,6 +238,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             # They agreed at construction; only a copy with another configuration gets here.
             agree(rule_of(self.chain_policy, self.config, self.layout), self.tp_ep_group)
         self._choose_chain(counts.max_tokens, counts.max_experts_per_token)
+        self.monitor.choices[self.chain.name, self.num_chunks] += 1
         return self._strategy.bind(self, counts)
 
     def _choose_chain(
@@ -244,12 +246,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     ) -> None:
         choice = self.chain_policy.choose(max_tokens, max_experts_per_token)
         self.chain, self.num_chunks = choice.chain, choice.num_chunks
-        if log:
-            self._report(
-                f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}, "
-                f"EP {self.ep_size} x ETP {self.tp_size} over "
-                f"{counted(self.layout.num_nodes, 'node')}: {choice.reason}"
-            )
+        line = (
+            f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}, "
+            f"EP {self.ep_size} x ETP {self.tp_size} over "
+            f"{counted(self.layout.num_nodes, 'node')}: {choice.reason}"
+        )
+        if log and self._report(line) and choice.benefit is not None:
+            self._report(choice.benefit.text(iteration_of(self)))
 
     def _padded(self, routing_map: torch.Tensor) -> torch.Tensor:
         """The map that is counted: [T, E], padded where Megatron pads it, or [T, 2E]."""
@@ -282,14 +285,20 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         )
         return layout, chain_policy, agreement
 
-    def _report(self, message: str) -> None:
-        """Print a message once per pipeline stage: each may have a chain of its own."""
-        if self._reports and message not in _reported:
-            _reported.add(message)
-            rank = dist.get_rank()
-            where = "monta" if rank == 0 else f"monta, rank {rank}"
-            # Printed, as Megatron prints what users should see; its log starts at WARNING.
-            print(shown(f"{where}: {message}"), flush=True)
+    def _report(self, message: str) -> bool:
+        """Print a message once per pipeline stage: each may have a chain of its own.
+
+        Returns:
+            Whether it was printed now.
+        """
+        if not self._reports or message in _reported:
+            return False
+        _reported.add(message)
+        rank = dist.get_rank()
+        where = "monta" if rank == 0 else f"monta, rank {rank}"
+        # Printed, as Megatron prints what users should see; its log starts at WARNING.
+        print(shown(f"{where}: {message}"), flush=True)
+        return True
 
 
 def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from monta_megatron.integration.arguments import refuse
 from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
+from monta_megatron.integration.iteration import add_layer
 
 
 def patch_moe_layer(moe_layer: ModuleType) -> None:
@@ -70,6 +71,7 @@ def build_with_monta(
     if hasattr(layer, "_training_token_dispatcher"):
         layer._training_token_dispatcher = dispatcher
     layer.token_dispatcher = dispatcher
+    add_layer(layer)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
+from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.routing import Routing
 from monta_megatron.planner.selection import Selection, select
@@ -31,11 +32,13 @@ class ChainChoice:
         chain: the chain.
         num_chunks: its number of chunks.
         reason: why.
+        benefit: what is gained over stock; None where nothing was priced.
     """
 
     chain: Chain
     num_chunks: int
     reason: str
+    benefit: Benefit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,6 +187,7 @@ class ChoiceTable:
             reason=f"planned on {cluster.name}{doubtful} for up to "
             f"{counted(tokens, 'token')} per rank{of_token}{seen}: {selection.reason}; holds up to "
             f"{gb_text(price.peak_bytes)}",
+            benefit=selection.benefit,
         )
 
 

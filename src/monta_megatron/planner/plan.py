@@ -10,6 +10,7 @@ from monta_megatron.chains.program import Phase, Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
+from monta_megatron.planner.benefit import Benefit, benefit_of
 from monta_megatron.planner.resource_rates import ResourceRate
 from monta_megatron.planner.workload import Workload
 
@@ -135,6 +136,11 @@ class Plan:
         for candidate in self.candidates:
             best.setdefault(candidate.chain, candidate.predicted_us)
         return best
+
+    @property
+    def benefit(self) -> Benefit | None:
+        """What is gained over plain `alltoall`; None where one of the two was not priced."""
+        return benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)
 
     def incompatibility(self, here: Mapping[str, Any]) -> str | None:
         """Why this plan does not fit an exchange: the first reason, or None if it fits.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.quantities import gb_text
+from monta_megatron.planner.benefit import Benefit, benefit_of
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.workload import Workload
@@ -55,6 +56,13 @@ class Selection:
     def limit(self) -> str:
         """The limit as text."""
         return f"over the limit of {gb_text(self.memory_limit_bytes or 0.0)}"
+
+    @property
+    def benefit(self) -> Benefit | None:
+        """What is gained over plain `alltoall`; None where that is not among the prices."""
+        # The fastest come first, and the last entry of a chain is the one that stays.
+        best_us = {price.chain.name: price.total_us for price in reversed(self.prices)}
+        return benefit_of(self.price.chain.name, self.price.total_us, best_us, self.reason)
 
     @property
     def reason(self) -> str:

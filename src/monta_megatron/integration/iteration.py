@@ -1,0 +1,37 @@
+"""The MoE layers of this process that have our dispatcher, and what an iteration asks of them."""
+
+from typing import Any
+from weakref import WeakSet
+
+from monta_megatron.planner.benefit import Iteration
+
+# Those of a model that is gone are no longer among them.
+_layers: WeakSet[Any] = WeakSet()
+
+
+def add_layer(layer: Any) -> None:
+    """Keep an MoE layer in mind, for as long as it exists."""
+    _layers.add(layer)
+
+
+def layers() -> list[Any]:
+    """The MoE layers that exist, by their numbers in the model."""
+    return sorted(_layers, key=lambda layer: layer.layer_number or 0)
+
+
+def iteration_of(dispatcher: Any) -> Iteration:
+    """How often an iteration runs the exchange of a dispatcher, on this pipeline stage.
+
+    Layers that choose by the same policy are those of one shape. The micro-batches are unknown
+    outside Megatron's training loop.
+    """
+    from megatron.core import num_microbatches_calculator as calculator
+
+    # In inference Megatron may put another dispatcher in its place.
+    policies = [getattr(layer.token_dispatcher, "chain_policy", None) for layer in _layers]
+    has_batch = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None
+    return Iteration(
+        num_moe_layers=policies.count(dispatcher.chain_policy) or None,
+        num_stages=dispatcher.config.pipeline_model_parallel_size,
+        num_micro_batches=calculator.get_num_microbatches() if has_batch else None,
+    )

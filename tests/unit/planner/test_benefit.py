@@ -1,0 +1,111 @@
+"""What a choice gains over stock: the numbers, and the line that says them."""
+
+from dataclasses import replace
+
+import pytest
+from clusters import preset, workload_of
+
+from monta_megatron.common.quantities import time_text
+from monta_megatron.planner.benefit import Benefit, Iteration, benefit_of
+from monta_megatron.planner.search import plan_of
+from monta_megatron.planner.selection import select
+
+# 2.16 times as fast; 3.6 ms for each of 24 layers and 32 micro-batches are 2.76 s.
+FASTER = Benefit(chain="hierarchical_alltoall", chosen_us=3_100.0, alltoall_us=6_700.0)
+SLOWER = Benefit(chain="allgather", chosen_us=150.0, alltoall_us=100.0)
+STAGE = Iteration(num_moe_layers=24, num_stages=4, num_micro_batches=32)
+
+
+@pytest.mark.parametrize(
+    ("benefit", "iteration", "line"),
+    [
+        (
+            FASTER,
+            STAGE,
+            "2.16x stock alltoall: saves 3.6 ms x 24 MoE layers of a pipeline stage x 32 "
+            "micro-batches = 2.76 s per iteration (54% of the exchange's predicted time)",
+        ),
+        (
+            FASTER,
+            Iteration(num_moe_layers=94),
+            "2.16x stock alltoall: saves 3.6 ms x 94 MoE layers = 338 ms per micro-batch (54% of "
+            "the exchange's predicted time)",
+        ),
+        (
+            FASTER,
+            Iteration(),
+            "2.16x stock alltoall: saves 3.6 ms per MoE layer and micro-batch (54% of the "
+            "exchange's predicted time)",
+        ),
+        (
+            SLOWER,
+            Iteration(num_moe_layers=1, num_micro_batches=1),
+            "0.67x stock alltoall: loses 50 us x 1 MoE layer x 1 micro-batch = 50 us per iteration "
+            "(50% on top of the exchange's predicted time)",
+        ),
+    ],
+)
+def test_the_line(benefit: Benefit, iteration: Iteration, line: str) -> None:
+    assert benefit.text(iteration) == line
+
+
+def test_the_numbers() -> None:
+    numbers = FASTER.document(STAGE)
+    assert numbers.pop("text") == FASTER.text(STAGE)
+    assert numbers == pytest.approx(
+        {
+            "ratio": 67 / 31,
+            "saved_us": 3_600.0,
+            "moe_layers": 24,
+            "micro_batches": 32,
+            "saved_s_per_iteration": 2.7648,
+            "percent": 100 * 36 / 67,
+        }
+    )
+    assert FASTER.document(replace(STAGE, num_micro_batches=None))["saved_s_per_iteration"] is None
+
+
+def test_plain_alltoall_gains_nothing_and_says_why() -> None:
+    best_us = {"alltoall": 100.0, "allgather": 98.0, "alltoall_dedup": None}
+    reason = "plainer than allgather in 1 chunk, which is 2% faster; the network is busy"
+    plainer = benefit_of("alltoall", 100.0, best_us, reason)
+    assert plainer is not None and (plainer.ratio, plainer.saved_us) == (1.0, 0.0)
+    assert plainer.text(STAGE) == (
+        "plain alltoall is chosen here, plainer than allgather in 1 chunk, which is 2% faster: no "
+        "gain over stock"
+    )
+    fastest = benefit_of("alltoall", 97.0, {**best_us, "alltoall": 97.0}, reason)
+    assert fastest is not None
+    assert fastest.text(STAGE) == "plain alltoall is the fastest here: no gain over stock"
+    assert fastest.document(STAGE)["saved_s_per_iteration"] == 0.0
+
+
+def test_without_a_price_there_is_no_benefit() -> None:
+    assert benefit_of("allgather", None, {"alltoall": 1.0}, "by hand") is None
+    assert benefit_of("allgather", 1.0, {"allgather": 1.0}, "the only one") is None
+
+
+def test_a_selection_and_its_plan_gain_the_same() -> None:
+    selection = select(workload_of(16), preset("h100_8x_ndr"))
+    benefit = selection.benefit
+    assert benefit is not None and benefit.ratio > 1
+    assert plan_of(selection).benefit == benefit
+    by_chain = [price for price in selection.prices if price.chain.name == "alltoall"]
+    assert [price.total_us for price in by_chain] == [benefit.alltoall_us]
+
+
+@pytest.mark.parametrize(
+    ("time_us", "text"),
+    [
+        (0.0, "0 us"),
+        (3.456, "3.46 us"),
+        (999.4, "999 us"),
+        (999.5, "1 ms"),
+        (99_600.0, "100 ms"),
+        (999_499.0, "999 ms"),
+        (10_840_000.0, "10.8 s"),
+        (1.234e9, "1,234 s"),
+    ],
+)
+def test_times_have_three_digits(time_us: float, text: str) -> None:
+    assert time_text(time_us) == text
