@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from published_configs import CONFIGS as PUBLISHED
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
@@ -198,6 +199,28 @@ def test_run_directory_explains_itself(tmp_path: Path) -> None:
     assert (plan.chain, plan.num_chunks) == ("alltoall_allgather", 4)
     versions = json.loads((run.directory / "versions.json").read_text())
     assert versions["versions"]["monta-megatron"] and versions["arguments_checked"] is False
+
+
+def test_a_config_of_hugging_face_is_copied_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["mixtral_8x7b"]))
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        Path(MIXTRAL)
+        .read_text()
+        .replace("../models/mixtral_8x7b.yaml", ".")
+        .replace("../clusters/h100_8x_ndr.yaml", "h100_8x_ndr")
+    )
+    run = ready(str(file))
+    assert run.plan == ready(MIXTRAL).plan
+    # Megatron's arguments say how long sequences are.
+    (note,) = [note for note in run.notes if "assumed" in note]
+    assert note.endswith("assumed: dtype bf16, probs_dtype fp32")
+    run = run_directory.self_contained(run)
+    run_directory.write(run)
+    copy = run.directory / "model.json"
+    assert json.loads(copy.read_text()) == PUBLISHED["mixtral_8x7b"]
+    again = ready(str(run.directory / "config.yaml"))
+    assert again.config.model == str(copy) and again.plan == run.plan
 
 
 def test_a_given_plan_and_another_cluster_are_copied_too(tmp_path: Path) -> None:

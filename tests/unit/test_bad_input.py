@@ -21,6 +21,7 @@ MODEL, CLUSTER = (
 )
 RUN = CONFIGS / "runs" / "mixtral_8x7b.yaml"
 PLAN = f"plan --model {MODEL} --cluster {CLUSTER}"
+CONFIG = f"plan --cluster {CLUSTER} --model {Path(__file__).parent}/bad_configs"
 BENCH = "bench --experts 8 --top-k 2 --hidden 32 --tokens 16"
 SIMULATE = f"simulate --model {MODEL} --cluster {CLUSTER} --ep 8"
 CALIBRATE = "calibrate --out c.yaml"
@@ -36,7 +37,20 @@ CASES = [
     (f"{PLAN} --inter-rate-raito=2", ["unrecognized", "did you mean --inter-rate-ratio?"]),
     ("plan", ["--model", "--cluster", "required"]),
     (f"plan --model nowhere.yaml --cluster {CLUSTER}", ["nowhere.yaml", "No such file"]),
-    (f"plan --model . --cluster {CLUSTER}", [".: cannot be read"]),
+    (f"plan --model . --cluster {CLUSTER}", [".: cannot be read", "without config.json"]),
+    (f"plan --model {MODEL} --cluster .", [".: cannot be read: is a folder"]),
+    (f"{CONFIG}/llama.json", ["model_type: got 'llama', must be one of dbrx,", "monta new model"]),
+    (f"{CONFIG}/no_model_type.json", ["model_type: missing, must be one of dbrx, deepseek_v2,"]),
+    (
+        f"{CONFIG}/missing.json",
+        ["num_experts_per_tok, num_local_experts, intermediate_size: missing, must be given"],
+    ),
+    (f"{CONFIG}/wrong_type.json", ["num_experts_per_tok: got '8', must be an integer >= 1"]),
+    (f"{CONFIG}/too_many.json", ["moe_router_topk: got 9, must be at most num_experts (8)"]),
+    (f"{CONFIG}/list.json", ["must be a mapping"]),
+    (f"{CONFIG}/cut_short.json", ["is no JSON in line 2"]),
+    (f"{CONFIG}/twice.json", ["key 'hidden_size' is written twice"]),
+    (f"{CONFIG}/nested.json", ["ffn_config: got 16, must be a mapping with the keys"]),
     (f"plan --model {CLUSTER} --cluster {CLUSTER}", ["a800_2x8_ib200.yaml", "unknown key"]),
     (f"plan --model {MODEL} --cluster {MODEL}", ["mixtral_8x7b.yaml", "unknown key"]),
     (f"{PLAN} --ep 3", ["layout", "got 16", "multiple of etp * ep * pp (3)"]),
@@ -44,6 +58,9 @@ CASES = [
     (f"{PLAN} --etp 2.5", ["--etp", "'2.5'", ">= 1"]),
     (f"{PLAN} --world-size 5000", ["--world-size", "5000", "at most the 16 ranks"]),
     (f"{PLAN} --world-size 1", ["world_size", "got 1", "more ranks"]),
+    (f"{PLAN} --seq-length 0", ["--seq-length", "'0'", ">= 1"]),
+    (f"{PLAN} --ep 8 --tp 8 --seq-length 4100", ["tp: got 8, must divide seq_length", "4100"]),
+    (f"{PLAN} --micro-batch-size 1.5", ["--micro-batch-size", "'1.5'", ">= 1"]),
     (f"{PLAN} --tokens -1", ["--tokens", "'-1'", ">= 0"]),
     (f"{PLAN} --ep 8 --routing diagonal", ["--routing", "'diagonal'", "uniform", "folder"]),
     (f"{PLAN} --ep 8 --tp 1 --routing node-limited", ["--routing", "node-limited"]),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from published_configs import CONFIGS
 
 from monta_megatron import __version__
 
@@ -131,6 +132,11 @@ def test_an_empty_environment_plans(wheel: Path, tmp_path: Path) -> None:
     inputs = ("--model", "qwen3_235b_a22b", "--cluster", "h100_8x_ndr")
     planned = json.loads(run(monta, "plan", *inputs, *sizes, folder=here))
     assert planned["chain"] == "hierarchical_alltoall"
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["mixtral_8x7b"]))
+    for model in ("../config.json", ".."):
+        inputs = ("--model", model, "--cluster", "h100_8x_ndr", "--world-size", "16")
+        planned = json.loads(run(monta, "plan", *inputs, "--json", folder=here))
+        assert (planned["chain"], len(planned["notes"])) == ("alltoall", 1)
     launched = run(monta, "launch", "--config", "mixtral_8x7b", "--dry-run", folder=here)
     assert "--moe-token-dispatcher-type monta" in launched
     assert list(here.iterdir()) == []

@@ -53,7 +53,7 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common import strict_yaml
     from monta_megatron.planner.selection import MARGIN
     from monta_megatron.tools.plan.program_table import program_lines, program_of
-    from monta_megatron.tools.plan.report import layout_lines, plan_lines, rate_lines
+    from monta_megatron.tools.plan.report import layout_lines, note_lines, plan_lines, rate_lines
     from monta_megatron.tools.plan.request import plan_request
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
@@ -79,7 +79,7 @@ def run(parsed: argparse.Namespace) -> int:
         lines = (
             plan_lines(plan, memory)
             if inputs.ranking is None
-            else [*rate_lines(plan), "", *layout_lines(inputs.ranking, memory)]
+            else [*rate_lines(plan), *note_lines(plan), "", *layout_lines(inputs.ranking, memory)]
         )
         if parsed.program:
             lines += ["", *program_lines(programs)]

@@ -12,6 +12,11 @@ from monta_megatron.planner import ROUTINGS
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
 
+FILES = {
+    "model": "a file, a config.json of Hugging Face or its folder, or a preset by its name in "
+    "configs/models",
+    "cluster": "a file, or a preset by its name in configs/clusters",
+}
 SIZES = {
     "world-size": "all ranks (default: those of the cluster)",
     "tp": "tensor parallel size, with sequence parallelism",
@@ -20,24 +25,25 @@ SIZES = {
     "cp": "context parallel size",
     "pp": "pipeline parallel size",
 }
+BATCH = {
+    "seq-length": "tokens of a sequence (default: the model's)",
+    "micro-batch-size": "sequences of a micro-batch (default: the model's)",
+}
 IGNORE_MEMORY = "go on where a rank's memory is too small for the training"
 
 
 def add_arguments(parser: Any, needs_model: bool = True) -> None:
     """Add the flags that say what is exchanged, and on which cluster."""
-    for name in ("model", "cluster"):
-        parser.add_argument(
-            f"--{name}",
-            metavar="FILE",
-            required=needs_model,
-            help=f"a file, or a preset by its name in configs/{name}s",
-        )
+    for name, text in FILES.items():
+        parser.add_argument(f"--{name}", metavar="FILE", required=needs_model, help=text)
     parser.add_argument("--layout", metavar="FILE", help="YAML with the sizes below")
     for name, text in SIZES.items():
         parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
     parser.add_argument(
         "--tokens", metavar="N", type=whole(0), help="of a rank (default: the model's batch)"
     )
+    for name, text in BATCH.items():
+        parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
     parser.add_argument(
         "--routing",
         metavar="NAME|FOLDER",

@@ -48,7 +48,9 @@ WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks", 
 TAKES = {
     "recording": COSTS,
     "record": COSTS | WHAT | {name.replace("-", "_") for name in RECORD_FLAGS},
-    "model": COSTS | WHAT | {"layout", "world_size", "cp", "pp", "ignore_memory"},
+    "model": COSTS
+    | WHAT
+    | {*("layout", "world_size", "cp", "pp", "seq_length", "micro_batch_size", "ignore_memory")},
 }
 WAYS = {"recording": "RECORDING", "record": "--record", "model": "--model"}
 DEFAULTS = {

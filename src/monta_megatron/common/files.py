@@ -13,6 +13,29 @@ from pathlib import Path
 from typing import Any
 
 
+def read_text(path: str | Path, form: str, most_bytes: int) -> str:
+    """The text of a file that a user names.
+
+    Args:
+        path: the file.
+        form: what it has to hold, for messages, such as "YAML".
+        most_bytes: the size from which it is refused.
+
+    Raises:
+        ValueError: it cannot be read, is larger, or is no text.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise ValueError(f"{path}: is too large, must hold at most {most_bytes:,} bytes")
+        return content.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is no text file (UTF-8), must be {form}") from error
+
+
 def read_json_lines(path: Path) -> list[Any]:
     """The documents in a file; none if there is no file.
 

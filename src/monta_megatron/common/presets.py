@@ -7,6 +7,8 @@ from monta_megatron.common.names import advice
 
 Kind = Literal["models", "clusters", "runs"]
 
+CONFIG = "config.json"
+
 # setup.py puts the checkout's folder into the package of a wheel.
 _IN_WHEEL, _IN_CHECKOUT = (
     Path(__file__).parents[1] / "configs",
@@ -18,6 +20,8 @@ FOLDER = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
 def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
     """The file that a user means: an existing path, or else the name of a preset.
 
+    For a model it may be a folder as well, of Hugging Face, whose `config.json` is meant.
+
     Args:
         kind: what it holds.
         given: the path or the name.
@@ -27,6 +31,9 @@ def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
         ValueError: there is neither; the message names the preset that was probably meant.
     """
     path = Path(folder, given)
+    config = path / CONFIG
+    if kind == "models" and config.is_file():
+        return config
     presets = {preset.stem: preset for preset in sorted((FOLDER / kind).glob("*.yaml"))}
     if not path.is_file() and str(given) in presets:
         return presets[str(given)]
@@ -35,4 +42,7 @@ def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
         raise ValueError(
             f"{path}: cannot be read: No such file or directory, nor a preset; {known}"
         )
+    if path.is_dir():
+        without = f" without {CONFIG}" if kind == "models" else ""
+        raise ValueError(f"{path}: cannot be read: is a folder{without}")
     return path

@@ -31,6 +31,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from monta_megatron.common.files import read_text
 from monta_megatron.common.names import advice, one_of
 from monta_megatron.common.texts import PRINTABLE, shown
 
@@ -63,16 +64,7 @@ def read(path: str | Path) -> Any:
     Raises:
         ValueError: the file cannot be read, or is not plain YAML.
     """
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"{path}: is too large, must hold at most {MOST_BYTES:,} bytes")
-        text = content.decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is no text file (UTF-8), must be YAML") from error
+    text = read_text(path, "YAML", MOST_BYTES)
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:

@@ -3,13 +3,17 @@
 Fields are named as Megatron-Core names them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.dtypes import DTYPE_BYTES, Dtype
+from monta_megatron.common.names import one_of
 from monta_megatron.common.rules import PositiveFloat, PositiveInt, Text, require
 
+# What the training decides; every command that takes a model has flags for them.
+BATCH = ("seq_length", "micro_batch_size")
 # No model has so many parameters besides its experts: the number was not written in billions.
 MOST_TIMES_EXPERTS = 1_000
 
@@ -36,6 +40,7 @@ class Model:
         probs_dtype: dtype of the routing probabilities (Megatron: moe_router_dtype).
         moe_router_num_groups: number of expert groups of a group-limited router.
         moe_router_group_topk: groups that a token may use.
+        assumed: fields that nobody has given; a plan notes what was taken for them.
     """
 
     name: Text
@@ -55,6 +60,7 @@ class Model:
     probs_dtype: Dtype = "fp32"
     moe_router_num_groups: PositiveInt | None = None
     moe_router_group_topk: PositiveInt | None = None
+    assumed: tuple[Text, ...] = ()
 
     def __post_init__(self) -> None:
         experts, topk = self.num_experts, self.moe_router_topk
@@ -66,6 +72,9 @@ class Model:
             f"be at most num_layers ({self.num_layers})",
         )
         self._check_num_parameters()
+        for name in self.assumed:
+            names = [entry.name for entry in fields(self)]
+            require(name in names, "assumed", name, f"be {one_of(name, names)}")
         groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
         if groups is None and group_topk is None:
             return
@@ -119,11 +128,37 @@ class Model:
         per_expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
         return self.num_moe_layers * self.num_experts * per_expert
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan has to say about it."""
+        if not self.assumed:
+            return ()
+        values = ", ".join(f"{name} {getattr(self, name)}" for name in self.assumed)
+        flags = [f"--{name.replace('_', '-')}" for name in self.assumed if name in BATCH]
+        advice = f"; {', '.join(flags)} for others" if flags else ""
+        return (f"how {self.name} is trained is not in its file, assumed: {values}{advice}",)
+
 
 def load_model(path: str | Path) -> Model:
-    """Read a model file, or the preset of that name.
+    """Read a model file, a config.json of Hugging Face or its folder, or a preset by its name.
 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    return strict_yaml.load(Model, presets.find("models", path))
+    file = presets.find("models", path)
+    if file.suffix != ".json":
+        return strict_yaml.load(Model, file)
+    from monta_megatron.common import strict_json
+    from monta_megatron.planner.huggingface import model_of_config
+
+    return model_of_config(strict_json.read(file), str(file))
+
+
+def with_batch(
+    model: Model, seq_length: int | None = None, micro_batch_size: int | None = None
+) -> Model:
+    """A model with the batch of a training; None leaves the one that it has."""
+    given = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
+    changes: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
+    assumed = tuple(name for name in model.assumed if name not in changes)
+    return replace(model, **changes, assumed=assumed)

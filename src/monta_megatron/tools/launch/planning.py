@@ -5,7 +5,6 @@ dispatcher plans again when the number changes.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
@@ -16,7 +15,7 @@ from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.model import Model, load_model, with_batch
 from monta_megatron.planner.model_workload import workloads_of
 from monta_megatron.planner.plan import Plan, exchange_of
 from monta_megatron.planner.selection import NUM_CHUNKS
@@ -78,7 +77,7 @@ def plan_run(
             f"{file}: layout.nodes * ranks_per_node: got {layout.world_size}, must be at most the "
             f"{cluster.num_ranks} ranks of {cluster_file}; its num_nodes is that of the cluster"
         )
-    notes = []
+    notes = list(model.notes)
     ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", cluster.ranks_per_node)
     if ranks_per_node != config.layout.ranks_per_node:
         notes.append(
@@ -143,7 +142,7 @@ def _given_plan(
         num_chunks=(plan.num_chunks,),
         max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
     )
-    return plan, memory, [used, f"needs {memory.describe()}"]
+    return plan, memory, [used, *model.notes, f"needs {memory.describe()}"]
 
 
 def _memory(
@@ -187,10 +186,13 @@ def _model(path: str, arguments: Arguments) -> Model:
                 f"{path}: {field}; name another model file, or none"
             )
     # The training sets these; the model file only holds defaults for them.
-    return replace(
+    return with_batch(
         model,
-        seq_length=_size(arguments, "seq-length", model.seq_length),
-        micro_batch_size=_size(arguments, "micro-batch-size", model.micro_batch_size),
+        **{
+            name.replace("-", "_"): arguments[name].read(SIZE)
+            for name in ("seq-length", "micro-batch-size")
+            if name in arguments
+        },
     )
 
 

@@ -1,7 +1,7 @@
 """What a run leaves to be read later: its configuration, plan, versions, script and logs.
 
 config.yaml     everything resolved; a run file itself
-model.yaml      the model that was planned for
+model.yaml      the model that was planned for; model.json if that is a config.json
 cluster.yaml    the costs by which the planner chooses, in the run too
 plan.yaml       what the planner expects of the exchange, or the plan that the run was given
 versions.json   versions, commits, when and how the run was made
@@ -38,8 +38,12 @@ COPIED_ARGUMENTS = {"moe-monta-cluster": "cluster.yaml", "moe-monta-plan": "plan
 def self_contained(run: Run) -> Run:
     """The run as it reads its files: in its own directory, where `write` copies them."""
     config, megatron = run.config, dict(run.config.megatron)
+    # A config.json of Hugging Face stays JSON, which is how it is known.
+    names = {"model": "model.yaml", "cluster": "cluster.yaml"}
+    if (config.model or "").endswith(".json"):
+        names["model"] = "model.json"
     files = {
-        "model.yaml": config.model,
+        names["model"]: config.model,
         "cluster.yaml": megatron.get("moe-monta-cluster") or config.cluster,
         "plan.yaml": megatron.get("moe-monta-plan"),
     }
@@ -53,9 +57,7 @@ def self_contained(run: Run) -> Run:
         for name, argument in run.arguments.items()
     }
     # The copies stand beside config.yaml, whose `cluster` is the default of the argument.
-    beside: dict[str, Any] = {
-        name: f"{name}.yaml" for name in ("model", "cluster") if f"{name}.yaml" in copies
-    }
+    beside: dict[str, Any] = {key: name for key, name in names.items() if name in copies}
     if megatron.get("moe-monta-cluster"):
         del megatron["moe-monta-cluster"]
     if megatron.get("moe-monta-plan"):

@@ -38,7 +38,7 @@ def plan_lines(plan: Plan, memory: TrainingMemory | None = None) -> list[str]:
         *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[key.phase]}"),
         *_field("why", plan.reason),
         *([] if memory is None else _field("needs", memory.describe())),
-        *(line for note in plan.notes for line in _field("note", note)),
+        *note_lines(plan),
         "",
         *_candidate_lines(plan),
     ]
@@ -54,6 +54,11 @@ def rate_lines(plan: Plan) -> list[str]:
         for rate in plan.rates
         for line in _field(RESOURCE_NAMES[rate.resource], f"{rate.rate.in_both_units} {rate.basis}")
     ]
+
+
+def note_lines(plan: Plan) -> list[str]:
+    """What had to be assumed for a plan."""
+    return [line for note in plan.notes for line in _field("note", note)]
 
 
 def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> list[str]:

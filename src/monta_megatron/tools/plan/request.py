@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from monta_megatron.planner import ROUTINGS
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.model import Model, load_model, with_batch
 from monta_megatron.planner.model_workload import uniform_routing, workloads_of
 from monta_megatron.planner.named_routing import expected_routing, skewed_routing
 from monta_megatron.planner.network_rate import with_inter_rate
@@ -39,7 +39,7 @@ class PlanRequest:
     """A request, as the command line makes it.
 
     Attributes:
-        model: model file, or the name of a preset.
+        model: model file, or the name of a preset; see `model.load_model`.
         cluster: cluster file, or the name of a preset.
         layout: file of a `ParallelLayout`, whose sizes those here override; None for none.
         world_size: ranks of the training; None for those of the cluster.
@@ -49,6 +49,8 @@ class PlanRequest:
         cp: context parallel size.
         pp: pipeline parallel size.
         tokens: of a rank; None for the model's batch.
+        seq_length: tokens of a sequence; None for the model file's.
+        micro_batch_size: sequences of a micro-batch; likewise.
         routing: one of `ROUTINGS`, or a folder of Megatron's router traces.
         phase: what has to be fast.
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
@@ -65,6 +67,8 @@ class PlanRequest:
     cp: int | None = None
     pp: int | None = None
     tokens: int | None = None
+    seq_length: int | None = None
+    micro_batch_size: int | None = None
     routing: str = "uniform"
     phase: Phase = "forward_backward"
     inter_rate_ratio: float | None = None
@@ -103,7 +107,7 @@ def read_inputs(
     Raises:
         ValueError: a file or a size is wrong, or the layout does not fit.
     """
-    model = load_model(request.model)
+    model = with_batch(load_model(request.model), request.seq_length, request.micro_batch_size)
     cluster = cluster_with_rate(request.cluster, request.inter_rate_ratio)
     ranking, sizes = None, {}
     if (request.layout, request.tp, request.ep, request.etp) == (None, None, None, None):
@@ -162,7 +166,7 @@ def plan_request(
     model, cluster, layout = inputs.model, inputs.cluster, inputs.layout
     workloads = _workloads(request, model, cluster, layout)
     memory = training_memory(model, cluster, layout, workloads, ignore_memory=request.ignore_memory)
-    return plan_within_memory(
+    plan, workload, memory = plan_within_memory(
         workloads,
         cluster,
         memory,
@@ -170,6 +174,7 @@ def plan_request(
         phase=request.phase,
         **settings,
     )
+    return replace(plan, notes=(*plan.notes, *model.notes)), workload, memory
 
 
 def _workloads(

@@ -110,7 +110,7 @@ def of_prediction(
         title=f"{ours.name}, predicted: {where}, {sizes}",
         timelines=[ours] if comparison is None else [comparison.stock, ours],
         comparison=comparison,
-        notes=[f"needs {memory.describe()}"],
+        notes=[f"needs {memory.describe()}", *(f"note: {note}" for note in inputs.model.notes)],
         about={
             "cluster": cluster.name,
             "model": inputs.model.name,

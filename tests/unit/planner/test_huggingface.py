@@ -1,0 +1,109 @@
+"""Models from config.json: published ones are the presets, and bad ones are refused in one line."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_configs import CONFIGS, NUM_PARAMETERS
+
+from monta_megatron.common import presets, strict_json
+from monta_megatron.planner.huggingface import FAMILIES, model_of_config
+from monta_megatron.planner.model import Model, load_model, with_batch
+
+# What a preset has from elsewhere: its name, and the number that its paper or model card rounds.
+NOT_COMPARED = {"name", "source", "num_parameters_billions", "assumed"}
+OWN = {"quickstart", "monta_2x70b"}
+
+
+def written(folder: Path, config: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config, indent="\t"))
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"qwen2_moe"}))
+def test_a_published_config_is_the_preset(name: str) -> None:
+    model, preset = model_of_config(CONFIGS[name], name), load_model(name)
+    for entry in fields(Model):
+        if entry.name not in NOT_COMPARED:
+            assert getattr(model, entry.name) == getattr(preset, entry.name), entry.name
+    assert model.num_parameters_billions == pytest.approx(preset.num_parameters_billions, rel=0.005)
+
+
+def test_every_preset_with_a_config_is_compared() -> None:
+    names = {path.stem for path in (presets.FOLDER / "models").glob("*.yaml")}
+    assert names - OWN == CONFIGS.keys() - {"qwen2_moe"}
+    compared = {config["model_type"] for config in CONFIGS.values()}
+    # Kimi K2's class is that of DeepSeek-V3.
+    assert FAMILIES.keys() - compared == {"kimi_k2"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counted_parameters_are_the_published_ones(name: str) -> None:
+    """To less than a tenth of a percent: norms and biases are not counted."""
+    counted = model_of_config(CONFIGS[name], name).num_parameters_billions * 1e9
+    assert counted == pytest.approx(NUM_PARAMETERS[name], rel=1e-3)
+
+
+def test_a_file_and_its_folder_are_the_same(tmp_path: Path) -> None:
+    path = written(tmp_path, CONFIGS["mixtral_8x7b"])
+    assert load_model(path) == load_model(tmp_path)
+    assert load_model(path).name == "mixtral 46.7B"
+    # A folder of this name is no preset, because it holds a model.
+    with pytest.raises(ValueError, match=r"cannot be read: is a folder without config.json$"):
+        load_model(tmp_path.parent)
+
+
+def test_what_is_assumed_is_noted_until_it_is_given() -> None:
+    model = model_of_config({**CONFIGS["olmoe_1b_7b"], "max_position_embeddings": 1024}, "c")
+    assert (model.seq_length, model.micro_batch_size) == (1024, 1)
+    (note,) = model.notes
+    assert "seq_length 1024, micro_batch_size 1, dtype bf16, probs_dtype fp32" in note
+    assert note.endswith("; --seq-length, --micro-batch-size for others")
+    (note,) = with_batch(model, 8192, 2).notes
+    assert note.endswith("assumed: dtype bf16, probs_dtype fp32")
+    assert load_model("olmoe_1b_7b").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_moe_layers"),
+    [
+        ({"decoder_sparse_step": 2}, 24),
+        ({"mlp_only_layers": [0, 1, 47, 99]}, 45),
+        # Layers 1, 3, 5 and so on, of which 1 and 47 are dense.
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 47]}, 22),
+    ],
+)
+def test_dense_layers_of_qwen(changes: dict[str, Any], num_moe_layers: int) -> None:
+    model = model_of_config({**CONFIGS["qwen3_30b_a3b"], **changes}, "c")
+    assert model.num_moe_layers == num_moe_layers
+
+
+@pytest.mark.parametrize(
+    ("first", "freq", "num_moe_layers"), [(0, 1, 27), (1, 1, 26), (1, 2, 13), (4, 3, 7)]
+)
+def test_dense_layers_of_deepseek(first: int, freq: int, num_moe_layers: int) -> None:
+    changes = {"first_k_dense_replace": first, "moe_layer_freq": freq}
+    model = model_of_config({**CONFIGS["deepseek_v2_lite"], **changes}, "c")
+    assert model.num_moe_layers == num_moe_layers
+    assert num_moe_layers == sum(layer >= first and layer % freq == 0 for layer in range(27))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": 1,}', "config.json: is no JSON in line 1: "),
+        ('{"a": 1234567890123456789}', "an integer of 19 characters, must have at most 18"),
+        ("[" * 100_000, "nested too deeply"),
+        (f'"{"x" * 1_000_001}"', "is too large, must hold at most 1,000,000 bytes"),
+    ],
+)
+def test_a_bad_document_is_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        strict_json.read(path)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"{path}: ") and expected in line and len(line) < 300
