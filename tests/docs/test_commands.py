@@ -116,6 +116,10 @@ KNOWN = (
     ),
     Known(pattern=r"torchrun --nnodes 2 .*", reason="needs two machines"),
     Known(
+        pattern=r"python3 -m venv plan && source .*|pip install --no-deps \. numpy pyyaml",
+        run_by="tests/unit/test_distribution.py",
+    ),
+    Known(
         pattern=r"pip install .*|source \.venv/bin/activate|pre-commit install",
         reason="the tests run in what it makes",
     ),

@@ -1,0 +1,110 @@
+#!/usr/bin/env python
+"""Draw the README's chart from the table of docs/benchmarks/auto_against_stock_2x4.md.
+
+    python scripts/readme_chart.py [FILE]     # default: docs/pictures/auto_by_rate.png
+
+The table holds what was measured: `auto` against Megatron's `alltoall`, in one interleaved run.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.tools import pictures
+
+DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = DOCS / "benchmarks" / "auto_against_stock_2x4.md"
+# TP, EP, ETP of the 8 ranks.
+LAYOUTS = {
+    "1, 8, 1": ("monta, auto: EP 8", pictures.PICK_COLOUR),
+    "4, 2, 4": ("monta, auto: EP 2 x ETP 4", pictures.COLOURS[0]),
+}
+SHOWN = {"top-k": "8", "routing": "uniform", "tokens": "512"}
+RATES = ("200", "500", "1000")
+# The README shows it 830 pixels wide: two dots for each.
+SIZE_INCHES, DPI = (8.3, 3.7), 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Stock's median over that of `auto`, and the 95% interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def results() -> list[dict[str, str]]:
+    """The rows of the page's last table, by the names of their columns."""
+    *_, table = RESULTS.read_text(encoding="utf-8").strip().split("\n\n")
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    names, _, *rows = lines
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def ratio(rows: list[dict[str, str]], layout: str, rate: str) -> Ratio:
+    """What was measured of a layout at a rate, at the largest hidden size that was."""
+    wanted = {**SHOWN, "TP, EP, ETP": layout, "Mbit/s": rate}
+    found = [row for row in rows if wanted.items() <= row.items()]
+    row = max(found, key=lambda row: int(row["H"].replace(",", "")))
+    low, high = row["95% interval"].split(" to ")
+    return Ratio(median=float(row["times faster"]), low=float(low), high=float(high))
+
+
+def draw(axis: Any, rows: list[dict[str, str]]) -> None:
+    """Bars by rate: stock's own, then one for each layout."""
+    places = range(len(RATES))
+    axis.bar(
+        [place - 0.27 for place in places],
+        [1] * len(RATES),
+        width=0.25,
+        color=pictures.STOCK_COLOUR,
+        label="stock alltoall",
+    )
+    for position, (layout, (label, colour)) in enumerate(LAYOUTS.items()):
+        ratios = [ratio(rows, layout, rate) for rate in RATES]
+        centres = [place + 0.27 * position for place in places]
+        spread = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
+        axis.bar(
+            centres,
+            [r.median for r in ratios],
+            yerr=spread,
+            width=0.25,
+            color=colour,
+            label=label,
+            error_kw={"elinewidth": 1.2, "ecolor": "#404040", "capsize": 3},
+        )
+        for centre, r in zip(centres, ratios, strict=True):
+            axis.annotate(
+                f"{r.median:.1f}x",
+                (centre, r.high),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=11,
+                fontweight="bold",
+            )
+    axis.set_xticks(places, [f"{int(rate):,} Mbit/s" for rate in RATES], fontsize=11)
+    axis.set_xlabel("rate between the nodes", fontsize=11)
+    axis.set_ylabel("times as fast as stock", fontsize=11)
+    axis.set_ylim(0, 4.9)
+    axis.grid(axis="y")
+    axis.set_axisbelow(True)
+    axis.legend(loc="upper right", ncols=3, fontsize=10, borderaxespad=0)
+
+
+def main(arguments: list[str]) -> None:
+    path = Path(*arguments) if arguments else DOCS / "pictures" / "auto_by_rate.png"
+    with pictures.figure(path, SIZE_INCHES, DPI) as figure:
+        draw(figure.subplots(), results())
+        figure.suptitle(
+            "emulated: dispatch and combine of an MoE layer on 2 nodes x 4 CPU ranks\n"
+            "top-8 of 64 experts, forward and backward, median of 15 pairs, 95% interval",
+            fontsize=11,
+        )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
