@@ -74,16 +74,16 @@ def _megatron_arguments() -> list[str]:
         "Fields of `TransformerConfig`, so arguments of every Megatron script where this package\n"
         "is installed, beside `--moe-token-dispatcher-type monta`. The variable is the argument's "
         "default.\n",
-        _table(("argument", "variable", "what it says"), rows),
+        table(("argument", "variable", "what it says"), rows),
     ]
 
 
 def _variables() -> list[str]:
     return [
         "## Environment variables\n",
-        _table(("variable", "what it says"), _quoted(VARIABLES)),
+        table(("variable", "what it says"), _quoted(VARIABLES)),
         "Read, not ours:\n",
-        _table(("variable", "from, and for what"), _quoted(READ_VARIABLES)),
+        table(("variable", "from, and for what"), _quoted(READ_VARIABLES)),
     ]
 
 
@@ -97,7 +97,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
     return [
         f"## monta {name}\n",
         f"{textwrap.fill(parser.description or '', width=100)}\n",
-        _table(("flag", "value", "what it says"), rows),
+        table(("flag", "value", "what it says"), rows),
     ]
 
 
@@ -124,19 +124,20 @@ def _quoted(rows: dict[str, str]) -> Iterable[tuple[str, str]]:
     ]
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table of Markdown."""
     lines = [head, tuple("---" for _ in head), *rows]
     cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def main() -> None:
-    """Print the page, or write it."""
+def main(text: str, path: Path) -> None:
+    """Print a page, or write it."""
     if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(page(), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     else:
-        print(page(), end="")
+        print(text, end="")
 
 
 if __name__ == "__main__":
-    main()
+    main(page(), PAGE)

@@ -18,6 +18,7 @@ class Rule:
     holds: Callable[[Any], bool]
 
 
+SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 PositiveInt = Annotated[int, Rule("an integer >= 1", lambda value: value >= 1)]
 NonNegativeInt = Annotated[int, Rule("an integer >= 0", lambda value: value >= 0)]
 PositiveFloat = Annotated[float, Rule("a number > 0", lambda value: value > 0)]

@@ -33,6 +33,7 @@ import yaml
 
 from monta_megatron.common.files import read_text
 from monta_megatron.common.names import advice, one_of
+from monta_megatron.common.rules import SCALARS
 from monta_megatron.common.texts import PRINTABLE, shown
 
 T = TypeVar("T")
@@ -247,8 +248,7 @@ def _scalar(kind: Any, data: Any, place: _Place) -> Any:
     if kind is float and type(data) is int and abs(data) < sys.float_info.max:
         data = float(data)
     if type(data) is not kind:
-        names = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
-        raise place.refuse(data, names[kind] + _number_as_text(kind, data))
+        raise place.refuse(data, SCALARS[kind] + _number_as_text(kind, data))
     if kind is float and not math.isfinite(data):
         raise place.refuse(data, "a finite number")
     return data

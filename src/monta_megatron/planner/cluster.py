@@ -48,9 +48,10 @@ class Link:
     """A resource as a straight line: for clusters that nobody has calibrated.
 
     Attributes:
-        resource: "inter" per NIC, "intra" and "memory" per rank.
+        resource: inter is the network, of one NIC; intra the node link (NVLink) and memory a GPU's
+            own, of one rank.
         alpha_us: time of the smallest operation.
-        rate: in one direction; "memory" counts reads and writes together.
+        rate: in one direction; that of memory counts reads and writes together.
         kind: whether it was measured on this cluster.
         source: where it was published.
     """
@@ -126,7 +127,7 @@ class Contention:
         pair: two resources; the same one twice for two operations on one resource.
         factor: slowdown of the first one: 1 if the other does not affect it, 2 if it runs at
             half its rate.
-        factor_of_second: slowdown of the second one; None if it is the same.
+        factor_of_second: slowdown of the second one; without it the same.
         kind: whether it was measured on this cluster.
         source: what it was measured with, or where it was published.
     """
@@ -147,10 +148,10 @@ class Cluster:
         num_nodes: number of sets of ranks joined by the node link.
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share evenly.
-        kind: whether these numbers and the memory size come from this cluster or were published.
+        kind: whether these numbers and the memory come from this cluster or were published.
         source: where they come from.
         launch: host time per operation.
-        memory_gb_per_rank: 1e9 bytes that a rank may use, or None where that is not known.
+        memory_gb_per_rank: 1e9 bytes that a rank may use; without it memory is not checked.
         copies_block_host: copies run on the host thread in program order, as on CPU ranks.
         links: each resource as a line, used where there is no curve.
         curves: one for each operation, resource and group size.

@@ -25,7 +25,7 @@ class Model:
     Attributes:
         name: what users call it.
         source: where the dimensions were published.
-        hidden_size: H.
+        hidden_size: values of a token's hidden row, H.
         num_layers: transformer layers.
         num_moe_layers: transformer layers with experts.
         num_attention_heads: query heads; a tensor parallel size must divide them.
@@ -33,7 +33,7 @@ class Model:
         num_experts: routed experts per layer.
         moe_router_topk: experts per token.
         moe_ffn_hidden_size: FFN size of one expert; an expert tensor parallel size must divide it.
-        num_parameters_billions: parameters of the whole model.
+        num_parameters_billions: parameters of the whole model, embeddings included.
         seq_length: tokens per sequence; chosen for the training, not given by the model.
         micro_batch_size: sequences per micro-batch; likewise.
         dtype: dtype of the hidden rows in transit.

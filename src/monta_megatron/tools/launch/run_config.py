@@ -98,7 +98,7 @@ class Slurm:
     """What srun and sbatch are asked for, in addition to nodes and tasks.
 
     Attributes:
-        partition: its name, or None for the cluster's default.
+        partition: its name; without it the cluster's default.
         account: likewise.
         time_limit_minutes: time limit of the job.
         signal_before_seconds: how long before the limit the training is told to write a checkpoint,
@@ -133,12 +133,13 @@ class RunConfig:
     """One run.
 
     Attributes:
-        name: name of its directory and its job.
-        layout: nodes and parallel sizes.
-        megatron: Megatron's arguments by their names, without the leading `--`.
-        model: a file of configs/models, for the plan; None for none.
-        cluster: a file of configs/clusters, for the plan and --moe-monta-cluster; None for none.
-        script: what every rank runs; None for `${MEGATRON_LM_DIR}/pretrain_gpt.py`.
+        name: of the run's directory (runs/NAME, or runs/NAME-2 and so on) and of its job.
+        layout: nodes and parallel sizes, which are passed on to Megatron.
+        megatron: Megatron's arguments by their names without --, with dashes or underscores; true
+            is a flag, false leaves it out, a list is several values.
+        model: a model file, a config.json of Hugging Face or a preset, for the plan.
+        cluster: a cluster file or a preset, for the plan and --moe-monta-cluster.
+        script: what every rank runs; without it ${MEGATRON_LM_DIR}/pretrain_gpt.py.
         script_arguments: arguments that the script adds to Megatron's, passed on unchecked.
         environment: environment variables of every rank.
         slurm: options for srun and sbatch.
