@@ -2,7 +2,8 @@
 
 What is no terminal (a file, a pipe, a test) gets plain text whose lines are as long as they come.
 So does a terminal where rich is missing: an installation with `pip install --no-deps` into a
-container that holds numpy and PyYAML can still plan. Nothing here is imported by a training run.
+container that holds numpy and PyYAML can still plan. A training imports this only for the table of
+its tuning.
 """
 
 import importlib.util
@@ -28,12 +29,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
         rows: a cell for each column: any object, None for "-".
         title: a line above the table.
     """
-    names = [shown(column.removeprefix(">")) for column in columns]
-    cells = [["-" if cell is None else shown(cell) for cell in row] for row in rows]
-    title = shown(title)
-    sides = [">" if column.startswith(">") else "<" for column in columns]
     if sys.stdout.isatty() and has_rich():
-        return _rich_table(names, sides, cells, title)
+        return _rich_table(*_texts(columns, rows), shown(title))
+    return plain_table(columns, rows, title)
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
+    """The same in plain columns, on a terminal too: for a log."""
+    names, sides, cells = _texts(columns, rows)
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
     # One space is enough before what aligns right, whose cells hardly ever fill their column.
     lines = [
@@ -44,7 +47,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
         for row in [names, *cells]
     ]
     margin = 1 if sides[0] == ">" else 2
-    return "\n".join(([title] if title else []) + [line[margin:].rstrip() for line in lines])
+    return "\n".join(([shown(title)] if title else []) + [line[margin:].rstrip() for line in lines])
+
+
+def _texts(
+    columns: Sequence[str], rows: Iterable[Sequence[object]]
+) -> tuple[list[str], list[str], list[list[str]]]:
+    """The headings, the side to which each column is aligned, and the cells."""
+    names = [shown(column.removeprefix(">")) for column in columns]
+    sides = [">" if column.startswith(">") else "<" for column in columns]
+    return names, sides, [["-" if cell is None else shown(cell) for cell in row] for row in rows]
 
 
 def _rich_table(

@@ -1,0 +1,292 @@
+"""Tuning: over the first iterations the best candidates of a selection take turns; one stays.
+
+The planner proposes, the cluster decides. A step is one training iteration, in which one candidate
+runs in all micro-batches and layers of an exchange. What it took is known `LATE` steps later, so a
+turn depends on the results of steps that are so far back and on nothing else: ranks to which they
+were given sooner choose alike.
+
+Whose turn it is:
+
+1. The planner's pick, stock's own order of stages and the best of every other chain run twice each.
+   The first run of a candidate does not count: in it communicators are made, memory is allocated
+   and programs are lowered.
+2. Other numbers of chunks follow, those first that are the fastest by prediction times the factor
+   of their chain (measured over predicted time). At most a third of the steps is tried at all.
+3. Of those that are not far behind, the one with the fewest runs. What is far behind narrows with
+   every run: 30% after the first that counts, 15% after the second, 10% after the third.
+
+In the end the planner's pick stays, unless another one beats it by more than the margin.
+
+Notation: P = passes of an iteration, of all micro-batches and layers, in the order they ran in.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from math import exp, inf, log
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.program import FORWARD_BACKWARD
+from monta_megatron.common.hashes import hash_of
+from monta_megatron.planner.chain_price import ChainPrice
+from monta_megatron.planner.selection import MARGIN
+from monta_megatron.planner.tuning_candidates import Key, TuningCandidate
+
+# After so many steps the result of a step is known to all ranks.
+LATE = 2
+# Runs of a candidate that do not count.
+WARM_UP = 1
+FAR_BEHIND = 0.3
+# Instead of the time of a pass that was not timed.
+NOT_TIMED_US = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningStep:
+    """A step that is over.
+
+    Attributes:
+        candidate: the number of the candidate that ran.
+        us: mean time of a pass on the rank that was fastest in it, times the four passes of an
+            exchange; 0 if none was timed.
+        slowest_us: the same for the rank that was slowest.
+    """
+
+    candidate: int
+    us: int
+    slowest_us: int
+
+
+@dataclass(kw_only=True)
+class Tuning:
+    """The tuning of one exchange: whose turn it is, and what was measured.
+
+    The same on all ranks, once in each training iteration, before its first pass:
+
+        tuning.add(candidate, pass_us_min, pass_us_max)  # the iteration `LATE` before this one
+        candidate = tuning.next()                        # None: over, run `tuning.winner`
+
+    When it is over, replicas of an exchange tell each other their `summary` and `settle`.
+
+    Attributes:
+        candidates: what may run; the first is the planner's pick, which stays if nothing beats it.
+        num_steps: iterations that the tuning takes.
+        steps: those that were added.
+        settled_us: [candidates] what the replicas have settled on, 0 for what one of them has not
+            measured; None before.
+    """
+
+    candidates: tuple[TuningCandidate, ...]
+    num_steps: int
+    steps: list[TuningStep] = field(default_factory=list)
+    settled_us: tuple[int, ...] | None = None
+    _started: list[int] = field(init=False)
+    # Steps whose results may decide in this iteration: all ranks have been given them.
+    _num_known: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.candidates, "at least the planner's pick"
+        self._started = [step.candidate for step in self.steps]
+        self._num_known = self._num_due
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps were started."""
+        return len(self._started) >= self.num_steps
+
+    def next(self) -> int | None:
+        """Start a step: the number of the candidate that runs in it; None when it is over."""
+        assert len(self.steps) >= self._num_due, f"{len(self.steps)} steps were added"
+        self._num_known = self._num_due
+        if self.is_over:
+            return None
+        self._started.append(self._turn())
+        return self._started[-1]
+
+    def add(
+        self, candidate: int, pass_us_min: NDArray[np.int64], pass_us_max: NDArray[np.int64]
+    ) -> None:
+        """Say what a step took: the oldest that was not added yet; the same on all ranks.
+
+        Args:
+            candidate: the number of the candidate that ran in it.
+            pass_us_min: [P] us, for each pass the least of all ranks, since the last rank to arrive
+                waits for no other; `NOT_TIMED_US` if a rank has not timed it.
+            pass_us_max: [P] us, the most of all ranks.
+        """
+        started = self._started[len(self.steps)]
+        assert candidate == started, f"in step {len(self.steps)} ran {started}, not {candidate}"
+        is_timed = pass_us_min != NOT_TIMED_US
+        us, slowest_us = (_exchange_us(times[is_timed]) for times in (pass_us_min, pass_us_max))
+        self.steps.append(TuningStep(candidate=candidate, us=us, slowest_us=slowest_us))
+
+    @property
+    def measured_us(self) -> tuple[float | None, ...]:
+        """[candidates] trimmed mean of the runs that count, or what replicas have settled on.
+
+        None for a candidate that was not measured yet.
+        """
+        if self.settled_us is not None:
+            return tuple(us or None for us in self.settled_us)
+        return tuple(trimmed_mean(times) if times else None for times in self.times_us)
+
+    @property
+    def times_us(self) -> list[list[int]]:
+        """[candidates] of the runs that count, as far as they may decide by now."""
+        times: list[list[int]] = [[] for _ in self.candidates]
+        for step in self.steps[: self._num_known]:
+            times[step.candidate].append(step.us)
+        return [[us for us in of_one[WARM_UP:] if us > 0] for of_one in times]
+
+    @property
+    def winner(self) -> int:
+        """The number of the best candidate as far as it is known: the pick, or what beats it."""
+        measured = [(us, number) for number, us in enumerate(self.measured_us) if us is not None]
+        pick_us = self.measured_us[0]
+        if pick_us is None:
+            return 0
+        best_us, best = min(measured)
+        return 0 if pick_us <= best_us * (1 + MARGIN) else best
+
+    def summary(self) -> list[int]:
+        """What replicas tell each other: a hash of the candidates, then [candidates] us or 0."""
+        names = [candidate.name for candidate in self.candidates]
+        return [hash_of({"candidates": names}), *(round(us or 0) for us in self.measured_us)]
+
+    def settle(self, summaries: Sequence[Sequence[int]]) -> None:
+        """Decide together with the replicas of this exchange: by the mean of what all measured.
+
+        Replicas with other candidates, since they lie otherwise on the nodes, settle by themselves.
+
+        Args:
+            summaries: the `summary` of every replica, this one's too, in the same order on all.
+        """
+        hash_here = self.summary()[0]
+        rows = [summary[1:] for summary in summaries if summary[0] == hash_here]
+        self.settled_us = tuple(
+            round(sum(times) / len(times)) if all(times) else 0 for times in zip(*rows, strict=True)
+        )
+
+    def factor(self, key: Key) -> float:
+        """Measured over predicted time of a chain in a number of chunks.
+
+        Where it was not measured, the geometric mean of its chain's, else of all; else 1.
+        """
+        factors = {
+            candidate.key: us / candidate.predicted_us
+            for candidate, us in zip(self.candidates, self.measured_us, strict=True)
+            if us is not None
+        }
+        if key in factors:
+            return factors[key]
+        of_chain = [factor for (chain, _), factor in factors.items() if chain == key[0]]
+        logs = [log(factor) for factor in of_chain or factors.values()]
+        return exp(sum(logs) / len(logs)) if logs else 1.0
+
+    def select(self, prices: Sequence[ChainPrice], current: Key) -> ChainPrice:
+        """What to run on other traffic, by predicted time times `factor`.
+
+        Args:
+            prices: what may run on it, see `Selection.allowed`.
+            current: what runs now: it stays where nothing beats it by more than the margin.
+        """
+        us = {(price.chain.name, price.num_chunks): price.total_us for price in prices}
+        expected_us = {key: predicted_us * self.factor(key) for key, predicted_us in us.items()}
+        best = min(expected_us, key=expected_us.__getitem__)
+        if current in expected_us and expected_us[current] <= expected_us[best] * (1 + MARGIN):
+            best = current
+        return next(price for price in prices if (price.chain.name, price.num_chunks) == best)
+
+    def state(self) -> dict[str, Any]:
+        """All that `from_state` needs, as plain JSON values."""
+        return {
+            "num_steps": self.num_steps,
+            "candidates": [asdict(candidate) for candidate in self.candidates],
+            "steps": [asdict(step) for step in self.steps],
+            "settled_us": None if self.settled_us is None else list(self.settled_us),
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: Any, num_steps: int, chains: Collection[str] = tuple(CHAINS)
+    ) -> "Tuning":
+        """Go on where `state` was taken; steps that had been started and not added run again.
+
+        Args:
+            state: maybe from a file.
+            num_steps: what it has to take here.
+            chains: what can run here.
+
+        Raises:
+            ValueError: it does not fit; names the key, the value and the rule.
+        """
+        # A training imports it only if it goes on.
+        from monta_megatron.planner.tuning_state import read_state
+
+        read = read_state(state, num_steps, chains)
+        return cls(
+            candidates=read.candidates,
+            num_steps=read.num_steps,
+            steps=list(read.steps),
+            settled_us=read.settled_us,
+        )
+
+    @property
+    def _num_due(self) -> int:
+        """Steps whose results every rank has been given when the next one starts."""
+        return max(len(self._started) + 1 - LATE, 0)
+
+    def _turn(self) -> int:
+        """Whose turn it is in the next step."""
+        if self.num_steps - len(self._started) < LATE:
+            # Nothing can be learned from it in time.
+            return self.winner
+        numbers = range(len(self.candidates))
+        num_runs = [self._started.count(number) for number in numbers]
+        chains = [candidate.chain for candidate in self.candidates]
+        expected_us = [each.predicted_us * self.factor(each.key) for each in self.candidates]
+        times_us = self.times_us
+        least_us = min((us for us in self.measured_us if us is not None), default=inf)
+
+        def is_first_of_chain(number: int) -> bool:
+            return chains.index(chains[number]) == number
+
+        def is_far_behind(number: int) -> bool:
+            times = times_us[number]
+            if not times and is_first_of_chain(number):
+                return False
+            us = min(times, default=expected_us[number])
+            return us > least_us * (1 + FAR_BEHIND / max(len(times), 1))
+
+        # Step 1: once begun, a candidate runs until it was measured.
+        near = [number for number in numbers if not is_far_behind(number)]
+        begun = [number for number in near if 0 < num_runs[number] <= WARM_UP]
+        if begun:
+            return begun[0]
+        tried = [number for number in near if num_runs[number]]
+        new = [number for number in near if not num_runs[number]]
+        if new and sum(map(bool, num_runs)) < max(self.num_steps // 3, 2):
+            first = [number for number in new if is_first_of_chain(number)]
+            if first:
+                return first[0]
+            # Step 2: when the factors of all chains are known.
+            if all(times_us[number] for number in tried):
+                return min(new, key=lambda number: expected_us[number])
+        # Step 3.
+        return min(tried, key=lambda number: num_runs[number])
+
+
+def trimmed_mean(times_us: Sequence[int]) -> float:
+    """The mean without the slowest quarter and the fastest: of 3 times that is the middle one."""
+    num_trimmed = (len(times_us) + 1) // 4
+    middle = sorted(times_us)[num_trimmed : len(times_us) - num_trimmed]
+    return sum(middle) / len(middle)
+
+
+def _exchange_us(pass_us: NDArray[np.int64]) -> int:
+    """[P] -> the mean pass, as often as an exchange has passes; rounded, so the same everywhere."""
+    num_passes = max(len(pass_us), 1)
+    return (len(FORWARD_BACKWARD) * int(pass_us.sum()) + num_passes // 2) // num_passes

@@ -1,0 +1,350 @@
+"""Tuning, against turns worked by hand, and what every rank has to decide alike."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from clusters import preset, workload_of
+from hypothesis import strategies as st
+
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.selection import select
+from monta_megatron.planner.tuning import LATE, NOT_TIMED_US, Tuning, trimmed_mean
+from monta_megatron.planner.tuning_candidates import TuningCandidate, tuning_candidates
+from monta_megatron.planner.tuning_report import plan_of_tuning, tuning_table
+
+H100 = preset("h100_8x_ndr")
+
+
+def candidates(**predicted_us: float) -> tuple[TuningCandidate, ...]:
+    """alltoall_dedup_4=100.0 -> that chain in 4 chunks."""
+    named = ((name.rpartition("_"), us) for name, us in predicted_us.items())
+    return tuple(
+        TuningCandidate(chain=chain, num_chunks=int(chunks), predicted_us=us)
+        for (chain, _, chunks), us in named
+    )
+
+
+THREE = candidates(alltoall_dedup_4=1000.0, alltoall_1=1200.0, alltoall_dedup_1=1100.0)
+
+
+def passes(us: float, number: int = 8) -> np.ndarray:
+    """[P] times of passes, of which an exchange takes four."""
+    return np.full(number, round(us / 4), dtype=np.int64)
+
+
+def add(tuning: Tuning, us: float) -> None:
+    """The oldest step that is not added yet took so long."""
+    candidate = tuning._started[len(tuning.steps)]
+    tuning.add(candidate, passes(us), passes(us * 1.5))
+
+
+def tune(tuning: Tuning, us: Sequence[float]) -> list[int]:
+    """Whose turns it was if each candidate always takes as long as `us` says."""
+    turns: list[int] = []
+    while (candidate := next_turn(tuning, us)) is not None:
+        turns.append(candidate)
+    return turns
+
+
+def next_turn(tuning: Tuning, us: Sequence[float]) -> int | None:
+    """The next step, once the results of those before it have come as late as may be."""
+    while len(tuning.steps) + LATE <= len(tuning._started):
+        add(tuning, us[tuning._started[len(tuning.steps)]])
+    return tuning.next()
+
+
+def test_turns_by_hand() -> None:
+    """Of 9 steps.
+
+    0 0    the pick: its first run does not count
+    1 1    stock's order
+    0      what stock's order took in step 3 is not known yet
+    2 2    one chunk: 1,100 * (1,000 / 1,000) are expected, not far behind
+    1      the fewest runs; 1,200 are near, 1,000 * 1.3
+    0      the last result comes too late: what is best runs
+    """
+    turns = tune(Tuning(candidates=THREE, num_steps=9), [1000, 1200, 1100])
+    assert turns == [0, 0, 1, 1, 0, 2, 2, 1, 0]
+
+
+def test_what_is_far_behind_runs_no_more() -> None:
+    turns = tune(Tuning(candidates=THREE, num_steps=20), [1000, 5000, 1400])
+    # Chunk 1 got a third run before the result of its second was known.
+    assert turns[:8] == [0, 0, 1, 1, 0, 2, 2, 2] and set(turns[8:]) == {0}
+
+
+def test_a_near_one_runs_until_it_is_known_to_be_behind() -> None:
+    """20% behind passes after one run (30%), not after two (15%)."""
+    turns = tune(Tuning(candidates=THREE[:2], num_steps=20), [1000, 1200])
+    assert turns.count(1) == 3
+
+
+def test_other_chunks_of_the_faster_chain_are_tried_first() -> None:
+    """Predictions say the chain of the pick; its factor is 2, that of the other chain 1."""
+    tried = candidates(
+        alltoall_dedup_4=1000.0,
+        alltoall_1=1500.0,
+        hierarchical_alltoall_2=1200.0,
+        alltoall_dedup_2=1050.0,
+        hierarchical_alltoall_4=1250.0,
+    )
+    turns = tune(Tuning(candidates=tried, num_steps=14), [2000, 3000, 1200, 2100, 1150])
+    # 14 // 3 = 4 are tried at all.
+    assert list(dict.fromkeys(turns)) == [0, 1, 2, 4]
+
+
+@pytest.mark.parametrize(("challenger_us", "winner"), [(972, 0), (968, 1), (2000, 0)])
+def test_a_challenger_wins_by_the_margin(challenger_us: float, winner: int) -> None:
+    """1,000 <= 972 * 1.03 = 1,001, but 968 * 1.03 = 997."""
+    tuning = Tuning(candidates=THREE[:2], num_steps=8)
+    tune(tuning, [1000, challenger_us])
+    assert tuning.is_over and tuning.next() is None
+    assert tuning.winner == winner
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
+def test_few_steps_leave_the_pick(num_steps: int) -> None:
+    tuning = Tuning(candidates=THREE, num_steps=num_steps)
+    assert len(tune(tuning, [1000, 10, 10])) == num_steps
+    assert tuning.winner == 0
+
+
+def test_one_candidate_is_the_winner() -> None:
+    tuning = Tuning(candidates=THREE[:1], num_steps=5)
+    assert tune(tuning, [1000]) == [0] * 5
+    assert tuning.winner == 0
+
+
+def test_the_first_run_of_each_does_not_count() -> None:
+    tuning = Tuning(candidates=THREE[:2], num_steps=8)
+    assert [tuning.next(), tuning.next()] == [0, 0]
+    add(tuning, 90_000)
+    tuning.next()
+    assert tuning.measured_us == (None, None)
+    add(tuning, 1000)
+    tuning.next()
+    assert tuning.measured_us == (1000, None)
+
+
+def test_a_step_is_the_mean_pass_times_four() -> None:
+    tuning = Tuning(candidates=THREE, num_steps=9)
+    tuning.next()
+    # Recomputed forward passes are passes like the others; one was not timed by some rank.
+    times = np.array([100, 200, 101, NOT_TIMED_US, 200, 300], dtype=np.int64)
+    tuning.add(0, times, times)
+    # (100 + 200 + 101 + 200 + 300) / 5 * 4 = 720.8
+    assert (tuning.steps[0].us, tuning.steps[0].slowest_us) == (721, 721)
+    tuning.next()
+    tuning.add(0, times[:0], times[:0])
+    assert tuning.steps[1].us == 0
+
+
+def test_trimmed_mean() -> None:
+    assert trimmed_mean([10]) == 10
+    assert trimmed_mean([10, 20]) == 15
+    assert trimmed_mean([10, 900, 20]) == 20
+    assert trimmed_mean([10, 900, 20, 30]) == 25
+    assert trimmed_mean([900, 10, 20, 30, 40, 50, 1]) == 30
+
+
+TIMES_US = st.lists(st.integers(4, 4000), min_size=20, max_size=20)
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(TIMES_US, st.lists(st.integers(1, LATE), min_size=21, max_size=21))
+def test_ranks_choose_alike_however_late_results_come(us: list[int], waits: list[int]) -> None:
+    """One rank is given each result as late as may be, the other sooner."""
+    slow, fast = (Tuning(candidates=THREE, num_steps=20) for _ in range(2))
+    for step in range(21):
+        for tuning, late in ((slow, LATE), (fast, waits[step])):
+            while len(tuning.steps) + late <= step:
+                add(tuning, us[len(tuning.steps)])
+        candidate = slow.next()
+        assert fast.next() == candidate and (candidate is None) == (step == 20)
+        assert fast.winner == slow.winner
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(TIMES_US, st.integers(0, 20))
+def test_a_stored_tuning_goes_on(us: list[int], stopped_at: int) -> None:
+    tuning = Tuning(candidates=THREE, num_steps=20)
+    for step in range(stopped_at):
+        if step >= LATE:
+            add(tuning, us[step - LATE])
+        tuning.next()
+    state = json.loads(json.dumps(tuning.state()))
+    ranks = [Tuning.from_state(state, 20) for _ in range(2)]
+    assert ranks[0].state() == state
+    # What was under way runs again, and every rank goes on alike.
+    turns = [tune(each, [1000, 900, 800]) for each in ranks]
+    assert turns[0] == turns[1] and len(turns[0]) == 20 - max(stopped_at - LATE, 0)
+
+
+GOOD = {
+    "num_steps": 4,
+    "candidates": [
+        {"chain": "alltoall", "num_chunks": 1, "predicted_us": 2.5},
+        {"chain": "alltoall_dedup", "num_chunks": 2, "predicted_us": 3.5},
+    ],
+    "steps": [{"candidate": 0, "us": 10, "slowest_us": 12}],
+    "settled_us": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_steps": 5}, "tuning: num_steps: got 5, must be 4, the steps that are asked for"),
+        ({"num_steps": "4"}, "tuning: num_steps: got '4'"),
+        ({"more": 1}, "tuning: more: unknown key"),
+        ({"candidates": []}, "tuning: candidates: got"),
+        ({"candidates": [GOOD["candidates"][0]] * 2}, "be different ones"),  # type: ignore[index]
+        ({"candidates": [{"chain": "ring", "num_chunks": 1, "predicted_us": 1.0}]}, "'ring'"),
+        ({"candidates": [{"chain": "alltoall", "num_chunks": 0, "predicted_us": 1.0}]}, "got 0"),
+        ({"steps": [{"candidate": 2, "us": 10, "slowest_us": 12}]}, "steps.candidate: got 2"),
+        ({"steps": [{"candidate": 0, "us": 10, "slowest_us": 9}]}, "steps.us: got 10"),
+        ({"steps": GOOD["steps"] * 5}, "steps: got 5"),  # type: ignore[operator]
+        ({"settled_us": [1]}, "settled_us: got (1,), must be 2 integers >= 0"),
+        ({"settled_us": [1, -1]}, "settled_us"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    assert Tuning.from_state(GOOD, 4).state() == GOOD
+    with pytest.raises(ValueError, match=r"^tuning: ") as caught:
+        Tuning.from_state({**GOOD, **change}, 4)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_state_whose_chain_cannot_run_here_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"chain: got 'alltoall_dedup', must be one of alltoall,"):
+        Tuning.from_state(GOOD, 4, ["alltoall"])
+    with pytest.raises(ValueError, match=r"^tuning: got None"):
+        Tuning.from_state(None, 4)
+
+
+def test_replicas_settle_by_what_all_have_measured() -> None:
+    """1,000 + 1,300 against 1,100 + 1,000: the second wins for both, 2,300 > 2,100 * 1.03."""
+    replicas = [Tuning(candidates=THREE[:2], num_steps=8) for _ in range(2)]
+    for tuning, us in zip(replicas, ([1000, 1100], [1300, 1000]), strict=True):
+        tune(tuning, us)
+    assert [tuning.winner for tuning in replicas] == [0, 1]
+    summaries = [tuning.summary() for tuning in replicas]
+    for tuning in replicas:
+        tuning.settle(summaries)
+        assert (tuning.winner, tuning.measured_us) == (1, (1150, 1050))
+        assert Tuning.from_state(tuning.state(), 8).winner == 1
+
+
+def test_what_one_replica_has_not_measured_cannot_win() -> None:
+    replicas = [Tuning(candidates=THREE, num_steps=9) for _ in range(2)]
+    tune(replicas[0], [1000, 1200, 500])
+    # Here the third candidate is never tried: its chain is far behind.
+    tune(replicas[1], [2000, 1000, 2000])
+    summaries = [tuning.summary() for tuning in replicas]
+    assert summaries[0][0] == summaries[1][0] and summaries[1][3] == 0
+    replicas[0].settle(summaries)
+    assert (replicas[0].winner, replicas[0].measured_us[2]) == (1, None)
+
+
+def test_replicas_with_other_candidates_settle_alone() -> None:
+    here, there = Tuning(candidates=THREE[:2], num_steps=8), Tuning(candidates=THREE, num_steps=8)
+    tune(here, [1000, 1100])
+    tune(there, [2000, 10, 10])
+    here.settle([here.summary(), there.summary()])
+    assert (here.winner, here.measured_us) == (0, (1000, 1100))
+
+
+def test_factors_of_what_was_not_measured() -> None:
+    tuning = Tuning(candidates=THREE, num_steps=9)
+    assert tuning.factor(("alltoall", 1)) == 1
+    tune(tuning, [1200, 1200, 660])
+    assert tuning.factor(("alltoall_dedup", 4)) == 1.2
+    assert tuning.factor(("alltoall", 1)) == 1
+    # Of its chain: the root of 1.2 * 0.6; of all: the third root of 1.2 * 1 * 0.6.
+    assert tuning.factor(("alltoall_dedup", 8)) == pytest.approx(0.72 ** (1 / 2))
+    assert tuning.factor(("allgather", 1)) == pytest.approx(0.72 ** (1 / 3))
+
+
+def test_candidates_of_a_selection() -> None:
+    selection = select(workload_of(16), H100)
+    found = tuning_candidates(selection)
+    assert found[0].key == (selection.price.chain.name, selection.price.num_chunks)
+    assert found[0].predicted_us == selection.price.total_us
+    # Stock's order is among them, however slow it is predicted to be.
+    assert found[1].key == ("alltoall", 1)
+    assert found[1].predicted_us > 2 * found[0].predicted_us
+    assert len({candidate.key for candidate in found}) == len(found)
+    allowed = {(price.chain.name, price.num_chunks) for price in selection.allowed}
+    assert {candidate.key for candidate in found} <= allowed
+    chains = [candidate.chain for candidate in found]
+    first = [chains.index(chain) for chain in dict.fromkeys(chains)]
+    assert first == list(range(len(first)))
+    # Where stock's order is the pick, it comes once.
+    inside = tuning_candidates(select(workload_of(8, topk=1), H100))
+    assert inside[0].key == ("alltoall", 1) and ("alltoall", 1) not in [
+        candidate.key for candidate in inside[1:]
+    ]
+
+
+def test_new_traffic_is_planned_with_the_factors() -> None:
+    selection = select(workload_of(16), H100)
+    tuning = Tuning(candidates=tuning_candidates(selection), num_steps=20)
+    pick = tuning.candidates[0]
+    # Everything takes twice what was predicted, but stock's order a tenth.
+    factors = [0.1 if each.chain == "alltoall" else 2.0 for each in tuning.candidates]
+    tune(
+        tuning, [f * each.predicted_us for f, each in zip(factors, tuning.candidates, strict=True)]
+    )
+    assert tuning.candidates[tuning.winner].chain == "alltoall"
+    less = select(workload_of(16, tokens=2048), H100)
+    assert less.price.chain.name == pick.chain
+    assert tuning.select(less.allowed, ("alltoall", 1)).chain.name == "alltoall"
+    # What runs stays within the margin, and may be none of what is allowed now.
+    assert tuning.select(less.allowed, ("no chain", 1)).chain.name == "alltoall"
+
+
+def test_a_plan_of_what_was_measured(tmp_path: Any) -> None:
+    selection = select(workload_of(16), H100)
+    tuning = Tuning(candidates=tuning_candidates(selection), num_steps=20)
+    tune(tuning, [500 if each.chain == "alltoall" else 1000 for each in tuning.candidates])
+    plan = plan_of_tuning(selection, tuning, tokens_per_rank=4000)
+    assert (plan.chain, plan.num_chunks, plan.key.tokens_per_rank) == ("alltoall", 1, 4000)
+    assert plan.reason.startswith(
+        "measured over 20 iterations: 500 us, 2.00x as fast as hierarchical_alltoall in "
+    )
+    predicted_us = tuning.candidates[1].predicted_us
+    assert plan.reason.endswith(f", the next; predicted {predicted_us:,.0f} us")
+    assert plan.chosen is not None and plan.chosen.chain == "alltoall"
+    pick = next(each for each in plan.candidates if each.chain == selection.price.chain.name)
+    assert pick.rejected == "measured 1,000 us, +100%"
+    plan.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml") == plan
+
+
+def test_the_table_says_what_was_predicted_and_measured() -> None:
+    tuning = Tuning(candidates=THREE, num_steps=9)
+    tune(tuning, [1000, 1200, 800])
+    title, head, *rows = tuning_table(tuning)
+    assert title == "tuned over 9 iterations: dispatch + combine, forward + backward"
+    assert head.split() == [
+        *("chain", "chunks", "predicted", "us", "measured", "us", "runs", "imbalance"),
+    ]
+    # Every run's slowest rank took 1.5 times as long as the fastest.
+    assert rows[0].split() == ["alltoall_dedup", "1", "1,100", "800", "-27%", "1", "50%", "chosen"]
+    assert rows[1].split()[:7] == ["alltoall_dedup", "4", "1,000", "1,000", "+0%", "2", "50%"]
+    assert rows[1].endswith("the planner's pick")
+    assert len(rows) == 3 and all(line == line.rstrip() for line in rows)
+
+
+def test_a_plan_of_too_few_iterations_says_so() -> None:
+    selection = select(workload_of(16), H100)
+    tuning = Tuning(candidates=tuning_candidates(selection), num_steps=1)
+    tune(tuning, [1000] * len(tuning.candidates))
+    plan = plan_of_tuning(selection, tuning, tokens_per_rank=4096)
+    assert plan.chain == selection.price.chain.name
+    assert "not often enough" in plan.reason
+    assert len(tuning_table(tuning)) == 2
