@@ -45,10 +45,8 @@ def test_the_planner_prices_it(tests: dict[str, Test]) -> None:
     model = strict_yaml.load(Model, CONFIGS / "models" / "olmoe_1b_7b.yaml")
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml")
     (place,) = exchanges(ParallelLayout(world_size=8, ep=8), model.num_experts, 4)
-    chains = ["two_tier_allgather", "hierarchical_allgather"]
+    chains = ["rail_allgather", "hierarchical_allgather"]
     found = plan(workload_of_model(model, place, 512), cluster, chains=chains, num_chunks=[4])
     bytes_of = {entry.chain: entry.inter_bytes for entry in found.candidates}
     # Top-8 of 64 on 2 nodes: nearly every token goes to both, so they send nearly the same.
-    assert bytes_of["two_tier_allgather"] == pytest.approx(
-        bytes_of["hierarchical_allgather"], rel=0.02
-    )
+    assert bytes_of["rail_allgather"] == pytest.approx(bytes_of["hierarchical_allgather"], rel=0.02)

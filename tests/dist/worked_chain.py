@@ -24,4 +24,4 @@ def add() -> None:
 
 def remove() -> None:
     """Leave the other tests alone."""
-    CHAINS.pop("two_tier_allgather", None)
+    CHAINS.pop("rail_allgather", None)

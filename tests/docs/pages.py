@@ -1,8 +1,11 @@
 """What README and docs hold: their pages, the shell commands on them, the links between them."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from published_configs import CONFIGS
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -14,6 +17,11 @@ PAGES = [
 SHELLS = ("bash", "sh", "shell")
 # Behind a blank line; an item of a list is indented by less, or begins with its mark.
 INDENTED = re.compile(r"(?<=\n\n)(?:(?: {4}.*|)\n)+")
+
+
+def add_own_model(folder: Path) -> None:
+    """The `config.json` that pages name as the reader's own: Mixtral's."""
+    (folder / "config.json").write_text(json.dumps(CONFIGS["mixtral_8x7b"]), encoding="utf-8")
 
 
 def name_of(page: Path) -> str:

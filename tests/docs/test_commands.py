@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import check_arguments
-from pages import PAGES, REPOSITORY, commands, links, name_of, paths
+from pages import PAGES, REPOSITORY, add_own_model, commands, links, name_of, paths
 
 from monta_megatron.emulation import sandbox
 
@@ -39,8 +39,8 @@ CALIBRATE_TESTS = "tests/calibration/test_calibrate_command.py"
 NOT_HERE = {
     "megatron/training/arguments.py",
     "runs/NAME/run.sh",
-    "src/monta_megatron/chains/two_tier_allgather.py",
-    "tests/dist/test_two_tier_allgather.py",
+    "src/monta_megatron/chains/rail_allgather.py",
+    "tests/dist/test_rail_allgather.py",
 }
 
 
@@ -163,6 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in REPOSITORY.iterdir():
         if path.name in ("configs", "docs", "scripts", "src"):
             (folder / path.name).symlink_to(path)
+    add_own_model(folder)
     return folder
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from command_lines import monta_arguments
-from pages import PAGES, REPOSITORY, commands, joined_lines
+from pages import PAGES, REPOSITORY, add_own_model, commands, joined_lines
 
 from monta_megatron.cli import build_parser, main, sub_parsers
 from monta_megatron.tools.launch.prepare import prepare
@@ -43,6 +43,7 @@ def test_a_planned_layout_fits(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    add_own_model(tmp_path)
     monkeypatch.chdir(tmp_path)
     (words,) = monta_arguments(command)
     assert "--ignore-memory" not in words, "show a layout that exists"
