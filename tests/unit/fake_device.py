@@ -47,6 +47,31 @@ class HostWaitsError(AssertionError):
     """The host would wait for the device, or memory would cross over, where that is not listed."""
 
 
+class TimingEvent:
+    """In place of a `torch.cuda.Event` that keeps its time: how much had been issued before it."""
+
+    def __init__(self, device: "FakeDevice") -> None:
+        self._device = device
+        self.issued: int | None = None
+        self.stream = ""
+
+    def record(self, stream: RecordedStream) -> None:
+        self.issued, self.stream = len(self._device.recorder.queue), stream.name
+
+    def query(self) -> bool:
+        return self.issued is not None and self.issued <= self._device.num_done
+
+    def elapsed_time(self, end: "TimingEvent") -> float:
+        # CUDA's error; it waits for nothing.
+        if not (self.query() and end.query()):
+            raise RuntimeError("CUDA error: device not ready")
+        assert self.issued is not None and end.issued is not None
+        return float(end.issued - self.issued)
+
+    def synchronize(self) -> None:
+        self._device._cross("waits for the device")
+
+
 class FakeDevice(TorchDispatchMode):
     """Makes tensors on a device that is not there; refuses what its host would wait for.
 
@@ -54,6 +79,7 @@ class FakeDevice(TorchDispatchMode):
         recorder: of streams, events, accesses and the life of memory.
         crossings: what listed functions did, in order: "module.function waits for the device",
             "module.function copies to the device".
+        num_done: how much of what was issued it has done, as far as events tell.
     """
 
     def __init__(
@@ -69,6 +95,7 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self.recorder = Recorder()
         self.crossings: list[str] = []
+        self.num_done = 0
         self._listed = listed
         self._host_values = host_values
         self._context = ExitStack()
@@ -89,6 +116,7 @@ class FakeDevice(TorchDispatchMode):
             mock.patch.multiple(
                 torch.cuda,
                 current_device=lambda: 0,
+                Event=self._make_event,
                 synchronize=lambda device=None: self._cross("waits for the device"),
             ),
             mock.patch.object(torch.Tensor, "pin_memory", _pinned),
@@ -165,6 +193,10 @@ class FakeDevice(TorchDispatchMode):
         if function not in self._listed:
             raise HostWaitsError(f"{function} {what}: not listed")
         self.crossings.append(f"{function} {what}")
+
+    def _make_event(self, enable_timing: bool = False) -> TimingEvent:
+        assert enable_timing, "the executor's other events are the streams' own"
+        return TimingEvent(self)
 
     def _started(self, start: Any) -> Any:
         """A collective that is started through torch.distributed, and recorded."""

@@ -21,13 +21,17 @@ def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
     Raises:
         ExchangeError: a collective failed or timed out.
     """
-    state = State(exchange, pass_, columns)
-    program, streams, monitor = state.bound.program, state.streams, exchange.monitor
+    with exchange.monitor.timed_pass(columns.rows.device):
+        return _run(State(exchange, pass_, columns))
+
+
+def _run(state: State) -> Columns:
+    program, streams, monitor = state.bound.program, state.streams, state.exchange.monitor
     streams.fork(program.num_streams)
     for operation in program.operations:
         with (
             streams.on(operation.stream),
-            monitor.range(pass_.name, exchange.bound.chain.name, operation),
+            monitor.range(state.pass_name, state.exchange.bound.chain.name, operation),
         ):
             state.wait(operation.waits)
             state.issued(operation, OPERATIONS[operation.kind](state, operation))

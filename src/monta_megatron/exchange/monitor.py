@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch.autograd import profiler
@@ -12,8 +12,11 @@ from torch.autograd import profiler
 from monta_megatron.chains.program import Operation
 from monta_megatron.common.torch_private import is_profiling
 
+if TYPE_CHECKING:
+    from monta_megatron.exchange.pass_times import PassTimes
+
 Action = Literal["begin", "start", "wait", "ready", "end"]
-_NO_RANGE = nullcontext()
+_NOTHING = nullcontext()
 
 
 class Step(NamedTuple):
@@ -54,11 +57,13 @@ class Monitor:
             counted from the tensors that were sent: "inter" between nodes, "intra" inside one.
         choices: (chain, number of chunks) -> exchanges that ran by them, recomputed ones included.
         recorder: records the steps, or None where none are wanted.
+        pass_times: times whole passes, or None where no times are wanted.
     """
 
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     choices: Counter[tuple[str, int]] = field(default_factory=Counter)
     recorder: Recorder | None = None
+    pass_times: "PassTimes | None" = None
 
     def bytes_by_resource(self) -> dict[str, int]:
         """Bytes that left this rank so far, over all stages."""
@@ -80,12 +85,20 @@ class Monitor:
             return works
         return self.recorder.watch(works, pass_name, operation.number)
 
+    def timed_pass(self, device: torch.device) -> AbstractContextManager[object]:
+        """Context around a pass on this device."""
+        return _NOTHING if self.pass_times is None else self.pass_times.of_pass(device)
+
+    def timed_copies(self, device: torch.device) -> AbstractContextManager[object]:
+        """Context around copies that a chain needs beside its passes, in the forward."""
+        return _NOTHING if self.pass_times is None else self.pass_times.of_copies(device)
+
     def range(
         self, pass_name: str, chain: str, operation: Operation
     ) -> AbstractContextManager[object]:
         """Context that names an operation in a profile (NVTX with `emit_nvtx`) and times it."""
         if self.recorder is None and not is_profiling():
-            return _NO_RANGE
+            return _NOTHING
         return self._range(pass_name, chain, operation)
 
     @contextmanager

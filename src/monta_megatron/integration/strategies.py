@@ -31,14 +31,16 @@ class PermutedTokens:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Permute: [T, H] and [T, E] -> [N, H] in expert order and [N]."""
         dispatcher.hidden_shape_before_permute = tokens.shape
-        rows, row_probs, dispatcher.reversed_local_input_permutation_mapping, *_ = stock.permute(
-            tokens,
-            dispatcher.routing_map,
-            probs=probs,
-            num_out_tokens=dispatcher.num_out_tokens,
-            fused=dispatcher.config.moe_permute_fusion,
-            drop_and_pad=dispatcher.drop_and_pad,
-        )
+        with dispatcher.monitor.timed_copies(tokens.device):
+            rows, row_probs, permutation, *_ = stock.permute(
+                tokens,
+                dispatcher.routing_map,
+                probs=probs,
+                num_out_tokens=dispatcher.num_out_tokens,
+                fused=dispatcher.config.moe_permute_fusion,
+                drop_and_pad=dispatcher.drop_and_pad,
+            )
+        dispatcher.reversed_local_input_permutation_mapping = permutation
         return rows, row_probs
 
     def bind(self, dispatcher: Any, counts: ExchangeCounts) -> Exchange:
@@ -62,7 +64,8 @@ class PermutedTokens:
     def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
         """Unpermute, and add the shared experts' output: [N, H] -> [S/TP, B, H]."""
         megatron = stock.MoEAlltoAllTokenDispatcher
-        output: torch.Tensor = megatron.combine_postprocess(dispatcher, rows)
+        with dispatcher.monitor.timed_copies(rows.device):
+            output: torch.Tensor = megatron.combine_postprocess(dispatcher, rows)
         return output
 
 
@@ -94,7 +97,8 @@ class WholeTokens:
         self, dispatcher: Any, exchange: Exchange, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What moves with the rows: [T, E] -> probabilities [T, W] and experts [T, W]."""
-        return expert_ids_of(dispatcher.routing_map, probs, exchange.max_experts_per_token)
+        with dispatcher.monitor.timed_copies(probs.device):
+            return expert_ids_of(dispatcher.routing_map, probs, exchange.max_experts_per_token)
 
     def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
         """Add the shared experts' output: [T, H] -> [S/TP, B, H]."""

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import FORWARD_BACKWARD
+from monta_megatron.chains.program import FORWARD_BACKWARD, NOT_TIMED_US
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.selection import MARGIN
@@ -40,8 +40,6 @@ LATE = 2
 # Runs of a candidate that do not count.
 WARM_UP = 1
 FAR_BEHIND = 0.3
-# Instead of the time of a pass that was not timed.
-NOT_TIMED_US = -1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ import pytest
 from clusters import preset, workload_of
 from hypothesis import strategies as st
 
+from monta_megatron.chains.program import NOT_TIMED_US
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.selection import select
-from monta_megatron.planner.tuning import LATE, NOT_TIMED_US, Tuning, trimmed_mean
+from monta_megatron.planner.tuning import LATE, Tuning, trimmed_mean
 from monta_megatron.planner.tuning_candidates import TuningCandidate, tuning_candidates
 from monta_megatron.planner.tuning_report import plan_of_tuning, tuning_table
 
