@@ -10,10 +10,12 @@ from published_configs import CONFIGS as PUBLISHED
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
+from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.plan import Plan
 from monta_megatron.tools.launch import run_directory
 from monta_megatron.tools.launch.arguments import from_words
 from monta_megatron.tools.launch.check import checked
+from monta_megatron.tools.launch.iteration import num_moe_layers
 from monta_megatron.tools.launch.prepare import Run, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.launch.script import run_script
@@ -245,8 +247,42 @@ def test_a_given_plan_and_another_cluster_are_copied_too(tmp_path: Path) -> None
     assert ready(str(stock.directory / "config.yaml"), "--moe-token-dispatcher-type", "monta").plan
 
 
+def test_the_benefit_is_of_one_stage_and_all_micro_batches() -> None:
+    run = ready(str(CONFIGS / "runs" / "qwen3_235b_a22b.yaml"))
+    assert run.benefit is not None and run.plan is not None
+    # 94 layers in 8 stages; 2,048 sequences of 16 data parallel ranks.
+    assert run.benefit.iteration == Iteration(
+        num_moe_layers=12, num_stages=8, num_micro_batches=128
+    )
+    assert run.benefit.ratio > 1.5 and run.benefit.chosen_us == run.plan.predicted_us
+    # A chain that is named may be slower than stock, which is said.
+    named = ready(QUICKSTART).benefit
+    assert named is not None and " loses " in named.text
+    assert ready(QUICKSTART, *STOCK).benefit is None
+
+
+@pytest.mark.parametrize(
+    ("words", "num_layers"),
+    [
+        ("", 58),
+        ("--num-layers 16", 16),
+        ("--num-layers 16 --moe-layer-freq 3", 6),
+        ("--num-layers 61 --moe-layer-freq ([0]*3+[1]*58)", 58),
+        ("--num-layers 4 --moe-layer-freq [1,0,1,1]", 3),
+        # What Megatron's parser will refuse, or would take long to build.
+        ("--num-layers 4 --moe-layer-freq [x]", 58),
+        ("--num-layers 4 --moe-layer-freq 0", 58),
+        ("--num-layers 4 --moe-layer-freq ([0]*9999*9999)", 58),
+        ("--num-layers 4 --moe-layer-freq __import__('os')", 58),
+    ],
+)
+def test_layers_with_experts(words: str, num_layers: int) -> None:
+    assert num_moe_layers(from_words(words.split()), default=58) == num_layers
+
+
 def test_the_summary_is_what_the_log_says() -> None:
     run = ready(QUICKSTART)
+    assert run.benefit is not None
     run_directory.write(run)
     assert summary_of(run).lines() == [f"log: {run.directory}/logs/run.log"]
     line = " iteration {}/ 9 | elapsed time per iteration (ms): {} | lm loss: {} | x: 1 |"
@@ -264,12 +300,13 @@ def test_the_summary_is_what_the_log_says() -> None:
         "iterations: 5, 95.0 ms each",
         "chain: alltoall_allgather, 4 chunks, EP 2 x ETP 2 over 2 node(s)",
         "bytes per layer and micro-batch, as planned: 1,081,344 between nodes, 2,162,688 inside",
+        f"benefit: {run.benefit.text}",
         f"log: {run.directory}/logs/run.log",
     ]
     (run.directory / "logs" / "run.log").write_text(line.format(1, "9.5", "nan"))
     assert json.loads(json.dumps(summary_of(run).document(), allow_nan=False))["last_loss"] == "nan"
     (run.directory / "logs" / "run.log").write_text("monta: chain alltoall, 1 chunk: why\n")
-    assert summary_of(run).planned_inter_bytes is None
+    assert summary_of(run).planned_inter_bytes is summary_of(run).benefit is None
 
 
 def test_nothing_is_overwritten() -> None:

@@ -28,7 +28,7 @@ def test_each_point_is_the_plan_there(capsys: pytest.CaptureFixture[str]) -> Non
     for point in points(capsys, "--ep", "16", "--sweep", "tokens=512,4096"):
         assert main(["plan", *FLAGS, "--ep", "16", "--tokens", str(point["value"]), "--json"]) == 0
         plan = json.loads(capsys.readouterr().out)
-        for field in ("chain", "num_chunks", "predicted_us", "reason"):
+        for field in ("chain", "num_chunks", "predicted_us", "reason", "benefit"):
             assert point[field] == plan[field]
         assert set(point["best_us"]) == set(CHAINS)
         assert point["best_us"][plan["chain"]] <= plan["predicted_us"]

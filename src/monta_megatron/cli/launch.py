@@ -150,6 +150,8 @@ def _say(prepared: "Run", command: list[str]) -> None:
             f"plan: {plan.chain} in {counted(plan.num_chunks, 'chunk')}, "
             f"{plan.predicted_us or 0:,.0f} us per layer and micro-batch, predicted"
         )
+        if prepared.benefit is not None:
+            _tell(f"benefit: {prepared.benefit.text}")
         for rate in plan.rates:
             _tell(f"rate: {rate}")
     for note in prepared.notes:
@@ -190,6 +192,7 @@ def _document(prepared: "Run", command: list[str]) -> dict[str, Any]:
             "reason": plan.reason,
             "rates": plain(plan.rates),
         },
+        "benefit": None if prepared.benefit is None else prepared.benefit.document(),
         "memory": None if prepared.memory is None else prepared.memory.document(),
         "notes": prepared.notes,
     }

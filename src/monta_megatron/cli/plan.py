@@ -54,7 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron.planner.selection import MARGIN
     from monta_megatron.tools.plan.program_table import program_lines, program_of
     from monta_megatron.tools.plan.report import layout_lines, note_lines, plan_lines, rate_lines
-    from monta_megatron.tools.plan.request import plan_request
+    from monta_megatron.tools.plan.request import benefit_of_plan, plan_request
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
         raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
@@ -64,6 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
     }
     request, inputs = planning.read(parsed, **settings)
     plan, workload, memory = plan_request(request, inputs, **settings)
+    benefit = benefit_of_plan(request, inputs, plan)
     programs = program_of(plan, workload, inputs.cluster) if parsed.program else {}
     if parsed.out is not None:
         plan.save(parsed.out)
@@ -71,15 +72,21 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         document = strict_yaml.plain(plan)
         document["memory"] = memory.document()
+        document["benefit"] = None if benefit is None else benefit.document()
         document["layouts"] = None if inputs.ranking is None else strict_yaml.plain(inputs.ranking)
         if parsed.program:
             document["operations"] = programs
         print_json(document)
     else:
         lines = (
-            plan_lines(plan, memory)
+            plan_lines(plan, memory, benefit)
             if inputs.ranking is None
-            else [*rate_lines(plan), *note_lines(plan), "", *layout_lines(inputs.ranking, memory)]
+            else [
+                *rate_lines(plan),
+                *note_lines(plan),
+                "",
+                *layout_lines(inputs.ranking, memory, benefit),
+            ]
         )
         if parsed.program:
             lines += ["", *program_lines(programs)]

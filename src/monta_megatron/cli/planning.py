@@ -63,6 +63,13 @@ def add_arguments(parser: Any, needs_model: bool = True) -> None:
         type=positive,
         help="price a network with X times the cluster's rate",
     )
+    if needs_model:
+        parser.add_argument(
+            "--global-batch-size",
+            metavar="N",
+            type=whole(1),
+            help="sequences of an iteration, for what it gains",
+        )
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
 
 
@@ -80,7 +87,11 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
     from monta_megatron.tools.plan.request import PlanRequest, read_inputs
 
     request = PlanRequest(
-        **{entry.name: getattr(parsed, entry.name) for entry in fields(PlanRequest)}
+        **{
+            entry.name: getattr(parsed, entry.name)
+            for entry in fields(PlanRequest)
+            if entry.name in parsed
+        }
     )
     # A terminal shows progress, a log does not need it.
     progress = partial(show_progress, parsed.command, sys.stderr.isatty())

@@ -67,13 +67,18 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Plan at every value."""
     from monta_megatron.tools.pictures import check_can_plot
-    from monta_megatron.tools.plan.simulation import plan_at, simulation_tables, simulation_title
+    from monta_megatron.tools.plan.simulation import (
+        benefit_line,
+        plan_at,
+        simulation_tables,
+        simulation_title,
+    )
 
     request, inputs = planning.read(parsed)
     sweep: _Sweep = parsed.sweep
     check_can_plot(parsed.plot)
     planned = [plan_at(request, inputs, sweep.factor, value) for value in sweep.values]
-    plans = [plan for plan, _ in planned]
+    plans = [plan for plan, _, _ in planned]
     title = simulation_title(request, inputs, sweep.factor)
     if parsed.json:
         document = {
@@ -89,18 +94,21 @@ def run(parsed: argparse.Namespace) -> int:
                     "best_us": plan.best_us(),
                     "notes": list(plan.notes),
                     "memory": memory.document(),
+                    "benefit": None if benefit is None else benefit.document(),
                 }
-                for value, (plan, memory) in zip(sweep.values, planned, strict=True)
+                for value, (plan, memory, benefit) in zip(sweep.values, planned, strict=True)
             ],
         }
         print_json(document)
     else:
-        most = max((memory for _, memory in planned), key=lambda memory: memory.needed_bytes)
+        most = max((memory for _, memory, _ in planned), key=lambda memory: memory.needed_bytes)
         about = [*textwrap.wrap(title, WIDTH), *textwrap.wrap(f"needs {most.describe()}", WIDTH)]
         notes = dict.fromkeys(note for plan in plans for note in plan.notes)
         tables = simulation_tables(sweep.factor, sweep.values, plans)
+        gain = benefit_line(sweep.factor, sweep.values, [benefit for _, _, benefit in planned])
         after = [
             "us, each chain in its best number of chunks; * the choice; - cannot run",
+            *([] if gain is None else textwrap.wrap(gain, WIDTH)),
             *(line for note in notes for line in textwrap.wrap(f"note: {note}", WIDTH)),
         ]
         print("\n\n".join(["\n".join(about), *tables, "\n".join(after)]))

@@ -38,7 +38,7 @@ from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.agreement import agree, on_every_exchange
 from monta_megatron.integration.chain_policy import agreed_policy, rule_of
 from monta_megatron.integration.counts import CapacityCounts, CountExchange
-from monta_megatron.integration.iteration import iteration_of
+from monta_megatron.integration.iteration import iteration_here
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.integration.strategies import (
@@ -252,7 +252,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             f"{counted(self.layout.num_nodes, 'node')}: {choice.reason}"
         )
         if log and self._report(line) and choice.benefit is not None:
-            self._report(choice.benefit.text(iteration_of(self)))
+            self._report(replace(choice.benefit, iteration=iteration_here(self)).text)
 
     def _padded(self, routing_map: torch.Tensor) -> torch.Tensor:
         """The map that is counted: [T, E], padded where Megatron pads it, or [T, 2E]."""

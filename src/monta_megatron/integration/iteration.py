@@ -19,7 +19,7 @@ def layers() -> list[Any]:
     return sorted(_layers, key=lambda layer: layer.layer_number or 0)
 
 
-def iteration_of(dispatcher: Any) -> Iteration:
+def iteration_here(dispatcher: Any) -> Iteration:
     """How often an iteration runs the exchange of a dispatcher, on this pipeline stage.
 
     Layers that choose by the same policy are those of one shape. The micro-batches are unknown

@@ -38,12 +38,14 @@ class Benefit:
         chosen_us: its time.
         alltoall_us: that of plain `alltoall`, as stock runs it.
         why: the reason of the choice, if it is plain `alltoall` and another chain is faster.
+        iteration: how often an iteration waits for it.
     """
 
     chain: str
     chosen_us: float
     alltoall_us: float
     why: str | None = None
+    iteration: Iteration = Iteration()
 
     @property
     def ratio(self) -> float:
@@ -60,9 +62,9 @@ class Benefit:
         """What is saved, of stock's time."""
         return 100 * self.saved_us / self.alltoall_us if self.alltoall_us > 0 else 0.0
 
-    def document(self, iteration: Iteration) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         """The fields of a JSON document; None for what is not known."""
-        layers, micro_batches = iteration.num_moe_layers, iteration.num_micro_batches
+        layers, micro_batches = self.iteration.num_moe_layers, self.iteration.num_micro_batches
         saved_s = None
         if layers is not None and micro_batches is not None:
             saved_s = self.saved_us * layers * micro_batches / 1e6
@@ -73,20 +75,21 @@ class Benefit:
             "micro_batches": micro_batches,
             "saved_s_per_iteration": saved_s,
             "percent": self.percent,
-            "text": self.text(iteration),
+            "text": self.text,
         }
 
-    def text(self, iteration: Iteration) -> str:
+    @property
+    def text(self) -> str:
         """The line; factors that are not known are left out."""
         if self.chain == "alltoall":
             why = "the fastest here" if self.why is None else f"chosen here, {self.why}"
             return f"plain alltoall is {why}: no gain over stock"
-        layers, micro_batches = iteration.num_moe_layers, iteration.num_micro_batches
+        layers, micro_batches = self.iteration.num_moe_layers, self.iteration.num_micro_batches
         factors, total_us, per = [time_text(abs(self.saved_us))], abs(self.saved_us), []
         if layers is None:
             per.append("MoE layer")
         else:
-            of_stage = " of a pipeline stage" if iteration.num_stages > 1 else ""
+            of_stage = " of a pipeline stage" if self.iteration.num_stages > 1 else ""
             factors.append(counted(layers, "MoE layer") + of_stage)
             total_us *= layers
         if micro_batches is None:

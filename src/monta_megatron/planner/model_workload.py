@@ -1,8 +1,10 @@
-"""What a model exchanges: the workloads of its layouts."""
+"""What a model exchanges: the workloads of its layouts, and how often in an iteration."""
 
+import math
 from collections.abc import Callable
 
 from monta_megatron.chains.layout import Layout
+from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing import Routing, UniformRouting
@@ -44,6 +46,23 @@ def workloads_of(
         workload_of_model(model, exchange, tokens, None if routing is None else routing(exchange))
         for exchange in exchanges(layout, model.num_experts, ranks_per_node)
     ]
+
+
+def iteration_of(num_moe_layers: int, pp: int, num_micro_batches: int | None) -> Iteration:
+    """How often an iteration waits for an exchange, at the least.
+
+    However Megatron deals out the layers, one of the `pp` stages has as many as the mean, or more.
+
+    Args:
+        num_moe_layers: MoE layers of the whole model.
+        pp: pipeline parallel size.
+        num_micro_batches: None where the batch is not known.
+    """
+    return Iteration(
+        num_moe_layers=math.ceil(num_moe_layers / pp),
+        num_stages=pp,
+        num_micro_batches=num_micro_batches,
+    )
 
 
 def uniform_routing(model: Model) -> UniformRouting:

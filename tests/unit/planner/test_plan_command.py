@@ -46,6 +46,49 @@ def test_json_has_the_fields_that_scripts_rely_on(capsys: pytest.CaptureFixture[
     )
 
 
+QWEN = [
+    *("--model", str(CONFIGS / "models" / "qwen3_235b_a22b.yaml")),
+    *("--cluster", str(CONFIGS / "clusters" / "h100_8x_ndr.yaml")),
+    *("--world-size", "128", "--tp", "2", "--ep", "16", "--pp", "4"),
+]
+
+
+def test_the_benefit_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QWEN, "--json"]) == 0
+    benefit = json.loads(capsys.readouterr().out)["benefit"]
+    # 94 layers in 4 stages: one has 24 of them.
+    assert (benefit["moe_layers"], benefit["micro_batches"]) == (24, None)
+    assert benefit["saved_s_per_iteration"] is None and benefit["ratio"] > 2
+    # 512 sequences of 16 data parallel ranks are 32 micro-batches of 1.
+    assert main(["plan", *QWEN, "--json", "--global-batch-size", "512"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    benefit = document["benefit"]
+    assert benefit["micro_batches"] == 32
+    assert benefit["saved_s_per_iteration"] == pytest.approx(benefit["saved_us"] * 24 * 32 / 1e6)
+    by_chain = {entry["chain"]: entry["predicted_us"] for entry in document["candidates"]}
+    assert benefit["saved_us"] == pytest.approx(by_chain["alltoall"] - document["predicted_us"])
+    assert benefit["percent"] == pytest.approx(100 * (1 - 1 / benefit["ratio"]))
+    # Twice as many tokens in a micro-batch are half as many of them.
+    assert main(["plan", *QWEN, "--global-batch-size", "512", "--tokens", "4096"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "x stock alltoall: saves" in text and "x 16 micro-batches = " in text
+
+
+def test_a_ranking_says_what_its_first_gains(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(output(capsys).split())
+    assert "Its benefit: plain alltoall is the fastest here: no gain over stock." in text
+
+
+def test_a_batch_has_to_be_shared_evenly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QWEN, "--global-batch-size", "100"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        "monta plan: --global-batch-size: got 100, must be a multiple of 16, which is "
+        "micro_batch_size of Qwen3-235B-A22B (1) times data parallel size (16)\n"
+    )
+
+
 def test_json_without_a_layout_has_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(output(capsys, "--json"))
     layouts = document["layouts"]

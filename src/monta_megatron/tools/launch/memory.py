@@ -4,6 +4,7 @@ from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.common.flags import fraction
 from monta_megatron.planner.training_memory import HeldState
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
+from monta_megatron.tools.launch.iteration import num_micro_batches
 from monta_megatron.tools.launch.run_config import RunLayout
 
 FULLY_SHARDED = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")
@@ -59,11 +60,10 @@ def held_state(arguments: Arguments, layout: RunLayout) -> HeldState:
         layers_per_input = None
     elif text("recompute-method", "") == "uniform":
         layers_per_input = number("recompute-num-layers") or 1
-    samples = (number("micro-batch-size") or 1) * layout.parallel.dp
     return HeldState(
         bytes_per_parameter=on_every_rank,
         sharded_bytes_per_parameter=sharded,
-        num_micro_batches=-(-(number("global-batch-size") or samples) // samples),
+        num_micro_batches=num_micro_batches(arguments, layout.parallel.dp),
         layers_per_input=layers_per_input,
         num_layers=number("num-layers"),
     )

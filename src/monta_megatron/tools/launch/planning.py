@@ -5,18 +5,22 @@ dispatcher plans again when the number changes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from monta_megatron.chains import CHAINS, chunks_of
+from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.common.flags import positive
 from monta_megatron.common.names import one_of
 from monta_megatron.common.quantities import bytes_of_gb
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
+from monta_megatron.planner.benefit import Benefit, Iteration
+from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model, with_batch
-from monta_megatron.planner.model_workload import workloads_of
+from monta_megatron.planner.model_workload import iteration_of, workloads_of
 from monta_megatron.planner.plan import Plan, exchange_of
 from monta_megatron.planner.selection import NUM_CHUNKS
 from monta_megatron.planner.training_memory import (
@@ -26,6 +30,7 @@ from monta_megatron.planner.training_memory import (
 )
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
+from monta_megatron.tools.launch.iteration import num_micro_batches, num_moe_layers
 from monta_megatron.tools.launch.memory import held_state
 from monta_megatron.tools.launch.run_config import RunConfig
 
@@ -42,10 +47,27 @@ MODEL_ARGUMENTS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What the planner expects of a run.
+
+    Attributes:
+        plan: None where there is nothing to plan.
+        memory: what the run holds on a rank; None where that is not known.
+        benefit: what an iteration gains over stock; None where that is not known.
+        notes: what the user should know, one line each.
+    """
+
+    plan: Plan | None = None
+    memory: TrainingMemory | None = None
+    benefit: Benefit | None = None
+    notes: tuple[str, ...]
+
+
 def plan_run(
     config: RunConfig, arguments: Arguments, file: str, ignore_memory: bool = False
-) -> tuple[Plan | None, TrainingMemory | None, list[str]]:
-    """The plan and the memory that it takes, or None where there is nothing to plan; and notes.
+) -> PlannedRun:
+    """Plan a run.
 
     Args:
         config: the configuration, with paths resolved and everything merged.
@@ -59,12 +81,12 @@ def plan_run(
     """
     if DISPATCHER not in arguments or arguments[DISPATCHER].value != DISPATCHER_TYPE:
         why = f"{DISPATCHER} is not {DISPATCHER_TYPE}"
-        return None, None, [f"no plan, and memory not checked: {why}"]
+        return PlannedRun(notes=(f"no plan, and memory not checked: {why}",))
     if config.model is not None and "moe-monta-plan" in arguments:
         return _given_plan(config, arguments, file, ignore_memory)
     if config.model is None or "moe-monta-cluster" not in arguments:
         why = "the file names no model and cluster"
-        return None, None, [f"no plan, and memory not checked: {why}"]
+        return PlannedRun(notes=(f"no plan, and memory not checked: {why}",))
 
     # Step 1: check that model, cluster and layout fit together.
     model = _model(config.model, arguments)
@@ -89,7 +111,7 @@ def plan_run(
     chains, num_chunks = _candidates(arguments)
     workloads = workloads_of(model, layout, ranks_per_node)
     memory = _memory(config, arguments, model, cluster, workloads, ignore_memory)
-    plan, _, memory = plan_within_memory(
+    plan, workload, memory = plan_within_memory(
         workloads,
         cluster,
         memory,
@@ -100,12 +122,18 @@ def plan_run(
         or_least=True,
         max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
     )
-    return plan, memory, [*notes, f"needs {memory.describe()}"]
+    benefit = plan.benefit or _over_alltoall(plan, workload, cluster)
+    return PlannedRun(
+        plan=plan,
+        memory=memory,
+        benefit=replace(benefit, iteration=_iteration(model, arguments, config)),
+        notes=(*notes, f"needs {memory.describe()}"),
+    )
 
 
 def _given_plan(
     config: RunConfig, arguments: Arguments, file: str, ignore_memory: bool
-) -> tuple[Plan, TrainingMemory | None, list[str]]:
+) -> PlannedRun:
     """The plan of --moe-monta-plan, checked against the run that is to use it.
 
     Raises:
@@ -128,9 +156,13 @@ def _given_plan(
         ].incompatibility(workload.layout)
         if incompatibility is not None:
             raise ValueError(f"{given.source}: {given.value}: {incompatibility}")
+    benefit = plan.benefit
+    if benefit is not None:
+        benefit = replace(benefit, iteration=_iteration(model, arguments, config))
     used = f"no plan made: {given.value} is used"
     if cluster is None:
-        return plan, None, [f"{used}, and memory is not checked, as there is no cluster file"]
+        note = f"{used}, and memory is not checked, as there is no cluster file"
+        return PlannedRun(plan=plan, benefit=benefit, notes=(note,))
     if cluster.name != plan.key.cluster:
         used += f", made by the costs of {plan.key.cluster} and not of {cluster.name}"
     _, _, memory = plan_within_memory(
@@ -142,7 +174,22 @@ def _given_plan(
         num_chunks=(plan.num_chunks,),
         max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
     )
-    return plan, memory, [used, *model.notes, f"needs {memory.describe()}"]
+    notes = (used, *model.notes, f"needs {memory.describe()}")
+    return PlannedRun(plan=plan, memory=memory, benefit=benefit, notes=notes)
+
+
+def _over_alltoall(plan: Plan, workload: Workload, cluster: Cluster) -> Benefit:
+    """What a chain that was named gains, which leaves nothing to choose from."""
+    assert plan.predicted_us is not None, "it has just been planned"
+    stock = price_chain(workload, cluster, ALLTOALL, 1, plan.key.phase)
+    return Benefit(chain=plan.chain, chosen_us=plan.predicted_us, alltoall_us=stock.total_us)
+
+
+def _iteration(model: Model, arguments: Arguments, config: RunConfig) -> Iteration:
+    """How often an iteration of the run waits for its exchange."""
+    layers = num_moe_layers(arguments, model.num_moe_layers)
+    layout = config.layout.parallel
+    return iteration_of(layers, layout.pp, num_micro_batches(arguments, layout.dp))
 
 
 def _memory(

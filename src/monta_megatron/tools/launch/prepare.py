@@ -9,6 +9,7 @@ from typing import Any
 
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.texts import check_printable
+from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.tools.launch.arguments import (
@@ -42,6 +43,7 @@ class Run:
         directory: the run's own directory.
         plan: what the planner expects, or None.
         memory: what the run holds on a rank, or None without a plan.
+        benefit: what an iteration gains over stock, or None where that is not known.
         megatron: version of the Megatron-Core that has checked the arguments; None if unchecked.
         notes: what the user should know, one line each.
         copies: name in the directory -> the file that is copied there.
@@ -54,6 +56,7 @@ class Run:
     directory: Path
     plan: Plan | None
     memory: TrainingMemory | None
+    benefit: Benefit | None
     notes: tuple[str, ...]
     megatron: str | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +95,7 @@ def prepare(
     config = _with_variables(config, file, {**os.environ, "RUN_DIRECTORY": str(directory)})
     config = _with_files(config, file)
     merged = merge(config, file, command_line)
-    plan, memory, plan_notes = plan_run(merged.config, merged.arguments, file, ignore_memory)
+    planned = plan_run(merged.config, merged.arguments, file, ignore_memory)
     check_batch(merged.arguments, merged.config.layout.parallel.dp)
     script, script_notes = _script(config.script, file, dry_run)
     return Run(
@@ -101,9 +104,10 @@ def prepare(
         arguments=merged.arguments,
         script_arguments=merged.script_arguments,
         directory=directory,
-        plan=plan,
-        memory=memory,
-        notes=(*merged.notes, *plan_notes, *script_notes),
+        plan=planned.plan,
+        memory=planned.memory,
+        benefit=planned.benefit,
+        notes=(*merged.notes, *planned.notes, *script_notes),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from monta_megatron.planner.benefit import Benefit
 from monta_megatron.tools.launch.prepare import Run
 
 # Megatron's line: `iteration 2/ 10 | ... | elapsed time per iteration (ms): 81.4 | ... |
@@ -30,6 +31,7 @@ class Summary:
         planned_inter_bytes: payload between nodes as planned, of all ranks of an exchange, for one
             layer and micro-batch; None without a plan, or if another chain ran.
         planned_intra_bytes: the same inside the nodes.
+        benefit: what the planner expects that chain to gain; None as above.
         log: the file that this comes from.
     """
 
@@ -40,14 +42,16 @@ class Summary:
     chain: str | None
     planned_inter_bytes: float | None
     planned_intra_bytes: float | None
+    benefit: Benefit | None
     log: str
 
     def document(self) -> dict[str, Any]:
         """All of it for JSON, which knows no NaN: a loss that is none is a text."""
-        return {
+        document = {
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
         }
+        return {**document, "benefit": None if self.benefit is None else self.benefit.document()}
 
     def lines(self) -> list[str]:
         """One line for each thing that is known."""
@@ -64,6 +68,8 @@ class Summary:
                 f"{self.planned_inter_bytes:,.0f} between nodes, "
                 f"{self.planned_intra_bytes:,.0f} inside"
             )
+        if self.benefit is not None:
+            lines.append(f"benefit: {self.benefit.text}")
         return [*lines, f"log: {self.log}"]
 
 
@@ -86,5 +92,6 @@ def summary_of(run: Run) -> Summary:
         chain=chains[-1] if chains else None,
         planned_inter_bytes=chosen.inter_bytes if chosen is not None and as_planned else None,
         planned_intra_bytes=chosen.intra_bytes if chosen is not None and as_planned else None,
+        benefit=run.benefit if as_planned else None,
         log=str(log),
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.common.tables import table
+from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
 from monta_megatron.planner.training_memory import TrainingMemory
@@ -18,8 +19,10 @@ PHASES = {
 }
 
 
-def plan_lines(plan: Plan, memory: TrainingMemory | None = None) -> list[str]:
-    """The choice and what a training holds, then all chains, then the chosen one by stages."""
+def plan_lines(
+    plan: Plan, memory: TrainingMemory | None = None, benefit: Benefit | None = None
+) -> list[str]:
+    """The choice, its gain and what a training holds, then all chains, the chosen one by stages."""
     key = plan.key
     time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f} us"
     chunks = counted(plan.num_chunks, "chunk")
@@ -37,6 +40,7 @@ def plan_lines(plan: Plan, memory: TrainingMemory | None = None) -> list[str]:
         *rate_lines(plan),
         *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[key.phase]}"),
         *_field("why", plan.reason),
+        *([] if benefit is None else _field("benefit", benefit.text)),
         *([] if memory is None else _field("needs", memory.describe())),
         *note_lines(plan),
         "",
@@ -61,8 +65,10 @@ def note_lines(plan: Plan) -> list[str]:
     return [line for note in plan.notes for line in _field("note", note)]
 
 
-def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> list[str]:
-    """One line per layout, the best first, and the memory that the best one takes."""
+def layout_lines(
+    layouts: Sequence[RankedLayout], memory: TrainingMemory, benefit: Benefit | None = None
+) -> list[str]:
+    """One line per layout, the best first, and what the best one takes and gains."""
     columns = (">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak", ">needs")
     rows = [
         (
@@ -91,6 +97,7 @@ def layout_lines(layouts: Sequence[RankedLayout], memory: TrainingMemory) -> lis
             "rank. Name a layout (--tp --ep --etp) to see its plan."
         ),
         *_wrapped(f"The first needs {memory.describe()}."),
+        *([] if benefit is None else _wrapped(f"Its benefit: {benefit.text}.")),
     ]
 
 

@@ -1,5 +1,6 @@
 """What the planner gets: a model on a cluster, in one layout or in the best of all that fit."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -13,11 +14,12 @@ from monta_megatron.common.names import one_of
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
 from monta_megatron.planner import ROUTINGS
+from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model, with_batch
-from monta_megatron.planner.model_workload import uniform_routing, workloads_of
+from monta_megatron.planner.model_workload import iteration_of, uniform_routing, workloads_of
 from monta_megatron.planner.named_routing import expected_routing, skewed_routing
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
@@ -55,6 +57,7 @@ class PlanRequest:
         phase: what has to be fast.
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
         ignore_memory: plan what does not fit into the memory of a rank, too.
+        global_batch_size: sequences of an iteration; None where they are not known.
     """
 
     model: str
@@ -73,6 +76,7 @@ class PlanRequest:
     phase: Phase = "forward_backward"
     inter_rate_ratio: float | None = None
     ignore_memory: bool = False
+    global_batch_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +179,36 @@ def plan_request(
         **settings,
     )
     return replace(plan, notes=(*plan.notes, *model.notes)), workload, memory
+
+
+def benefit_of_plan(request: PlanRequest, inputs: PlanInputs, plan: Plan) -> Benefit | None:
+    """What a plan gains over stock in an iteration; None where `alltoall` was not priced.
+
+    Raises:
+        ValueError: the batch is no whole number of micro-batches.
+    """
+    iteration = iteration_of(
+        inputs.model.num_moe_layers, inputs.layout.pp, _num_micro_batches(request, inputs)
+    )
+    return None if plan.benefit is None else replace(plan.benefit, iteration=iteration)
+
+
+def _num_micro_batches(request: PlanRequest, inputs: PlanInputs) -> int | None:
+    model, layout = inputs.model, inputs.layout
+    if request.global_batch_size is None or request.tokens == 0:
+        return None
+    if request.tokens is not None:
+        # As many as it takes, if a micro-batch has so many tokens.
+        tokens = request.global_batch_size * model.seq_length // (layout.dp * layout.tp * layout.cp)
+        return math.ceil(tokens / request.tokens)
+    num_micro_batches, rest = divmod(request.global_batch_size, model.micro_batch_size * layout.dp)
+    if rest:
+        raise ValueError(
+            f"--global-batch-size: got {request.global_batch_size}, must be a multiple of "
+            f"{model.micro_batch_size * layout.dp}, which is micro_batch_size of {model.name} "
+            f"({model.micro_batch_size}) times data parallel size ({layout.dp})"
+        )
+    return num_micro_batches
 
 
 def _workloads(

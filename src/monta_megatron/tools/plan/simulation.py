@@ -9,19 +9,25 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.tables import table
 from monta_megatron.planner import ROUTINGS
+from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import TrainingMemory
-from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
+from monta_megatron.tools.plan.request import (
+    PlanInputs,
+    PlanRequest,
+    benefit_of_plan,
+    plan_request,
+)
 
 VALUES_PER_TABLE = 4
 
 
 def plan_at(
     request: PlanRequest, inputs: PlanInputs, factor: str, value: float
-) -> tuple[Plan, TrainingMemory]:
-    """The plan with this value of the factor, everything else as requested, and its memory.
+) -> tuple[Plan, TrainingMemory, Benefit | None]:
+    """The plan with this value of the factor, everything else as requested; memory and benefit.
 
     Args:
         request: what to plan.
@@ -58,7 +64,7 @@ def plan_at(
         inputs = replace(inputs, layout=layout, cluster=replace(cluster, num_nodes=num_nodes))
     where = f"--sweep: {factor} {_shown(value)}"
     plan, _, memory = plan_request(request, inputs, where, **settings)
-    return plan, memory
+    return plan, memory, benefit_of_plan(request, inputs, plan)
 
 
 def _layout_of(inputs: PlanInputs, num_ranks: int) -> ParallelLayout:
@@ -99,10 +105,27 @@ def simulation_tables(factor: str, values: Sequence[float], plans: Sequence[Plan
     for first in range(0, len(plans), VALUES_PER_TABLE):
         part = slice(first, first + VALUES_PER_TABLE)
         chunks = ["chunks of the choice", *(f"{plan.num_chunks} " for plan in plans[part])]
+        benefits = [plan.benefit for plan in plans[part]]
+        ratios = ["-" if benefit is None else f"{benefit.ratio:.2f}x " for benefit in benefits]
         rows = [[chain, *(cell(plan, chain) for plan in plans[part])] for chain in CHAINS]
         columns = [factor, *(f">{_shown(value)} " for value in values[part])]
-        tables.append(table(columns, [*rows, chunks]))
+        tables.append(table(columns, [*rows, chunks, ["times stock alltoall", *ratios]]))
     return tables
+
+
+def benefit_line(
+    factor: str, values: Sequence[float], benefits: Sequence[Benefit | None]
+) -> str | None:
+    """The benefit where it is the largest; None where there is none to tell."""
+    known = [
+        (benefit, value)
+        for benefit, value in zip(benefits, values, strict=True)
+        if benefit is not None
+    ]
+    if not known:
+        return None
+    largest, value = max(known, key=lambda entry: entry[0].ratio)
+    return f"at {factor} {_shown(value)}: {largest.text}"
 
 
 def _shown(value: float) -> str:
