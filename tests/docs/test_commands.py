@@ -101,6 +101,10 @@ KNOWN = (
     ),
     Known(pattern=rf"{EMULATE} calibrate .*", run_by=CALIBRATE_TESTS),
     Known(pattern=rf"{EMULATE} timeline --record .*", run_by=TIMELINE_TESTS),
+    Known(
+        pattern=r"monta timeline recorded( --stock recorded_stock)?",
+        run_by="tests/timeline/test_training_recording.py",
+    ),
     Known(pattern=r"monta launch --config configs/runs/quickstart\.yaml", run_by=LAUNCH_TESTS),
     Known(pattern=r"(job=\$\()?sbatch .*", run_by="tests/slurm/test_slurm.py"),
     Known(pattern=r"monta launch .* --start sbatch .*", reason="needs nodes with GPUs"),

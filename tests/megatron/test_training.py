@@ -6,11 +6,15 @@ The script is the quickstart's; the settings are what a user would add to its co
 import importlib.util
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from forked_ranks import ForkedRanks
+
+from monta_megatron.cli import main
+from monta_megatron.tools.timeline.training import load_training
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(
@@ -72,6 +76,9 @@ SETTINGS = {
 BITWISE = "--moe-monta-chain alltoall_allgather"
 HIERARCHY = "--moe-monta-chain hierarchical_allgather --moe-monta-ranks-per-node 1"
 OPTIONS = {
+    "mixed_layers_in_a_pipeline": f"""
+        {BITWISE} --moe-monta-record {{folder}}/timeline --moe-monta-record-iteration 2
+    """,
     "dense_first_stage_and_asynchronous_checkpoint": HIERARCHY,
     # The planner chooses.
     "overlapped_micro_batches": "--moe-monta-ranks-per-node 1",
@@ -143,6 +150,30 @@ def test_training_settings(
     assert sum(ours[-1]["bytes"].values()) > 0
     for saved in tmp_path.glob("*/checkpoint"):
         assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
+    for recorded in tmp_path.glob("*/timeline"):
+        check_recorded(recorded)
+
+
+def check_recorded(folder: Path) -> None:
+    """The second iteration of a pipeline with two exchanges, of 4 micro-batches: draws."""
+    assert [path.name for path in sorted(folder.iterdir())] == [
+        f"rank_{rank:05}.json" for rank in range(4)
+    ]
+    # On the second stage: of ranks 2 and 3.
+    last = json.loads((folder / "rank_00003.json").read_text())
+    assert (last["iteration"], last["exchange"]) == (2, [2, 3])
+    assert main(["timeline", str(folder), "--out", str(folder)]) == 0
+    ranks = load_training(folder)
+    assert [rank.rank for rank in ranks] == [0, 1]
+    for rank in ranks:
+        runs = Counter(run.spans[0].pass_name for run in rank.passes)
+        # Everything is computed again before its backward pass.
+        assert runs == {
+            "dispatch": 8,
+            "combine": 8,
+            "combine_backward": 4,
+            "dispatch_backward": 4,
+        }
 
 
 # Attention, MoE and MLP layers, in an order of its own on each of two pipeline stages.

@@ -10,8 +10,8 @@ import pytest
 from forked_ranks import LIMIT_S, ForkedRanks
 
 from monta_megatron.cli import main
+from monta_megatron.exchange.spans import Span
 from monta_megatron.tools.timeline.recording import Recording
-from monta_megatron.tools.timeline.spans import Span
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 NUM_CHUNKS, NUM_RANKS = 3, 4
@@ -182,7 +182,7 @@ def test_a_recording_that_is_none_is_one_line(
     span = json.loads(good.read_text())["ranks"][0]["spans"][0]
     for path, words in (
         (tmp_path / "nowhere.json", "cannot be read: No such file or directory"),
-        (tmp_path, "cannot be read: Is a directory"),
+        (tmp_path, "holds no rank_*.json"),
         (half, "is no whole JSON file"),
         (binary, "is no whole JSON file"),
         (foreign, "format: got None, must be 'monta timeline 1'"),

@@ -4,10 +4,10 @@ import pytest
 import torch
 from linear_pipeline import Stage, operation_of
 
+from monta_megatron.exchange.clock import now_us
 from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.step_times import DeviceRecorder
 from monta_megatron.planner.schedule import Work
-from monta_megatron.tools.timeline.clock import now_us
-from monta_megatron.tools.timeline.step_times import DeviceRecorder
 
 if not torch.cuda.is_available() or torch.version.cuda is None:
     pytest.skip("needs a GPU: events have no times elsewhere", allow_module_level=True)

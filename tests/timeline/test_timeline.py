@@ -15,6 +15,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Operation, Policy
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
+from monta_megatron.exchange.spans import Span, TimedStep, spans_of
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
@@ -25,7 +26,7 @@ from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.timeline.comparison import Comparison, end_to_end
 from monta_megatron.tools.timeline.overlap import overlap_table, overlaps
 from monta_megatron.tools.timeline.predicted import predict
-from monta_megatron.tools.timeline.spans import Span, TimedStep, Timeline, Track, rows_of, spans_of
+from monta_megatron.tools.timeline.spans import Timeline, Track, rows_of
 from monta_megatron.tools.timeline.trace import chrome_trace
 
 CONFIGS = Path(__file__).parents[2] / "configs"

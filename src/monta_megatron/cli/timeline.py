@@ -46,7 +46,7 @@ OUTPUT = {"out", "max_ranks", "json", "run", "command"}
 COSTS = {"cluster", "inter_rate_ratio"}
 WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks", "alone"}
 TAKES = {
-    "recording": COSTS,
+    "recording": COSTS | {"stock"},
     "record": COSTS | WHAT | {name.replace("-", "_") for name in RECORD_FLAGS},
     "model": COSTS
     | WHAT
@@ -72,7 +72,17 @@ def add_parser(commands: Any) -> None:
         "now (--record, one process per rank, under torchrun, srun or monta emulate).",
         epilog=EXAMPLE,
     )
-    parser.add_argument("recording", metavar="RECORDING", nargs="?", help="of an earlier --record")
+    parser.add_argument(
+        "recording",
+        metavar="RECORDING",
+        nargs="?",
+        help="file of an earlier --record, or folder of a training's --moe-monta-record",
+    )
+    parser.add_argument(
+        "--stock",
+        metavar="DIR",
+        help="of a training with --moe-monta-chain alltoall, drawn above that of RECORDING",
+    )
     planning.add_arguments(parser, needs_model=False)
     parser.add_argument("--chain", metavar="NAME", help="default: the planner's choice")
     parser.add_argument("--num-chunks", metavar="N", type=whole(1), help="of --chain (default: 4)")
@@ -136,10 +146,17 @@ def _way(parsed: argparse.Namespace) -> str:
 
 
 def _read(parsed: argparse.Namespace) -> "Drawing":
-    from monta_megatron.tools.timeline.drawing import of_recording
+    from monta_megatron.tools.timeline.drawing import of_recording, of_training
     from monta_megatron.tools.timeline.recording import Recording
 
     path = Path(parsed.recording)
+    for flag, needs_folder in (("stock", True), ("cluster", False)):
+        value = getattr(parsed, flag)
+        if value is not None and path.is_dir() != needs_folder:
+            of = "folder of a training" if needs_folder else "file of --record"
+            raise ValueError(f"--{flag}: got {value}, must be left out unless {path} is a {of}")
+    if path.is_dir():
+        return of_training(path, None if parsed.stock is None else Path(parsed.stock))
     return of_recording(Recording.load(path), path, _cluster(parsed))
 
 

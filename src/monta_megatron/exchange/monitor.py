@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Records the times of a pass; see `timeline.step_times`."""
+    """Records the times of a pass; see `exchange.step_times`."""
 
     def note(self, step: Step) -> None:
         """Record that this step happens now."""

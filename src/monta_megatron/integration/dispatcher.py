@@ -103,6 +103,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         )
         _share_time_limit(self.groups)
         self.monitor = Monitor()
+        if self.options.record is not None:
+            from monta_megatron.integration.recording import record_iteration
+
+            record_iteration(self)
         self._kinds_of_rows = {chain.rows for chain in chains}
         # Routed tokens and padding, see `fill_to_capacity`.
         classes = 2 if self.drop_and_pad and "tokens" in self._kinds_of_rows else 1

@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
+# Late enough for memory and communicators to be there.
+DEFAULT_RECORD_ITERATION = 10
 # A chain's name or a file; code may pass a cluster itself.
 _FILE_TYPES = (str, os.PathLike, Cluster)
 
@@ -85,6 +87,15 @@ class OptionFields:
         f"ep in --nccl-communicator-config-path, else {DEFAULT_MAX_CTAS}).",
         _or_text(int),
     )
+    moe_monta_record: Optional[str] = _option(  # noqa: UP045
+        "Folder in which every rank records one iteration of its first MoE layer, for "
+        "`monta timeline`."
+    )
+    moe_monta_record_iteration: Optional[int] = _option(  # noqa: UP045
+        "The iteration of --moe-monta-record, counted from the start of the run (default: "
+        f"{DEFAULT_RECORD_ITERATION}).",
+        _or_text(int),
+    )
 
 
 OPTION_NAMES = tuple(entry.name for entry in fields(OptionFields))
@@ -103,6 +114,8 @@ class Options:
         plan: a plan that was made before, or None.
         memory_limit_gb: limit for the planner, or None.
         max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
+        record: folder for what is recorded of an iteration, or None.
+        record_iteration: that iteration, the first one being 1.
     """
 
     chain: str = AUTO
@@ -112,6 +125,8 @@ class Options:
     plan: "Plan | None" = None
     memory_limit_gb: float | None = None
     max_ctas: int | None = None
+    record: str | None = None
+    record_iteration: int = DEFAULT_RECORD_ITERATION
 
     @property
     def named_chain(self) -> Chain | None:
@@ -137,12 +152,12 @@ class Options:
                 value = given[name]
                 require(holds(value), f"moe_monta_{name}", repr(value), rule)
 
-        for name in ("chain", "cluster", "plan"):
-            what = "a name" if name == "chain" else "a file"
+        for name in ("chain", "cluster", "plan", "record"):
+            what = {"chain": "a name", "record": "a folder"}.get(name, "a file")
             check(name, lambda value: value and isinstance(value, _FILE_TYPES), f"be {what}")
         chain = given.get("chain", AUTO)
         check_chain(chain, "moe_monta_chain", also=(AUTO,))
-        for name in ("num_chunks", "ranks_per_node", "max_ctas"):
+        for name in ("num_chunks", "ranks_per_node", "max_ctas", "record_iteration"):
             check(name, lambda value: type(value) is int and value >= 1, "be an integer >= 1")
         check(
             "memory_limit_gb",
@@ -154,6 +169,7 @@ class Options:
             lambda _: chain == AUTO and "plan" not in given,
             "be left out where a flag or a plan names the chain, which is used whatever it holds",
         )
+        check("record_iteration", lambda _: "record" in given, "come with moe_monta_record")
         if "plan" in given:
             for name in ("chain", "num_chunks"):
                 check(name, lambda _: False, "be left out beside moe_monta_plan, which holds it")

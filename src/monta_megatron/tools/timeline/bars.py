@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Span, Track, rows_of
+from monta_megatron.exchange.spans import Span
+from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Track, rows_of
 
 # 830 pixels at 100 dots per inch; twice as many are drawn.
 WIDTH_INCHES, DPI = 8.3, 200

@@ -9,11 +9,12 @@ from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.quantities import counted
+from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools import pictures
 from monta_megatron.tools.plan.report import PHASES
 from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
-from monta_megatron.tools.timeline import comparison, picture
+from monta_megatron.tools.timeline import comparison, picture, training
 from monta_megatron.tools.timeline.comparison import Comparison
 from monta_megatron.tools.timeline.predicted import predict
 from monta_megatron.tools.timeline.recording import Recording
@@ -31,6 +32,7 @@ class Drawing:
         title: title of the picture.
         timelines: the timelines, drawn one above the other, or pass by pass.
         comparison: of two of them, stock alltoall and a chain; None where a chain is drawn alone.
+        traced: the timelines in the trace, where they are not those that are drawn.
         recording: file of the recording, if there is one.
         notes: what the text says besides.
         about: metadata for the trace and for --json.
@@ -41,6 +43,7 @@ class Drawing:
     title: str
     timelines: list[Timeline]
     comparison: Comparison | None = None
+    traced: list[Timeline] | None = None
     recording: Path | None = None
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any]
@@ -66,6 +69,47 @@ def of_recording(recording: Recording, path: Path, cluster: Cluster | None) -> D
             "clock_error_us": recording.clock_error_us,
             "cluster": None if cluster is None else cluster.name,
             "recorded": recording.meta,
+        },
+    )
+
+
+def of_training(folder: Path, stock_folder: Path | None) -> Drawing:
+    """An iteration of a training, below one of stock alltoall's where there is one.
+
+    Args:
+        folder: what the ranks of a training have recorded.
+        stock_folder: the same for a training with the chain `alltoall`, or None.
+
+    Raises:
+        ValueError: a file is missing, wrong, or of another run.
+    """
+    ranks = training.load_training(folder)
+    ours, whole = training.median_timeline(ranks), training.whole_timeline(ranks)
+    lines = training.about(ranks)
+    compared, timelines, traced = None, [ours], [whole]
+    if stock_folder is not None:
+        stock_ranks = training.load_training(stock_folder)
+        require(
+            stock_ranks[0].chain == ALLTOALL.name,
+            f"--stock: {stock_folder}: chain",
+            stock_ranks[0].chain,
+            f"be {ALLTOALL.name}, which does what stock does",
+        )
+        stock = training.median_timeline(stock_ranks)
+        compared = Comparison(stock=stock, ours=ours, about=lines)
+        timelines.insert(0, stock)
+        traced.insert(0, training.whole_timeline(stock_ranks))
+    return Drawing(
+        name=f"{ranks[0].chain}_x{ranks[0].num_chunks}",
+        folder=folder,
+        title=f"{ours.name}, {', '.join(lines)}",
+        timelines=timelines,
+        comparison=compared,
+        traced=traced,
+        about={
+            "clock": ranks[0].clock,
+            "clock_error_us": ranks[0].clock_error_us,
+            "versions": ranks[0].versions,
         },
     )
 
@@ -132,7 +176,8 @@ def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
         What it is -> its path, of every file that there is now.
     """
     trace, png = folder / f"{drawing.name}.trace.json", folder / f"{drawing.name}.png"
-    write_whole(trace, json.dumps(chrome_trace(drawing.timelines, drawing.about)) + "\n")
+    traced = drawing.traced or drawing.timelines
+    write_whole(trace, json.dumps(chrome_trace(traced, drawing.about)) + "\n")
     files = {"trace": str(trace)}
     if drawing.recording is not None:
         files["recording"] = str(drawing.recording)

@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.common.tables import table
+from monta_megatron.exchange.spans import Span
 from monta_megatron.planner.curves import RESOURCES
-from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Span, Timeline
+from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Timeline
 
 # Above this the table shows ms.
 LONGEST_IN_US = 100_000.0

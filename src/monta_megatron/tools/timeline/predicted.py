@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.program import Operation, Phase
+from monta_megatron.exchange.spans import Span
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice
 from monta_megatron.planner.schedule import Work, serial_us
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.timeline.spans import Span, Timeline, Track, pipeline_name
+from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name
 
 
 def predict(

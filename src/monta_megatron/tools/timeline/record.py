@@ -12,15 +12,16 @@ from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.this_rank import ThisRank
 from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.exchange.clock import Clock
+from monta_megatron.exchange.spans import spans_of
+from monta_megatron.exchange.step_times import DeviceRecorder, HostRecorder, Taken
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import Candidate, identity_experts, run_candidate
 from monta_megatron.tools.bench.point import Bench, Task, prepare
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.joined_ranks import join, wait_for_all
-from monta_megatron.tools.timeline.clock import Clock
 from monta_megatron.tools.timeline.recording import RankRecord, Recording
-from monta_megatron.tools.timeline.spans import pipeline_name, spans_of
-from monta_megatron.tools.timeline.step_times import DeviceRecorder, HostRecorder, Taken
+from monta_megatron.tools.timeline.spans import pipeline_name
 
 
 def record(

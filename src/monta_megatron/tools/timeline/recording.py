@@ -12,11 +12,12 @@ from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import PositiveInt, Text
+from monta_megatron.exchange.spans import Span
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.prediction import workload_of
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.timeline.predicted import predict
-from monta_megatron.tools.timeline.spans import Span, Timeline, Track, pipeline_name
+from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name
 
 Format: TypeAlias = Literal["monta timeline 1"]
 FORMAT: Format = get_args(Format)[0]
@@ -111,13 +112,27 @@ class Recording:
             ValueError: one line that names the file and what is wrong with it.
         """
         advice = "must be a recording: monta timeline --record DIR makes one"
-        try:
-            data = json.loads(Path(path).read_bytes())
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: is no whole JSON file, {advice}") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            got = data.get("format") if isinstance(data, dict) else None
-            raise ValueError(f"{path}: format: got {got!r}, must be {FORMAT!r}; {advice}")
-        return strict_yaml.build(cls, data, str(path))
+        return strict_yaml.build(cls, read_document(Path(path), FORMAT, advice), str(path))
+
+
+def read_document(path: Path, file_format: str, advice: str) -> dict[str, Any]:
+    """The JSON object in a file of a format.
+
+    Args:
+        path: the file.
+        file_format: what its `format` has to be.
+        advice: what to do if it is none.
+
+    Raises:
+        ValueError: one line that names the file and what is wrong with it.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is no whole JSON file, {advice}") from error
+    if not isinstance(data, dict) or data.get("format") != file_format:
+        got = data.get("format") if isinstance(data, dict) else None
+        raise ValueError(f"{path}: format: got {got!r}, must be {file_format!r}; {advice}")
+    return data

@@ -1,4 +1,4 @@
-"""One clock for all ranks."""
+"""One clock for several ranks."""
 
 import socket
 import time
@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.exchange.groups import gather_objects
-from monta_megatron.tools.joined_ranks import wait_for_all
 
 NUM_BARRIERS = 31
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -21,9 +20,9 @@ def now_us() -> float:
 
 
 class Clock:
-    """The offset of this rank's clock from the first rank's; made by all ranks together.
+    """The offset of this rank's clock from the first rank's; made by all ranks of a group together.
 
-    Where ranks run on several hosts, all of them read their clocks right after barriers, which they
+    Where they run on several hosts, all of them read their clocks right after barriers, which they
     leave at nearly the same time: the median of the differences is the offset.
 
     Attributes:
@@ -32,19 +31,35 @@ class Clock:
         error_us: half the interquartile range of the differences; the largest of any rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        """Compare the clocks.
+
+        Args:
+            group: the ranks; None for all.
+            device: where their messages have to be.
+        """
         self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
-        if len(set(gather_objects(_host()))) == 1:
+        if len(set(gather_objects(_host(), group))) == 1:
             return
         here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
+        barrier = torch.zeros(1, device=device)
         for turn in range(NUM_BARRIERS):
-            wait_for_all()
+            dist.all_reduce(barrier, group=group)
+            # On a device the host has not waited yet.
+            barrier.item()
             here_us[turn] = now_us()
-        first_us = here_us.clone()
-        dist.broadcast(first_us, src=0)
-        low_us, middle_us, high_us = np.percentile((here_us - first_us).numpy(), (25, 50, 75))
-        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64)
-        dist.all_reduce(error_us, op=dist.ReduceOp.MAX)
+        first_us = here_us.to(device)
+        dist.broadcast(
+            first_us,
+            group=group,
+            src=0 if group is None else dist.get_process_group_ranks(group)[0],
+        )
+        differences_us = (here_us - first_us.cpu()).numpy()
+        low_us, middle_us, high_us = np.percentile(differences_us, (25, 50, 75))
+        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64, device=device)
+        dist.all_reduce(error_us, op=dist.ReduceOp.MAX, group=group)
         self.name = f"monotonic clocks compared after {NUM_BARRIERS} barriers"
         self.offset_us, self.error_us = float(middle_us), float(error_us)
 

@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from monta_megatron.exchange.clock import now_us
 from monta_megatron.exchange.monitor import Step
-from monta_megatron.tools.timeline.clock import now_us
-from monta_megatron.tools.timeline.spans import Key, TimedStep
+from monta_megatron.exchange.spans import Key, TimedStep
 
 # More than the number of collectives that the executor ever has in flight.
 NUM_THREADS = 32
