@@ -47,7 +47,7 @@ from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import LayerShape, Settings
 from monta_megatron.tools.bench.study import Study
 from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_resource
-from monta_megatron.tools.bench.workload import Batch, make_batch
+from monta_megatron.tools.bench.workload import Batch, make_batches
 
 CHAIN = "alltoall_allgather"
 # The number that the paper's published code always uses.
@@ -63,7 +63,7 @@ STEPS = {
 
 
 def build(
-    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
+    settings: Settings, cluster: Cluster | None, layout: Layout, batches: tuple[Batch, ...]
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Stock alltoall, the baseline of the checks and ratios, then the steps, 2 as the last one.
 
@@ -75,25 +75,23 @@ def build(
     # the same experts.
     rank = dist.get_rank()
     first = rank - rank % settings.tp
-    group_batch = concatenate(
-        [
-            make_batch(settings, layout, peer, batch.hidden.device)
-            for peer in range(first, first + settings.tp)
-        ]
-    )
+    device = batches[0].hidden.device
+    by_peer = [
+        make_batches(settings, layout, peer, device) for peer in range(first, first + settings.tp)
+    ]
     begin = (rank - first) * settings.tokens
     whole_group = Candidate(
         kind="megatron",
         requested="alltoall",
         dispatcher=whole_group_dispatcher(settings),
-        batch=group_batch,
+        batches=tuple(concatenate(of_peers) for of_peers in zip(*by_peer, strict=True)),
         tokens_here=slice(begin, begin + settings.tokens),
-        traffic=functools.partial(
-            whole_group_traffic,
+        traffic=lambda batch, backward: whole_group_traffic(
             layout,
-            group_batch.routing_map.cpu().numpy(),
+            batch.routing_map.cpu().numpy(),
             settings.hidden,
             DTYPE_BYTES[settings.dtype],
+            backward,
         ),
     )
     # The last one is the same chain, but no Permute of it overlaps a collective.
@@ -102,10 +100,10 @@ def build(
     bind = ours[-1]._bind
     ours[-1]._bind = lambda *counts: replace(bind(*counts), order=order_with_permutes_apart)
     return [
-        stock_candidate(settings, layout, batch, "alltoall"),
+        stock_candidate(settings, layout, batches, "alltoall"),
         whole_group,
         *(
-            Candidate(kind="monta", requested=CHAIN, dispatcher=dispatcher, batch=batch)
+            Candidate(kind="monta", requested=CHAIN, dispatcher=dispatcher, batches=batches)
             for dispatcher in ours
         ),
     ], {}

@@ -69,7 +69,7 @@ class BoundResult:
 
 
 def build(
-    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
+    settings: Settings, cluster: Cluster | None, layout: Layout, batches: tuple[Batch, ...]
 ) -> tuple[list[Candidate], dict[str, str]]:
     """The candidates of `monta bench`.
 
@@ -78,13 +78,13 @@ def build(
     """
     if settings.etp == 1:
         raise ValueError("--etp: got 1, must be above 1: it is about AllGather(ETP)")
-    return build_candidates(settings, cluster, layout, batch)
+    return build_candidates(settings, cluster, layout, batches)
 
 
 def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:
     """The stages alone, and the pipeline."""
     timed.task.progress.phase(f"{timed.task.name}stages of {CHAIN.name} alone", 0)
-    results = measure_bound(timed.task.settings, timed.layout, timed.batch)
+    results = measure_bound(timed.task.settings, timed.layout, timed.batches[0])
     return {"bound": [asdict(result) for result in results]}
 
 
@@ -176,13 +176,13 @@ def _alone(serial: BoundChain, stage: BoundStage) -> BoundChain:
     return replace(serial, stages=stages, num_source_rows=num_rows)
 
 
-def _run_passes(exchange: Exchange, batch: Batch, backward: bool) -> Callable[[], None]:
+def _run_passes(exchange: Exchange, batch: Batch, backward: bool) -> Callable[[int], None]:
     """A function that dispatches and combines over a chain, on rows of the batch's width."""
     hidden = batch.hidden
     source = hidden.new_ones(int(exchange.bound.num_source_rows), hidden.shape[-1])
     probs = batch.probs.new_ones(len(source))
 
-    def run() -> None:
+    def run(repeat: int) -> None:
         rows, row_probs = dispatch(
             exchange, source.detach().requires_grad_(), probs.detach().requires_grad_()
         )

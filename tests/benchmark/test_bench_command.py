@@ -114,11 +114,36 @@ def test_report_holds_every_chain_and_field(ranks: ForkedRanks, tmp_path: Path) 
         assert (tmp_path / f"{scope}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_trace_is_replayed(ranks: ForkedRanks, tmp_path: Path) -> None:
+    """Two repeats: in the first, all tokens stay on their ranks; in the second, all cross."""
+    for rank in range(4):
+        lines = [
+            json.dumps({"step": step, "layer": 1, "top_indices": [[2 * target], [2 * target + 1]]})
+            for step, target in enumerate((rank, (rank + 2) % 4))
+        ]
+        (tmp_path / f"router_trace_rank{rank}.jsonl").write_text("\n".join(lines))
+    report = bench(
+        ranks,
+        f"--experts 8 --top-k 1 --hidden 32 --tokens 2 --repeats 2 --warmup 0 --ranks-per-node 2 "
+        f"--chains alltoall,hierarchical_alltoall --num-chunks 2 --phase forward "
+        f"--routing {tmp_path} --cluster {CLUSTER}",
+    )
+    assert report["meta"]["layer"]["routing"] == f"trace {tmp_path}, 2 exchanges"
+    rows = [row for row in report["rows"] if row["chain"] == "alltoall"]
+    assert [row["dispatcher"] for row in rows] == ["megatron", "monta"]
+    for row in rows:
+        # Per run, half of 8 tokens: there with a probability, and back.
+        assert row["inter_bytes"] == 4 * (2 * 32 * 4 + 4)
+        assert row["intra_bytes"] == 0
+    assert all(row["predicted_ms"] > 0 for row in report["rows"] if row["dispatcher"] == "monta")
+
+
 def test_a_chain_that_is_left_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     from monta_megatron.cli.bench import _print_report
 
     skipped = {"alltoall_dedup": "moe_monta_chain: alltoall_dedup cannot run here: ..."}
-    _print_report({"rows": [], "meta": {"skipped": skipped}}, as_json=False)
+    meta = {"skipped": skipped, "layer": {"routing": "uniform"}}
+    _print_report({"rows": [], "meta": meta}, as_json=False)
     assert "left out: alltoall_dedup: moe_monta_chain: " in capsys.readouterr().out
 
 

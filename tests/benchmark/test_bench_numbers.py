@@ -169,7 +169,7 @@ def test_a_dtype_has_megatron_s_name_or_pytorch_s(
         ({"num_chunks": "1,0"}, "--num-chunks: got '0', must be an integer >= 1"),
         ({"phase": "back"}, "--phase: got 'back', must be one of forward, forward_backward"),
         ({"stock": "flex"}, "--stock: got 'flex', must be one of alltoall, allgather"),
-        ({"routing": "zipf"}, "--routing: got 'zipf', must be one of uniform, skewed"),
+        ({"routing": "zipf"}, "--routing: got 'zipf', must be a folder of Megatron's --moe"),
         ({"inter_rate_ratio": "0"}, "--inter-rate-ratio: got '0', must be a number > 0"),
         ({"inter_rate_ratio": "2"}, "--inter-rate-ratio: got 2, must come with --cluster"),
         ({"ffn_hidden": "3", "tp": "2"}, "--ffn-hidden: got 3, must be a multiple of --etp (2)"),

@@ -14,13 +14,15 @@ from monta_megatron.tools.bench import point, timing
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.settings import parse_settings
 from monta_megatron.tools.bench.timing import time_interleaved
-from monta_megatron.tools.bench.workload import make_batch
+from monta_megatron.tools.bench.workload import make_batches
 
 
 def test_every_rank_has_its_own_data_wherever_it_is_made() -> None:
     settings = parse_settings(BASE, 4)
     device = torch.device("cpu")
-    first, second, again = (make_batch(settings, FLAT, rank, device) for rank in (0, 1, 0))
+    ((first,), (second,), (again,)) = (
+        make_batches(settings, FLAT, rank, device) for rank in (0, 1, 0)
+    )
     for name in ("hidden", "routing_map", "probs", "output_gradient"):
         assert_equal(getattr(again, name), getattr(first, name), name)
     for name in ("hidden", "probs", "output_gradient"):
@@ -52,7 +54,10 @@ def test_times_are_the_slowest_ranks_without_the_warmup(
         sent_bytes += num_bytes
 
     timings = time_interleaved(
-        [lambda: send(100), lambda: send(10)], repeats, warmup=3, read_sent_bytes=lambda: sent_bytes
+        [lambda _: send(100), lambda _: send(10)],
+        repeats,
+        warmup=3,
+        read_sent_bytes=lambda: sent_bytes,
     )
     assert timings.times_ms.tolist() == [[1e6, 1e6], [1e6, 1e6]]
     assert timings.nic_bytes.tolist() == [107, 17]
@@ -77,7 +82,7 @@ def test_limit_of_a_point(
         task=SimpleNamespace(settings=settings, emulated=emulated),
         layout=FLAT,
         nodes=FLAT.nodes,
-        batch=SimpleNamespace(routing_map=torch.from_numpy(routing_map((0, 2, 4), (4, 5)))),
+        batches=(SimpleNamespace(routing_map=torch.from_numpy(routing_map((0, 2, 4), (4, 5)))),),
     )
     assert Bench._limit_ms(bench, backward) == pytest.approx(limit_ms)
     bench.task.emulated = replace(emulated, measured_inter_gbit_per_s=None)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import Pools
 from exchanges import ROUTINGS, Case, find_groups, make_data, make_source
-from measured_routing import MeasuredRouting
 from test_exchange_properties import DTYPES, runnable
 
 from monta_megatron.chains import CHAINS
@@ -16,6 +15,7 @@ from monta_megatron.chains.count_format import count_widths
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.planner.recorded_routing import RecordedRouting
 from monta_megatron.planner.search import sent_bytes
 from monta_megatron.planner.traffic import pass_traffic
 
@@ -61,7 +61,7 @@ def _bytes_of_passes(case: Case) -> BytesByPass:
 def planned_bytes(case: Case, rank: int) -> BytesByPass:
     """What the planner makes of the same routing."""
     maps = tuple(each.numpy() for each in make_data(case).routing_maps)
-    routing = MeasuredRouting(routing_maps=maps)
+    routing = RecordedRouting(name="recorded", routing_maps=maps)
     chain, layout = CHAINS[case.chain], case.layout(rank)
     counts = routing.counts(chain, layout, 0, case.num_blocks)
     bound = chain.bind(layout, counts, case.num_chunks)

@@ -153,14 +153,19 @@ def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
 
 
 def _points(parsed: argparse.Namespace, world_size: int) -> "list[SweepPoint]":
+    from monta_megatron.tools.bench.routing import check_routing
     from monta_megatron.tools.bench.settings import parse_settings
     from monta_megatron.tools.bench.sweep import SweepPoint, read_sweep
 
-    if parsed.sweep is not None:
-        if parsed.out is None:
-            raise ValueError("--out: not given, must be a file beside --sweep")
-        return read_sweep(parsed.sweep, vars(parsed), world_size)
-    return [SweepPoint(name="headline", settings=parse_settings(vars(parsed), world_size))]
+    if parsed.sweep is None:
+        points = [SweepPoint(name="headline", settings=parse_settings(vars(parsed), world_size))]
+    elif parsed.out is None:
+        raise ValueError("--out: not given, must be a file beside --sweep")
+    else:
+        points = read_sweep(parsed.sweep, vars(parsed), world_size)
+    for point in points:
+        check_routing(point.settings)
+    return points
 
 
 def _report(parsed: argparse.Namespace, study: "Study | None") -> int:
@@ -205,7 +210,8 @@ def _print_report(report: dict[str, Any], as_json: bool, study: "Study | None" =
 
     rows = [Row(**row) for row in report["rows"]]
     left_out = (f"left out: {name}: {why}" for name, why in report["meta"]["skipped"].items())
-    blocks = [table(rows), "\n".join(left_out), prediction_table(rows)]
+    routing = f"routing: {report['meta']['layer']['routing']}"
+    blocks = [table(rows), routing, "\n".join(left_out), prediction_table(rows)]
     if study is not None:
         blocks.append(study.text([report]))
     text = "\n\n".join(filter(None, blocks))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.common.flags import positive, whole
-from monta_megatron.planner import ROUTINGS
+from monta_megatron.planner.routing_names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
@@ -47,9 +47,9 @@ def add_arguments(parser: Any, needs_model: bool = True) -> None:
     parser.add_argument(
         "--routing",
         metavar="NAME|FOLDER",
+        type=routing_or_folder,
         default="uniform",
-        help=f"{', '.join(ROUTINGS)}, or a folder of Megatron's --moe-routing-trace-path "
-        "(default: %(default)s, by the model's router)",
+        help=f"{ROUTING_HELP} (default: %(default)s, by the model's router)",
     )
     parser.add_argument(
         "--phase",

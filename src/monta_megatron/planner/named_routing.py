@@ -1,4 +1,4 @@
-"""The routings that have a name: drawn as a benchmark's data, and as the planner expects them.
+"""Routings that are drawn: as a benchmark's data, and as the planner expects them.
 
     uniform         any experts
     skewed          the i-th most wanted expert is drawn with weight 1/i
@@ -32,7 +32,7 @@ def make_routing(
     """The data: which experts the tokens of one rank go to, the same wherever it is made.
 
     Args:
-        name: one of ROUTINGS.
+        name: one of the above.
         num_tokens: T of this rank.
         topk: experts of a token.
         expert_nodes: [E] node of each expert.
@@ -65,7 +65,7 @@ def expected_routing(
     """What the planner expects of the data.
 
     Args:
-        name: one of ROUTINGS.
+        name: one of the above.
         num_experts: E.
         topk: experts of a token.
         num_nodes: nodes of the exchange, which share the experts evenly.

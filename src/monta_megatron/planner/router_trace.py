@@ -1,13 +1,21 @@
 """Routing measured by Megatron's RouterTracer (`--moe-routing-trace-path FOLDER`).
 
-It writes a file `router_trace_rank{r}.jsonl` per rank, one line per step and layer:
+It writes a file `router_trace_rank{r}.jsonl` per rank, one line per step, micro-batch and layer:
 
     {"step": 0, "layer": 3, "num_tokens": 128, "topk": 8, "top_indices": [[12, 45, ...], ...], ...}
+
+It is replayed as it was: an exchange is of one layer, its ranks have their own rows, and nothing is
+drawn from them. Where an exchange has as many tokens as a line, it is a line of every rank;
+otherwise the lines of a layer follow each other, and are cut into as many tokens as it has.
+
+Notation: T = tokens of a rank, E = experts, N = tokens of a layer in a file.
 """
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +24,191 @@ from numpy.typing import NDArray
 
 from monta_megatron.common.quantities import counted
 from monta_megatron.planner.model import Model
-from monta_megatron.planner.sampled_routing import SampledRouting
+from monta_megatron.planner.recorded_routing import Exchange, RecordedRouting, typical_exchange
 
-# Enough tokens for shares within half a percent; the rest of a long trace is not read.
+# Enough for dozens of exchanges; the rest of a long trace is not read.
 MAX_TOKENS_PER_FILE = 32768
 # How often an expert has to be chosen, on average: its share is then known within about 10%.
 LEAST_CHOICES = 100
 
 
-def traced_routing(folder: str | Path, model: Model) -> SampledRouting:
-    """The routing in a trace, taken over all its ranks, steps and layers.
+@dataclass(frozen=True, kw_only=True)
+class TracedRouter:
+    """What a trace has to fit.
+
+    Attributes:
+        num_experts: experts of a layer.
+        topk: experts of a token.
+        topk_name: what `topk` is called where it comes from.
+        owner: whose it is.
+        hidden_size: of the hidden states, if the trace has to have them; None where it need not.
+        num_layers: of the model; None where it may have any.
+    """
+
+    num_experts: int
+    topk: int
+    topk_name: str
+    owner: str
+    hidden_size: int | None = None
+    num_layers: int | None = None
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens without which a trace says too little about the experts."""
+        return math.ceil(LEAST_CHOICES * self.num_experts / self.topk)
+
+
+def router_of(model: Model) -> TracedRouter:
+    """What a trace of a model has to fit."""
+    return TracedRouter(
+        num_experts=model.num_experts,
+        topk=model.moe_router_topk,
+        topk_name="moe_router_topk",
+        owner=model.name,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouterTrace:
+    """What the files of a trace hold.
+
+    Attributes:
+        folder: where they are.
+        rows: rank -> layer -> its rows in the order of the steps, [N, E] bool.
+    """
+
+    folder: str
+    rows: Mapping[int, Mapping[Hashable, NDArray[np.bool_]]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks and layers."""
+        return sum(len(rows) for layers in self.rows.values() for rows in layers.values())
+
+    def exchanges(self, num_ranks: int, num_tokens: int) -> list[Exchange]:
+        """All exchanges: step by step, and in each of them layer by layer.
+
+        A rank without a file has the rows of another one. A layer with fewer than `num_tokens`
+        gives one exchange, in which its rows are repeated.
+
+        Args:
+            num_ranks: ranks of the exchange, or of several that follow each other.
+            num_tokens: T of each of them.
+        """
+        # [num_ranks] the layers of each rank; those of another pipeline stage have other names.
+        layers = [list(self.rows[self._file_of(rank)].values()) for rank in range(num_ranks)]
+        size = max(num_tokens, 1)
+
+        def rows_of(layer: int, rank: int) -> NDArray[np.bool_]:
+            return layers[rank][layer % len(layers[rank])]
+
+        num_steps = [
+            max(min(len(rows_of(layer, rank)) for rank in range(num_ranks)) // size, 1)
+            for layer in range(len(layers[0]))
+        ]
+        return [
+            tuple(
+                _window(rows_of(layer, rank), step * size, num_tokens) for rank in range(num_ranks)
+            )
+            for step in range(max(num_steps))
+            for layer, steps in enumerate(num_steps)
+            if step < steps
+        ]
+
+    def name(self, num_ranks: int, num_tokens: int) -> str:
+        """For messages and plans: the folder, and what the trace does not have."""
+        missing = []
+        num_traced = sum(rank in self.rows for rank in range(num_ranks))
+        if num_traced < num_ranks:
+            missing.append(f"{num_traced} of {num_ranks} ranks traced, the others as those")
+        fewest = min(len(rows) for layers in self.rows.values() for rows in layers.values())
+        if fewest < num_tokens:
+            missing.append(f"{fewest:,} tokens of a layer, repeated")
+        return f"trace {self.folder}" + (f" ({'; '.join(missing)})" if missing else "")
+
+    def _file_of(self, rank: int) -> int:
+        traced = list(self.rows)
+        return rank if rank in self.rows else traced[rank % len(traced)]
+
+
+def traced_routing(
+    folder: str | Path, model: Model, num_tokens: int, num_ranks: int, ep: int
+) -> RecordedRouting:
+    """What is planned for: a typical exchange of a trace.
 
     Args:
         folder: the folder with the tracer's files.
         model: the model that was traced.
+        num_tokens: tokens of a rank.
+        num_ranks: ranks of the exchange.
+        ep: its expert parallel size.
 
     Raises:
         ValueError: one line that names the folder, or the file and its line, and the rule.
     """
-    files = sorted(Path(folder).glob("router_trace_rank*.jsonl"))
+    router = router_of(model)
+    trace = read_trace(str(folder), router, num_tokens)
+    if trace.num_tokens < router.least_tokens:
+        raise ValueError(_too_few(str(folder), trace.num_tokens, router))
+    return RecordedRouting(
+        name=trace.name(num_ranks, num_tokens),
+        routing_maps=typical_exchange(trace.exchanges(num_ranks, num_tokens), num_ranks, ep),
+    )
+
+
+def read_trace(folder: str, router: TracedRouter, num_tokens: int) -> RouterTrace:
+    """Read a trace.
+
+    Args:
+        folder: the folder with the tracer's files.
+        router: what it has to fit.
+        num_tokens: tokens of one exchange.
+
+    Raises:
+        ValueError: one line that names the folder, or the file and its line, and the rule.
+    """
+    return _read(folder, router, max(MAX_TOKENS_PER_FILE, router.least_tokens, num_tokens))
+
+
+# A ranking asks for every layout, a benchmark at every point.
+@lru_cache(maxsize=2)
+def _read(folder: str, router: TracedRouter, most_tokens: int) -> RouterTrace:
+    files = {
+        int(digits): path
+        for path in Path(folder).glob("router_trace_rank*.jsonl")
+        if (digits := path.stem.removeprefix("router_trace_rank")).isdecimal()
+    }
+    rows = {rank: _rows(files[rank], router, most_tokens) for rank in sorted(files)}
     if not files:
         raise ValueError(
             f"{folder}: no router_trace_rank*.jsonl in it, must be a folder that Megatron wrote "
             "with --moe-routing-trace-path"
         )
-    maps = [routing_map for path in files for routing_map in _maps(path, model)]
-    num_tokens, least = sum(map(len, maps)), least_tokens(model)
-    if num_tokens < least:
-        raise ValueError(
-            f"{folder}: got {counted(num_tokens, 'token')}, must be at least {least:,} for top-"
-            f"{model.moe_router_topk} of {model.num_experts} experts, as each has to be chosen "
-            f"about {LEAST_CHOICES} times; trace more steps"
-        )
-    return SampledRouting(name=f"trace {folder}", routing_map=np.concatenate(maps))
+    # A file may have no tokens, as that of a rank whose stage has no MoE layer.
+    rows = {rank: layers for rank, layers in rows.items() if layers}
+    if not rows:
+        raise ValueError(_too_few(folder, 0, router))
+    return RouterTrace(folder=folder, rows=rows)
 
 
-def least_tokens(model: Model) -> int:
-    """Tokens without which a trace says too little about the model's experts."""
-    return math.ceil(LEAST_CHOICES * model.num_experts / model.moe_router_topk)
+def _too_few(folder: str, num_tokens: int, router: TracedRouter) -> str:
+    return (
+        f"{folder}: got {counted(num_tokens, 'token')}, must be at least "
+        f"{router.least_tokens:,} for top-{router.topk} of {router.num_experts} experts, as "
+        f"each has to be chosen about {LEAST_CHOICES} times; trace more steps"
+    )
 
 
-def _maps(path: Path, model: Model) -> Iterator[NDArray[np.bool_]]:
-    """The routing map [N, E] of each line."""
-    num_tokens, most_tokens = 0, max(MAX_TOKENS_PER_FILE, least_tokens(model))
+def _rows(path: Path, router: TracedRouter, most_tokens: int) -> dict[Hashable, NDArray[np.bool_]]:
+    """Layer -> its rows, [N, E], in the order of the file."""
+    num_tokens = 0
+    by_layer: dict[Hashable, list[NDArray[np.bool_]]] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if num_tokens >= most_tokens:
-                return
+                break
             try:
                 record = json.loads(line)
                 indices = np.array(record["top_indices"], dtype=np.int64)
@@ -72,22 +218,31 @@ def _maps(path: Path, model: Model) -> Iterator[NDArray[np.bool_]]:
                 ) from error
             if indices.size == 0:
                 continue
-            incompatibility = _incompatibility(record, indices, model)
+            incompatibility = _incompatibility(record, indices, router)
             if incompatibility is not None:
                 raise ValueError(f"{path}: line {number}: {incompatibility}")
-            routing_map = np.zeros((len(indices), model.num_experts), dtype=np.bool_)
+            routing_map = np.zeros((len(indices), router.num_experts), dtype=np.bool_)
             np.put_along_axis(routing_map, indices, True, axis=1)
             num_tokens += len(indices)
-            yield routing_map
+            layer = tuple(str(record.get(name)) for name in ("block", "mtp_idx", "layer"))
+            by_layer.setdefault(layer, []).append(routing_map)
+    return {layer: np.concatenate(maps) for layer, maps in by_layer.items()}
+
+
+def _window(rows: NDArray[np.bool_], first: int, num_tokens: int) -> NDArray[np.bool_]:
+    """[T, E] rows from `first` on; from the beginning again where they end."""
+    if first + num_tokens <= len(rows):
+        return rows[first : first + num_tokens]
+    return rows[np.arange(first, first + num_tokens) % len(rows)]
 
 
 def _incompatibility(
-    record: dict[str, Any], indices: NDArray[np.int64], model: Model
+    record: dict[str, Any], indices: NDArray[np.int64], router: TracedRouter
 ) -> str | None:
-    """Why a record is not of this model, or None if it may be."""
-    if indices.ndim != 2 or indices.min() < 0 or indices.max() >= model.num_experts:
+    """Why a record is not of this router, or None if it may be."""
+    if indices.ndim != 2 or indices.min() < 0 or indices.max() >= router.num_experts:
         return (
-            f"top_indices: must be a list of experts from 0 to {model.num_experts - 1} for every "
+            f"top_indices: must be a list of experts from 0 to {router.num_experts - 1} for every "
             "token"
         )
     # The tracer counts layers from 0 or from 1; the layers of MTP are no layers of the model.
@@ -96,18 +251,19 @@ def _incompatibility(
     shape = record.get("hs_shape")
     hidden_size = shape[-1] if isinstance(shape, list) and shape else None
     fields = (
-        ("topk", indices.shape[1], "moe_router_topk", model.moe_router_topk),
-        ("hs_shape", hidden_size, "hidden_size", model.hidden_size),
+        ("topk", indices.shape[1], router.topk_name, router.topk),
+        ("hs_shape", hidden_size, "hidden_size", router.hidden_size),
     )
     for name, value, field, expected in fields:
-        if value not in (None, expected):
+        if None not in (value, expected) and value != expected:
             return (
-                f"{name}: got {value}, must be {expected}, {field} of {model.name}; the trace is "
+                f"{name}: got {value}, must be {expected}, {field} of {router.owner}; the trace is "
                 "of another model"
             )
-    if isinstance(layer, int) and layer > model.num_layers:
+    most_layers = router.num_layers
+    if isinstance(layer, int) and most_layers is not None and layer > most_layers:
         return (
-            f"layer: got {layer}, must be at most {model.num_layers}, num_layers of {model.name}; "
+            f"layer: got {layer}, must be at most {most_layers}, num_layers of {router.owner}; "
             "the trace is of another model"
         )
     return None

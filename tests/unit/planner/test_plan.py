@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clusters import CONFIGS, LAUNCH, layout_of, link, preset, with_link, workload_of
-from measured_routing import MeasuredRouting
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.count_format import count_widths
@@ -28,6 +27,7 @@ from monta_megatron.planner.model_workload import workload_of_model
 from monta_megatron.planner.named_routing import skewed_routing
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan, exchange_of
+from monta_megatron.planner.recorded_routing import RecordedRouting
 from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
@@ -360,7 +360,11 @@ def test_ranks_that_share_a_nic_are_priced_together() -> None:
         for expert, count in ((2, 30), (2, 10), (2, 5), (3, 5))
     )
     workload = workload_of(
-        4, ranks_per_node=2, num_experts=4, topk=1, routing=MeasuredRouting(routing_maps=maps)
+        4,
+        ranks_per_node=2,
+        num_experts=4,
+        topk=1,
+        routing=RecordedRouting(name="recorded", routing_maps=maps),
     )
     cluster = replace(
         H100,

@@ -180,7 +180,8 @@ def test_cluster_presets(path: Path) -> None:
 
 
 def test_a_bad_routing_is_no_lack_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *MIXTRAL, *A800, "--routing", "zipf"]) == 2
+    with pytest.raises(SystemExit):
+        main(["plan", *MIXTRAL, *A800, "--routing", "zipf"])
     assert "--routing: got 'zipf'" in capsys.readouterr().err
 
 

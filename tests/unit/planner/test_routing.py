@@ -1,21 +1,14 @@
 """Expected traffic: against the published figures, by counting every choice, and against counts."""
 
-import json
-from dataclasses import replace
 from itertools import combinations
 from math import comb
-from pathlib import Path
 
 import numpy as np
 import pytest
-from clusters import CONFIGS, layout_of
-from measured_routing import MeasuredRouting
+from clusters import layout_of
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
-from monta_megatron.common import strict_yaml
-from monta_megatron.planner import router_trace
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.router_trace import traced_routing
+from monta_megatron.planner.recorded_routing import RecordedRouting
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.sampled_routing import SampledRouting
 
@@ -80,7 +73,7 @@ def test_expected_counts_are_the_mean_of_counts(chain: str, rank: int) -> None:
         routing_map = np.zeros((num_tokens, 16), dtype=bool)
         np.put_along_axis(routing_map, chosen, True, axis=1)
         maps.append(routing_map)
-    measured = MeasuredRouting(routing_maps=tuple(maps))
+    measured = RecordedRouting(name="recorded", routing_maps=tuple(maps))
     sampled = SampledRouting(name="sample", routing_map=np.concatenate(maps))
     uniform = UniformRouting(num_experts=16, topk=3)
     counted = measured.counts(CHAINS[chain], layout, 0, num_blocks)
@@ -99,7 +92,7 @@ def test_counts_of_a_tiny_trace_by_hand() -> None:
     # Two ranks, one per node, experts 0 1 | 2 3. Rank 0: tokens {0, 1}, {1, 2}, {3}; rank 1: {0}.
     first = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]], dtype=bool)
     second = np.array([[1, 0, 0, 0]], dtype=bool)
-    routing = MeasuredRouting(routing_maps=(first, second))
+    routing = RecordedRouting(name="recorded", routing_maps=(first, second))
     layout = layout_of(ep=2, etp=1, ranks_per_node=1, num_experts=4)
     pairs = routing.counts(CHAINS["alltoall"], layout, 0, 1)
     assert isinstance(pairs, Counts)
@@ -113,33 +106,3 @@ def test_counts_of_a_tiny_trace_by_hand() -> None:
     assert tokens.sent_to_nodes.tolist() == [[2, 1], [0, 1]]
     assert tokens.for_node.tolist() == [[2, 0], [1, 0]]
     assert routing.max_experts_per_token == 2
-
-
-def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> None:
-    lines = [json.dumps({"step": 0, "rank": rank, **record}) for record in records]
-    (folder / f"router_trace_rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def model_of(topk: int) -> Model:
-    """A model of 4 experts and 2 layers."""
-    model = strict_yaml.load(Model, CONFIGS / "models" / "quickstart.yaml")
-    return replace(model, num_experts=4, moe_router_topk=topk)
-
-
-def test_router_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_trace, "LEAST_CHOICES", 1)
-    write_trace(tmp_path, 0, [{"layer": 1, "top_indices": [[0, 1], [2, 3]]}])
-    write_trace(tmp_path, 1, [{"layer": 2, "top_indices": [[0, 3]]}])
-    routing = traced_routing(tmp_path, model_of(topk=2))
-    assert routing.expert_shares.tolist() == pytest.approx([2 / 3, 1 / 3, 1 / 3, 2 / 3])
-    assert routing.hits(2).tolist() == pytest.approx([2 / 3, 2 / 3])
-
-
-def test_the_rest_of_a_long_trace_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router_trace, "MAX_TOKENS_PER_FILE", 2)
-    monkeypatch.setattr(router_trace, "LEAST_CHOICES", 0.5)
-    first = {"layer": 1, "top_indices": [[0], [1]]}
-    write_trace(tmp_path, 0, [first, {"layer": 1, "top_indices": [[2]]}])
-    assert traced_routing(tmp_path, model_of(topk=1)).expert_shares.tolist() == [0.5, 0.5, 0, 0]

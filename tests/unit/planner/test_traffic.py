@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 from clusters import preset, workload_of
-from measured_routing import MeasuredRouting
 
 from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.program import (
@@ -18,6 +17,7 @@ from monta_megatron.chains.program import (
 from monta_megatron.planner import traffic as program_traffic
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
+from monta_megatron.planner.recorded_routing import RecordedRouting
 from monta_megatron.planner.search import sent_bytes
 from monta_megatron.planner.traffic import PassTraffic
 from monta_megatron.planner.workload import Workload
@@ -58,7 +58,7 @@ def uneven_workload() -> Workload:
     """4 ranks on 2 nodes, with a routing in which no two of them are alike."""
     generator = np.random.default_rng(1)
     maps = tuple(generator.random((count, 16)) < 0.2 for count in (30, 0, 7, 41))
-    routing = MeasuredRouting(routing_maps=maps)
+    routing = RecordedRouting(name="recorded", routing_maps=maps)
     return workload_of(4, ranks_per_node=2, num_experts=16, routing=routing)
 
 

@@ -3,8 +3,8 @@
 Notation: T = tokens of a rank, H = hidden size, E = experts, N = rows for the local experts.
 """
 
-import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -36,18 +36,22 @@ class Candidate:
         kind: whose dispatcher it is.
         requested: stock's dispatcher or our chain, as asked for; "auto" where the planner chooses.
         dispatcher: an object with Megatron's six phases.
-        batch: its input.
-        tokens_here: where this rank's tokens lie in the batch.
-        traffic: called with whether to include backward, gives the bytes that this rank's tokens
-            cause; None where the dispatcher counts what it sends.
+        batches: its inputs; a repeat takes the next of them.
+        tokens_here: where this rank's tokens lie in a batch.
+        traffic: called with a batch and whether to include backward, gives the bytes that this
+            rank's tokens cause; None where the dispatcher counts what it sends.
     """
 
     kind: Literal["megatron", "monta"]
     requested: str
     dispatcher: Any
-    batch: Batch
+    batches: tuple[Batch, ...]
     tokens_here: slice = field(default_factory=lambda: slice(None))
-    traffic: Callable[[bool], Traffic] | None = None
+    traffic: Callable[[Batch, bool], Traffic] | None = None
+
+    def batch(self, repeat: int = 0) -> Batch:
+        """The input of a repeat, which is negative in the warm-up."""
+        return self.batches[repeat % len(self.batches)]
 
     @property
     def key(self) -> tuple[str, int]:
@@ -76,7 +80,7 @@ class Candidate:
 
 # What `build_candidates` is.
 Build: TypeAlias = Callable[
-    [Settings, Cluster | None, Layout, Batch], tuple[list[Candidate], dict[str, str]]
+    [Settings, Cluster | None, Layout, tuple[Batch, ...]], tuple[list[Candidate], dict[str, str]]
 ]
 
 
@@ -101,25 +105,27 @@ class Passed:
     probs_gradient: torch.Tensor | None
 
 
-def stock_candidate(settings: Settings, layout: Layout, batch: Batch, name: str) -> Candidate:
+def stock_candidate(
+    settings: Settings, layout: Layout, batches: tuple[Batch, ...], name: str
+) -> Candidate:
     """One of Megatron's dispatchers."""
+
+    def traffic_of(batch: Batch, backward: bool) -> Traffic:
+        routing_map = batch.routing_map.cpu().numpy()
+        dtype_bytes = DTYPE_BYTES[settings.dtype]
+        return STOCK_TRAFFIC[name](layout, routing_map, settings.hidden, dtype_bytes, backward)
+
     return Candidate(
         kind="megatron",
         requested=name,
         dispatcher=stock_dispatcher(settings, name),
-        batch=batch,
-        traffic=functools.partial(
-            STOCK_TRAFFIC[name],
-            layout,
-            batch.routing_map.cpu().numpy(),
-            settings.hidden,
-            DTYPE_BYTES[settings.dtype],
-        ),
+        batches=batches,
+        traffic=traffic_of,
     )
 
 
 def build_candidates(
-    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
+    settings: Settings, cluster: Cluster | None, layout: Layout, batches: tuple[Batch, ...]
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Stock's dispatchers, then ours, chain by chain.
 
@@ -129,7 +135,7 @@ def build_candidates(
     Raises:
         ValueError: a chain that was asked for by name cannot run here.
     """
-    candidates = [stock_candidate(settings, layout, batch, name) for name in settings.stock]
+    candidates = [stock_candidate(settings, layout, batches, name) for name in settings.stock]
     left_out: dict[str, str] = {}
     for name in settings.chains:
         for num_chunks in _numbers_of_chunks(name, settings):
@@ -141,7 +147,7 @@ def build_candidates(
                 left_out[name] = str(error)
                 break
             candidates.append(
-                Candidate(kind="monta", requested=name, dispatcher=dispatcher, batch=batch)
+                Candidate(kind="monta", requested=name, dispatcher=dispatcher, batches=batches)
             )
     return candidates, left_out
 
@@ -180,13 +186,15 @@ def identity_experts(
     return rows
 
 
-def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Passed:
+def run_candidate(
+    candidate: Candidate, experts: Experts, backward: bool, repeat: int = 0
+) -> Passed:
     """One pass of the layer's exchange: dispatch, experts, combine, and optionally backward.
 
     The gradient of the probabilities comes from the experts. `identity_experts` give none, so ones
     stand in for it, and the backward pass carries what it carries in training.
     """
-    dispatcher, batch = candidate.dispatcher, candidate.batch
+    dispatcher, batch = candidate.dispatcher, candidate.batch(repeat)
     hidden = batch.hidden.detach().requires_grad_()
     probs = batch.probs.detach().requires_grad_()
 
@@ -213,18 +221,23 @@ def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Pas
     )
 
 
-def traffic_of_run(candidate: Candidate, backward: bool, num_runs: int) -> Traffic:
+def traffic_of_run(candidate: Candidate, backward: bool, repeats: Iterable[int]) -> Traffic:
     """Payload per run that this rank's tokens cause, or that it sends: the sums over ranks agree.
 
     Args:
         candidate: what ran.
         backward: whether its runs had a backward pass.
-        num_runs: number of runs since its monitor was cleared, all identical.
+        repeats: the repeats since its monitor was cleared.
     """
-    if candidate.traffic is not None:
-        return candidate.traffic(backward)
-    sent = candidate.dispatcher.monitor.bytes_by_resource()
+    times = Counter(repeat % len(candidate.batches) for repeat in repeats)
+    if candidate.traffic is None:
+        sent = candidate.dispatcher.monitor.bytes_by_resource()
+    else:
+        sent = {"inter": 0, "intra": 0}
+        for number, count in times.items():
+            traffic = candidate.traffic(candidate.batch(number), backward)
+            sent["inter"] += count * traffic.inter_bytes
+            sent["intra"] += count * traffic.intra_bytes
     return Traffic(
-        inter_bytes=sent["inter"] // num_runs,
-        intra_bytes=sent["intra"] // num_runs,
+        inter_bytes=sent["inter"] // times.total(), intra_bytes=sent["intra"] // times.total()
     )

@@ -49,7 +49,7 @@ def check_candidates(candidates: list[Candidate], layout: Layout) -> list[str]:
     experts = weighted_experts(layout)
     baseline = next(candidate for candidate in candidates if candidate.is_baseline)
     expected = run_candidate(baseline, experts, backward=True)
-    batch = baseline.batch
+    batch = baseline.batch()
     output = reference_sum(batch.hidden, batch, layout)
     gradient = reference_sum(batch.output_gradient, batch, layout)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.common.dtypes import DTYPE_BYTES, torch_name
 from monta_megatron.common.flags import listed, name_of, positive, whole
-from monta_megatron.planner import ROUTINGS
+from monta_megatron.planner.routing_names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
     from monta_megatron.chains.program import Phase
@@ -59,9 +59,7 @@ POINT_FLAGS = {
     "tp": Flag("N", "tensor parallel size", whole(1), "1"),
     "ep": Flag("N", "expert parallel size (default: all ranks over --etp)", whole(1)),
     "etp": Flag("N", "expert tensor parallel size (default: --tp)", whole(1)),
-    "routing": Flag(
-        "NAME", "uniform, skewed or node-limited", name_of(lambda: ROUTINGS), "uniform"
-    ),
+    "routing": Flag("NAME|FOLDER", ROUTING_HELP, routing_or_folder, "uniform"),
     "chains": Flag(
         "LIST",
         "chains, auto (the planner's pick), or all that can run",

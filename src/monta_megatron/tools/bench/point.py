@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -37,7 +38,7 @@ from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians, spread
 from monta_megatron.tools.bench.timing import time_interleaved, wait_for_all
 from monta_megatron.tools.bench.traffic import Traffic
-from monta_megatron.tools.bench.workload import Batch, make_batch
+from monta_megatron.tools.bench.workload import Batch, make_batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class Bench:
         task: what was asked for.
         nodes: node of every rank of the launch.
         layout: its exchange, as this rank sees it.
-        batch: this rank's data.
+        batches: this rank's data; a repeat runs the next of them.
         candidates: stock's dispatchers and ours.
         skipped: why chains were left out.
     """
@@ -77,13 +78,13 @@ class Bench:
     task: Task
     nodes: tuple[int, ...]
     layout: Layout
-    batch: Batch
+    batches: tuple[Batch, ...]
     candidates: list[Candidate]
     skipped: dict[str, str]
 
     def meta(self) -> dict[str, Any]:
         """Where and how it runs: the `meta` of a report."""
-        gpu = torch.cuda.get_device_name() if self.batch.hidden.is_cuda else None
+        gpu = torch.cuda.get_device_name() if self.batches[0].hidden.is_cuda else None
         return describe(self.task.settings, self.nodes, self.task.emulated, self.skipped, gpu)
 
     def rows(self, scope: str, experts: Experts, phase: Phase) -> list[Row]:
@@ -91,11 +92,11 @@ class Bench:
         task, candidates = self.task, self.candidates
         settings, emulated = task.settings, task.emulated
         backward = phase == "forward_backward"
-        num_runs = settings.warmup + settings.repeats
+        repeats = range(-settings.warmup, settings.repeats)
         task.progress.phase(
             f"{task.name}{scope}, {phase}, {settings.warmup} + "
             f"{counted(settings.repeats, 'repeat')}",
-            num_runs,
+            len(repeats),
         )
         for candidate in candidates:
             if candidate.kind == "monta":
@@ -122,7 +123,7 @@ class Bench:
             times_ms = timings.times_ms[:, position]
             p10_ms, median_ms, p90_ms = spread(times_ms)
             low, high = ratio_interval(base_ms, times_ms)
-            moved = _of_all_ranks(traffic_of_run(candidate, backward, num_runs))
+            moved = _of_all_ranks(traffic_of_run(candidate, backward, repeats))
             chain, num_chunks = candidate.key
             is_ours = candidate.kind == "monta"
             rows.append(
@@ -165,15 +166,21 @@ class Bench:
         num_nodes = len(set(self.nodes))
         if emulated is None or emulated.measured_inter_gbit_per_s is None or num_nodes == 1:
             return None
-        crossing = torch.zeros(num_nodes, num_nodes, dtype=torch.long)
-        crossing[layout.nodes[layout.rank]] = torch.from_numpy(
-            traffic.rows_that_cross(layout, self.batch.routing_map.cpu().numpy(), num_nodes)
-        )
+        # [batches, nodes, nodes]
+        crossing = torch.zeros(len(self.batches), num_nodes, num_nodes, dtype=torch.long)
+        for of_batch, batch in zip(crossing, self.batches, strict=True):
+            of_batch[layout.nodes[layout.rank]] = torch.from_numpy(
+                traffic.rows_that_cross(layout, batch.routing_map.cpu().numpy(), num_nodes)
+            )
         dist.all_reduce(crossing)
         if not crossing.any():
             return None
         node_gbit_per_s = emulated.measured_inter_gbit_per_s * emulated.nics_per_node
-        return traffic.limit_ms(crossing.numpy(), settings.row_bytes, node_gbit_per_s, backward)
+        limits_ms = [
+            traffic.limit_ms(of_batch.numpy(), settings.row_bytes, node_gbit_per_s, backward)
+            for of_batch in crossing
+        ]
+        return float(np.median([limits_ms[n % len(limits_ms)] for n in range(settings.repeats)]))
 
 
 def prepare(
@@ -219,15 +226,15 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
             f"{nodes.count(nodes[0])} as this launch, or --ranks-per-node says how many"
         )
     layout = exchange_layout(settings, nodes)
-    batch = make_batch(settings, layout, task.this_rank.rank, device)
+    batches = make_batches(settings, layout, task.this_rank.rank, device)
     # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
     costs = default_costs(task.emulated) if cluster is None and task.emulated else cluster
-    candidates, skipped = build(settings, costs, layout, batch)
+    candidates, skipped = build(settings, costs, layout, batches)
     return Bench(
         task=task,
         nodes=nodes,
         layout=layout,
-        batch=batch,
+        batches=batches,
         candidates=candidates,
         skipped=skipped,
     )

@@ -9,9 +9,9 @@ from monta_megatron.chains.nodes import number_nodes
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.named_routing import expected_routing
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
+from monta_megatron.tools.bench.routing import routing_of
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.traffic import PROBS_BYTES
 
@@ -58,13 +58,12 @@ def workload_of(settings: Settings, layout: Layout) -> Workload:
     """The exchange as the planner sees it."""
     # The planner numbers the nodes of an exchange from 0.
     nodes = number_nodes([str(node) for node in layout.nodes])
+    layout = replace(layout, nodes=nodes)
     return Workload(
-        layout=replace(layout, nodes=nodes),
+        layout=layout,
         hidden_size=settings.hidden,
         value_bytes=DTYPE_BYTES[settings.dtype],
         prob_bytes=PROBS_BYTES,
-        routing=expected_routing(
-            settings.routing, settings.num_experts, settings.topk, layout.num_nodes, settings.seed
-        ),
+        routing=routing_of(settings, layout),
         tokens_per_rank=settings.tokens,
     )

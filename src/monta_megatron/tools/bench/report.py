@@ -11,6 +11,7 @@ from monta_megatron.common import tables
 from monta_megatron.common.provenance import commit, machine, versions
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.options import AUTO
+from monta_megatron.tools.bench.routing import routing_name
 from monta_megatron.tools.bench.settings import Settings
 
 
@@ -155,7 +156,7 @@ def describe(
             "ffn_hidden": settings.ffn_hidden,
             "tokens": settings.tokens,
             "dtype": settings.dtype,
-            "routing": settings.routing,
+            "routing": routing_name(settings),
         },
         # The rate that was set, and the measured rates of network and node.
         "emulated_cluster": None if emulated is None else asdict(emulated),

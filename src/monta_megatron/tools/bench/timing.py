@@ -32,7 +32,7 @@ class Timings:
 
 
 def time_interleaved(
-    runs: Sequence[Callable[[], object]],
+    runs: Sequence[Callable[[int], object]],
     repeats: int,
     warmup: int,
     read_sent_bytes: Callable[[], int],
@@ -41,7 +41,8 @@ def time_interleaved(
     """Time `runs` side by side.
 
     Args:
-        runs: one function per candidate, called by all ranks together.
+        runs: one function per candidate, called by all ranks together with the number of the
+            repeat, negative in the warm-up.
         repeats: timed calls of each.
         warmup: untimed calls of each before those.
         read_sent_bytes: bytes sent so far by the NICs that this rank reads, 0 if it reads none.
@@ -60,7 +61,7 @@ def time_interleaved(
                 sent_before_bytes = read_sent_bytes()
                 wait_for_all()
                 start = time.perf_counter()
-                runs[position]()
+                runs[position](repeat)
                 torch.cuda.synchronize()
                 elapsed_s = time.perf_counter() - start
                 wait_for_all()

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.planner.named_routing import make_routing
+from monta_megatron.tools.bench.routing import routing_maps
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.traffic import expert_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +29,13 @@ class Batch:
     output_gradient: torch.Tensor
 
 
-def make_batch(settings: Settings, layout: Layout, rank: int, device: torch.device) -> Batch:
-    """The batch of a rank of the exchange: this one, or another whose tokens this one sends too."""
-    routing_map = make_routing(
-        settings.routing,
-        settings.tokens,
-        settings.topk,
-        expert_nodes(layout),
-        settings.seed,
-        rank,
-    )
+def make_batches(
+    settings: Settings, layout: Layout, rank: int, device: torch.device
+) -> tuple[Batch, ...]:
+    """The batches of a rank of the launch: this one, or another whose tokens this one sends too.
+
+    A repeat runs the next of them. They differ in nothing but where the tokens go.
+    """
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + rank)
     dtype = getattr(torch, settings.dtype)
 
@@ -47,11 +43,19 @@ def make_batch(settings: Settings, layout: Layout, rank: int, device: torch.devi
         rows = torch.randn(settings.tokens, 1, settings.hidden, generator=generator)
         return rows.to(device, dtype)
 
-    chosen = torch.from_numpy(routing_map).to(device)
-    weights = torch.rand(routing_map.shape, generator=generator).to(device) * chosen
-    return Batch(
-        hidden=normal(),
-        routing_map=chosen,
-        probs=weights / weights.sum(dim=1, keepdim=True),
-        output_gradient=normal(),
-    )
+    shape = (settings.tokens, settings.num_experts)
+    weights = torch.rand(shape, generator=generator).to(device)
+    hidden, output_gradient = normal(), normal()
+    batches = []
+    for routing_map in routing_maps(settings, layout, rank):
+        chosen = torch.tensor(routing_map, device=device)
+        chosen_weights = weights * chosen
+        batches.append(
+            Batch(
+                hidden=hidden,
+                routing_map=chosen,
+                probs=chosen_weights / chosen_weights.sum(dim=1, keepdim=True),
+                output_gradient=output_gradient,
+            )
+        )
+    return tuple(batches)

@@ -5,18 +5,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.names import one_of
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
-from monta_megatron.planner import ROUTINGS
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.imbalance_routing import imbalance_routing
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model, with_batch
 from monta_megatron.planner.model_workload import iteration_of, uniform_routing, workloads_of
@@ -25,6 +24,7 @@ from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.router_trace import traced_routing
 from monta_megatron.planner.routing import Routing
+from monta_megatron.planner.routing_names import IMBALANCE_WORKLOADS
 from monta_megatron.planner.training_memory import (
     TrainingMemory,
     plan_within_memory,
@@ -53,7 +53,7 @@ class PlanRequest:
         tokens: of a rank; None for the model's batch.
         seq_length: tokens of a sequence; None for the model file's.
         micro_batch_size: sequences of a micro-batch; likewise.
-        routing: one of `ROUTINGS`, or a folder of Megatron's router traces.
+        routing: one of `routing_names.ROUTINGS`, or a folder of Megatron's router traces.
         phase: what has to be fast.
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
         ignore_memory: plan what does not fit into the memory of a rank, too.
@@ -214,12 +214,13 @@ def _num_micro_batches(request: PlanRequest, inputs: PlanInputs) -> int | None:
 def _workloads(
     request: PlanRequest, model: Model, cluster: Cluster, layout: ParallelLayout
 ) -> list[Workload]:
+    tokens = layout.tokens_per_rank(model) if request.tokens is None else request.tokens
     return workloads_of(
         model,
         layout,
         cluster.ranks_per_node,
-        request.tokens,
-        lambda place: _routing(request.routing, model, place.num_nodes),
+        tokens,
+        lambda place: _routing(request.routing, model, place, tokens),
     )
 
 
@@ -245,27 +246,27 @@ def _check_world(where: str, world_size: int, cluster: Cluster, request: PlanReq
         )
 
 
-def _routing(name: str, model: Model, num_nodes: int) -> Routing:
+def _routing(name: str, model: Model, exchange: Layout, tokens: int) -> Routing:
+    """The routing of a name or folder, in one exchange with so many tokens of a rank."""
     if name == "uniform":
         return uniform_routing(model)
-    if name != "node-limited":
-        return _sampled(name, model)
-    if model.num_experts % num_nodes:
-        raise ValueError(
-            f"--routing: got {name}, must not be where an exchange lies on "
-            f"{counted(num_nodes, 'node')}, which cannot share {model.num_experts} experts evenly"
-        )
-    return expected_routing(name, model.num_experts, model.moe_router_topk, num_nodes)
+    if name == "skewed":
+        return _skewed(model.num_experts, model.moe_router_topk)
+    if name == "node-limited":
+        num_nodes = exchange.num_nodes
+        if model.num_experts % num_nodes:
+            raise ValueError(
+                f"--routing: got {name}, must not be where an exchange lies on "
+                f"{counted(num_nodes, 'node')}, which cannot share {model.num_experts} experts "
+                "evenly"
+            )
+        return expected_routing(name, model.num_experts, model.moe_router_topk, num_nodes)
+    num_ranks, ep = len(exchange.nodes), exchange.ep
+    if name in IMBALANCE_WORKLOADS:
+        topk = model.moe_router_topk
+        return imbalance_routing(name, tokens, model.num_experts, topk, num_ranks, ep)
+    return traced_routing(name, model, tokens, num_ranks, ep)
 
 
 # Cached, because a ranking asks for every layout.
-@cache
-def _sampled(name: str, model: Model) -> Routing:
-    if name == "skewed":
-        return skewed_routing(model.num_experts, model.moe_router_topk)
-    if not Path(name).is_dir():
-        raise ValueError(
-            f"--routing: got {name!r}, must be a folder of Megatron's --moe-routing-trace-path, or "
-            f"{one_of(name, ROUTINGS)}"
-        )
-    return traced_routing(name, model)
+_skewed = cache(skewed_routing)

@@ -8,11 +8,11 @@ from typing import Any
 from monta_megatron.chains import CHAINS
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.tables import table
-from monta_megatron.planner import ROUTINGS
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.routing_names import ROUTINGS
 from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.tools.plan.request import (
     PlanInputs,

@@ -59,7 +59,7 @@ def record(
 def _record(bench: Bench, candidate: Candidate) -> Recording | None:
     settings, progress = bench.task.settings, bench.task.progress
     (phase,) = settings.phases
-    recorder = DeviceRecorder() if bench.batch.hidden.is_cuda else HostRecorder()
+    recorder = DeviceRecorder() if bench.batches[0].hidden.is_cuda else HostRecorder()
     clock = Clock()
     progress.phase(
         f"{candidate.requested}, {settings.warmup} + {settings.repeats} passes",
@@ -107,7 +107,7 @@ def _record(bench: Bench, candidate: Candidate) -> Recording | None:
 
 def _title(bench: Bench, chain: str, num_chunks: int) -> str:
     settings, emulated = bench.task.settings, bench.task.emulated
-    ranks = "GPUs" if bench.batch.hidden.is_cuda else "CPU ranks"
+    ranks = "GPUs" if bench.batches[0].hidden.is_cuda else "CPU ranks"
     rate = "" if emulated is None else f" at {emulated.inter_mbit:g} Mbit/s"
     return (
         f"{pipeline_name(chain, num_chunks)}, recorded on {len(bench.nodes)} {ranks} of "
