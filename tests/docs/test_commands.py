@@ -32,7 +32,6 @@ SMALL = {
 BENCH_TESTS = "tests/benchmark/test_bench_command.py"
 LAUNCH_TESTS = "tests/launch/test_start.py"
 TIMELINE_TESTS = "tests/timeline/test_recorded.py"
-DISTRIBUTION_TESTS = "tests/unit/test_distribution.py"
 CALIBRATE_TESTS = "tests/calibration/test_calibrate_command.py"
 
 # Named on a page, but not of this repository: Megatron's, and what the reader writes.
@@ -76,8 +75,7 @@ class Known:
 
 EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
 KNOWN = (
-    Known(pattern=r"monta plan --model config\.json .*", run_by=DISTRIBUTION_TESTS),
-    Known(pattern=r"monta (doctor|plan .*|simulate .*|timeline --model .*)"),
+    Known(pattern=r"monta (doctor|new .*|plan .*|simulate .*|timeline --model .*)"),
     Known(pattern=r"mkdir .*|monta completion .*"),
     Known(pattern=r"monta launch .* --dry-run"),
     Known(

@@ -26,6 +26,8 @@ BENCH = "bench --experts 8 --top-k 2 --hidden 32 --tokens 16"
 SIMULATE = f"simulate --model {MODEL} --cluster {CLUSTER} --ep 8"
 CALIBRATE = "calibrate --out c.yaml"
 EMULATE = "emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500"
+NEW_CLUSTER = "new cluster --gpu H100 --num-nodes 2 --ranks-per-node 8 --nics-per-node 8"
+NEW_RUN = "new run --model dbrx --cluster h100_8x_ndr"
 
 # What is typed, and words of the line that answers it: where, what was given, what is allowed.
 CASES = [
@@ -113,6 +115,23 @@ CASES = [
     (f"{EMULATE} -- monta benhc", ["'benhc'", "did you mean bench?"]),
     (f"{EMULATE} -m monta_megatron bench", ["CMD", "`--` is missing"]),
     ("emulate --nodes 250 --ranks-per-node 250 --inter-mbit 500 -- monta doctor", ["open files"]),
+    ("new", ["KIND", "required"]),
+    ("new modle", ["'modle'", "did you mean model?"]),
+    ("new model --from nowhere.json", ["nowhere.json", "No such file"]),
+    (f"new model --from {CONFIGS}", ["configs: cannot be read", "without config.json"]),
+    ("new model --hidden-size 0", ["--hidden-size", "'0'", ">= 1"]),
+    ("new model --dtype int8", ["--dtype", "'int8'", "bf16"]),
+    ("new model --from dbrx --moe-router-topk 17", ["moe_router_topk", "17", "num_experts (16)"]),
+    (f"new model --out {MODEL}", ["--out", "mixtral", "must not exist", "--force"]),
+    ("new model --from dbrx --out nowhere/m.yaml", ["nowhere/m.yaml", "cannot be written"]),
+    ("new cluster --gpu H99", ["--gpu", "'H99'", "H100"]),
+    ("new cluster --network-rate 400", ["--network-rate", "'400'", "a rate with its unit"]),
+    (f"{NEW_CLUSTER} --network-rate 9TB/s", ["links: the network has 9,000 GB/s", "bits"]),
+    ("new run --model dbrx --cluster h100_8x_ndr", ["--nodes", "required"]),
+    (f"{NEW_RUN} --nodes 600", ["--nodes", "got 600", "at most 512"]),
+    (f"{NEW_RUN} --nodes 8 --ep 3", ["layout", "multiple of etp * ep * pp (3)"]),
+    (f"{NEW_RUN} --nodes 1", ["no (tp, ep, etp) fits DBRX"]),
+    (f"{NEW_RUN} --nodes 8 --pp 2 --ep 8 --name a/b", ["name: got 'a/b'", "letters, digits"]),
     ("launch", ["--config", "required"]),
     ("launch --config nowhere.yaml", ["nowhere.yaml", "No such file"]),
     (f"launch --config {RUN} --start sbach", ["--start", "'sbach'", "did you mean sbatch?"]),
@@ -205,5 +224,5 @@ def test_every_command_is_tried() -> None:
     from monta_megatron.cli import build_parser, sub_parsers
 
     tried = [words.split()[0] for words, _ in CASES if words]
-    assert set(sub_parsers(build_parser())) <= set(tried)
+    assert {name.split()[0] for name in sub_parsers(build_parser())} <= set(tried)
     assert len(CASES) >= 30

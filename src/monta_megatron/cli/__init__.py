@@ -19,6 +19,7 @@ from monta_megatron.cli import (
     doctor,
     emulate,
     launch,
+    new,
     plan,
     simulate,
     timeline,
@@ -26,7 +27,7 @@ from monta_megatron.cli import (
 from monta_megatron.common.first_rank import is_first_rank, report
 from monta_megatron.common.names import nearest, one_of
 
-COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, plan, simulate, timeline)
+COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, new, plan, simulate, timeline)
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141
@@ -78,11 +79,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the sub-commands of `build_parser()`, by name."""
-    (commands,) = (
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    return dict(commands.choices)
+    """The parsers of the sub-commands of `build_parser()` by name, and of theirs: "new model"."""
+    found: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                inner = sub_parsers(command)
+                found |= {name: command, **{f"{name} {kind}": of for kind, of in inner.items()}}
+    return found
 
 
 def _run(parsed: argparse.Namespace) -> tuple[int, ValueError | None]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.dtypes import DTYPE_BYTES, Dtype
 from monta_megatron.common.names import one_of
 from monta_megatron.common.rules import PositiveFloat, PositiveInt, Text, require
@@ -35,7 +34,7 @@ class Model:
         moe_ffn_hidden_size: FFN size of one expert; an expert tensor parallel size must divide it.
         num_parameters_billions: parameters of the whole model, embeddings included.
         seq_length: tokens per sequence; chosen for the training, not given by the model.
-        micro_batch_size: sequences per micro-batch; likewise.
+        micro_batch_size: sequences per micro-batch, also chosen for the training.
         dtype: dtype of the hidden rows in transit.
         probs_dtype: dtype of the routing probabilities (Megatron: moe_router_dtype).
         moe_router_num_groups: number of expert groups of a group-limited router.
@@ -145,6 +144,9 @@ def load_model(path: str | Path) -> Model:
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
+    # `--help` reads the fields above, and needs nothing that reads a file.
+    from monta_megatron.common import presets, strict_yaml
+
     file = presets.find("models", path)
     if file.suffix != ".json":
         return strict_yaml.load(Model, file)

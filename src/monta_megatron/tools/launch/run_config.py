@@ -99,7 +99,7 @@ class Slurm:
 
     Attributes:
         partition: its name; without it the cluster's default.
-        account: likewise.
+        account: whom the job is charged to; without it the user's default.
         time_limit_minutes: time limit of the job.
         signal_before_seconds: how long before the limit the training is told to write a checkpoint,
             if it has --save, --load and --exit-signal-handler; the job is then requeued.

@@ -1,0 +1,233 @@
+"""`monta new`: a commented model, cluster or run file to begin with."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from monta_megatron.cli import planning
+from monta_megatron.cli.output import add_json, print_json
+from monta_megatron.common.dtypes import DTYPE_BYTES
+from monta_megatron.common.field_texts import meanings
+from monta_megatron.common.flags import positive, printable, whole
+from monta_megatron.planner.model import Model
+
+if TYPE_CHECKING:
+    from monta_megatron.tools.new.template import Template
+
+EXAMPLE = """\
+examples:
+  monta new model --from config.json --out model.yaml
+  monta new cluster --num-nodes 16 --out cluster.yaml
+  monta new run --model mixtral_8x7b --cluster h100_8x_ndr --nodes 2
+"""
+MODEL_EXAMPLE = """\
+examples:
+  monta new model --from config.json --seq-length 8192 --out model.yaml
+  monta new model --name mine --hidden-size 2048 --num-layers 24 \\
+      --num-attention-heads 16 --num-experts 64 --moe-router-topk 6 \\
+      --moe-ffn-hidden-size 1408 --num-parameters-billions 14.3
+"""
+CLUSTER_EXAMPLE = """\
+examples:
+  monta new cluster --num-nodes 16 --out cluster.yaml
+  monta new cluster --gpu H100 --num-nodes 16 --ranks-per-node 8 \\
+      --nics-per-node 8 --network-rate "400 Gb/s"
+"""
+RUN_EXAMPLE = """\
+examples:
+  monta new run --model mixtral_8x7b --cluster h100_8x_ndr --nodes 2 \\
+      --pp 2 --out run.yaml
+  monta new run --model model.yaml --cluster cluster.yaml --nodes 16 \\
+      --tp 2 --ep 16 --pp 4
+"""
+
+# Fields of `Model` that no flag sets.
+WITHOUT_FLAG = ("assumed",)
+CLUSTER_SIZES: dict[str, tuple[Callable[[str], Any], str]] = {
+    "num-nodes": (whole(1), "nodes (default: those of the Slurm job)"),
+    "ranks-per-node": (whole(1), "GPUs that a node link joins (default: those found)"),
+    "nics-per-node": (whole(1), "network interfaces (default: the fastest ones found)"),
+    "memory-gb-per-rank": (positive, "of a GPU, in 1e9 bytes (default: what is found)"),
+}
+# Flag -> the resource whose rate it is.
+CLUSTER_RATES = {"network": "inter", "node-link": "intra", "memory": "memory"}
+GPU_NAMES = ("A100", "A800", "GB200", "H100", "H200", "H800")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to `monta`."""
+    parser = commands.add_parser(
+        "new",
+        help="write a commented model, cluster or run file",
+        description="Write a file to begin with, every field with what it means. What is not known "
+        "is left to be filled in, and the loader names it.",
+        epilog=EXAMPLE,
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    _add_model(kinds)
+    _add_cluster(kinds)
+    _add_run(kinds)
+
+
+def _add_model(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "model",
+        help="from sizes, or from a config.json of Hugging Face",
+        description="Write a model file from sizes, or from a config.json of Hugging Face.",
+        epilog=MODEL_EXAMPLE,
+    )
+    parser.add_argument("--from", dest="start", metavar="FILE", help=planning.FILES["model"])
+    texts = meanings(Model)
+    for name, kind in get_type_hints(Model).items():
+        if name in WITHOUT_FLAG:
+            continue
+        reader = _reader(kind)
+        settings: dict[str, Any] = {"type": reader, "metavar": "N"}
+        if reader is printable:
+            settings["metavar"] = "TEXT"
+        elif reader is None:
+            settings = {"choices": tuple(DTYPE_BYTES), "metavar": "DTYPE"}
+        parser.add_argument(f"--{name.replace('_', '-')}", help=texts[name], **settings)
+    _add_output(parser, _model)
+
+
+def _add_cluster(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "cluster",
+        help="from what this machine has",
+        description="Write a cluster file from the GPUs and network interfaces of this machine, "
+        "from what is given, and from published figures of the GPUs.",
+        epilog=CLUSTER_EXAMPLE,
+    )
+    parser.add_argument("--name", metavar="TEXT", type=printable, help="what users call it")
+    parser.add_argument(
+        "--gpu", choices=GPU_NAMES, help="take its figures (default: those of the GPU found)"
+    )
+    for name, (reader, text) in CLUSTER_SIZES.items():
+        parser.add_argument(f"--{name}", metavar="N", type=reader, help=text)
+    for name in CLUSTER_RATES:
+        parser.add_argument(
+            f"--{name}-rate", metavar="RATE", type=_rate, help='with its unit, such as "400 Gb/s"'
+        )
+    _add_output(parser, _cluster)
+
+
+def _add_run(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "run",
+        help="from a model, a cluster and a layout",
+        description="Write a run file for monta launch. Without --tp, --ep and --etp: with the "
+        "layout whose exchange costs least of all that fit.",
+        epilog=RUN_EXAMPLE,
+    )
+    for name, text in planning.FILES.items():
+        parser.add_argument(f"--{name}", metavar="FILE", required=True, help=text)
+    parser.add_argument("--nodes", metavar="N", type=whole(1), required=True, help="hosts")
+    parser.add_argument(
+        "--ranks-per-node", metavar="N", type=whole(1), help="of a host (default: the cluster's)"
+    )
+    for name, text in {**planning.SIZES, **planning.BATCH}.items():
+        if name != "world-size":
+            parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
+    parser.add_argument("--name", metavar="NAME", type=printable, help="default: the model's")
+    parser.add_argument("--ignore-memory", action="store_true", help=planning.IGNORE_MEMORY)
+    _add_output(parser, _run)
+
+
+def _add_output(parser: Any, make: Callable[[argparse.Namespace], "Template"]) -> None:
+    parser.add_argument("--out", metavar="FILE", help="write it there (default: print it)")
+    parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
+    add_json(parser)
+    parser.set_defaults(run=run, make=make)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Write or print the file; what is to be filled in goes to standard error."""
+    from monta_megatron.common.files import write_whole
+
+    if parsed.out is not None and not parsed.force and Path(parsed.out).exists():
+        raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
+    template: Template = parsed.make(parsed)
+    if parsed.out is not None:
+        write_whole(Path(parsed.out), template.text)
+        print(f"monta new: wrote {parsed.out}", file=sys.stderr)
+    if template.to_fill_in:
+        print(f"monta new: to fill in: {', '.join(template.to_fill_in)}", file=sys.stderr)
+    if parsed.json:
+        document = {
+            "kind": parsed.kind,
+            "file": parsed.out,
+            "text": template.text,
+            "to_fill_in": template.to_fill_in,
+            "remarks": template.remarks,
+        }
+        print_json(document)
+    elif parsed.out is None:
+        print(template.text, end="")
+    return 0
+
+
+def _model(parsed: argparse.Namespace) -> "Template":
+    from monta_megatron.tools.new.model import model_template
+
+    names = [name for name in get_type_hints(Model) if name not in WITHOUT_FLAG]
+    return model_template(_given(parsed, names), parsed.start)
+
+
+def _cluster(parsed: argparse.Namespace) -> "Template":
+    from monta_megatron.planner.rate import Rate
+    from monta_megatron.tools.new import hardware
+    from monta_megatron.tools.new.cluster import Machine, cluster_template
+
+    machine = Machine(
+        gpus=hardware.find_gpus(),
+        interfaces=hardware.find_interfaces(hardware.SYS),
+        num_nodes=hardware.find_num_nodes(),
+    )
+    rates: dict[Any, Rate] = {
+        resource: Rate.from_text(text)
+        for name, resource in CLUSTER_RATES.items()
+        if (text := getattr(parsed, f"{name.replace('-', '_')}_rate")) is not None
+    }
+    names = ["name", *(name.replace("-", "_") for name in CLUSTER_SIZES)]
+    return cluster_template(machine, _given(parsed, names), rates, parsed.gpu)
+
+
+def _run(parsed: argparse.Namespace) -> "Template":
+    from monta_megatron.tools.new.run import run_template
+    from monta_megatron.tools.plan.request import PlanRequest
+
+    sizes = {name.replace("-", "_") for name in {**planning.SIZES, **planning.BATCH}}
+    names = ["model", "cluster", "ignore_memory", *(sizes - {"world_size"})]
+    return run_template(
+        PlanRequest(**_given(parsed, names)),
+        nodes=parsed.nodes,
+        ranks_per_node=parsed.ranks_per_node,
+        name=parsed.name,
+        folder=Path(parsed.out or "run.yaml").parent,
+    )
+
+
+def _given(parsed: argparse.Namespace, names: Any) -> Mapping[str, Any]:
+    """What was typed of these."""
+    values = {name: getattr(parsed, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _reader(kind: Any) -> Callable[[str], Any] | None:
+    """What reads a text as a type; None for one of a few names."""
+    readers: dict[Any, Callable[[str], Any]] = {int: whole(1), float: positive, str: printable}
+    return readers.get(kind, whole(1) if kind == int | None else None)
+
+
+def _rate(text: str) -> str:
+    """An argparse type: a rate with its unit."""
+    from monta_megatron.planner.rate import Rate
+
+    try:
+        Rate.from_text(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("rate: ")) from error
+    return text

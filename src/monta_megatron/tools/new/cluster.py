@@ -1,0 +1,253 @@
+"""A cluster file from what this machine has, what is given, and what datasheets say of its GPUs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from monta_megatron.chains.program import Resource
+from monta_megatron.common import strict_yaml
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.rate import Rate
+from monta_megatron.tools.new.hardware import Gpus, Interfaces
+from monta_megatron.tools.new.template import Template, make_template
+
+# Start times and host costs are those of this preset where a GPU is not known.
+BASE = "h100_8x_ndr"
+GUESSED = "guessed: the published figure of this GPU"
+CALIBRATE = "`monta calibrate` on the cluster itself gives a better file."
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFigures:
+    """Where the published figures of a GPU stand.
+
+    Attributes:
+        driver_name: what the driver calls it, without the vendor.
+        preset: the cluster preset with its node link and memory.
+        memory: rate, 1e9 bytes and source of its memory, if it is not the preset's.
+        joins_hosts: whether its node link joins several hosts.
+    """
+
+    driver_name: str
+    preset: str
+    memory: tuple[Rate, float, str] | None = None
+    joins_hosts: bool = False
+
+
+GPUS = {
+    "A100": GpuFigures(driver_name="A100-SXM4-80GB", preset="a100_hdr"),
+    "A800": GpuFigures(driver_name="A800-SXM4-80GB", preset="a800_2x8_ib200"),
+    "H100": GpuFigures(driver_name="H100 80GB HBM3", preset=BASE),
+    "H200": GpuFigures(
+        driver_name="H200",
+        preset=BASE,
+        memory=(Rate(4800.0), 141.0, "HBM3e of the H200 SXM, nvidia-h200-datasheet"),
+    ),
+    "H800": GpuFigures(driver_name="H800", preset="h800_8x_ndr"),
+    "GB200": GpuFigures(driver_name="GB200", preset="gb200_nvl72", joins_hosts=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What was found on this machine; None for what was not.
+
+    Attributes:
+        gpus: its GPUs.
+        interfaces: its fastest network interfaces.
+        num_nodes: nodes of the job.
+    """
+
+    gpus: Gpus | None = None
+    interfaces: Interfaces | None = None
+    num_nodes: int | None = None
+
+
+def cluster_template(
+    machine: Machine,
+    given: Mapping[str, Any],
+    rates: Mapping[Resource, Rate],
+    gpu: str | None = None,
+) -> Template:
+    """The template of a cluster file.
+
+    Args:
+        machine: what was found.
+        given: fields of `Cluster` that the user gives; they win.
+        rates: rates that the user gives, by resource.
+        gpu: key of `GPUS` whose figures are taken; None for the GPU that was found.
+
+    Raises:
+        ValueError: what is given does not go together.
+    """
+    figures = GPUS[gpu] if gpu is not None else _figures_of(machine.gpus)
+    values: dict[str, Any] = {}
+    remarks: dict[str, str] = {}
+    _fill_sizes(machine, figures, values, remarks)
+    base = load_cluster(BASE if figures is None else figures.preset)
+    if figures is not None and "memory_gb_per_rank" not in values:
+        own = figures.memory
+        values["memory_gb_per_rank"] = base.memory_gb_per_rank if own is None else own[1]
+        remarks["memory_gb_per_rank"] = GUESSED
+    if {**values, **given}.get("num_nodes") == 1 and "nics_per_node" not in values:
+        values["nics_per_node"] = 1
+        remarks["nics_per_node"] = "taken: one node needs none"
+    for name in given:
+        remarks[name] = "given"
+    values |= given
+    values["launch"] = {
+        name: value for name, value in strict_yaml.plain(base.launch).items() if value
+    }
+    remarks["launch"] = f"taken from the preset {BASE if figures is None else figures.preset}"
+    resources: tuple[Resource, ...] = ("inter", "intra", "memory")
+    if values.get("num_nodes") == 1:
+        resources = resources[1:]
+    values["links"] = []
+    for position, resource in enumerate(resources):
+        link, remark = _link(resource, base, figures, machine.interfaces, rates.get(resource))
+        values["links"].append(link)
+        if remark is not None:
+            remarks[f"links[{position}].rate"] = remark
+    contention = _contention(values["links"])
+    if contention:
+        values["contention"] = contention
+    return make_template(
+        Cluster,
+        {"name": _name(machine, gpu), "kind": "datasheet", "source": _source(machine), **values},
+        about=[
+            "A cluster, for `monta plan --cluster` and --moe-monta-cluster, from what this machine "
+            f"has and what was published. {CALIBRATE}",
+            *_findings(machine, figures, gpu),
+        ],
+        remarks=remarks,
+        left_out=("curves", "doubts"),
+    )
+
+
+def _fill_sizes(
+    machine: Machine,
+    figures: GpuFigures | None,
+    values: dict[str, Any],
+    remarks: dict[str, str],
+) -> None:
+    """The sizes that were found, with the place where."""
+    if machine.num_nodes is not None:
+        values["num_nodes"] = machine.num_nodes
+        remarks["num_nodes"] = "found: the nodes of this Slurm job"
+    if machine.gpus is not None:
+        number, model = machine.gpus.number, machine.gpus.model
+        if figures is not None and figures.joins_hosts:
+            remarks["ranks_per_node"] = (
+                f"found: {number} x {model} on this host; write how many GPUs a node link joins, "
+                "over all of its hosts"
+            )
+        else:
+            values["ranks_per_node"] = number
+            remarks["ranks_per_node"] = f"found: {number} x {model} (nvidia-smi)"
+        if machine.gpus.memory_gb is not None:
+            values["memory_gb_per_rank"] = machine.gpus.memory_gb
+            remarks["memory_gb_per_rank"] = "found: all that a GPU has (nvidia-smi)"
+    if machine.interfaces is not None:
+        names = machine.interfaces.names
+        slower = f", and {machine.interfaces.slower} slower" if machine.interfaces.slower else ""
+        values["nics_per_node"] = len(names)
+        remarks["nics_per_node"] = (
+            f"found: {', '.join(names)} of {machine.interfaces.gbit_per_s:g} Gb/s{slower} "
+            f"({machine.interfaces.source}); write how many of them a training may use"
+        )
+
+
+def _link(
+    resource: Resource,
+    base: Cluster,
+    figures: GpuFigures | None,
+    interfaces: Interfaces | None,
+    given: Rate | None,
+) -> tuple[dict[str, Any], str | None]:
+    """A link as plain data, without a rate where none is known; and a remark on its rate."""
+    (published,) = (link for link in base.links if link.resource == resource)
+    alpha, _, origin = published.source.partition("; rate: ")
+    rate, remark = None, None
+    if given is not None:
+        rate, origin, remark = str(given), "given", "given"
+    elif resource == "inter":
+        if interfaces is not None:
+            rate = f"{interfaces.gbit_per_s:g} Gb/s"
+            origin = f"line rate, {interfaces.source}"
+            remark = "found: the line rate; messages of some MB reach 88 to 94% of it in practice"
+    elif figures is not None:
+        own = figures.memory if resource == "memory" else None
+        rate = str(published.rate if own is None else own[0])
+        origin = origin if own is None else own[2]
+        remark = GUESSED
+    source = alpha if rate is None else f"{alpha}; rate: {origin}"
+    link: dict[str, Any] = {"resource": resource, "alpha_us": published.alpha_us}
+    link |= {} if rate is None else {"rate": rate}
+    return {**link, "kind": "datasheet", "source": source}, remark
+
+
+def _contention(links: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The node link reads and writes the memory at its own rate in each direction."""
+    rates = {
+        link["resource"]: Rate.from_text(link["rate"]).gbytes_per_s
+        for link in links
+        if "rate" in link
+    }
+    if not {"intra", "memory"} <= rates.keys() or rates["memory"] <= 2 * rates["intra"]:
+        return []
+    memory, intra = rates["memory"], rates["intra"]
+    return [
+        {
+            "pair": ["intra", "memory"],
+            "factor": float(f"{memory / (memory - 2 * intra):.3g}"),
+            "kind": "datasheet",
+            "source": f"derived from the rates above, {memory:g} / ({memory:g} - 2 * {intra:g})",
+        }
+    ]
+
+
+def _figures_of(gpus: Gpus | None) -> GpuFigures | None:
+    """The figures of exactly this GPU: of the same name there are others without NVLink."""
+    return next(
+        (entry for entry in GPUS.values() if gpus is not None and gpus.model == entry.driver_name),
+        None,
+    )
+
+
+def _name(machine: Machine, gpu: str | None) -> str:
+    parts = []
+    if gpu is not None or machine.gpus is not None:
+        number = f"{machine.gpus.number} x " if machine.gpus is not None and gpu is None else ""
+        parts.append(f"{number}{gpu or (machine.gpus.model if machine.gpus else '')}")
+    if machine.interfaces is not None:
+        parts.append(f"{len(machine.interfaces.names)} x {machine.interfaces.gbit_per_s:g} Gb/s")
+    return ", ".join(parts) or "own cluster"
+
+
+def _source(machine: Machine) -> str:
+    found = [
+        place
+        for place, thing in (("nvidia-smi", machine.gpus), ("/sys", machine.interfaces))
+        if thing is not None
+    ]
+    return f"monta new cluster, {' and '.join(found) or 'by hand'}"
+
+
+def _findings(machine: Machine, figures: GpuFigures | None, gpu: str | None) -> list[str]:
+    """What was looked for in vain."""
+    texts = []
+    if machine.gpus is None:
+        texts.append("Not found: a GPU (nvidia-smi).")
+    elif figures is None:
+        texts.append(
+            f"No figures are known of {machine.gpus.model}, neither of its node link nor of its "
+            f"memory; known: {', '.join(entry.driver_name for entry in GPUS.values())}."
+        )
+    if gpu is not None:
+        texts.append(f"Published figures of the {gpu} are taken, as asked.")
+    if machine.interfaces is None:
+        texts.append("Not found: a network interface that is up (/sys/class/infiniband and net).")
+    if machine.num_nodes is None:
+        texts.append("How many nodes there are cannot be seen on one of them (--num-nodes).")
+    return texts

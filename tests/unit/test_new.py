@@ -1,0 +1,250 @@
+"""`monta new`: every file that it writes loads, or is refused with all that is to be filled in."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from published_configs import CONFIGS
+
+from monta_megatron.cli import main
+from monta_megatron.cli.new import GPU_NAMES
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.field_texts import field_texts
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.rate import Rate
+from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
+from monta_megatron.tools.new import hardware
+from monta_megatron.tools.new.cluster import GPUS, Machine, cluster_template
+from monta_megatron.tools.new.hardware import Gpus, Interfaces
+
+SIZES = "--hidden-size 2048 --num-layers 24 --num-attention-heads 16 --num-experts 64"
+SIZES += " --moe-router-topk 6 --moe-ffn-hidden-size 1408 --num-parameters-billions 14.3"
+EIGHT = "--ranks-per-node 8 --nics-per-node 8 --network-rate 400Gb/s"
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "model": load_model,
+    "cluster": load_cluster,
+    "run": lambda path: strict_yaml.load(RunConfig, path),
+}
+WRITTEN = [
+    *(f"model --from {name}" for name in CONFIGS),
+    f"model {SIZES}",
+    f"model {SIZES} --num-query-groups 4 --dtype fp16",
+    *(f"cluster --gpu {gpu} --num-nodes 4 {EIGHT}" for gpu in GPU_NAMES),
+    f"cluster {EIGHT} --num-nodes 2 --node-link-rate 300GB/s --memory-rate 2TB/s",
+    "cluster --gpu H100 --num-nodes 1 --ranks-per-node 8",
+    "run --model mixtral_8x7b --cluster h100_8x_ndr --nodes 2",
+    "run --model qwen3_235b_a22b --cluster h100_8x_ndr --nodes 16 --tp 2 --ep 16 --pp 2",
+    "run --model deepseek_v3 --cluster h100_8x_ndr --nodes 8 --ep 64 --ignore-memory",
+    "run --model qwen3_30b_a3b --cluster a100_hdr --nodes 2 --ep 8 --seq-length 8192 --name mine",
+]
+COMMENTED_KEY = re.compile(r"^( *)#(\w+: \S)", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, no Slurm, an empty folder; what the host's /sys holds is no matter of these tests."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hardware, "SYS", tmp_path / "sys")
+
+
+def new(words: str) -> None:
+    assert main(["new", *shlex.split(words)]) == 0
+
+
+def config(name: str, folder: Path) -> Path:
+    path = folder / name / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIGS[name]))
+    return path.parent
+
+
+@pytest.mark.parametrize("words", WRITTEN)
+def test_what_is_written_loads(words: str, tmp_path: Path) -> None:
+    if "--from" in words:
+        words = f"model --from {config(words.split()[-1], tmp_path)}"
+    new(f"{words} --out file.yaml")
+    load = LOADERS[words.split()[0]]
+    file = Path("file.yaml")
+    loaded = load(file)
+    # A key behind a # says what holds without it.
+    text = file.read_text()
+    file.write_text(COMMENTED_KEY.sub(r"\1\2", text))
+    assert load(file) == loaded
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_converted_config_is_the_model(name: str, tmp_path: Path) -> None:
+    folder = config(name, tmp_path)
+    new(f"model --from {folder} --out model.yaml")
+    model, converted = load_model(folder), load_model("model.yaml")
+    assert strict_yaml.plain(converted) == {**strict_yaml.plain(model), "assumed": []}
+    assert converted.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "cls"), [(WRITTEN[0], Model), (WRITTEN[-1], RunConfig), (WRITTEN[-1], RunLayout)]
+)
+def test_every_field_has_its_comment(words: str, cls: type[Any], tmp_path: Path) -> None:
+    if "--from" in words:
+        words = f"model --from {config(words.split()[-1], tmp_path)}"
+    new(f"{words} --out file.yaml")
+    text = Path("file.yaml").read_text()
+    comments = " ".join(re.sub(r"\n *# ?", " ", text).split())
+    for entry in field_texts(cls):
+        if entry.name != "assumed":
+            assert f"{entry.meaning} (" in comments, entry.name
+            assert re.search(rf"^ *#?{entry.name}:", text, re.MULTILINE), entry.name
+
+
+def test_what_is_to_be_filled_in_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    new("cluster --num-nodes 4 --out cluster.yaml")
+    expected = "ranks_per_node, nics_per_node, links[0].rate, links[1].rate, links[2].rate"
+    assert f"monta new: to fill in: {expected}\n" in capsys.readouterr().err
+    with pytest.raises(ValueError) as error:
+        load_cluster("cluster.yaml")
+    assert str(error.value) == f"cluster.yaml: {expected}: missing, must be given"
+    text = Path("cluster.yaml").read_text()
+    assert "Not found: a GPU" in text and "Not found: a network interface" in text
+    for key, value in (("ranks_per_node", "8"), ("nics_per_node", "8"), ("rate", "100 GB/s")):
+        text = text.replace(f"#{key}:  # TO FILL IN", f"{key}: {value}")
+    Path("cluster.yaml").write_text(text)
+    assert load_cluster("cluster.yaml").num_ranks == 32
+
+
+def test_a_model_of_no_sizes_names_them() -> None:
+    new("model --num-experts 8 --out model.yaml")
+    with pytest.raises(ValueError, match=r"^model.yaml: hidden_size, num_layers, .* missing, "):
+        load_model("model.yaml")
+
+
+def test_printed_or_written_once(capsys: pytest.CaptureFixture[str]) -> None:
+    new(f"model {SIZES}")
+    printed = capsys.readouterr()
+    new(f"model {SIZES} --out model.yaml --json")
+    written = capsys.readouterr()
+    document = json.loads(written.out)
+    assert document["text"] == printed.out == Path("model.yaml").read_text()
+    assert (document["file"], document["to_fill_in"]) == ("model.yaml", [])
+    assert document["remarks"]["num_moe_layers"] == "taken: experts in every layer"
+    assert main(["new", "model", "--out", "model.yaml"]) == 2
+    assert "--out: got model.yaml, must not exist; --force" in capsys.readouterr().err
+    new(f"model {SIZES} --out model.yaml --force")
+
+
+def test_a_run_names_its_files_from_its_folder(tmp_path: Path) -> None:
+    folder = config("mixtral_8x7b", tmp_path)
+    Path("runs").mkdir()
+    new(f"run --model {folder} --cluster h100_8x_ndr --nodes 2 --out runs/mine.yaml")
+    run = strict_yaml.load(RunConfig, "runs/mine.yaml")
+    assert (run.model, run.cluster) == ("../../mixtral_8x7b", "h100_8x_ndr")
+    assert (run.name, run.layout.ep, run.megatron["num-layers"]) == ("mixtral_46_7b", 8, 32)
+
+
+def test_gpus_of_nvidia_smi(tmp_path: Path) -> None:
+    assert hardware.find_gpus() is None
+    program = tmp_path / "nvidia-smi"
+    rows = [*["NVIDIA H200, 143771"] * 7, "NVIDIA A2, 15356"]
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    program.chmod(0o755)
+    assert hardware.find_gpus() == Gpus(model="H200", number=7, memory_gb=150.8)
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed, no driver'\nexit 9\n")
+    assert hardware.find_gpus() is None
+    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A]'\n")
+    assert hardware.find_gpus() == Gpus(model="GB10", number=1, memory_gb=None)
+
+
+def test_interfaces_of_sys(tmp_path: Path) -> None:
+    sys = tmp_path / "sys"
+
+    def write(name: str, text: str) -> None:
+        (sys / name).parent.mkdir(parents=True, exist_ok=True)
+        (sys / name).write_text(text + "\n")
+
+    assert hardware.find_interfaces(sys) is None
+    # Of four cards one is software, one is down and one does not tell its speed.
+    for name, state, speed in (("eth0", "up", 25000), ("lo", "up", 10), ("eth1", "down", 25000)):
+        write(f"class/net/{name}/operstate", state)
+        write(f"class/net/{name}/speed", str(speed))
+    write("class/net/eth2/operstate", "up")
+    write("class/net/eth2/speed", "-1")
+    for name in ("eth0", "eth1", "eth2"):
+        (sys / "class" / "net" / name / "device").mkdir()
+    assert hardware.find_interfaces(sys) == Interfaces(
+        names=("eth0",), gbit_per_s=25.0, source="/sys/class/net", slower=0
+    )
+    # Ports of InfiniBand come before them.
+    for number, rate, state in ((0, 400, "4: ACTIVE"), (1, 400, "4: ACTIVE"), (2, 400, "1: DOWN")):
+        write(f"class/infiniband/mlx5_{number}/ports/1/rate", f"{rate} Gb/sec (4X NDR)")
+        write(f"class/infiniband/mlx5_{number}/ports/1/state", state)
+    write("class/infiniband/mlx5_9/ports/1/rate", "100 Gb/sec (4X EDR)")
+    write("class/infiniband/mlx5_9/ports/1/state", "4: ACTIVE")
+    found = hardware.find_interfaces(sys)
+    names = ("mlx5_0:1", "mlx5_1:1")
+    assert found == Interfaces(
+        names=names, gbit_per_s=400.0, source="/sys/class/infiniband", slower=1
+    )
+
+
+H100 = Machine(
+    gpus=Gpus(model="H100 80GB HBM3", number=8, memory_gb=85.5),
+    interfaces=Interfaces(
+        names=tuple(f"mlx5_{number}:1" for number in range(8)),
+        gbit_per_s=400.0,
+        source="/sys/class/infiniband",
+        slower=2,
+    ),
+    num_nodes=16,
+)
+
+
+def test_a_machine_of_h100_is_like_the_preset(tmp_path: Path) -> None:
+    template = cluster_template(H100, {}, {})
+    assert template.to_fill_in == ()
+    path = tmp_path / "cluster.yaml"
+    path.write_text(template.text)
+    cluster, preset = load_cluster(path), load_cluster("h100_8x_ndr")
+    assert (cluster.num_nodes, cluster.ranks_per_node, cluster.nics_per_node) == (16, 8, 8)
+    assert cluster.memory_gb_per_rank == 85.5
+    assert (cluster.links[1:], cluster.launch) == (preset.links[1:], preset.launch)
+    assert cluster.contention == preset.contention
+    assert cluster.links[0].rate == Rate.from_text("400 Gb/s")
+    assert "found: 8 x H100 80GB HBM3 (nvidia-smi)" in template.text
+    assert "and 2 slower" in template.text and "guessed" in template.text
+
+
+def test_what_is_given_wins() -> None:
+    given = {"num_nodes": 2, "name": "mine"}
+    template = cluster_template(H100, given, {"inter": Rate(20.0)})
+    cluster = strict_yaml.build(Cluster, yaml.safe_load(template.text), "c")
+    assert (cluster.name, cluster.num_nodes) == ("mine", 2)
+    assert cluster.links[0].rate == Rate(20.0) and template.remarks["num_nodes"] == "given"
+
+
+def test_a_gpu_of_another_make_is_left_open() -> None:
+    pcie = Machine(gpus=Gpus(model="H100 PCIe", number=4, memory_gb=85.5))
+    template = cluster_template(pcie, {"num_nodes": 1}, {})
+    assert template.to_fill_in == ("links[0].rate", "links[1].rate")
+    assert "No figures are known of H100 PCIe" in template.text
+    # A rack's node link joins more GPUs than one host has.
+    rack = Machine(gpus=Gpus(model="GB200", number=4, memory_gb=198.0))
+    template = cluster_template(rack, {"num_nodes": 1}, {})
+    assert template.to_fill_in == ("ranks_per_node",)
+
+
+def test_gpus_by_name() -> None:
+    assert tuple(sorted(GPUS)) == GPU_NAMES
+    for figures in GPUS.values():
+        for link in load_cluster(figures.preset).links:
+            # `monta new cluster` takes either part of it.
+            assert re.fullmatch(r"alpha: .*; rate: .*", link.source)
