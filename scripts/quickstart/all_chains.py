@@ -16,19 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from main import (
-    FOLDER,
-    NUM_LAST_LOSSES,
-    RANKS_PER_NODE,
-    QuickstartError,
-    Run,
-    megatron_arguments,
-    train,
-)
+from one_run import FOLDER, QuickstartError, Run, train
 from prepare_text import prepare, read_texts
+from trainings import ON_ONE_MACHINE, RANKS_PER_NODE, megatron_arguments
 
 TOLERANCE = 1e-6
 LARGEST_DIFFERENCE_OF_MEANS = 0.01
+NUM_LAST_LOSSES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +87,7 @@ def train_case(
 ) -> Run:
     """Run one training; of an argument that is given twice, the last one counts."""
     arguments = [
-        *megatron_arguments(data_prefix, iterations),
+        *megatron_arguments(ON_ONE_MACHINE, data_prefix, iterations),
         *("--expert-model-parallel-size", str(case.ep)),
         *("--expert-tensor-parallel-size", str(case.etp)),
         *ROUTERS[router],

@@ -2,11 +2,13 @@
 
 Nothing here names a token dispatcher: `--moe-token-dispatcher-type` decides, as in any Megatron
 script. What is added is a record of the run, one JSON document per line: the unrounded loss of
-every iteration, then what dispatched the tokens and the bytes it sent.
+every iteration, then what dispatched the tokens and the bytes it sent. On an emulated cluster the
+bytes that its network has carried are noted too.
 """
 
 import hashlib
 import json
+import os
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from functools import partial
@@ -26,6 +28,8 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
+from monta_megatron.emulation.cluster import EmulatedCluster
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -38,6 +42,7 @@ class Record:
         self._iteration = 0
         self._micro_batches: list[torch.Tensor] = []
         self._dispatchers: list[Any] = []
+        self._nic_bytes_before = _sent_by_this_node()
 
     def find_dispatchers(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Keep the token dispatchers of the model that Megatron has built."""
@@ -80,9 +85,10 @@ class Record:
     def dispatch(self) -> None:
         """Note which dispatchers ran, and the bytes that they sent on all ranks."""
         mine = [_describe(dispatcher) for dispatcher in self._dispatchers]
+        nic_bytes = _sent_by_this_node() - self._nic_bytes_before
         by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, mine)
-        layers = [layer for rank in by_rank for layer in rank]
+        dist.all_gather_object(by_rank, (mine, nic_bytes))
+        layers = [layer for rank, _ in by_rank for layer in rank]
         num_bytes = {
             resource: sum(layer["bytes"][resource] for layer in layers)
             for resource in ("inter", "intra")
@@ -93,11 +99,18 @@ class Record:
             for key in ("dispatcher", "chain", "num_chunks")
         }
         if dist.get_rank() == 0:
-            self._write({**distinct, "bytes": num_bytes})
+            network_bytes = sum(nic_bytes for _, nic_bytes in by_rank)
+            self._write({**distinct, "bytes": num_bytes, "network_bytes": network_bytes or None})
 
     def _write(self, entry: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def _sent_by_this_node() -> int:
+    """Bytes that the NICs of an emulated node have sent; the first rank on it counts them."""
+    cluster = EmulatedCluster.from_environment()
+    return 0 if cluster is None or os.environ["LOCAL_RANK"] != "0" else cluster.sent_bytes()
 
 
 def _describe(dispatcher: Any) -> dict[str, Any]:

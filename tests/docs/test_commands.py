@@ -93,7 +93,7 @@ KNOWN = (
     ),
     Known(pattern=r"monta bench --report .*", run_by="tests/benchmark/test_sweep.py"),
     Known(
-        pattern=r"python scripts/quickstart/iteration_time\.py .*"
+        pattern=r"scripts/quickstart\.sh --pairs \d+"
         r"|(RATES=\S.* )?scripts/benchmark_sweep\.sh .*",
         reason="a measurement of minutes, on a quiet machine",
     ),

@@ -1,21 +1,13 @@
 """What a run has come to, from its log: the lines that Megatron and the dispatcher print."""
 
 import math
-import re
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.tools.launch.prepare import Run
-
-# Megatron's line: `iteration 2/ 10 | ... | elapsed time per iteration (ms): 81.4 | ... |
-# lm loss: 5.4E+00 | ...`.
-ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|")
-TIME_MS = re.compile(r"elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
-LOSS = re.compile(r"\blm loss: (-?\d+(?:\.\d+)?(?:E[-+]\d+)?|nan|-?inf)(?=[\s|])", re.IGNORECASE)
-# The dispatcher's line: `monta: chain alltoall, 1 chunk, EP 8 x ETP 1 over 2 nodes: why`.
-CHAIN = re.compile(r"^monta(?:, rank \d+)?: chain ([^:]+)", re.MULTILINE)
+from monta_megatron.tools.launch.training_log import read_log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +69,18 @@ def summary_of(run: Run) -> Summary:
     """The summary of a run that has ended, whether or not it came to its end."""
     log = run.directory / "logs" / "run.log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    lines = [line for line in text.splitlines() if ITERATION.search(line)]
-    numbers = [int(match[1]) for line in lines if (match := ITERATION.search(line))]
-    times_ms = [float(match[1]) for line in lines if (match := TIME_MS.search(line))]
-    losses = [float(match[1]) for line in lines if (match := LOSS.search(line))]
-    chains = CHAIN.findall(text)
+    read = read_log(text)
+    losses, times_ms = list(read.losses.values()), list(read.times_ms.values())
     chosen = None if run.plan is None else run.plan.chosen
-    as_planned = chosen is not None and chains and chains[-1].split(",")[0] == chosen.chain
+    as_planned = (
+        chosen is not None and read.chain is not None and read.chain.split(",")[0] == chosen.chain
+    )
     return Summary(
-        iterations=numbers[-1] if numbers else None,
+        iterations=read.last_iteration,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         ms_per_iteration=median(times_ms[1:] or times_ms) if times_ms else None,
-        chain=chains[-1] if chains else None,
+        chain=read.chain,
         planned_inter_bytes=chosen.inter_bytes if chosen is not None and as_planned else None,
         planned_intra_bytes=chosen.intra_bytes if chosen is not None and as_planned else None,
         benefit=run.benefit if as_planned else None,

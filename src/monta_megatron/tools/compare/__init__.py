@@ -1,0 +1,1 @@
+"""`monta compare`: the same training with several dispatchers, side by side."""
