@@ -118,7 +118,7 @@ KNOWN = (
     ),
     Known(pattern=r"torchrun --nnodes 2 .*", reason="needs two machines"),
     Known(
-        pattern=r"python3 -m venv plan && source .*|pip install --no-deps \. numpy pyyaml",
+        pattern=r"python3 -m venv \.venv-plan && source .*|pip install --no-deps \. numpy pyyaml",
         run_by="tests/unit/test_distribution.py",
     ),
     Known(

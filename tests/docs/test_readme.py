@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import REPOSITORY
+from command_lines import monta_arguments
+from pages import REPOSITORY, commands
+
+from monta_megatron.cli import main
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 CHART = REPOSITORY / "docs" / "pictures" / "auto_by_rate.png"
@@ -37,6 +40,16 @@ def test_ratios_that_it_quotes_were_measured() -> None:
     assert len(quoted) == 3
     for ratio in quoted:
         assert any(round(m, 1) == ratio or m == ratio for m in measured), ratio
+
+
+def test_the_plan_that_it_shows_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = (c for c in commands(REPOSITORY / "README.md") if c.startswith("monta plan"))
+    (arguments,) = monta_arguments(command)
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    (shown,) = re.findall(r"^```\n(exchange .*?)```", README, re.MULTILINE | re.DOTALL)
+    for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE):
+        assert part in printed
 
 
 @pytest.mark.timeout(120)
