@@ -78,16 +78,17 @@ def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
         PoolError, match="ranks 0 and 1 differ in chain: alltoall_allgather and auto"
     ):
         pools[4].run(disagree, Case(), {1: {"moe_monta_chain": "auto"}})
+    auto = Case(options={"moe_monta_chain": "auto"})
+    for name, values in (("tune_steps", (20, 5)), ("plan_out", (None, "plan.yaml"))):
+        here, there = values
+        with pytest.raises(PoolError, match=f"differ in moe_monta_{name}: {here} and {there}"):
+            pools[4].run(disagree, auto, {1: {f"moe_monta_{name}": there}})
     # Other costs under the same name.
     cluster = AUTO["moe_monta_cluster"]
     dearer = replace(cluster, launch=replace(cluster.launch, copy_us=cluster.launch.copy_us + 1))
     clusters = [{"moe_monta_cluster": each} for each in (cluster, dearer, cluster, cluster)]
     with pytest.raises(PoolError, match="ranks 0 and 1 differ in hash of the costs: "):
-        pools[4].run(
-            disagree,
-            Case(options={"moe_monta_chain": "auto"}),
-            dict(enumerate(clusters)),
-        )
+        pools[4].run(disagree, auto, dict(enumerate(clusters)))
 
 
 @pytest.mark.parametrize("chain", ["alltoall_allgather", "auto"])

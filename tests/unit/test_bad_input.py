@@ -19,6 +19,7 @@ MODEL, CLUSTER = (
     CONFIGS / "models" / "mixtral_8x7b.yaml",
     CONFIGS / "clusters" / "a800_2x8_ib200.yaml",
 )
+LAUNCH = f"launch --config {CONFIGS / 'runs' / 'quickstart.yaml'} --dry-run"
 RUN = CONFIGS / "runs" / "mixtral_8x7b.yaml"
 PLAN = f"plan --model {MODEL} --cluster {CLUSTER}"
 CONFIG = f"plan --cluster {CLUSTER} --model {Path(__file__).parent}/bad_configs"
@@ -140,6 +141,8 @@ CASES = [
         ["mixtral_8x7b.yaml", "unknown key"],
     ),
     (f"launch --config {RUN} -- --moe-monta-plan nowhere.yaml", ["nowhere.yaml", "No such file"]),
+    (f"{LAUNCH} -- --moe-monta-tune-steps few", ["tune-steps", "got 'few'", ">= 0"]),
+    (f"{LAUNCH} -- --moe-monta-plan-out no/p.yaml", ["plan-out", "'no/p.yaml'", "without tuning"]),
     (f"launch --config {MODEL}", ["mixtral_8x7b.yaml", "unknown key"]),
     (f"launch --config {MODEL} --start here", ["--start", "'here'", "torchrun"]),
     ("timeline", ["RECORDING", "--model", "--record", "none given"]),

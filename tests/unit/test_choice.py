@@ -165,6 +165,37 @@ def test_bad_memory_limits(options: dict[str, Any], message: str) -> None:
         Options.of(SimpleNamespace(**fields))
 
 
+@pytest.mark.parametrize(
+    ("fields", "tune_steps"),
+    [
+        ({}, 20),
+        ({"moe_monta_chain": "auto", "moe_monta_num_chunks": 2}, 20),
+        ({"moe_monta_tune_steps": 7}, 7),
+        ({"moe_monta_tune_steps": 0}, 0),
+        ({"deterministic_mode": True}, 0),
+        ({"deterministic_mode": True, "moe_monta_tune_steps": 5}, 5),
+        ({"moe_monta_chain": "alltoall"}, 0),
+        ({"moe_monta_chain": "alltoall", "moe_monta_tune_steps": 0}, 0),
+    ],
+)
+def test_only_auto_is_tuned(fields: dict[str, Any], tune_steps: int) -> None:
+    assert Options.of(SimpleNamespace(**fields)).tune_steps == tune_steps
+
+
+def test_a_plan_is_written_by_a_tuning_alone(tmp_path: Path) -> None:
+    out = {"moe_monta_plan_out": str(tmp_path / "plan.yaml")}
+    assert Options.of(SimpleNamespace(**out)).plan_out == str(tmp_path / "plan.yaml")
+    for fields in ({"deterministic_mode": True}, {"moe_monta_chain": "alltoall"}):
+        with pytest.raises(ValueError, match=r"^moe_monta_plan_out: got .*, must be left out with"):
+            Options.of(SimpleNamespace(**out, **fields))
+    choice = policy_for(Options(), config(), LAYOUT, permuted_only=False)
+    assert isinstance(choice, PlannedPolicy)
+    plan(choice.workload, choice.cluster).save(tmp_path / "given.yaml")
+    for fields in ({"moe_monta_tune_steps": 5}, out):
+        with pytest.raises(ValueError, match=rf"^{next(iter(fields))}: got .*, must be "):
+            Options.of(SimpleNamespace(moe_monta_plan=str(tmp_path / "given.yaml"), **fields))
+
+
 def test_files_are_read_once_unless_they_change(tmp_path: Path) -> None:
     """Every layer makes its options."""
     cluster, plan_file = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"

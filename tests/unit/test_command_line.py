@@ -96,6 +96,21 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
         (f"{MOE} --moe-monta-record-iteration 3", ["moe_monta_record_iteration", "come with"]),
         (f"{MOE} --moe-monta-memory-limit-gb many", ["moe_monta_memory_limit_gb", "'many'", "> 0"]),
         (f"{MOE} --moe-monta-memory-limit-gb -2.5", ["moe_monta_memory_limit_gb", "got -2.5"]),
+        (f"{MOE} --moe-monta-tune-steps few", ["moe_monta_tune_steps", "got 'few'", ">= 0"]),
+        (f"{MOE} --moe-monta-tune-steps -1", ["moe_monta_tune_steps", "got -1", ">= 0"]),
+        (
+            f"{MOE} --moe-monta-chain alltoall --moe-monta-tune-steps 5",
+            ["moe_monta_tune_steps: got 5", "be 0 or left out where a flag or a plan names"],
+        ),
+        (
+            f"{MOE} --moe-monta-plan-out nowhere/plan.yaml",
+            ["moe_monta_plan_out: got 'nowhere/plan.yaml'", "a file in a folder that exists"],
+        ),
+        (f"{MOE} --moe-monta-plan-out .", ["moe_monta_plan_out: got '.'", "be a file"]),
+        (
+            f"{MOE} --moe-monta-tune-steps 0 --moe-monta-plan-out plan.yaml",
+            ["moe_monta_plan_out: got 'plan.yaml'", "left out without tuning"],
+        ),
         (
             "--num-experts 3 --expert-model-parallel-size 2 --moe-token-dispatcher-type monta",
             ["num_experts", "got 3", "multiple", "2"],

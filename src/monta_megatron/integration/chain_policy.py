@@ -113,9 +113,11 @@ def agreed_policy(
 
 def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
     """What all ranks of an exchange agree on: how they choose, and what a row is."""
-    workload = _workload(config, layout)
+    workload, options = _workload(config, layout), Options.of(config)
     return {
         **policy.rule(),
+        "moe_monta_tune_steps": options.tune_steps,
+        "moe_monta_plan_out": options.plan_out,
         "hidden_size": workload.hidden_size,
         "moe_router_topk": config.moe_router_topk,
         "moe_router_num_groups": config.moe_router_num_groups,

@@ -27,6 +27,7 @@ DISPATCHER_TYPE = "monta"
 AUTO = "auto"
 # Late enough for memory and communicators to be there.
 DEFAULT_RECORD_ITERATION = 10
+DEFAULT_TUNE_STEPS = 20
 # A chain's name or a file; code may pass a cluster itself.
 _FILE_TYPES = (str, os.PathLike, Cluster)
 
@@ -82,6 +83,17 @@ class OptionFields:
         "chooses (default: no limit).",
         _or_text(float),
     )
+    moe_monta_tune_steps: Optional[int] = _option(  # noqa: UP045
+        "Iterations, from the second on, in which the best candidates of auto take turns and are "
+        f"timed; the fastest is kept (default: {DEFAULT_TUNE_STEPS}, and 0, which is off, in "
+        "deterministic mode).",
+        _or_text(int),
+    )
+    moe_monta_plan_out: Optional[str] = _option(  # noqa: UP045
+        "File for the plan that the tuning ends with, for --moe-monta-plan; replaced if it exists. "
+        "Where there are several pipeline stages, each writes one, with its number before the "
+        "suffix."
+    )
     moe_monta_max_ctas: Optional[int] = _option(  # noqa: UP045
         "SMs that each NCCL communicator of a rail or a node may keep busy (default: max_ctas of "
         f"ep in --nccl-communicator-config-path, else {DEFAULT_MAX_CTAS}).",
@@ -116,6 +128,8 @@ class Options:
         max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
         record: folder for what is recorded of an iteration, or None.
         record_iteration: that iteration, the first one being 1.
+        tune_steps: iterations of tuning; 0 for none.
+        plan_out: file for the plan of the tuning, or None.
     """
 
     chain: str = AUTO
@@ -127,6 +141,8 @@ class Options:
     max_ctas: int | None = None
     record: str | None = None
     record_iteration: int = DEFAULT_RECORD_ITERATION
+    tune_steps: int = 0
+    plan_out: str | None = None
 
     @property
     def named_chain(self) -> Chain | None:
@@ -152,7 +168,7 @@ class Options:
                 value = given[name]
                 require(holds(value), f"moe_monta_{name}", repr(value), rule)
 
-        for name in ("chain", "cluster", "plan", "record"):
+        for name in ("chain", "cluster", "plan", "plan_out", "record"):
             what = {"chain": "a name", "record": "a folder"}.get(name, "a file")
             check(name, lambda value: value and isinstance(value, _FILE_TYPES), f"be {what}")
         chain = given.get("chain", AUTO)
@@ -170,6 +186,19 @@ class Options:
             "be left out where a flag or a plan names the chain, which is used whatever it holds",
         )
         check("record_iteration", lambda _: "record" in given, "come with moe_monta_record")
+        tune_steps = given.setdefault("tune_steps", _default_tune_steps(source, given))
+        check(
+            "tune_steps",
+            lambda value: type(value) is int and value >= 0,
+            "be an integer >= 0; 0 is off",
+        )
+        check(
+            "tune_steps",
+            lambda value: value == 0 or (chain == AUTO and "plan" not in given),
+            "be 0 or left out where a flag or a plan names the chain, which is used as it is",
+        )
+        check("plan_out", lambda _: tune_steps > 0, "be left out without tuning, which writes it")
+        check("plan_out", _can_be_written, "be a file in a folder that exists")
         if "plan" in given:
             for name in ("chain", "num_chunks"):
                 check(name, lambda _: False, "be left out beside moe_monta_plan, which holds it")
@@ -197,6 +226,16 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
         convert = entry.metadata["argparse_meta"]["type"]
         defaults[entry.name] = convert(text) if text else None
     return defaults
+
+
+def _default_tune_steps(source: object, given: Mapping[str, Any]) -> int:
+    """Deterministic mode is to do the same in every run, which times never do."""
+    is_auto = given.get("chain", AUTO) == AUTO and "plan" not in given
+    return DEFAULT_TUNE_STEPS if is_auto and not getattr(source, "deterministic_mode", False) else 0
+
+
+def _can_be_written(path: str | os.PathLike[str]) -> bool:
+    return Path(path).absolute().parent.is_dir() and not Path(path).is_dir()
 
 
 def _once(read: Callable[[str | Path], T], path: str | Path) -> T:

@@ -1,6 +1,7 @@
 """What a tuning found: a table for the log, and a plan for the trainings that follow."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.tables import plain_table
@@ -77,6 +78,12 @@ def plan_of_tuning(selection: Selection, tuning: Tuning, tokens_per_rank: int) -
             _as_measured(candidate, measured, winner.key) for candidate in plan.candidates
         ),
     )
+
+
+def plan_path(path: str, stage: int, num_stages: int) -> Path:
+    """Where a pipeline stage writes its plan: plan.yaml, or plan.1.yaml if there are several."""
+    whole = Path(path)
+    return whole if num_stages == 1 else whole.with_suffix(f".{stage}{whole.suffix}")
 
 
 def _reason(tuning: Tuning) -> str:

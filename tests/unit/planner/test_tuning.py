@@ -15,7 +15,7 @@ from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.selection import select
 from monta_megatron.planner.tuning import LATE, Tuning, trimmed_mean
 from monta_megatron.planner.tuning_candidates import TuningCandidate, tuning_candidates
-from monta_megatron.planner.tuning_report import plan_of_tuning, tuning_table
+from monta_megatron.planner.tuning_report import plan_of_tuning, plan_path, tuning_table
 
 H100 = preset("h100_8x_ndr")
 
@@ -324,6 +324,12 @@ def test_a_plan_of_what_was_measured(tmp_path: Any) -> None:
     assert pick.rejected == "measured 1,000 us, +100%"
     plan.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == plan
+
+
+def test_each_of_several_stages_writes_its_plan() -> None:
+    assert str(plan_path("runs/plan.yaml", 0, 1)) == "runs/plan.yaml"
+    assert str(plan_path("runs/plan.yaml", 1, 4)) == "runs/plan.1.yaml"
+    assert str(plan_path("plan", 3, 4)) == "plan.3"
 
 
 def test_the_table_says_what_was_predicted_and_measured() -> None:
