@@ -11,6 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 PAGES = [
     *sorted(REPOSITORY.glob("*.md")),
     *sorted((REPOSITORY / "docs").rglob("*.md")),
+    *sorted((REPOSITORY / "configs").rglob("*.md")),
     *sorted((REPOSITORY / "scripts").rglob("*.md")),
 ]
 

@@ -105,7 +105,9 @@ KNOWN = (
     ),
     Known(pattern=r"monta launch --config configs/runs/quickstart\.yaml", run_by=LAUNCH_TESTS),
     Known(pattern=r"(job=\$\()?sbatch .*", run_by="tests/slurm/test_slurm.py"),
-    Known(pattern=r"monta launch .* --start sbatch .*", reason="needs nodes with GPUs"),
+    Known(
+        pattern=r"monta launch .* (--start sbatch|--data-path) .*", reason="needs nodes with GPUs"
+    ),
     Known(pattern=r"export MASTER_ADDR=.*|srun .* --container-.*", reason="needs containers"),
     Known(
         pattern=r"(docker|apptainer) build .*|(docker run|apptainer exec) .* monta doctor",

@@ -46,7 +46,10 @@ CASES = [
     (f"{CONFIG}/no_model_type.json", ["model_type: missing, must be one of dbrx, deepseek_v2,"]),
     (
         f"{CONFIG}/missing.json",
-        ["num_experts_per_tok, num_local_experts, intermediate_size: missing, must be given"],
+        [
+            "num_experts_per_tok, num_key_value_heads, num_local_experts, intermediate_size: "
+            "missing, must be given"
+        ],
     ),
     (f"{CONFIG}/wrong_type.json", ["num_experts_per_tok: got '8', must be an integer >= 1"]),
     (f"{CONFIG}/too_many.json", ["moe_router_topk: got 9, must be at most num_experts (8)"]),

@@ -89,7 +89,7 @@ def _add_model(kinds: Any) -> None:
             settings["metavar"] = "TEXT"
         elif reader is None:
             settings = {"choices": tuple(DTYPE_BYTES), "metavar": "DTYPE"}
-        parser.add_argument(f"--{name.replace('_', '-')}", help=texts[name], **settings)
+        parser.add_argument(f"--{name.replace('_', '-')}", help=texts.get(name), **settings)
     _add_output(parser, _model)
 
 

@@ -9,8 +9,9 @@ import pytest
 from published_configs import CONFIGS, NUM_PARAMETERS
 
 from monta_megatron.common import presets, strict_json
-from monta_megatron.planner.huggingface import FAMILIES, model_of_config
+from monta_megatron.planner.huggingface import model_of_config
 from monta_megatron.planner.model import Model, load_model, with_batch
+from monta_megatron.planner.model_families import FAMILIES
 
 # What a preset has from elsewhere: its name, and the number that its paper or model card rounds.
 NOT_COMPARED = {"name", "source", "num_parameters_billions", "assumed"}
@@ -89,6 +90,17 @@ def test_dense_layers_of_deepseek(first: int, freq: int, num_moe_layers: int) ->
     model = model_of_config({**CONFIGS["deepseek_v2_lite"], **changes}, "c")
     assert model.num_moe_layers == num_moe_layers
     assert num_moe_layers == sum(layer >= first and layer % freq == 0 for layer in range(27))
+
+
+def test_what_is_null_or_missing_means_what_it_means_there() -> None:
+    mixtral = {**CONFIGS["mixtral_8x7b"], "num_key_value_heads": None}
+    assert model_of_config(mixtral, "c").num_query_groups == 32
+    # DeepSeek-V2's router has groups only where the file says so, that of V3 always.
+    for name, groups in (("deepseek_v2_lite", (None, None)), ("deepseek_v3", (8, 4))):
+        config = {**CONFIGS[name], "n_group": 8, "topk_group": 4}
+        del config["topk_method"]
+        model = model_of_config(config, "c")
+        assert (model.moe_router_num_groups, model.moe_router_group_topk) == groups
 
 
 @pytest.mark.parametrize(
