@@ -15,7 +15,7 @@ from monta_megatron.cli import main
 from monta_megatron.cli.new import GPU_NAMES
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.field_texts import field_texts
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.model import Model, load_model
 from monta_megatron.planner.rate import Rate
@@ -93,7 +93,12 @@ def test_a_converted_config_is_the_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "cls"), [(WRITTEN[0], Model), (WRITTEN[-1], RunConfig), (WRITTEN[-1], RunLayout)]
+    ("words", "cls"),
+    [
+        (WRITTEN[0], Model),
+        *((f"cluster --gpu H100 --num-nodes 4 {EIGHT}", cls) for cls in (Cluster, HostCosts, Link)),
+        *((WRITTEN[-1], cls) for cls in (RunConfig, RunLayout)),
+    ],
 )
 def test_every_field_has_its_comment(words: str, cls: type[Any], tmp_path: Path) -> None:
     if "--from" in words:
@@ -102,7 +107,7 @@ def test_every_field_has_its_comment(words: str, cls: type[Any], tmp_path: Path)
     text = Path("file.yaml").read_text()
     comments = " ".join(re.sub(r"\n *# ?", " ", text).split())
     for entry in field_texts(cls):
-        if entry.name != "assumed":
+        if entry.name not in ("assumed", "curves", "doubts"):
             assert f"{entry.meaning} (" in comments, entry.name
             assert re.search(rf"^ *#?{entry.name}:", text, re.MULTILINE), entry.name
 

@@ -13,6 +13,8 @@ from monta_megatron.common.rules import PositiveFloat, PositiveInt, Text, requir
 
 # What the training decides; every command that takes a model has flags for them.
 BATCH = ("seq_length", "micro_batch_size")
+# The planner keeps a share for each.
+MOST_EXPERTS = 65_536
 # No model has so many parameters besides its experts: the number was not written in billions.
 MOST_TIMES_EXPERTS = 1_000
 
@@ -63,6 +65,7 @@ class Model:
 
     def __post_init__(self) -> None:
         experts, topk = self.num_experts, self.moe_router_topk
+        require(experts <= MOST_EXPERTS, "num_experts", experts, f"be at most {MOST_EXPERTS}")
         require(topk <= experts, "moe_router_topk", topk, f"be at most num_experts ({experts})")
         require(
             self.num_moe_layers <= self.num_layers,
