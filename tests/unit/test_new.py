@@ -109,7 +109,7 @@ def test_every_field_has_its_comment(words: str, cls: type[Any], tmp_path: Path)
     for entry in field_texts(cls):
         if entry.name not in ("assumed", "curves", "doubts"):
             assert f"{entry.meaning} (" in comments, entry.name
-            assert re.search(rf"^ *#?{entry.name}:", text, re.MULTILINE), entry.name
+            assert re.search(rf"^[ -]*#?{entry.name}:", text, re.MULTILINE), entry.name
 
 
 def test_what_is_to_be_filled_in_is_named(capsys: pytest.CaptureFixture[str]) -> None:
