@@ -104,6 +104,10 @@ KNOWN = (
         run_by="tests/timeline/test_training_recording.py",
     ),
     Known(pattern=r"monta launch --config configs/runs/quickstart\.yaml", run_by=LAUNCH_TESTS),
+    Known(
+        pattern=r"monta compare --config configs/runs/quickstart\.yaml",
+        run_by="tests/launch/test_compare.py",
+    ),
     Known(pattern=r"(job=\$\()?sbatch .*", run_by="tests/slurm/test_slurm.py"),
     Known(
         pattern=r"monta launch .* (--start sbatch|--data-path) .*", reason="needs nodes with GPUs"

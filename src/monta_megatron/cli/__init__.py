@@ -15,6 +15,7 @@ from monta_megatron import __version__
 from monta_megatron.cli import (
     bench,
     calibrate,
+    compare,
     completion,
     doctor,
     emulate,
@@ -27,7 +28,19 @@ from monta_megatron.cli import (
 from monta_megatron.common.first_rank import is_first_rank, report
 from monta_megatron.common.names import nearest, one_of
 
-COMMANDS = (bench, calibrate, completion, doctor, emulate, launch, new, plan, simulate, timeline)
+COMMANDS = (
+    bench,
+    calibrate,
+    compare,
+    completion,
+    doctor,
+    emulate,
+    launch,
+    new,
+    plan,
+    simulate,
+    timeline,
+)
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141

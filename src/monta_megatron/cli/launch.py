@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
         "and start it. The exit status is the run's.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help=CONFIG)
+    add_run_file(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the script; write and start nothing"
     )
@@ -66,17 +66,29 @@ def add_parser(commands: Any) -> None:
         type=Path,
         help="new or empty (default: runs/NAME, or runs/NAME-2 and so on)",
     )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def add_run_file(parser: Any) -> None:
+    """Add the run file, Megatron's arguments after `--`, and what is to be ignored in both."""
+    parser.add_argument("--config", metavar="FILE", required=True, help=CONFIG)
     parser.add_argument(
         "--force", action="store_true", help="go on where Megatron's own validation refuses it"
     )
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
-    add_json(parser)
     parser.add_argument("megatron", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
+
+
+def megatron_words(parsed: argparse.Namespace) -> list[str]:
+    """Megatron's arguments, without the `--` before them."""
+    words: list[str] = parsed.megatron
+    return words[1:] if words[:1] == ["--"] else words
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Prepare, write and start the run; returns its exit status."""
+    from monta_megatron.common.cause import why_ended
     from monta_megatron.tools.launch import run_directory
     from monta_megatron.tools.launch.check import checked
     from monta_megatron.tools.launch.prepare import prepare
@@ -84,9 +96,12 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron.tools.launch.start import choose_start, run_and_log, start_command, submit
     from monta_megatron.tools.launch.summary import summary_of
 
-    words = parsed.megatron[1:] if parsed.megatron[:1] == ["--"] else parsed.megatron
     prepared = prepare(
-        parsed.config, words, parsed.run_directory, parsed.dry_run, parsed.ignore_memory
+        parsed.config,
+        megatron_words(parsed),
+        parsed.run_directory,
+        parsed.dry_run,
+        parsed.ignore_memory,
     )
     start = choose_start(parsed.start, prepared, parsed.dry_run)
     prepared = run_directory.self_contained(checked(prepared, parsed.force))
@@ -124,18 +139,10 @@ def run(parsed: argparse.Namespace) -> int:
         for line in summary.lines():
             _tell(line)
         if status != 0 and not interrupted:
-            _tell(f"failed, {_why(status, Path(summary.log))}")
+            _tell(f"failed, {why_ended(status, Path(summary.log))}")
     if parsed.json:
         print_json({**document, "exit_status": status})
     return status
-
-
-def _why(status: int, log: Path) -> str:
-    from monta_megatron.common.cause import cause_of, ended
-
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        cause = cause_of(lines)
-    return ended(status) if cause is None else f"{ended(status)}: {cause}"
 
 
 def _say(prepared: "Run", command: list[str]) -> None:

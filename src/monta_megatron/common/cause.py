@@ -7,6 +7,7 @@ the lines of a rank that has joined with "[rank3]: ".
 import re
 import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 _MARK = re.compile(r"^\[rank\d+\]: ?")
 # How a training says that its configuration is refused.
@@ -50,3 +51,10 @@ def ended(status: int) -> str:
         return f"by signal {status - 128} ({signal.Signals(status - 128).name})"
     except ValueError:
         return f"with exit status {status}"
+
+
+def why_ended(status: int, log: Path) -> str:
+    """How a run ended and, where its log says it, why."""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        cause = cause_of(lines)
+    return ended(status) if cause is None else f"{ended(status)}: {cause}"

@@ -22,7 +22,7 @@ class Compared:
         dispatcher: its name, as Megatron's argument has it.
         median_ms: time of an iteration, without those that warm up; None if the log has none.
         ratio: stock's median over this one; None where either is missing.
-        ratio_low: its 95% interval.
+        ratio_low: its 95% interval over the iterations; None for stock itself.
         ratio_high: likewise.
         max_loss_difference: the largest difference of a loss from stock's of the same iteration,
             relative to the larger one; NaN if a loss is none, None if no iteration has both.
@@ -68,7 +68,8 @@ def compare(logs: Sequence[tuple[str, TrainingLog]]) -> tuple[Compared, ...]:
         ratio = low = high = None
         if num_both:
             ratio = ratio_of_medians(stock_ms, times_ms)
-            low, high = ratio_interval(stock_ms[:num_both], times_ms[:num_both])
+            if name != STOCK:
+                low, high = ratio_interval(stock_ms[:num_both], times_ms[:num_both])
         peaks = [log.peak_memory_bytes for log in mine if log.peak_memory_bytes is not None]
         rows.append(
             Compared(

@@ -1,0 +1,122 @@
+"""`monta compare`: the training of a run file with each dispatcher, side by side."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.cli.launch import add_run_file, megatron_words
+from monta_megatron.cli.output import add_json, print_json
+from monta_megatron.common.flags import whole
+from monta_megatron.common.texts import shown
+
+EXAMPLE = """\
+What follows -- are arguments of Megatron for all trainings, as for
+`monta launch`; --moe-monta-... are for monta alone.
+
+examples:
+  monta compare --config configs/runs/quickstart.yaml
+  monta compare --config run.yaml --iterations 30 --pairs 3 -- --num-layers 4
+"""
+
+STARTS = {"torchrun": "here, on one node", "srun": "steps of Slurm"}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to `monta`."""
+    parser = commands.add_parser(
+        "compare",
+        usage="monta compare [-h] --config FILE [--iterations N] [--pairs N]\n"
+        "                     [--start HOW] [--run-directory DIR] [--force]\n"
+        "                     [--ignore-memory] [--json] [-- MEGATRON ARGUMENTS]",
+        help="train with monta, alltoall and flex, and compare",
+        description="Train some iterations of a run file with monta and with Megatron's alltoall "
+        "(and with flex where DeepEP or Hybrid-EP is installed), from the same seed and without "
+        "checkpoints; one table: time of an iteration, ratio, losses, memory. The exit status is "
+        "that of the first training to fail.",
+        epilog=EXAMPLE,
+    )
+    add_run_file(parser)
+    parser.add_argument(
+        "--iterations",
+        metavar="N",
+        type=whole(3),
+        default=10,
+        help="of each training; the first 2 warm up (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pairs",
+        metavar="N",
+        type=whole(1),
+        default=1,
+        help="trainings of each dispatcher, in turn (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--start",
+        choices=STARTS,
+        metavar="HOW",
+        help="; ".join(f"{name}: {text}" for name, text in STARTS.items())
+        + " (default: torchrun for one node, else srun)",
+    )
+    parser.add_argument(
+        "--run-directory",
+        metavar="DIR",
+        type=Path,
+        help="new or empty (default: runs/NAME-compare, or runs/NAME-compare-2 and so on)",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prepare and run all trainings, print the table; returns the exit status."""
+    from monta_megatron.common.cause import why_ended
+    from monta_megatron.common.files import write_whole
+    from monta_megatron.tools.compare import report
+    from monta_megatron.tools.compare.comparison import compare
+    from monta_megatron.tools.compare.trainings import (
+        TrainingFailed,
+        prepare_trainings,
+        train_all,
+    )
+
+    trainings = prepare_trainings(
+        parsed.config,
+        megatron_words(parsed),
+        iterations=parsed.iterations,
+        pairs=parsed.pairs,
+        start=parsed.start,
+        directory=parsed.run_directory,
+        force=parsed.force,
+        ignore_memory=parsed.ignore_memory,
+    )
+    for name, reason in trainings.left_out.items():
+        _tell(f"{name} is left out: {reason}")
+    total = len(trainings.in_order)
+    _tell(f"{total} trainings of {parsed.iterations} iterations; logs in {trainings.directory}")
+    logs = []
+    try:
+        for training, log in train_all(trainings):
+            logs.append((training, log))
+            _tell(f"{len(logs)} of {total}: {training.dispatcher} has ended")
+    except TrainingFailed as failed:
+        training, status = failed.training, failed.status
+        why = why_ended(status, training.log)
+        _tell(f"the run with {training.dispatcher} failed, {why}; log: {training.log}")
+        if parsed.json:
+            failed_run = {"failed": training.dispatcher, "why": why, "log": str(training.log)}
+            print_json({**failed_run, "exit_status": status})
+        return status
+    rows = compare([(training.dispatcher, log) for training, log in logs])
+    document = report.document(rows, trainings, logs, parsed.iterations)
+    write_whole(trainings.directory / "compare.json", json.dumps(document, indent=2) + "\n")
+    if parsed.json:
+        print_json({**document, "exit_status": 0})
+    else:
+        print(report.text(rows, trainings, parsed.iterations))
+    return 0
+
+
+def _tell(line: str) -> None:
+    print(shown(f"monta compare: {line}"), file=sys.stderr, flush=True)
