@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -171,13 +172,64 @@ def test_summary_of_hand_made_points() -> None:
     lines = summary_lines([REGRETTED, SLOWER])
     assert (
         "| 512 | hierarchical_alltoall x1 | 99.0 | 110.0 | -10% | alltoall_dedup x1 | 100.0 | "
-        "1.100 |" in lines
+        "1.100 | - |" in lines
     )
     assert "| 128 | alltoall x1 | 95.0 | 100.0 | 0.95 | 0.94 to 0.96 (slower) | 15 |" in lines
     # What all points share is said once.
     assert sum("uniform" in line for line in lines) == 1
     first, second = measured_points([REGRETTED, SLOWER])
     assert points_by_size([first, second]) == [second, first]
+
+
+def repeated(chain: str, *times_ms: float, **changes: Any) -> Row:
+    """A row of ours with as many repeats as times, twice over."""
+    repeats_ms = [*times_ms, *times_ms]
+    return row("monta", chain, statistics.median(repeats_ms), repeats_ms=repeats_ms, **changes)
+
+
+def test_the_best_is_chosen_on_odd_repeats_and_judged_on_even_ones() -> None:
+    """Dedup is lucky in the odd repeats: 100 against 110. In the even ones it takes 120."""
+    lucky = repeated("alltoall_dedup", *[100.0, 120.0] * 3)
+    steady = repeated("alltoall", *[110.0] * 6, chosen=True)
+    (point,) = measured_points([report(row("megatron", "alltoall", 400.0), lucky, steady)])
+    regret = point.regret
+    assert regret is not None and regret.best == ("alltoall_dedup", 1)
+    assert (regret.pick_ms, regret.best_ms) == (110.0, 120.0)
+    assert (regret.ratio, regret.low, regret.high) == pytest.approx((110 / 120,) * 3)
+    assert point.untuned_regret is None
+
+
+def test_few_repeats_are_judged_by_their_medians() -> None:
+    lucky = repeated("alltoall_dedup", *[100.0, 120.0] * 2)
+    steady = repeated("alltoall", *[115.5] * 4, chosen=True)
+    (point,) = measured_points([report(row("megatron", "alltoall", 400.0), lucky, steady)])
+    assert point.regret is not None and point.regret.low is None
+    assert point.regret.ratio == pytest.approx(1.05)
+
+
+def test_before_and_after_tuning_are_in_one_table() -> None:
+    """Planned: 130 ms; tuned: 102 and, by name, 98; the best takes 100."""
+    rows = [
+        row("megatron", "alltoall", 400.0),
+        repeated("alltoall", *[130.0] * 6, picked_untuned=True, predicted_ms=90.0),
+        repeated("alltoall_dedup", *[98.0] * 6, chosen=True, predicted_ms=95.0),
+        repeated("alltoall_dedup", *[102.0] * 6, chosen=True, requested="auto", predicted_ms=95.0),
+        repeated("hierarchical_alltoall", *[100.0] * 6, predicted_ms=99.0),
+    ]
+    figures = summarise([report(*rows)])
+    assert (figures["regret_median"], figures["regret_clear"]) == (1.0, 0)
+    assert figures["untuned_regret_median"] == pytest.approx(1.3)
+    assert figures["untuned_regret_clear"] == 1
+    lines = summary_lines([report(*rows)])
+    assert (
+        "| alltoall x1 | 1.300 | 1.300 to 1.300 | alltoall_dedup x1 | 95.0 | 100.0 | -5% | "
+        "alltoall_dedup x1 | 100.0 | 1.000 | 1.000 to 1.000 |" in lines
+    )
+    assert (
+        "Regret over 1 point: median 1.000, worst 1.000; 0 over 1.05 with the whole interval over "
+        "1.03. Planned, without tuning over 1 point: median 1.300, worst 1.300; 1 over 1.05 with "
+        "the whole interval over 1.03." in lines
+    )
 
 
 def test_an_interval_that_reaches_over_the_bound_is_no_loss() -> None:

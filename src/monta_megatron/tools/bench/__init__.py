@@ -9,6 +9,7 @@ Without torch:
     prediction      what the planner predicts
     report          rows and tables
     study           what the scripts of `benchmarks/` do beyond it
+    regret          a pick against the best chain, not judged on what chose it
     summary         figures over many points: regret, errors, auto against stock
     summary_tables  the same as Markdown
     plots           bars by chain; time against size, predicted against measured

@@ -38,7 +38,9 @@ class Row:
         ratio_low, ratio_high: 95% interval of that ratio.
         step: step of the ablation, or None.
         predicted_ms: the time that the planner predicts, or None.
-        chosen: whether it is the planner's pick.
+        chosen: whether it is the pick: what `auto` ran or, without it, what the planner picks.
+        picked_untuned: whether the planner picks it among the others, where `auto` was tuned.
+        repeats_ms: the slowest rank's time in each repeat, in order.
     """
 
     dispatcher: str
@@ -70,6 +72,8 @@ class Row:
     step: int | None = None
     predicted_ms: float | None = None
     chosen: bool = False
+    picked_untuned: bool = False
+    repeats_ms: Sequence[float] = ()
 
     @property
     def name(self) -> str:

@@ -1,9 +1,8 @@
 """Figures over many points: regret, errors of predictions, auto against stock. No torch.
 
-Regret is the time of the planner's pick over that of the fastest chain measured in the same
-interleaved run: 1 where the pick is the fastest. The pick is what `auto` ran or, where `auto` did
-not run, what the planner picks among the chains that did. A chain that ran twice, by name and as
-`auto`, counts with the mean of both.
+Regret is the time of the pick over that of the best chain measured in the same interleaved run; see
+`regret`. The pick is what `auto` ran or, where `auto` did not run, what the planner picks among the
+chains that did. A chain that ran twice, by name and as `auto`, counts with the mean of both.
 
 In plain Python: pandas would replace a few medians and means, and is a heavy dependency for that.
 """
@@ -11,19 +10,28 @@ In plain Python: pandas would replace a few medians and means, and is a heavy de
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any, TypeAlias
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.integration.options import AUTO
+from monta_megatron.tools.bench.regret import (
+    LEAST_REPEATS,
+    Key,
+    Regret,
+    regret_by_medians,
+    regret_by_repeats,
+)
 from monta_megatron.tools.bench.report import Row
-
-# A chain and its number of chunks.
-Key: TypeAlias = tuple[str, int]
 
 # The phase that the planner optimises.
 PHASE = "forward_backward"
 # Where the whole interval of a ratio to stock lies below this, it is a loss, not noise.
 LOSS_BELOW = 0.97
+# A regret of more than the first is clear where its whole interval lies above the second.
+REGRET_ABOVE, REGRET_SURELY_ABOVE = 1.05, 1.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,26 +70,54 @@ class Measured:
     @property
     def times_ms(self) -> dict[Key, float]:
         """Our measured times, by chain and number of chunks."""
-        rows: dict[Key, list[float]] = {}
-        for row in self.ours:
-            rows.setdefault((row.chain, row.num_chunks), []).append(row.median_ms)
-        return {key: mean(medians_ms) for key, medians_ms in rows.items()}
+        return {key: mean(row.median_ms for row in rows) for key, rows in self._rows_by_key.items()}
+
+    @property
+    def repeats_ms(self) -> dict[Key, NDArray[np.float64]]:
+        """[repeats] of each; empty where they are few or were not kept."""
+        times_ms = {
+            key: np.mean([row.repeats_ms for row in rows], axis=0)
+            for key, rows in self._rows_by_key.items()
+        }
+        are_enough = all(of_one.size >= LEAST_REPEATS for of_one in times_ms.values())
+        return times_ms if are_enough else {}
 
     @property
     def pick(self) -> Key | None:
-        """The planner's pick; None where it did not run, or had one chain alone."""
-        chosen = [(row.chain, row.num_chunks) for row in self.ours if row.chosen]
-        return chosen[0] if chosen and len(self.times_ms) > 1 else None
+        """The pick; None where it did not run, or had one chain alone."""
+        return self._only_of_several([row for row in self.ours if row.chosen])
 
     @property
-    def best(self) -> Key:
-        """The fastest of our chains and numbers of chunks."""
-        return min(self.times_ms, key=self.times_ms.__getitem__)
+    def regret(self) -> Regret | None:
+        """Of the pick; None where there is none to regret."""
+        return self._regret_of(self.pick)
 
     @property
-    def regret(self) -> float | None:
-        """At least 1; None where there is no pick to regret."""
-        return None if self.pick is None else self.times_ms[self.pick] / self.times_ms[self.best]
+    def untuned_regret(self) -> Regret | None:
+        """Of what the planner picks without tuning; None where nothing was tuned."""
+        return self._regret_of(
+            self._only_of_several([row for row in self.ours if row.picked_untuned])
+        )
+
+    @property
+    def _rows_by_key(self) -> dict[Key, list[Row]]:
+        rows: dict[Key, list[Row]] = {}
+        for row in self.ours:
+            rows.setdefault((row.chain, row.num_chunks), []).append(row)
+        return rows
+
+    def _only_of_several(self, picked: Sequence[Row]) -> Key | None:
+        if not picked or len(self._rows_by_key) == 1:
+            return None
+        return picked[0].chain, picked[0].num_chunks
+
+    def _regret_of(self, pick: Key | None) -> Regret | None:
+        if pick is None:
+            return None
+        repeats_ms = self.repeats_ms
+        if repeats_ms:
+            return regret_by_repeats(pick, repeats_ms)
+        return regret_by_medians(pick, self.times_ms)
 
     def predicted_ms(self, key: Key) -> float | None:
         """The time that the planner predicts; None without a cluster file."""
@@ -139,14 +175,14 @@ def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures below the tables; None for those that no point has."""
     points = measured_points(reports)
     regrets = [point.regret for point in points if point.regret is not None]
+    untuned = [point.untuned_regret for point in points if point.untuned_regret is not None]
     errors = [abs(error) for point in points for chain in CHAINS for error in point.errors(chain)]
     autos = [point.auto for point in points if point.auto is not None]
     plain = [row.ratio_to_alltoall for row in autos if row.chain == "alltoall"]
     return {
         "points": len(points),
-        "regret_points": len(regrets),
-        "regret_median": median(regrets) if regrets else None,
-        "regret_worst": max(regrets, default=None),
+        **_regret_figures("regret", regrets),
+        **_regret_figures("untuned_regret", untuned),
         "predictions": len(errors),
         "error_median": median(errors) if errors else None,
         "error_largest": max(errors, default=None),
@@ -154,6 +190,21 @@ def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "auto_lost": sum(row.ratio_high < LOSS_BELOW for row in autos),
         "auto_alltoall_points": len(plain),
         "auto_alltoall_ratio_median": median(plain) if plain else None,
+    }
+
+
+def _regret_figures(name: str, regrets: Sequence[Regret]) -> dict[str, Any]:
+    ratios = [regret.ratio for regret in regrets]
+    return {
+        f"{name}_points": len(ratios),
+        f"{name}_median": median(ratios) if ratios else None,
+        f"{name}_worst": max(ratios, default=None),
+        f"{name}_clear": sum(
+            regret.ratio > REGRET_ABOVE
+            and regret.low is not None
+            and regret.low > REGRET_SURELY_ABOVE
+            for regret in regrets
+        ),
     }
 
 

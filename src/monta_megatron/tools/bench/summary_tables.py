@@ -5,11 +5,13 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.common.quantities import counted
+from monta_megatron.tools.bench.regret import Key, Regret
 from monta_megatron.tools.bench.summary import (
     FACTORS,
     LOSS_BELOW,
     PHASE,
-    Key,
+    REGRET_ABOVE,
+    REGRET_SURELY_ABOVE,
     Measured,
     measured_points,
     or_dash,
@@ -55,27 +57,47 @@ def _short(commit: str | None) -> str:
 
 
 def _regret_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list[str]:
+    are_tuned = any(point.untuned_regret is not None for point in points)
+
     def cells(point: Measured) -> list[str] | None:
-        if point.pick is None:
+        regret, untuned = point.regret, point.untuned_regret
+        if regret is None:
             return None
-        predicted_ms, pick_ms = point.predicted_ms(point.pick), point.times_ms[point.pick]
+        predicted_ms = point.predicted_ms(regret.pick)
         return [
-            _name(point.pick),
+            *(_judged(untuned) if are_tuned else []),
+            _name(regret.pick),
             or_dash(predicted_ms, ".1f"),
-            f"{pick_ms:.1f}",
-            "-" if predicted_ms is None else f"{predicted_ms / pick_ms - 1:+.0%}",
-            _name(point.best),
-            f"{point.times_ms[point.best]:.1f}",
-            f"{point.regret:.3f}",
+            f"{regret.pick_ms:.1f}",
+            "-" if predicted_ms is None else f"{predicted_ms / regret.pick_ms - 1:+.0%}",
+            _name(regret.best),
+            f"{regret.best_ms:.1f}",
+            *_judged(regret)[1:],
         ]
 
-    head = ["pick", "predicted ms", "ms", "error", "fastest measured", "ms", "regret"]
-    return [
-        *_markdown(points, head, cells),
-        "",
-        f"Regret over {counted(figures['regret_points'], 'point')}: median "
-        f"{figures['regret_median']:.3f}, worst {figures['regret_worst']:.3f}.",
-    ]
+    head = ["pick", "predicted ms", "ms", "error", "fastest measured", "ms", "regret", "95%"]
+    said = _regret_line("Regret", "regret", figures)
+    if are_tuned:
+        head = ["planned", "regret", "95%", "tuned", *head[1:]]
+        said += _regret_line(" Planned, without tuning", "untuned_regret", figures)
+    return [*_markdown(points, head, cells), "", said]
+
+
+def _judged(regret: Regret | None) -> list[str]:
+    """What was picked, its regret, and the interval."""
+    if regret is None:
+        return ["-"] * 3
+    interval = "-" if regret.low is None else f"{regret.low:.3f} to {regret.high:.3f}"
+    return [_name(regret.pick), f"{regret.ratio:.3f}", interval]
+
+
+def _regret_line(what: str, name: str, figures: Mapping[str, Any]) -> str:
+    return (
+        f"{what} over {counted(figures[f'{name}_points'], 'point')}: median "
+        f"{figures[f'{name}_median']:.3f}, worst {figures[f'{name}_worst']:.3f}; "
+        f"{figures[f'{name}_clear']} over {REGRET_ABOVE} with the whole interval over "
+        f"{REGRET_SURELY_ABOVE}."
+    )
 
 
 def _error_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list[str]:
