@@ -187,7 +187,7 @@ def repeated(chain: str, *times_ms: float, **changes: Any) -> Row:
     return row("monta", chain, statistics.median(repeats_ms), repeats_ms=repeats_ms, **changes)
 
 
-def test_the_best_is_chosen_on_odd_repeats_and_judged_on_even_ones() -> None:
+def test_the_best_is_chosen_and_judged_on_other_repeats() -> None:
     """Dedup is lucky in the odd repeats: 100 against 110. In the even ones it takes 120."""
     lucky = repeated("alltoall_dedup", *[100.0, 120.0] * 3)
     steady = repeated("alltoall", *[110.0] * 6, chosen=True)
