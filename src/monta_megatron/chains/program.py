@@ -28,6 +28,8 @@ SUM_COLUMNS = 2048
 Policy: TypeAlias = Literal["host", "streams"]
 # What an operation occupies: the network between nodes, the link inside a node, memory.
 Resource: TypeAlias = Literal["inter", "intra", "memory"]
+# Likewise, and the compute units: of work beside an exchange, no operation of which computes.
+ResourceOrCompute: TypeAlias = Literal[Resource, "compute"]
 Kind: TypeAlias = Literal[
     "pack",
     "find_lists",

@@ -7,7 +7,7 @@ from typing import Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json, print_json
-from monta_megatron.common.flags import fraction, positive
+from monta_megatron.common.flags import fraction, not_negative, positive
 from monta_megatron.common.quantities import bytes_of_gb
 
 EXAMPLE = """\
@@ -39,6 +39,14 @@ def add_parser(commands: Any) -> None:
         type=fraction,
         help="by how much a plainer chain may be slower (default: 0.03)",
     )
+    parser.add_argument(
+        "--beside-us",
+        metavar="X",
+        type=not_negative,
+        default=0.0,
+        help="other work (experts, shared experts, another micro-batch) that runs beside the "
+        "exchange of a layer and micro-batch, in us: what it leaves over is minimized",
+    )
     parser.add_argument("--out", metavar="FILE", help="write the plan, for --moe-monta-plan")
     parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
     parser.add_argument(
@@ -58,9 +66,15 @@ def run(parsed: argparse.Namespace) -> int:
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
         raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
+    if parsed.beside_us > 0 and not any((parsed.layout, parsed.tp, parsed.ep, parsed.etp)):
+        raise ValueError(
+            f"--beside-us: got {parsed.beside_us:g}, must be with a layout (--ep N): how long "
+            "other work takes depends on the tokens of a rank"
+        )
     settings: dict[str, Any] = {
         "memory_limit_bytes": bytes_of_gb(parsed.memory_limit_gb),
         "margin": MARGIN if parsed.margin is None else parsed.margin,
+        "beside_us": parsed.beside_us,
     }
     request, inputs = planning.read(parsed, **settings)
     plan, workload, memory = plan_request(request, inputs, **settings)

@@ -33,6 +33,11 @@ def positive(text: str) -> float:
     return _number(text, "a number > 0", lambda value: 0 < value < float("inf"))
 
 
+def not_negative(text: str) -> float:
+    """Reads a number >= 0."""
+    return _number(text, "a number >= 0", lambda value: 0 <= value < float("inf"))
+
+
 def fraction(text: str) -> float:
     """Reads a number from 0 to 1."""
     return _number(text, "a number from 0 to 1", lambda value: 0 <= value <= 1)

@@ -69,6 +69,11 @@ class ChainPrice:
         """All passes, one after the other."""
         return sum(pass_.total_us for pass_ in self.passes)
 
+    @cached_property
+    def exposed_us(self) -> float:
+        """Likewise, less what the work beside them hides: what training waits for."""
+        return sum(pass_.exposed_us for pass_ in self.passes)
+
     @property
     def work(self) -> Hashable:
         """What it does, whatever its chain is called: the work of every pass, and what it holds.
@@ -109,6 +114,7 @@ def price_chain(
     num_chunks: int,
     phase: Phase,
     num_exchanged_counts: int | None = None,
+    beside_us: float = 0.0,
 ) -> ChainPrice:
     """What one chain costs in a given number of chunks.
 
@@ -120,6 +126,7 @@ def price_chain(
         phase: whether the backward passes are priced too.
         num_exchanged_counts: integers per rank in the exchange of counts; None for what the
             chain needs.
+        beside_us: other work that runs beside the exchange, as much of it beside each pass.
     """
     ranks = priced_ranks(workload.layout, workload.routing, cluster.ranks_per_nic)
     bound = [workload.bind(chain, num_chunks, layout) for layout in ranks.layouts]
@@ -137,7 +144,9 @@ def price_chain(
         chain=chain,
         num_chunks=num_chunks,
         passes=tuple(
-            price_pass(of_pass[0].program, moved, cluster, ranks.nic_starts)
+            price_pass(
+                of_pass[0].program, moved, cluster, ranks.nic_starts, beside_us / len(programs)
+            )
             for of_pass, moved in zip(programs, traffic, strict=True)
         ),
         traffic=traffic,

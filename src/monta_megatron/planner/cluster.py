@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple
 
-from monta_megatron.chains.program import COLLECTIVES, Policy, Resource
+from monta_megatron.chains.program import COLLECTIVES, Policy, Resource, ResourceOrCompute
 from monta_megatron.common.quantities import bytes_of_gb
 from monta_megatron.common.rules import (
     NonNegativeFloat,
@@ -124,7 +124,8 @@ class Contention:
     """How much two operations slow each other while both run.
 
     Attributes:
-        pair: two resources; the same one twice for two operations on one resource.
+        pair: two resources; the same one twice for two operations on one resource. "compute" is
+            that of work beside an exchange.
         factor: slowdown of the first one: 1 if the other does not affect it, 2 if it runs at
             half its rate.
         factor_of_second: slowdown of the second one; without it the same.
@@ -132,7 +133,7 @@ class Contention:
         source: what it was measured with, or where it was published.
     """
 
-    pair: tuple[Resource, Resource]
+    pair: tuple[ResourceOrCompute, ResourceOrCompute]
     factor: Slowdown
     kind: Kind
     source: Text
@@ -234,7 +235,7 @@ class Cluster:
         """Bytes that a rank may use, or None where that is not known."""
         return bytes_of_gb(self.memory_gb_per_rank)
 
-    def factor(self, first: Resource, second: Resource) -> float:
+    def factor(self, first: ResourceOrCompute, second: ResourceOrCompute) -> float:
         """How much an operation on `first` is slowed while one on `second` runs."""
         return self._factors[first, second]
 
@@ -291,8 +292,9 @@ class Cluster:
         return by_size
 
     @cached_property
-    def _factors(self) -> dict[tuple[Resource, Resource], float]:
-        factors = {(a, b): 2.0 if a == b else 1.0 for a in RESOURCES for b in RESOURCES}
+    def _factors(self) -> dict[tuple[ResourceOrCompute, ResourceOrCompute], float]:
+        resources: tuple[ResourceOrCompute, ...] = (*RESOURCES, "compute")
+        factors = {(a, b): 2.0 if a == b else 1.0 for a in resources for b in resources}
         for entry in self.contention:
             factors[entry.pair] = factors[entry.pair[::-1]] = entry.factor
             if entry.factor_of_second is not None:

@@ -31,6 +31,7 @@ class PlanKey:
         routing: where tokens go.
         phase: the phase that the choice was made for.
         cluster: name of the cluster whose costs were used.
+        beside_us: other work that was taken to run beside the exchange.
     """
 
     ep: PositiveInt
@@ -44,6 +45,7 @@ class PlanKey:
     routing: Text
     phase: Phase
     cluster: Text
+    beside_us: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class Candidate:
         chain: its name.
         num_chunks: None where the chain cannot run in any number of chunks.
         predicted_us: time of the phase; None where it cannot run.
+        exposed_us: what is left over of it beside other work; all of it where there is none.
         lower_bound_us: a time that no schedule beats; see `lower_bound`.
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
@@ -86,6 +89,7 @@ class Candidate:
     chain: Text
     num_chunks: PositiveInt | None
     predicted_us: NonNegativeFloat | None = None
+    exposed_us: NonNegativeFloat | None = None
     lower_bound_us: NonNegativeFloat | None = None
     inter_bytes: NonNegativeFloat | None = None
     intra_bytes: NonNegativeFloat | None = None
@@ -102,6 +106,7 @@ class Plan:
         chain: key of `chains.CHAINS`.
         num_chunks: number of chunks of the chosen chain.
         predicted_us: time of the phase; None for a choice by hand that is no candidate.
+        exposed_us: as in `Candidate`; None for any choice by hand.
         reason: why this one.
         key: what it was made for.
         stages: the choice, stage by stage.
@@ -115,6 +120,7 @@ class Plan:
     predicted_us: NonNegativeFloat | None
     reason: Text
     key: PlanKey
+    exposed_us: NonNegativeFloat | None = None
     stages: tuple[StageCost, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
@@ -139,7 +145,12 @@ class Plan:
 
     @property
     def benefit(self) -> Benefit | None:
-        """What is gained over plain `alltoall`; None where one of the two was not priced."""
+        """What is gained over plain `alltoall`; None where one of the two was not priced.
+
+        None also beside other work, where the exchange's time is not what training waits for.
+        """
+        if self.key.beside_us > 0:
+            return None
         return benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)
 
     def incompatibility(self, here: Mapping[str, Any]) -> str | None:
@@ -184,6 +195,7 @@ class Plan:
         return replace(
             plan,
             predicted_us=priced.get(choice),
+            exposed_us=None,
             reason=f"chosen by hand in {path}",
             stages=(),
         )

@@ -7,7 +7,6 @@ so the busiest one is priced; where ranks share a network interface, the busiest
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -52,16 +51,30 @@ class PassPrice:
         """Everything, in order."""
         return (*self.before, *self.pipeline, *self.after)
 
-    @cached_property
+    @property
     def total_us(self) -> float:
         """From the first to the last operation."""
-        return (
-            self.host_us + serial_us(self.before) + self.schedule.total_us + serial_us(self.after)
-        )
+        return self._with_around(self.schedule.total_us)
+
+    @property
+    def exposed_us(self) -> float:
+        """What training waits for where other work runs beside the program, and hides it.
+
+        Nothing else is hidden: the host's time, and what runs before and after the program, are
+        spent on the thread that issues that work and on the stream that it runs on.
+        """
+        return self._with_around(self.schedule.left_over_us)
+
+    def _with_around(self, program_us: float) -> float:
+        return self.host_us + serial_us(self.before) + program_us + serial_us(self.after)
 
 
 def price_pass(
-    program: Program, traffic: PassTraffic, cluster: Cluster, nic_starts: Sequence[int]
+    program: Program,
+    traffic: PassTraffic,
+    cluster: Cluster,
+    nic_starts: Sequence[int],
+    beside_us: float = 0.0,
 ) -> PassPrice:
     """Price one pass.
 
@@ -70,6 +83,7 @@ def price_pass(
         traffic: what the ranks move in it, in order; a single one stands for all.
         cluster: the cluster whose costs are used.
         nic_starts: the first rank of each network interface; the ranks up to the next one share it.
+        beside_us: other work that runs beside the program.
     """
     notes: dict[str, None] = {}
 
@@ -85,7 +99,7 @@ def price_pass(
         before=before,
         pipeline=pipeline,
         after=after,
-        schedule=simulate(program.operations, pipeline, cluster.factor),
+        schedule=simulate(program.operations, pipeline, cluster.factor, beside_us),
         notes=tuple(notes),
     )
 

@@ -12,6 +12,11 @@ run at 1/k each, which is what sharing means; a product would give 1/2**(k - 1),
 one after the other. The cap ensures this for factors above 2 too, so no schedule is slower than
 the serial one, and none is faster than its busiest resource.
 
+Other work may run beside a program from its start: experts, shared experts, another micro-batch.
+Neither waits for the other. What training waits for is the time that is left over: until both have
+ended, less that work. With all factors 1 it is the larger of 0 and the program's time less the
+work's. However much work there is, what it loses to the program, by factors of "compute", is left.
+
 With all factors 1 and no launch times this is, for stages that follow each other, the recurrence of
 a pipeline,
 
@@ -24,9 +29,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from monta_megatron.chains.program import Operation, Resource
+from monta_megatron.chains.program import Operation, Resource, ResourceOrCompute
 
-Factor = Callable[[Resource, Resource], float]
+Factor = Callable[[ResourceOrCompute, ResourceOrCompute], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +66,33 @@ class Schedule:
     Attributes:
         times: of each operation, in the order of issue.
         total_us: when the last one ends.
+        left_over_us: likewise, less the work beside it; more if that ends later.
     """
 
     times: tuple[Times, ...]
     total_us: float
+    left_over_us: float
 
 
-def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Factor) -> Schedule:
+def simulate(
+    operations: Sequence[Operation], works: Sequence[Work], factor: Factor, beside_us: float = 0.0
+) -> Schedule:
     """Run the operations of one pass.
 
     Args:
         operations: in the order of issue.
         works: [series] what each operation costs, its chunks in the order of issue.
         factor: how much an operation on one resource is slowed by one on another.
+        beside_us: other work on the compute units, from the start on.
     """
     times = [iter(work.times_us) for work in works]
     times_us = [next(times[operation.series]) for operation in operations]
     # [kind of task][likewise]: what a running task of the second adds to the slowdown of one of the
-    # first; the kinds are the series, then the launches of each series.
-    resources = [work.resource for work in works] + ["memory"] * len(works)
+    # first; the kinds are the series, then the launches of each series, then the work beside them.
+    resources: list[ResourceOrCompute] = [work.resource for work in works]
+    resources += ["memory"] * len(works)
+    if beside_us > 0:
+        resources.append("compute")
     of_resource = {
         first: [factor(first, second) - 1 for second in resources] for first in set(resources)
     }
@@ -88,8 +101,8 @@ def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Fac
         for kind, row in enumerate(of_resource[resource] for resource in resources)
     ]
     kinds = [operation.series for operation in operations]
-    # A launch has the number ~n, which counts from the end.
-    kinds += [len(works) + kind for kind in reversed(kinds)]
+    # The work beside the operations has the next number, a launch ~n, which counts from the end.
+    kinds += [2 * len(works), *(len(works) + kind for kind in reversed(kinds))]
     waits_for = [len(operation.after) for operation in operations]
     followers: list[list[int]] = [[] for _ in operations]
     for operation in operations:
@@ -101,7 +114,7 @@ def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Fac
     ends_us: dict[int, float] = {}
     # Running task -> the time left if it ran alone: an operation, or ~number for its launch by a
     # host whose launches are work like copies.
-    left_us: dict[int, float] = {}
+    left_us: dict[int, float] = {len(operations): beside_us} if beside_us > 0 else {}
     # Operations that wait for nothing but their launch -> when that is over.
     until_us: dict[int, float] = {}
 
@@ -136,12 +149,15 @@ def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Fac
         # Step 1: the next event is the first end, or the first start before it.
         step_us, ends, starts = float("inf"), None, None
         slowdowns = {}
+        num_running, has_beside = len(left_us), len(operations) in left_us
         for task, left in left_us.items():
             # The 1 in the formula is the task itself, counted with the tasks of its kind.
             slowdown, added = 0.0, excess[kinds[task]]
             for other in left_us:
                 slowdown += added[kinds[other]]
-            slowdowns[task] = slowdown = min(slowdown, len(left_us))
+            # Work beside it that does not slow a task lets no others slow it more.
+            most = num_running - (has_beside and added[-1] == 0.0)
+            slowdowns[task] = slowdown = min(slowdown, most)
             if left * slowdown < step_us:
                 step_us, ends = left * slowdown, task
         for number, until in until_us.items():
@@ -165,7 +181,7 @@ def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Fac
             host_free_us = now_us
             launched_us.append(now_us)
             start(~ends)
-        else:
+        elif ends < len(operations):
             ends_us[ends] = now_us
             for number in followers[ends]:
                 waits_for[number] -= 1
@@ -177,7 +193,9 @@ def simulate(operations: Sequence[Operation], works: Sequence[Work], factor: Fac
             Times(launched_us[number], starts_us[number], ends_us[number])
             for number in range(len(operations))
         ),
-        total_us=now_us,
+        total_us=max(ends_us.values(), default=0.0),
+        # Rounded, so that what is as long to the last digits is as long.
+        left_over_us=max(round(now_us - beside_us, 6), 0.0) if beside_us > 0 else now_us,
     )
 
 

@@ -40,12 +40,14 @@ def plan_of(selection: Selection) -> Plan:
         chain=price.chain.name,
         num_chunks=price.num_chunks,
         predicted_us=price.total_us,
+        exposed_us=price.exposed_us,
         reason=selection.reason,
         key=PlanKey(
             **exchange_of(workload),
             routing=workload.routing.name,
             phase=selection.phase,
             cluster=cluster.name,
+            beside_us=selection.beside_us,
         ),
         stages=stage_costs(price),
         candidates=(
@@ -77,7 +79,7 @@ def slowest_plan(
         ValueError: no chain can run.
     """
     plans = [(plan(workload, cluster, **settings), workload) for workload in workloads]
-    slowest, workload = max(plans, key=lambda planned: planned[0].predicted_us or 0.0)
+    slowest, workload = max(plans, key=lambda planned: planned[0].exposed_us or 0.0)
     if len(plans) > 1:
         note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
         slowest = replace(slowest, notes=(*slowest.notes, note))
@@ -96,6 +98,7 @@ def _candidate(price: ChainPrice, plainest: ChainPrice, selection: Selection) ->
         chain=price.chain.name,
         num_chunks=price.num_chunks,
         predicted_us=price.total_us,
+        exposed_us=price.exposed_us,
         lower_bound_us=sum(
             pass_lower_bound_us(pass_, selection.cluster.factor) for pass_ in price.passes
         ),
@@ -117,15 +120,17 @@ def _why_rejected(price: ChainPrice, plainest: ChainPrice, selection: Selection)
         return same
     if selection.is_over_limit(price):
         return f"needs {gb_text(price.held_bytes)} on a rank, {selection.limit}"
-    if price.total_us == selected.total_us:
+    if price.exposed_us == selected.exposed_us:
         return f"as fast as {selected.name}, which is plainer"
-    if price.total_us < selected.total_us:
+    if price.exposed_us < selected.exposed_us:
         return (
             f"{percent(selected, price)} faster, within the margin of {selection.margin:.0%} for a "
             "plainer chain"
         )
     resource, busy_us = price.busiest()
     why = f"{resource} {busy_us:,.0f} us" if price is plainest else same
+    if selection.beside_us > 0:
+        return f"leaves {price.exposed_us - selected.exposed_us:,.0f} us more; {why}"
     return f"{percent(price, selected)} slower; {why}"
 
 

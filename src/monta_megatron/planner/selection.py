@@ -35,6 +35,7 @@ class Selection:
         incompatible: chain -> why it cannot run on the layout.
         memory_limit_bytes: what was allowed to be held on a rank, or None.
         margin: the fraction by which a plainer chain was allowed to be slower.
+        beside_us: other work that runs beside the exchange; what it hides counts as no time.
     """
 
     workload: Workload
@@ -47,6 +48,7 @@ class Selection:
     incompatible: Mapping[str, str]
     memory_limit_bytes: float | None
     margin: float
+    beside_us: float = 0.0
 
     def is_over_limit(self, price: ChainPrice) -> bool:
         """Whether something holds more than is allowed."""
@@ -75,12 +77,15 @@ class Selection:
                 f"the margin of {self.margin:.0%}"
             )
         elif others:
-            ratio = others[0].total_us / price.total_us
-            how = f"{ratio:.2f}x as fast as {others[0].name}, the next chain"
+            how = f"{_ratio(others[0], price):.2f}x as fast as {others[0].name}, the next chain"
+            if self.beside_us > 0:
+                how = f"{others[0].name}, the next chain, leaves {others[0].exposed_us:,.0f} us"
         else:
             how = "the only chain that can run"
         resource, busy_us = price.busiest()
         share = busy_us / price.total_us if price.total_us > 0 else 0.0
+        if self.beside_us > 0:
+            how = f"leaves {price.exposed_us:,.0f} of {price.total_us:,.0f} us; {how}"
         over = f"; {self.limit}" if self.is_over_limit(price) else ""
         return f"{how}; the {resource} is busy for {share:.0%} of the time{over}"
 
@@ -97,6 +102,7 @@ def select(
     margin: float = MARGIN,
     num_exchanged_counts: int | None = None,
     beside_bytes: Mapping[str, float] | None = None,
+    beside_us: float = 0.0,
 ) -> Selection:
     """Choose a chain and a number of chunks.
 
@@ -112,6 +118,7 @@ def select(
         num_exchanged_counts: integers per rank in the exchange of counts, if the chain is chosen
             after it; None for what each chain needs.
         beside_bytes: chain -> what it takes beside its exchange, within the limit, if anything.
+        beside_us: other work that runs beside the exchange, in all passes of the phase together.
 
     Raises:
         ValueError: no chain can run, or keeps to the limit.
@@ -124,9 +131,11 @@ def select(
             incompatible[chain.name] = reason
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            price = price_chain(workload, cluster, chain, chunks, phase, num_exchanged_counts)
+            price = price_chain(
+                workload, cluster, chain, chunks, phase, num_exchanged_counts, beside_us
+            )
             prices.append(replace(price, beside_bytes=(beside_bytes or {}).get(chain.name, 0.0)))
-    prices.sort(key=lambda price: (price.total_us, price.plainness))
+    prices.sort(key=lambda price: (price.exposed_us, price.plainness))
     # The plainest of those that do the same is the one that counts.
     plainest: dict[Hashable, ChainPrice] = {}
     same = [plainest.setdefault(price.work, price) for price in prices]
@@ -150,7 +159,7 @@ def select(
         cluster=cluster,
         phase=phase,
         price=min(
-            (price for price in allowed if price.total_us <= allowed[0].total_us * (1 + margin)),
+            (each for each in allowed if each.exposed_us <= allowed[0].exposed_us * (1 + margin)),
             key=lambda price: price.plainness,
         ),
         prices=prices,
@@ -159,10 +168,15 @@ def select(
         incompatible=incompatible,
         memory_limit_bytes=memory_limit_bytes,
         margin=margin,
+        beside_us=beside_us,
     )
 
 
 def percent(slower: ChainPrice, faster: ChainPrice) -> str:
     """1.234 times the time -> "23%", and "under 1%" instead of nothing."""
-    ratio = slower.total_us / faster.total_us
+    ratio = _ratio(slower, faster)
     return f"{ratio - 1:.0%}" if ratio >= 1.01 else "under 1%"
+
+
+def _ratio(slower: ChainPrice, faster: ChainPrice) -> float:
+    return slower.exposed_us / faster.exposed_us if faster.exposed_us > 0 else 1.0

@@ -39,6 +39,7 @@ def plan_lines(
         ),
         *rate_lines(plan),
         *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[key.phase]}"),
+        *_beside_lines(plan),
         *_field("why", plan.reason),
         *([] if benefit is None else _field("benefit", benefit.text)),
         *([] if memory is None else _field("needs", memory.describe())),
@@ -49,6 +50,18 @@ def plan_lines(
     if plan.stages:
         lines += ["", *_stage_lines(plan.stages)]
     return lines
+
+
+def _beside_lines(plan: Plan) -> list[str]:
+    """What other work leaves over of the exchange, where there is other work."""
+    beside_us, exposed_us = plan.key.beside_us, plan.exposed_us
+    if beside_us == 0 or exposed_us is None:
+        return []
+    return _field(
+        "left over",
+        f"{exposed_us:,.0f} us beside {beside_us:,.0f} us of other work, by which all chains are "
+        "ranked",
+    )
 
 
 def rate_lines(plan: Plan) -> list[str]:
@@ -106,7 +119,12 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
 
     Not by `tables`: a line over all columns follows each row, which no table of rich's has.
     """
-    yield f"{'chain':<23}{'chunks':>6}{'us':>12}{'inter':>12}{'intra':>12}{'peak':>12}"
+    # 80 columns hold a fifth number.
+    has_beside = plan.key.beside_us > 0
+    width = 10 if has_beside else 12
+    left_over = f"{'left over':>11}" if has_beside else ""
+    names = "".join(f"{name:>{width}}" for name in ("inter", "intra", "peak"))
+    yield f"{'chain':<23}{'chunks':>6}{'us':>{width}}{left_over}{names}"
     by_chain: dict[str, list[Candidate]] = {}
     for entry in plan.candidates:
         by_chain.setdefault(entry.chain, []).append(entry)
@@ -119,11 +137,13 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
         if entry.predicted_us is None:
             yield f"{entry.chain:<23}{'-':>6}"
         else:
-            yield (
-                f"{entry.chain:<23}{entry.num_chunks:>6}{entry.predicted_us:>12,.0f}"
-                f"{size_text(entry.inter_bytes):>12}{size_text(entry.intra_bytes):>12}"
-                f"{size_text(entry.peak_bytes):>12}"
+            left_over = f"{entry.exposed_us:>11,.0f}" if has_beside else ""
+            sizes = "".join(
+                f"{size_text(num_bytes):>{width}}"
+                for num_bytes in (entry.inter_bytes, entry.intra_bytes, entry.peak_bytes)
             )
+            time = f"{entry.predicted_us:>{width},.0f}"
+            yield f"{entry.chain:<23}{entry.num_chunks:>6}{time}{left_over}{sizes}"
         yield from _wrapped(entry.rejected or "chosen", indent="    ")
     hidden = len(plan.candidates) - len(shown)
     if hidden > 0:
