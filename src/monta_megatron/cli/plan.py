@@ -74,10 +74,9 @@ def run(parsed: argparse.Namespace) -> int:
     settings: dict[str, Any] = {
         "memory_limit_bytes": bytes_of_gb(parsed.memory_limit_gb),
         "margin": MARGIN if parsed.margin is None else parsed.margin,
-        "beside_us": parsed.beside_us,
     }
     request, inputs = planning.read(parsed, **settings)
-    plan, workload, memory = plan_request(request, inputs, **settings)
+    plan, workload, memory = plan_request(request, inputs, beside_us=parsed.beside_us, **settings)
     benefit = benefit_of_plan(request, inputs, plan)
     programs = program_of(plan, workload, inputs.cluster) if parsed.program else {}
     if parsed.out is not None:
