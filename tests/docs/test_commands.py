@@ -75,7 +75,7 @@ class Known:
 
 EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
 KNOWN = (
-    Known(pattern=r"monta (doctor|new .*|plan .*|simulate .*|timeline --model .*)"),
+    Known(pattern=r"monta (doctor|new .*|plan .*|report .*|simulate .*|timeline --model .*)"),
     Known(pattern=r"mkdir .*|monta completion .*"),
     Known(pattern=r"monta launch .* --dry-run"),
     Known(

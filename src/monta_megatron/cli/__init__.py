@@ -22,10 +22,11 @@ from monta_megatron.cli import (
     launch,
     new,
     plan,
+    report,
     simulate,
     timeline,
 )
-from monta_megatron.common.first_rank import is_first_rank, report
+from monta_megatron.common import first_rank
 from monta_megatron.common.names import nearest, one_of
 
 COMMANDS = (
@@ -38,6 +39,7 @@ COMMANDS = (
     launch,
     new,
     plan,
+    report,
     simulate,
     timeline,
 )
@@ -77,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split()).removeprefix("argument ")
-        report(f"{self.prog}: {line}")
+        first_rank.report(f"{self.prog}: {line}")
         self.exit(2)
 
 
@@ -123,10 +125,10 @@ def main(
         status, mistake = _run(parsed)
         sys.stdout.flush()
         if mistake is not None:
-            report(f"monta {parsed.command}: {mistake}")
+            first_rank.report(f"monta {parsed.command}: {mistake}")
         return status
     except KeyboardInterrupt:
-        if is_first_rank():
+        if first_rank.is_first_rank():
             print(f"monta {parsed.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:

@@ -32,8 +32,14 @@ BATCH = {
 IGNORE_MEMORY = "go on where a rank's memory is too small for the training"
 
 
-def add_arguments(parser: Any, needs_model: bool = True) -> None:
-    """Add the flags that say what is exchanged, and on which cluster."""
+def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True) -> None:
+    """Add the flags that say what is exchanged, and on which cluster.
+
+    Args:
+        parser: of the sub-command.
+        needs_model: whether the model and the cluster have to be given.
+        says_gain: whether it says what an iteration gains.
+    """
     for name, text in FILES.items():
         parser.add_argument(f"--{name}", metavar="FILE", required=needs_model, help=text)
     parser.add_argument("--layout", metavar="FILE", help="YAML with the sizes below")
@@ -63,7 +69,7 @@ def add_arguments(parser: Any, needs_model: bool = True) -> None:
         type=positive,
         help="price a network with X times the cluster's rate",
     )
-    if needs_model:
+    if says_gain:
         parser.add_argument(
             "--global-batch-size",
             metavar="N",

@@ -83,7 +83,7 @@ def add_parser(commands: Any) -> None:
         metavar="DIR",
         help="of a training with --moe-monta-chain alltoall, drawn above that of RECORDING",
     )
-    planning.add_arguments(parser, needs_model=False)
+    planning.add_arguments(parser, needs_model=False, says_gain=False)
     parser.add_argument("--chain", metavar="NAME", help="default: the planner's choice")
     parser.add_argument("--num-chunks", metavar="N", type=whole(1), help="of --chain (default: 4)")
     record = parser.add_argument_group("with --record")
@@ -146,18 +146,10 @@ def _way(parsed: argparse.Namespace) -> str:
 
 
 def _read(parsed: argparse.Namespace) -> "Drawing":
-    from monta_megatron.tools.timeline.drawing import of_recording, of_training
-    from monta_megatron.tools.timeline.recording import Recording
+    from monta_megatron.tools.timeline.drawing import of_path
 
-    path = Path(parsed.recording)
-    for flag, needs_folder in (("stock", True), ("cluster", False)):
-        value = getattr(parsed, flag)
-        if value is not None and path.is_dir() != needs_folder:
-            of = "folder of a training" if needs_folder else "file of --record"
-            raise ValueError(f"--{flag}: got {value}, must be left out unless {path} is a {of}")
-    if path.is_dir():
-        return of_training(path, None if parsed.stock is None else Path(parsed.stock))
-    return of_recording(Recording.load(path), path, _cluster(parsed))
+    stock = None if parsed.stock is None else Path(parsed.stock)
+    return of_path(Path(parsed.recording), _cluster(parsed), stock)
 
 
 def _predict(parsed: argparse.Namespace) -> "Drawing":

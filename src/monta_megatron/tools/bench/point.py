@@ -156,7 +156,7 @@ class Bench:
                     ratio_high=high,
                     predicted_ms=predicted_ms.get(candidate.key) if is_ours else None,
                     chosen=is_ours and candidate.key == chosen,
-                    repeats_ms=[round(ms, 3) for ms in times_ms.tolist()],
+                    repeats_ms=tuple(round(ms, 3) for ms in times_ms.tolist()),
                 )
             )
         return rows

@@ -14,6 +14,9 @@ from monta_megatron.integration.options import AUTO
 from monta_megatron.tools.bench.routing import routing_name
 from monta_megatron.tools.bench.settings import Settings
 
+COLUMNS = ("chain x chunks", ">ms", ">p10 to p90", ">inter", ">intra", ">limit", ">ratio")
+PREDICTION_COLUMNS = ("predicted from the cluster file", "", ">ms", ">measured", ">error")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -73,7 +76,7 @@ class Row:
     predicted_ms: float | None = None
     chosen: bool = False
     picked_untuned: bool = False
-    repeats_ms: Sequence[float] = ()
+    repeats_ms: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,18 +91,18 @@ class Row:
 
 def table(rows: Sequence[Row]) -> str:
     """One block per scope and phase."""
-    head = ["chain x chunks", ">ms", ">p10 to p90", ">inter", ">intra", ">limit", ">ratio"]
     return "\n\n".join(
         tables.table(
-            head,
-            [_cells(row) for row in rows if (row.scope, row.phase) == (scope, phase)],
+            COLUMNS,
+            [cells(row) for row in rows if (row.scope, row.phase) == (scope, phase)],
             title=f"{scope}, {phase.replace('_', ' + ')} (payload in MB)",
         )
         for scope, phase in dict.fromkeys((row.scope, row.phase) for row in rows)
     )
 
 
-def _cells(row: Row) -> list[str | None]:
+def cells(row: Row) -> list[str | None]:
+    """The row under `COLUMNS`."""
     return [
         row.name,
         _short(row.median_ms),
@@ -113,7 +116,13 @@ def _cells(row: Row) -> list[str | None]:
 
 def prediction_table(rows: Sequence[Row]) -> str:
     """Predicted against measured, where there is a prediction; "" where there is none."""
-    cells = [
+    predicted = prediction_rows(rows)
+    return tables.table(PREDICTION_COLUMNS, predicted) if predicted else ""
+
+
+def prediction_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """The rows that have a prediction, under `PREDICTION_COLUMNS`."""
+    return [
         [
             row.name,
             row.phase.replace("_", " + "),
@@ -124,8 +133,6 @@ def prediction_table(rows: Sequence[Row]) -> str:
         for row in rows
         if row.predicted_ms is not None
     ]
-    head = ["predicted from the cluster file", "", ">ms", ">measured", ">error"]
-    return tables.table(head, cells) if cells else ""
 
 
 def _short(value: float) -> str:

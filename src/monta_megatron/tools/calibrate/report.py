@@ -8,6 +8,11 @@ from monta_megatron.common.tables import table
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 
+COLUMNS = (
+    *("operation", "resource", ">ranks", ">start us", ">GB/s", ">off by"),
+    "measured from, to",
+)
+
 
 def lines(cluster: Cluster) -> list[str]:
     """The curves by their fits, then launch times and contention."""
@@ -15,18 +20,7 @@ def lines(cluster: Cluster) -> list[str]:
     text = [
         cluster.name,
         "",
-        table(
-            [
-                "operation",
-                "resource",
-                ">ranks",
-                ">start us",
-                ">GB/s",
-                ">off by",
-                "measured from, to",
-            ],
-            map(_cells, cluster.curves),
-        ),
+        table(COLUMNS, map(cells, cluster.curves)),
         "",
         f"host time to start a collective: {launch.collective_us:.0f} us; around the stages of a "
         "pass:",
@@ -46,7 +40,8 @@ def lines(cluster: Cluster) -> list[str]:
     ]
 
 
-def _cells(curve: Curve) -> list[object]:
+def cells(curve: Curve) -> list[object]:
+    """The curve under `COLUMNS`."""
     fit = curve.fit
     line: Sequence[str | None] = (
         [None] * 3

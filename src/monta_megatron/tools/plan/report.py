@@ -17,60 +17,61 @@ PHASES = {
     "forward": "dispatch + combine, forward",
     "forward_backward": "dispatch + combine, forward + backward",
 }
+LAYOUT_COLUMNS = (">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak", ">needs")
+STAGE_COLUMNS = ("pass", "stage", "occupies", ">us alone", ">inter", ">intra")
 
 
 def plan_lines(
     plan: Plan, memory: TrainingMemory | None = None, benefit: Benefit | None = None
 ) -> list[str]:
     """The choice, its gain and what a training holds, then all chains, the chosen one by stages."""
-    key = plan.key
-    time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f} us"
-    chunks = counted(plan.num_chunks, "chunk")
-    lines = [
-        *_field(
-            "exchange",
-            f"EP {key.ep} x ETP {key.etp} over "
-            f"{counted(len(set(key.nodes)), 'node')} of {key.cluster}",
-        ),
-        *_field(
-            "tokens",
-            f"{key.tokens_per_rank:,} per rank, top-{key.topk} of "
-            f"{key.num_experts} experts, {key.routing}",
-        ),
-        *rate_lines(plan),
-        *_field("choice", f"{plan.chain} in {chunks}{time}, {PHASES[key.phase]}"),
-        *_beside_lines(plan),
-        *_field("why", plan.reason),
-        *([] if benefit is None else _field("benefit", benefit.text)),
-        *([] if memory is None else _field("needs", memory.describe())),
-        *note_lines(plan),
-        "",
-        *_candidate_lines(plan),
-    ]
+    lines = [line for field in plan_fields(plan, memory, benefit) for line in _field(*field)]
+    lines += ["", *_candidate_lines(plan)]
     if plan.stages:
         lines += ["", *_stage_lines(plan.stages)]
     return lines
 
 
-def _beside_lines(plan: Plan) -> list[str]:
+def plan_fields(
+    plan: Plan, memory: TrainingMemory | None = None, benefit: Benefit | None = None
+) -> list[tuple[str, str]]:
+    """What was planned, the choice and what it takes: names and texts."""
+    key = plan.key
+    time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f} us"
+    chunks = counted(plan.num_chunks, "chunk")
+    return [
+        (
+            "exchange",
+            f"EP {key.ep} x ETP {key.etp} over "
+            f"{counted(len(set(key.nodes)), 'node')} of {key.cluster}",
+        ),
+        (
+            "tokens",
+            f"{key.tokens_per_rank:,} per rank, top-{key.topk} of "
+            f"{key.num_experts} experts, {key.routing}",
+        ),
+        *_rate_fields(plan),
+        ("choice", f"{plan.chain} in {chunks}{time}, {PHASES[key.phase]}"),
+        *_beside_fields(plan),
+        ("why", plan.reason),
+        *([] if benefit is None else [("benefit", benefit.text)]),
+        *([] if memory is None else [("needs", memory.describe())]),
+        *(("note", note) for note in plan.notes),
+    ]
+
+
+def _beside_fields(plan: Plan) -> list[tuple[str, str]]:
     """What other work leaves over of the exchange, where there is other work."""
     beside_us, exposed_us = plan.key.beside_us, plan.exposed_us
     if beside_us == 0 or exposed_us is None:
         return []
-    return _field(
-        "left over",
-        f"{exposed_us:,.0f} us beside {beside_us:,.0f} us of other work, by which all chains are "
-        "ranked",
-    )
+    text = f"{exposed_us:,.0f} us beside {beside_us:,.0f} us of other work"
+    return [("left over", f"{text}, by which all chains are ranked")]
 
 
 def rate_lines(plan: Plan) -> list[str]:
     """The rate by which large messages were priced, a field for each resource."""
-    return [
-        line
-        for rate in plan.rates
-        for line in _field(RESOURCE_NAMES[rate.resource], f"{rate.rate.in_both_units} {rate.basis}")
-    ]
+    return [line for field in _rate_fields(plan) for line in _field(*field)]
 
 
 def note_lines(plan: Plan) -> list[str]:
@@ -82,22 +83,7 @@ def layout_lines(
     layouts: Sequence[RankedLayout], memory: TrainingMemory, benefit: Benefit | None = None
 ) -> list[str]:
     """One line per layout, the best first, and what the best one takes and gains."""
-    columns = (">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak", ">needs")
-    rows = [
-        (
-            layout.tp,
-            layout.ep,
-            layout.etp,
-            f"{layout.tokens_per_rank:,}",
-            layout.chain,
-            layout.num_chunks,
-            f"{layout.us_per_1k_tokens:,.0f}",
-            size_text(layout.peak_bytes),
-            size_text(layout.needed_bytes),
-        )
-        for layout in layouts[:MAX_LAYOUTS]
-    ]
-    lines = [table(columns, rows)]
+    lines = [table(LAYOUT_COLUMNS, layout_rows(layouts)[:MAX_LAYOUTS])]
     if len(layouts) > MAX_LAYOUTS:
         lines.append(f"and {len(layouts) - MAX_LAYOUTS} more, all of them with --json")
     return [
@@ -114,6 +100,37 @@ def layout_lines(
     ]
 
 
+def layout_rows(layouts: Sequence[RankedLayout]) -> list[tuple[object, ...]]:
+    """The layouts under `LAYOUT_COLUMNS`."""
+    return [
+        (
+            layout.tp,
+            layout.ep,
+            layout.etp,
+            f"{layout.tokens_per_rank:,}",
+            layout.chain,
+            layout.num_chunks,
+            f"{layout.us_per_1k_tokens:,.0f}",
+            size_text(layout.peak_bytes),
+            size_text(layout.needed_bytes),
+        )
+        for layout in layouts
+    ]
+
+
+def shown_candidates(plan: Plan) -> list[Candidate]:
+    """The best number of chunks of every chain, the fastest first."""
+    by_chain: dict[str, list[Candidate]] = {}
+    for entry in plan.candidates:
+        by_chain.setdefault(entry.chain, []).append(entry)
+    # The choice, else the fastest of those that are not the same as another chain.
+    shown = [
+        min(entries, key=lambda entry: (entry.rejected is not None, entry.same_as is not None))
+        for entries in by_chain.values()
+    ]
+    return sorted(shown, key=plan.candidates.index)
+
+
 def _candidate_lines(plan: Plan) -> Iterable[str]:
     """The best number of chunks of every chain, and why it was not chosen.
 
@@ -125,15 +142,8 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
     left_over = f"{'left over':>11}" if has_beside else ""
     names = "".join(f"{name:>{width}}" for name in ("inter", "intra", "peak"))
     yield f"{'chain':<23}{'chunks':>6}{'us':>{width}}{left_over}{names}"
-    by_chain: dict[str, list[Candidate]] = {}
-    for entry in plan.candidates:
-        by_chain.setdefault(entry.chain, []).append(entry)
-    # The choice, else the fastest of those that are not the same as another chain.
-    shown = [
-        min(entries, key=lambda entry: (entry.rejected is not None, entry.same_as is not None))
-        for entries in by_chain.values()
-    ]
-    for entry in sorted(shown, key=plan.candidates.index):
+    shown = shown_candidates(plan)
+    for entry in shown:
         if entry.predicted_us is None:
             yield f"{entry.chain:<23}{'-':>6}"
         else:
@@ -150,9 +160,9 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
         yield f"and {hidden} more in other numbers of chunks, all of them with --json or --out"
 
 
-def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
-    columns = ("pass", "stage", "occupies", ">us alone", ">inter", ">intra")
-    rows = [
+def stage_rows(stages: Sequence[StageCost]) -> list[tuple[str, ...]]:
+    """The stages under `STAGE_COLUMNS`."""
+    return [
         (
             stage.pass_name,
             stage.stage,
@@ -163,8 +173,18 @@ def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
         )
         for stage in stages
     ]
-    yield table(columns, rows)
+
+
+def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
+    yield table(STAGE_COLUMNS, stage_rows(stages))
     yield "bytes are those of all ranks of one exchange; peak is that of one rank"
+
+
+def _rate_fields(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        (RESOURCE_NAMES[rate.resource], f"{rate.rate.in_both_units} {rate.basis}")
+        for rate in plan.rates
+    ]
 
 
 def _field(name: str, text: str) -> list[str]:

@@ -124,8 +124,8 @@ def show_times(axis: Any, longest_us: float, since: str) -> None:
     axis.set_axisbelow(True)
 
 
-def time_text(time_us: float) -> str:
-    """A time with its unit, as the axes show it."""
+def time_on_axis(time_us: float) -> str:
+    """A time with its unit, in that of an axis which ends there."""
     if time_us > LONGEST_IN_US:
         return f"{time_us / 1e3:,.0f} ms"
     return f"{time_us:,.0f} us"

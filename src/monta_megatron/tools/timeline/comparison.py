@@ -25,7 +25,7 @@ from monta_megatron.tools.timeline.bars import (
     legend_of,
     rows_of_track,
     show_times,
-    time_text,
+    time_on_axis,
 )
 from monta_megatron.tools.timeline.spans import Timeline
 
@@ -71,8 +71,8 @@ class Comparison:
         """What the picture shows, in a line."""
         stock_us, ours_us = self.total_us
         return (
-            f"{self.ratio:.2f}x {STOCK}: {time_text(ours_us)} instead of {time_text(stock_us)} "
-            "per MoE layer and micro-batch"
+            f"{self.ratio:.2f}x {STOCK}: {time_on_axis(ours_us)} instead of "
+            f"{time_on_axis(stock_us)} per MoE layer and micro-batch"
         )
 
 
@@ -125,7 +125,7 @@ def draw(comparison: Comparison, path: Path) -> None:
             (LINES_ABOVE, stock_rows, STOCK, stock_us, grey),
             (ours_at, our_rows, comparison.ours.name, ours_us, colours),
         ):
-            _name(overview, at - LINES_ABOVE + 0.35, f"{name}: {time_text(total_us)}")
+            _name(overview, at - LINES_ABOVE + 0.35, f"{name}: {time_on_axis(total_us)}")
             _draw_passes(overview, at, rows, us_per_inch)
             _draw_rows(overview, at, rows, colour_of, us_per_inch)
         if longest_us - ours_us > SMALLEST_GAP * longest_us:
@@ -173,12 +173,18 @@ def _draw_rows(
 
 
 def _draw_passes(axis: Any, at: float, rows: Sequence[Row], us_per_inch: float) -> None:
-    """Draw a band behind each pass of the rows, and its name above where there is room."""
+    """Draw a band behind each pass of the rows, with the passes' names if there is room for all."""
     from matplotlib.patches import Rectangle
 
-    for number, pass_name in enumerate(rows[0].spans):
+    ends_us = {}
+    for pass_name in rows[0].spans:
         spans = [span for row in rows for span in row.spans[pass_name]]
-        start_us, end_us = min(s.start_us for s in spans), max(s.end_us for s in spans)
+        ends_us[pass_name] = min(s.start_us for s in spans), max(s.end_us for s in spans)
+    has_room = all(
+        max(map(len, pass_name.split("_"))) * LETTER_INCHES * us_per_inch < end_us - start_us
+        for pass_name, (start_us, end_us) in ends_us.items()
+    )
+    for number, (pass_name, (start_us, end_us)) in enumerate(ends_us.items()):
         corner = start_us, at - LINES_ABOVE + 1
         axis.add_patch(
             Rectangle(
@@ -189,11 +195,12 @@ def _draw_passes(axis: Any, at: float, rows: Sequence[Row], us_per_inch: float) 
                 zorder=0,
             )
         )
-        words = pass_name.split("_")
-        if max(map(len, words)) * LETTER_INCHES * us_per_inch < end_us - start_us:
+        if has_room:
             middle_us, height = (start_us + end_us) / 2, at - 1.5
             centred = {"ha": "center", "va": "center", "linespacing": 0.95}
-            axis.text(middle_us, height, "\n".join(words), fontsize=SMALL_POINTS, **centred)
+            axis.text(
+                middle_us, height, pass_name.replace("_", "\n"), fontsize=SMALL_POINTS, **centred
+            )
 
 
 def _name(axis: Any, height: float, name: str) -> None:
@@ -204,6 +211,6 @@ def _draw_gap(axis: Any, height: float, ours_us: float, stock_us: float) -> None
     """Draw how much earlier ours has ended, in the room beside it."""
     arrow = {"arrowstyle": "<->", "color": pictures.PICK_COLOUR, "linewidth": 1.5}
     axis.annotate("", (stock_us, height), (ours_us, height), arrowprops=arrow)
-    text = f"{time_text(stock_us - ours_us)} less"
+    text = f"{time_on_axis(stock_us - ours_us)} less"
     centred = {"ha": "center", "va": "bottom", "weight": "bold", "color": pictures.PICK_COLOUR}
     axis.text((ours_us + stock_us) / 2, height - 0.3, text, fontsize=POINTS + 1, **centred)

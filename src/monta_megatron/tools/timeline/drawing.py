@@ -49,6 +49,26 @@ class Drawing:
     about: dict[str, Any]
 
 
+def of_path(path: Path, cluster: Cluster | None = None, stock: Path | None = None) -> Drawing:
+    """What was recorded: the file of --record, or the folder of a training.
+
+    Args:
+        path: the file or the folder.
+        cluster: with a file, by whose costs to predict beside it.
+        stock: with a folder, that of a training with the chain `alltoall`.
+
+    Raises:
+        ValueError: a file is missing or wrong, or an argument belongs to the other form.
+    """
+    for flag, value, needs_folder in (("stock", stock, True), ("cluster", cluster, False)):
+        if value is not None and path.is_dir() != needs_folder:
+            form = "folder of a training" if needs_folder else "file of --record"
+            raise ValueError(f"--{flag}: must be left out unless {path} is a {form}")
+    if path.is_dir():
+        return of_training(path, stock)
+    return of_recording(Recording.load(path), path, cluster)
+
+
 def of_recording(recording: Recording, path: Path, cluster: Cluster | None) -> Drawing:
     """A recording, with the cost model's view beside it where there is a cluster.
 

@@ -13,6 +13,7 @@ from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Timeline
 
 # Above this the table shows ms.
 LONGEST_IN_US = 100_000.0
+OVERLAP_COLUMNS = ("pass", ">total", *(f">{name}" for name in RESOURCES_AND_HOST.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,18 @@ def overlaps(timeline: Timeline) -> list[Overlap]:
 
 def overlap_table(rows: Sequence[Overlap]) -> str:
     """Busy times and the share that was hidden; in ms where us would be too wide."""
-    in_ms = max(row.total_us for row in rows) > LONGEST_IN_US
+    return table(OVERLAP_COLUMNS, overlap_rows(rows), title=overlap_title(rows))
+
+
+def overlap_title(rows: Sequence[Overlap]) -> str:
+    """What `overlap_rows` shows."""
+    unit = "ms" if _in_ms(rows) else "us"
+    return f"{rows[0].name}: {rows[0].source} {unit}, and % hidden behind others"
+
+
+def overlap_rows(rows: Sequence[Overlap]) -> list[list[str]]:
+    """The passes under `OVERLAP_COLUMNS`."""
+    in_ms = _in_ms(rows)
 
     def time(time_us: float) -> str:
         return f"{time_us / 1e3:,.1f}" if in_ms else f"{time_us:,.0f}"
@@ -71,23 +83,22 @@ def overlap_table(rows: Sequence[Overlap]) -> str:
     def hidden(share: float | None) -> str:
         return f"{'-' if share is None else f'{share:.0%}':>4}"
 
-    unit = "ms" if in_ms else "us"
-    return table(
-        ["pass", ">total", *(f">{name}" for name in RESOURCES_AND_HOST.values())],
+    return [
         [
-            [
-                row.pass_name.replace("_", " "),
-                time(row.total_us),
-                *(
-                    f"{time(row.busy_us[resource])} {hidden(row.hidden_share[resource])}"
-                    for resource in RESOURCES
-                ),
-                time(row.busy_us["host"]),
-            ]
-            for row in rows
-        ],
-        title=f"{rows[0].name}: {rows[0].source} {unit}, and % hidden behind others",
-    )
+            row.pass_name.replace("_", " "),
+            time(row.total_us),
+            *(
+                f"{time(row.busy_us[resource])} {hidden(row.hidden_share[resource])}"
+                for resource in RESOURCES
+            ),
+            time(row.busy_us["host"]),
+        ]
+        for row in rows
+    ]
+
+
+def _in_ms(rows: Sequence[Overlap]) -> bool:
+    return max(row.total_us for row in rows) > LONGEST_IN_US
 
 
 def _times_of(

@@ -1,0 +1,121 @@
+"""`monta report`: plan, timelines, benchmark and calibration on one HTML page."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from monta_megatron.cli import planning
+from monta_megatron.cli.output import add_json, print_json
+from monta_megatron.common.files import write_whole
+
+EXAMPLE = """\
+examples:
+  monta report --out report.html --model qwen3_235b_a22b \\
+      --cluster h100_8x_ndr --world-size 128 --tp 2 --ep 16 --pp 4
+  monta report --out report.html --cluster cluster.yaml --bench bench.json \\
+      --recording recorded
+"""
+
+# Part -> what gives it.
+PARTS = {
+    "plan": "--model and --cluster",
+    "timeline": "--model and --cluster",
+    "recorded timeline": "--recording PATH, of a run or a training",
+    "benchmark": "--bench FILE, of monta bench --json",
+    "calibration": "--cluster FILE",
+}
+# Flags that say nothing without --model, and what stands for "not given".
+OF_MODEL = {
+    **dict.fromkeys(name.replace("-", "_") for name in (*planning.SIZES, *planning.BATCH)),
+    **dict.fromkeys(("layout", "tokens", "global_batch_size", "inter_rate_ratio")),
+    "routing": "uniform",
+    "phase": "forward_backward",
+    "ignore_memory": False,
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to `monta`."""
+    parser = commands.add_parser(
+        "report",
+        help="write plan, timelines, benchmark and calibration as one HTML page",
+        description="Write one HTML page that loads nothing from anywhere: the plan and its "
+        "timeline (--model, --cluster and a layout, as for monta plan), a recorded timeline, a "
+        "benchmark, and how well the cluster's costs are known. Parts that are not given are left "
+        "out, and the page says so.",
+        epilog=EXAMPLE,
+    )
+    planning.add_arguments(parser, needs_model=False)
+    parser.add_argument(
+        "--recording", metavar="PATH", help="of monta timeline --record, or --moe-monta-record"
+    )
+    parser.add_argument(
+        "--stock", metavar="DIR", help="of a training with stock's chain, above that of --recording"
+    )
+    parser.add_argument("--bench", metavar="FILE", help="what monta bench --json printed")
+    parser.add_argument("--title", metavar="TEXT", help="of the page")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the page")
+    parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Write the page; say what is on it."""
+    _check_flags(parsed)
+    name, sections = _sections(parsed)
+
+    from monta_megatron.tools.report.page import page
+
+    out = Path(parsed.out)
+    left_out = {part: flags for part, flags in PARTS.items() if part not in sections}
+    notes = [f"{part}: {flags}" for part, flags in left_out.items()]
+    write_whole(out, page(parsed.title or name, list(sections.values()), notes))
+    if parsed.json:
+        print_json({"out": str(out), "parts": list(sections), "left_out": list(left_out)})
+    else:
+        print(f"wrote {out}: {', '.join(sections)}")
+        print("\n".join(f"left out {note}" for note in notes))
+    return 0
+
+
+def _check_flags(parsed: argparse.Namespace) -> None:
+    if not parsed.force and Path(parsed.out).is_file():
+        raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
+    given = [parsed.model, parsed.cluster, parsed.recording, parsed.bench]
+    if all(value is None for value in given):
+        raise ValueError(
+            "--model, --cluster, --recording, --bench: none given, must be one at least"
+        )
+    for name, nothing in OF_MODEL.items():
+        value = getattr(parsed, name)
+        if parsed.model is None and value != nothing:
+            raise ValueError(f"--{name.replace('_', '-')}: got {value}, must come with --model")
+    if parsed.model is not None and parsed.cluster is None:
+        raise ValueError("--cluster: not given, must be with --model")
+    if parsed.stock is not None and parsed.recording is None:
+        raise ValueError(f"--stock: got {parsed.stock}, must come with --recording")
+
+
+def _sections(parsed: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """A name for the page, and the parts of `PARTS` that the flags give, in that order."""
+    from monta_megatron.planner.cluster_file import load_cluster
+    from monta_megatron.tools.report import sections as of
+    from monta_megatron.tools.timeline import drawing
+
+    name, sections = "monta", dict[str, Any]()
+    if parsed.model is not None:
+        request, inputs = planning.read(parsed)
+        name = f"{inputs.model.name} on {inputs.cluster.name}"
+        sections["plan"] = of.plan_section(request, inputs)
+        predicted = drawing.of_prediction(request, inputs)
+        sections["timeline"] = of.timeline_section("Timeline (predicted)", predicted)
+    if parsed.recording is not None:
+        stock = None if parsed.stock is None else Path(parsed.stock)
+        recorded = drawing.of_path(Path(parsed.recording), stock=stock)
+        sections["recorded timeline"] = of.timeline_section("Timeline (recorded)", recorded)
+    if parsed.bench is not None:
+        sections["benchmark"] = of.bench_section(Path(parsed.bench))
+    if parsed.cluster is not None:
+        sections["calibration"] = of.calibration_section(load_cluster(parsed.cluster))
+    return name, sections
