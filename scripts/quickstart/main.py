@@ -126,6 +126,7 @@ def summarise(
         if inter_mbit is None
         else iteration_times(rows["monta"], rows["alltoall"]),
         "model": training.model,
+        "sizes": " ".join(training.sizes.split()),
         "layout": {
             "world_size": NODES * RANKS_PER_NODE,
             "nodes": NODES,
@@ -178,7 +179,7 @@ def closing_text(summary: dict[str, Any]) -> str:
             f"bytes sent  between nodes {size_text(sent['monta'])} with monta, "
             f"{size_text(sent['alltoall'])} with alltoall",
             f"iteration   {times['monta_ms']:,.0f} ms with monta, {times['alltoall_ms']:,.0f} ms "
-            f"with alltoall: {times['ratio']:.2f} times faster",
+            f"with alltoall: {times['ratio']:.2f} times as fast",
         ]
     lines += [
         f"loss        largest relative difference {difference:.2g}; at the end "

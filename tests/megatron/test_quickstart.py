@@ -48,7 +48,7 @@ def test_over_a_network_fewer_bytes_and_the_same_losses() -> None:
     summary, said = quickstart("--inter-mbit", "500")
     assert summary["max_rel_loss_diff"] <= 1e-6
     assert summary["chain"].startswith("hierarchical_")
-    assert summary["iteration"]["ratio"] > 0 and "times faster" in said
+    assert summary["iteration"]["ratio"] > 0 and "times as fast" in said
     sent = summary["network_bytes"]
     # Of about 4 copies of a token one crosses; the gradients of all that is no expert do so too.
     assert 2.5 < sent["alltoall"] / sent["monta"] < 4.0

@@ -34,7 +34,7 @@ def choose_start(given: Start | None, run: Run, dry_run: bool) -> Start:
         )
     if start in ("srun", "sbatch") and shutil.which(start) is None and not dry_run:
         raise ValueError(
-            f"--start: {start} not found; on a machine without Slurm use --start none, which "
+            f"--start: {start} not found; on a machine without Slurm `monta launch --start none` "
             "writes the run and starts nothing"
         )
     return start
