@@ -5,6 +5,8 @@ from pathlib import Path
 
 from prepare_text import VOCAB_SIZE
 
+from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
+
 NODES, RANKS_PER_NODE = 2, 2
 
 
@@ -74,12 +76,6 @@ ON_ONE_MACHINE = Training(
 
 def megatron_arguments(training: Training, data_prefix: Path, iterations: int) -> list[str]:
     """Everything but the dispatcher; both trainings get the same."""
-    # These import torch, which takes seconds, so not before the command line has been checked.
-    # torch itself is named because its import is what switches the CPU ranks on.
-    import torch  # noqa: F401
-
-    from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
-
     arguments = f"""
         {training.sizes} --max-position-embeddings 256
         --disable-bias-linear --attention-dropout 0 --hidden-dropout 0

@@ -237,7 +237,7 @@ def test_the_table_of_the_readme_is_current() -> None:
 
 
 def test_quickstart_has_all_that_cpu_ranks_need() -> None:
-    from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
+    from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
 
     run = read(CONFIGS / "runs" / "quickstart.yaml")
     assert CPU_RANKS_ARGUMENTS and set(CPU_RANKS_ARGUMENTS) <= {

@@ -88,7 +88,7 @@ def pretrain(script: list[str], arguments: str, folder: Path) -> str:
         arguments: Megatron's, besides the model's.
         folder: working directory, which gets caches.
     """
-    from monta_megatron.emulation.cpu_ranks import CPU_RANKS_ARGUMENTS
+    from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
 
     environment = {
         **os.environ,

@@ -37,17 +37,6 @@ from torch.overrides import TorchFunctionMode
 from monta_megatron.common.import_hook import after_import
 from monta_megatron.emulation import gloo_collectives
 
-# What a Megatron command line needs on CPU ranks: no Transformer Engine, no fused CUDA kernel, and
-# no extra processes to load data.
-CPU_RANKS_ARGUMENTS: tuple[str, ...] = (
-    *("--transformer-impl", "local"),
-    *("--num-workers", "0"),
-    "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-persist-layer-norm",
-    "--no-rope-fusion",
-)
-
 # Compute capability of the device that Megatron sees: an A100's; it selects no kernel here.
 _CAPABILITY = (8, 0)
 
