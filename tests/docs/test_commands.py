@@ -105,7 +105,7 @@ KNOWN = (
     ),
     Known(pattern=r"monta launch --config configs/runs/quickstart\.yaml", run_by=LAUNCH_TESTS),
     Known(
-        pattern=r"monta compare --config configs/runs/quickstart\.yaml",
+        pattern=r"monta compare --config (configs/runs/quickstart|run)\.yaml",
         run_by="tests/launch/test_compare.py",
     ),
     Known(pattern=r"(job=\$\()?sbatch .*", run_by="tests/slurm/test_slurm.py"),
