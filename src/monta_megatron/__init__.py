@@ -1,23 +1,26 @@
 """Pipelined, topology-aware expert-parallel token dispatch for Megatron-Core.
 
-Importing this package imports neither torch nor Megatron.
+Importing this package imports neither torch nor Megatron; `docs/python_api.md` shows its functions.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monta_megatron.api import plan, register, statistics, timeline, with_monta
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "register"]
+__all__ = ["__version__", "plan", "register", "statistics", "timeline", "with_monta"]
 
 
-def register() -> None:
-    """Make Megatron-Core accept `moe_token_dispatcher_type="monta"`.
+def __getattr__(name: str) -> Any:
+    """The functions of `api`, which a training does not need."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from monta_megatron import api
 
-    Needed only if autoload is switched off (MONTA_AUTOLOAD=0 or TORCH_DEVICE_BACKEND_AUTOLOAD=0) or
-    this package is on the path but not installed. Calling it twice is harmless.
+    return getattr(api, name)
 
-    Raises:
-        ImportError: Megatron-Core is not installed.
-        ValueError: its version is outside the range that this package was tested with.
-    """
-    from monta_megatron.integration import registration
 
-    registration.register()
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -645,6 +645,8 @@ def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], in
 
     from monta_megatron.integration import dispatcher
 
+    # Layers of other tests would count too.
+    gc.collect()
     layers = [build_layer(case, "monta") for _ in range(2)]
     dispatcher._reported.clear()
     batch = dist.get_world_size() * num_micro_batches
@@ -655,6 +657,31 @@ def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], in
             forward_backward(case, layer)
     calculator.unset_num_microbatches_calculator()
     return said.getvalue().splitlines(), layers[-1].token_dispatcher.monitor.choices.total()
+
+
+def statistics_of_layers(case: Case) -> list[tuple[int | None, int, dict[str, int]]]:
+    """Number, exchanges and bytes of three layers, of which the last is gone and two have run."""
+    import monta_megatron
+
+    # Those of other tests.
+    gc.collect()
+    before = len(monta_megatron.statistics())
+    first, second, gone = (build_layer(case, "monta") for _ in range(3))
+    first.set_layer_number(1001)
+    second.set_layer_number(1000)
+    del gone
+    gc.collect()
+    for layer in (first, second, second):
+        forward_backward(case, layer)
+    layers = monta_megatron.statistics()
+    assert len(layers) == before + 2
+    sent = [layer.token_dispatcher.monitor.bytes_by_resource() for layer in (second, first)]
+    found = [{"inter": layer.inter_bytes, "intra": layer.intra_bytes} for layer in layers[-2:]]
+    assert found == sent
+    return [
+        (layer.layer_number, layer.choices[layer.chain, layer.num_chunks], sent_by)
+        for layer, sent_by in zip(layers[-2:], sent, strict=True)
+    ]
 
 
 def groups_with_megatrons_time_limit(case: Case) -> list[str]:

@@ -11,6 +11,7 @@ from layers import (
     nodes_found,
     refusal_of,
     reported,
+    statistics_of_layers,
     sums_around_a_local_group,
 )
 from pool import PoolError
@@ -116,6 +117,15 @@ def test_every_pipeline_stage_reports_its_choice(pools: Pools) -> None:
     found = pools[4].run(reported, Case(ep=2, pp=2, options=HIERARCHICAL))
     chain = "chain hierarchical_alltoall, 4 chunks, EP 2 x ETP 1 over 1 node: as asked for"
     assert found == [[f"monta: {chain}"], [], [f"monta, rank 2: {chain}"], []]
+
+
+def test_statistics_of_a_model_are_those_of_its_layers(pools: Pools) -> None:
+    for of_rank in pools[4].run(statistics_of_layers, Case(ep=4, options=HIERARCHICAL)):
+        (*second, sent_in_two_steps), (*first, sent_in_one) = of_rank
+        assert (second, first) == ([1000, 2], [1001, 1])
+        # The same tokens in every step.
+        assert sent_in_two_steps == {name: 2 * sent for name, sent in sent_in_one.items()}
+        assert min(sent_in_one.values()) > 0
 
 
 def test_megatron_changes_the_time_limit_of_our_groups_too(pools: Pools) -> None:

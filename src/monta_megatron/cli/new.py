@@ -197,7 +197,7 @@ def _cluster(parsed: argparse.Namespace) -> "Template":
 
 def _run(parsed: argparse.Namespace) -> "Template":
     from monta_megatron.tools.new.run import run_template
-    from monta_megatron.tools.plan.request import PlanRequest
+    from monta_megatron.tools.plan.plan_request import PlanRequest
 
     sizes = {name.replace("-", "_") for name in {**planning.SIZES, **planning.BATCH}}
     names = ["model", "cluster", "ignore_memory", *(sizes - {"world_size"})]

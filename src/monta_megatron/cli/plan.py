@@ -60,9 +60,10 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the plan, or the ranking."""
     from monta_megatron.common import strict_yaml
     from monta_megatron.planner.selection import MARGIN
+    from monta_megatron.tools.plan.benefit import benefit_of_plan
     from monta_megatron.tools.plan.program_table import program_lines, program_of
     from monta_megatron.tools.plan.report import layout_lines, note_lines, plan_lines, rate_lines
-    from monta_megatron.tools.plan.request import benefit_of_plan, plan_request
+    from monta_megatron.tools.plan.request import plan_request
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
         raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")

@@ -10,7 +10,8 @@ from monta_megatron.common.flags import positive, whole
 from monta_megatron.planner.routing_names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
-    from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
+    from monta_megatron.tools.plan.plan_request import PlanRequest
+    from monta_megatron.tools.plan.request import PlanInputs
 
 FILES = {
     "model": "a file, a config.json of Hugging Face or its folder, or a preset by its name in "
@@ -90,7 +91,8 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
         ValueError: a file or flag is wrong, or the layout does not fit.
     """
     from monta_megatron.common.progress import show_progress
-    from monta_megatron.tools.plan.request import PlanRequest, read_inputs
+    from monta_megatron.tools.plan.plan_request import PlanRequest
+    from monta_megatron.tools.plan.request import read_inputs
 
     request = PlanRequest(
         **{

@@ -140,8 +140,6 @@ def _way(parsed: argparse.Namespace) -> str:
             if name in given:
                 flag = name.replace("_", "-")
                 raise ValueError(f"--cluster: not given, must be with --{flag}")
-    if parsed.num_chunks is not None and parsed.chain is None:
-        raise ValueError(f"--num-chunks: got {parsed.num_chunks}, must be left out without --chain")
     return way
 
 
@@ -155,7 +153,7 @@ def _read(parsed: argparse.Namespace) -> "Drawing":
 def _predict(parsed: argparse.Namespace) -> "Drawing":
     from monta_megatron.tools.timeline.drawing import of_prediction
 
-    chain = None if parsed.chain is None else _chain(parsed)
+    chain = _chain(parsed)
     return of_prediction(*planning.read(parsed), chain, parsed.alone)
 
 
@@ -165,11 +163,12 @@ def _record(parsed: argparse.Namespace) -> "Drawing | None":
     from monta_megatron.common.this_rank import find_this_rank
     from monta_megatron.tools.bench.settings import parse_settings
 
+    given = _chain(parsed)
     this_rank = find_this_rank("timeline --record")
     flags = {**vars(parsed), "stock": "alltoall", "chains": "auto", "num_chunks": None}
     flags["repeats"] = parsed.repeats or RECORD_FLAGS["repeats"].default
-    if parsed.chain is not None:
-        chain, num_chunks = _chain(parsed)
+    if given is not None:
+        chain, num_chunks = given
         flags |= {"chains": chain.name, "num_chunks": str(num_chunks)}
     settings = parse_settings(flags, this_rank.world_size)
     cluster = _cluster(parsed)
@@ -201,13 +200,11 @@ def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
     return cluster_with_rate(parsed.cluster, parsed.inter_rate_ratio)
 
 
-def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int]":
-    """The chain of --chain, and its number of chunks."""
-    from monta_megatron.chains import CHAINS, check_chain, chunks_of
+def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int] | None":
+    """The chain of --chain, and its number of chunks; None where none is named."""
+    from monta_megatron.tools.timeline.drawing import named_chain
 
-    check_chain(parsed.chain, "--chain")
-    chain = CHAINS[parsed.chain]
-    return chain, chunks_of(chain, parsed.num_chunks, "--num-chunks")
+    return named_chain(parsed.chain, parsed.num_chunks, ("--chain", "--num-chunks"))
 
 
 def _write(parsed: argparse.Namespace, drawing: "Drawing") -> None:

@@ -15,8 +15,12 @@ def add_layer(layer: Any) -> None:
 
 
 def layers() -> list[Any]:
-    """The MoE layers that exist, by their numbers in the model."""
-    return sorted(_layers, key=lambda layer: layer.layer_number or 0)
+    """The MoE layers that have our dispatcher now, by their numbers in the model.
+
+    In inference Megatron may put another dispatcher in its place.
+    """
+    ours = [layer for layer in _layers if hasattr(layer.token_dispatcher, "chain_policy")]
+    return sorted(ours, key=lambda layer: layer.layer_number or 0)
 
 
 def iteration_here(dispatcher: Any) -> Iteration:
@@ -27,8 +31,7 @@ def iteration_here(dispatcher: Any) -> Iteration:
     """
     from megatron.core import num_microbatches_calculator as calculator
 
-    # In inference Megatron may put another dispatcher in its place.
-    policies = [getattr(layer.token_dispatcher, "chain_policy", None) for layer in _layers]
+    policies = [layer.token_dispatcher.chain_policy for layer in layers()]
     has_batch = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None
     return Iteration(
         num_moe_layers=policies.count(dispatcher.chain_policy) or None,

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.new.template import Template, make_template
-from monta_megatron.tools.plan.request import PlanRequest, read_inputs
+from monta_megatron.tools.plan.plan_request import PlanRequest
+from monta_megatron.tools.plan.request import cluster_with_rate, read_inputs
 
 # Micro-batches of each rank in an iteration, for every pipeline stage: enough to fill them.
 MICRO_BATCHES_PER_STAGE = 4
@@ -29,7 +29,7 @@ def run_template(
     """The template of a run file.
 
     Args:
-        request: model, cluster and sizes; without TP, EP and ETP the best layout is taken.
+        request: files or presets, and sizes; without TP, EP and ETP the best layout is taken.
         nodes: hosts of the run.
         ranks_per_node: of each; None for those of the cluster.
         name: of the run; None for the model's.
@@ -38,7 +38,7 @@ def run_template(
     Raises:
         ValueError: model, cluster and layout do not go together.
     """
-    cluster = load_cluster(request.cluster)
+    cluster = cluster_with_rate(request.cluster, None)
     ranks_per_node = ranks_per_node or cluster.ranks_per_node
     most = cluster.num_ranks // ranks_per_node
     if nodes > most:
@@ -65,8 +65,8 @@ def run_template(
             "name": name or _name_of(inputs.model),
             "layout": {"nodes": nodes, "ranks_per_node": ranks_per_node, **sizes},
             "megatron": {key: value for part in sections.values() for key, value in part.items()},
-            "model": _named_from(folder, request.model),
-            "cluster": _named_from(folder, request.cluster),
+            "model": _named_from(folder, str(request.model)),
+            "cluster": _named_from(folder, str(request.cluster)),
             "environment": environment,
         },
         about=[

@@ -14,12 +14,9 @@ from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.routing_names import ROUTINGS
 from monta_megatron.planner.training_memory import TrainingMemory
-from monta_megatron.tools.plan.request import (
-    PlanInputs,
-    PlanRequest,
-    benefit_of_plan,
-    plan_request,
-)
+from monta_megatron.tools.plan.benefit import benefit_of_plan
+from monta_megatron.tools.plan.plan_request import PlanRequest
+from monta_megatron.tools.plan.request import PlanInputs, plan_request
 
 VALUES_PER_TABLE = 4
 

@@ -17,12 +17,9 @@ from monta_megatron.tools.bench.plots import plot_report
 from monta_megatron.tools.calibrate import report as calibration_report
 from monta_megatron.tools.calibrate.plots import plot_curves
 from monta_megatron.tools.plan import report as plan_report
-from monta_megatron.tools.plan.request import (
-    PlanInputs,
-    PlanRequest,
-    benefit_of_plan,
-    plan_request,
-)
+from monta_megatron.tools.plan.benefit import benefit_of_plan
+from monta_megatron.tools.plan.plan_request import PlanRequest
+from monta_megatron.tools.plan.request import PlanInputs, plan_request
 from monta_megatron.tools.report.markup import (
     bullets,
     details,

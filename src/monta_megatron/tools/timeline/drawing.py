@@ -5,15 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.chains import CHAINS, Chain
+from monta_megatron.chains import CHAINS, Chain, check_chain, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools import pictures
+from monta_megatron.tools.plan.plan_request import PlanRequest
 from monta_megatron.tools.plan.report import PHASES
-from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
+from monta_megatron.tools.plan.request import PlanInputs, plan_request
 from monta_megatron.tools.timeline import comparison, picture, training
 from monta_megatron.tools.timeline.comparison import Comparison
 from monta_megatron.tools.timeline.predicted import predict
@@ -182,6 +183,29 @@ def of_prediction(
             "memory": memory.document(),
         },
     )
+
+
+def named_chain(
+    name: str | None, num_chunks: int | None, fields: tuple[str, str]
+) -> tuple[Chain, int] | None:
+    """A chain and its number of chunks, for `of_prediction`; None where none is named.
+
+    Args:
+        name: the chain's name.
+        num_chunks: the number that was given with it, if any.
+        fields: where the two were given, for messages.
+
+    Raises:
+        ValueError: there is no such chain, it cannot run in so many chunks, or none is named.
+    """
+    if num_chunks is not None:
+        is_number = type(num_chunks) is int and num_chunks >= 1
+        require(is_number, fields[1], repr(num_chunks), "be an integer >= 1")
+    if name is None:
+        require(num_chunks is None, fields[1], num_chunks, f"be left out without {fields[0]}")
+        return None
+    check_chain(name, fields[0])
+    return CHAINS[name], chunks_of(CHAINS[name], num_chunks, fields[1])
 
 
 def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:

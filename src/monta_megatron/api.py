@@ -1,0 +1,134 @@
+"""What `import monta_megatron` offers to Python: the commands' functions, and the ways in.
+
+Nothing heavy is imported before a function is called. Wrong arguments are a `ValueError` of one
+line, as on the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monta_megatron.integration.statistics import LayerStatistics
+    from monta_megatron.planner.cluster import Cluster
+    from monta_megatron.planner.layout import ParallelLayout
+    from monta_megatron.planner.model import Model
+    from monta_megatron.planner.plan import Plan
+    from monta_megatron.tools.timeline.drawing import Drawing
+
+
+def plan(
+    *,
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    layout: str | Path | ParallelLayout | Mapping[str, int] | None = None,
+    **settings: Any,
+) -> Plan:
+    """Choose the chain and the number of chunks, as `monta plan` does. Needs no torch.
+
+    Args:
+        model: a file (ours, or a config.json of Hugging Face), a preset by its name, or a `Model`.
+        cluster: a file, a preset by its name, or a `Cluster`.
+        layout: sizes by name (world_size, tp, ep, etp, cp, pp), a file of them, or a
+            `ParallelLayout`. Without tp, ep and etp: the best of all layouts that fit.
+        settings: fields of `tools.plan.plan_request.PlanSettings`: tokens, seq_length,
+            micro_batch_size, routing, phase, inter_rate_ratio, ignore_memory.
+
+    Raises:
+        ValueError: an argument is wrong, no chain can run, or the training does not fit into the
+            memory of a rank.
+    """
+    from monta_megatron.tools.plan.plan_request import request_of
+    from monta_megatron.tools.plan.request import plan_request, read_inputs
+
+    request = request_of(model, cluster, layout, settings)
+    return plan_request(request, read_inputs(request))[0]
+
+
+def timeline(
+    *,
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    layout: str | Path | ParallelLayout | Mapping[str, int] | None = None,
+    chain: str | None = None,
+    num_chunks: int | None = None,
+    alone: bool = False,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> Drawing:
+    """Predict what overlaps with what, as `monta timeline` does. Needs no torch.
+
+    Args:
+        model, cluster, layout, settings: see `plan`.
+        chain: a chain by its name; None for the planner's choice.
+        num_chunks: of that chain; None for 4, or 1 if it is serial.
+        alone: leave stock alltoall out.
+        out: folder for NAME.trace.json and, with matplotlib, NAME.png, where NAME is the `name` of
+            what is returned; None to write nothing.
+
+    Returns:
+        The timelines with their spans, and a title.
+
+    Raises:
+        ValueError: an argument is wrong, no chain can run, the training does not fit into the
+            memory of a rank, or a file cannot be written.
+    """
+    from monta_megatron.common.files import make_folder
+    from monta_megatron.tools.plan.plan_request import request_of
+    from monta_megatron.tools.plan.request import read_inputs
+    from monta_megatron.tools.timeline.drawing import named_chain, of_prediction, write
+
+    request = request_of(model, cluster, layout, settings)
+    given = named_chain(chain, num_chunks, ("chain", "num_chunks"))
+    drawing = of_prediction(request, read_inputs(request), given, alone)
+    if out is not None:
+        make_folder(Path(out), "out")
+        write(drawing, Path(out), max_ranks=1)
+    return drawing
+
+
+def statistics() -> list[LayerStatistics]:
+    """What the exchanges of this process's MoE layers have done so far, in the model's order.
+
+    A layer has its chain, the bytes that left this rank between and inside nodes, and how often
+    each chain was chosen. It is there from when it is built, for as long as the model exists.
+    """
+    from monta_megatron.integration.statistics import layer_statistics
+
+    return layer_statistics()
+
+
+def register() -> None:
+    """Make Megatron-Core accept `moe_token_dispatcher_type="monta"`.
+
+    Needed only if autoload is switched off (MONTA_AUTOLOAD=0 or TORCH_DEVICE_BACKEND_AUTOLOAD=0) or
+    this package is on the path but not installed. Calling it twice is harmless.
+
+    Raises:
+        ImportError: Megatron-Core is not installed.
+        ValueError: its version is outside the range that this package was tested with.
+    """
+    from monta_megatron.integration import registration
+
+    registration.register()
+
+
+def with_monta(spec: Any) -> Any:
+    """A copy of a spec in which every MoE layer uses our dispatcher; nothing is patched.
+
+    Pass the result where Megatron takes a spec, with `moe_token_dispatcher_type="alltoall"` in the
+    configuration.
+
+    Args:
+        spec: of a layer, a block, or the stack of a HybridModel: a ModuleSpec, a partial, or the
+            submodules of one.
+
+    Raises:
+        ImportError: Megatron-Core is not installed.
+        ValueError: the spec holds no MoE layer.
+    """
+    from monta_megatron.integration import layer
+
+    return layer.with_monta(spec)

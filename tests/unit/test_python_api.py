@@ -1,0 +1,149 @@
+"""The functions of `import monta_megatron`: what the commands do, from names, files and objects."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import monta_megatron
+from monta_megatron.cli import main
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.model import load_model
+from monta_megatron.planner.plan import Plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SIZES = {"ep": 8, "etp": 2}
+NAMES = {"model": "mixtral_8x7b", "cluster": "a800_2x8_ib200", "layout": SIZES}
+FLAGS = ["--model", "mixtral_8x7b", "--cluster", "a800_2x8_ib200", "--ep", "8", "--etp", "2"]
+
+WITHOUT_ANYTHING = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "megatron", "numpy", "yaml", "matplotlib"):
+            raise ImportError(f"{name} must not be imported here")
+
+sys.meta_path.insert(0, Refuse())
+import monta_megatron
+for name in monta_megatron.__all__:
+    assert name in dir(monta_megatron) and getattr(monta_megatron, name).__doc__
+assert monta_megatron.statistics() == []
+assert not hasattr(monta_megatron, "plam")
+"""
+
+
+def test_it_is_there_on_a_bare_machine() -> None:
+    command = [sys.executable, "-I", "-S", "-c", WITHOUT_ANYTHING]
+    command[-1] = f"import sys; sys.path.insert(0, {str(CONFIGS.parent / 'src')!r})\n{command[-1]}"
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_plan_is_that_of_the_command(tmp_path: Path) -> None:
+    assert main(["plan", *FLAGS, "--tokens", "512", "--out", str(tmp_path / "plan.yaml")]) == 0
+    assert monta_megatron.plan(**NAMES, tokens=512) == Plan.load(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize("kind", ["names", "files", "objects"])
+def test_names_files_and_objects_are_the_same(kind: str, tmp_path: Path) -> None:
+    model, cluster = CONFIGS / "models/mixtral_8x7b.yaml", CONFIGS / "clusters/a800_2x8_ib200.yaml"
+    given: dict[str, Any] = dict(NAMES)
+    if kind == "files":
+        (tmp_path / "layout.yaml").write_text("ep: 8\netp: 2\n")
+        given = {"model": str(model), "cluster": cluster, "layout": tmp_path / "layout.yaml"}
+    elif kind == "objects":
+        layout = ParallelLayout(world_size=16, **SIZES)
+        given = {"model": load_model(model), "cluster": load_cluster(cluster), "layout": layout}
+    plan = monta_megatron.plan(**given)
+    assert (plan.key.ep, plan.key.etp, len(plan.key.nodes)) == (8, 2, 16)
+    assert plan == monta_megatron.plan(**NAMES)
+
+
+def test_without_sizes_the_best_layout_is_planned() -> None:
+    plan = monta_megatron.plan(**{**NAMES, "layout": {"world_size": 16}})
+    assert (plan.key.ep, plan.key.etp) == (8, 1)
+    assert plan == monta_megatron.plan(**{**NAMES, "layout": None})
+
+
+def test_a_timeline_is_that_of_the_command(tmp_path: Path) -> None:
+    drawing = monta_megatron.timeline(**NAMES, chain="allgather", num_chunks=2, out=tmp_path / "a")
+    command = ["timeline", *FLAGS, "--chain", "allgather", "--num-chunks", "2"]
+    assert main([*command, "--out", str(tmp_path / "b")]) == 0
+    name = f"{drawing.name}.trace.json"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert drawing.title.startswith("allgather in 2 chunks, predicted: Mixtral-8x7B")
+    chosen = monta_megatron.timeline(**NAMES, alone=True)
+    plan = monta_megatron.plan(**NAMES)
+    (timeline,) = chosen.timelines
+    end_us = max(span.end_us for track in timeline.tracks for span in track.spans)
+    assert end_us == pytest.approx(plan.predicted_us)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": None}, "model: got None, must be a Model, a file, or a preset by its name"),
+        ({"cluster": 3}, "cluster: got 3, must be a Cluster, a file, or a preset by its name"),
+        ({"layout": [8]}, "layout: got [8], must be a ParallelLayout, a file, or its sizes by na"),
+        ({"layout": {"ep": 0}}, "layout: ep: got 0, must be an integer >= 1"),
+        ({"layout": {"ep": "8"}}, "layout: ep: got '8', must be an integer >= 1"),
+        ({"layout": {"epp": 8}}, "layout: epp: unknown key; did you mean pp?"),
+        ({"tokens": -1}, "tokens: got -1, must be an integer >= 0"),
+        ({"tokens": 0.5}, "tokens: got 0.5, must be an integer >= 0"),
+        ({"token": 1}, "token: unknown key; did you mean tokens?"),
+        ({"micro_batch_size": True}, "micro_batch_size: got True, must be an integer >= 1"),
+        ({"phase": "backward"}, "phase: got 'backward', must be one of forward, forward_backward"),
+        ({"routing": "unifrom"}, "routing: got 'unifrom', must be a folder of Megatron's --moe-"),
+        ({"inter_rate_ratio": 0}, "inter_rate_ratio: got 0, must be a number > 0"),
+        ({"ignore_memory": 1}, "ignore_memory: got 1, must be true or false"),
+        ({"model": "mix\nal"}, "model: got 'mix\\nal', must be one line of printable characters"),
+    ],
+)
+def test_bad_arguments_are_one_line(changes: dict[str, Any], said: str) -> None:
+    for function in (monta_megatron.plan, monta_megatron.timeline):
+        with pytest.raises(ValueError) as error:
+            function(**{**NAMES, **changes})
+        assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"model": "mixtral"}, ["--model", "mixtral"]),
+        ({"cluster": "mixtral_8x7b"}, ["--cluster", "mixtral_8x7b"]),
+        ({"layout": {"ep": 3}}, ["--ep", "3", "--etp", "1"]),
+        ({"layout": {**SIZES, "world_size": 48}}, ["--world-size", "48"]),
+    ],
+)
+def test_mistakes_read_as_on_the_command_line(
+    changes: dict[str, Any], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *FLAGS, *flags]) == 2
+    with pytest.raises(ValueError) as error:
+        monta_megatron.plan(**{**NAMES, **changes})
+    assert capsys.readouterr().err == f"monta plan: {error.value}\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"chain": "alltoal"}, "chain: got 'alltoal', must be one of alltoall,"),
+        ({"chain": "alltoall", "num_chunks": 2}, "num_chunks: got 2, must be 1 for the serial"),
+        ({"chain": "allgather", "num_chunks": "2"}, "num_chunks: got '2', must be an integer >= 1"),
+        ({"num_chunks": 2}, "num_chunks: got 2, must be left out without chain"),
+    ],
+)
+def test_bad_chains_of_a_timeline(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        monta_megatron.timeline(**NAMES, **changes, out=tmp_path / "timeline")
+    assert str(error.value).startswith(said) and not (tmp_path / "timeline").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^out: "):
+        monta_megatron.timeline(**NAMES, out=tmp_path / "file")
