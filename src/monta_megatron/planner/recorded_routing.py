@@ -10,6 +10,7 @@ L = local experts, P = parts of the experts, EP = expert parallel size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,7 +42,8 @@ class RecordedRouting:
         """E."""
         return self.routing_maps[0].shape[1]
 
-    @property
+    # Needed for every program.
+    @cached_property
     def max_experts_per_token(self) -> int:
         """The most experts of any token of any rank."""
         return max(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -93,7 +93,8 @@ class Recording:
             rank=0,
             nodes=tuple(record.node for record in self.ranks[: settings.ep * settings.etp]),
         )
-        workload = workload_of(settings, layout)
+        # Every pass ran the first exchange of a routing that has several.
+        workload = workload_of(replace(settings, repeats=1), layout)
         return predict(workload, cluster, CHAINS[self.chain], self.num_chunks, self.phase)
 
     def save(self, path: Path) -> None:
