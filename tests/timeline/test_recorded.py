@@ -133,14 +133,18 @@ def test_a_profile_has_a_range_for_every_stage_and_chunk(folder: Path) -> None:
 def test_the_run_itself_draws_and_tells(folder: Path) -> None:
     document = json.loads((folder / "stdout.json").read_text())
     assert "recorded on 4 CPU ranks of 2 nodes" in document["title"]
-    assert [row["pass_name"] for row in document["overlaps"]] == [*COLLECTIVES, "all"]
+    # Stock's chain ran in turn with it, and is drawn above it.
+    names = ("alltoall in 1 chunk", "alltoall_allgather in 3 chunks")
+    passes = [(name, of) for name in names for of in (*COLLECTIVES, "all")]
+    assert [(row["name"], row["pass_name"]) for row in document["overlaps"]] == passes
+    assert document["ratio_to_alltoall"] > 0
     for row in document["overlaps"]:
         assert row["source"] == "recorded" and row["total_us"] > 0
         assert all(0 <= share <= 1 + 1e-9 for share in row["hidden_share"].values())
         assert all(
             row["busy_us"][resource] > 0 for resource in ("inter", "intra", "memory", "host")
         )
-    assert set(document["files"]) == {"recording", "trace", "picture"}
+    assert set(document["files"]) == {"recording", "of stock", "trace", "picture"}
     assert Path(document["files"]["picture"]).read_bytes().startswith(b"\x89PNG")
 
 

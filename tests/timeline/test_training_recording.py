@@ -117,8 +117,8 @@ def test_files_that_do_not_belong_together_are_one_line(
         ([str(lost)], "rank_00001.json: cannot be read: No such file"),
         ([str(nothing)], "passes[0].spans: got none, must be at least one"),
         ([str(folder), "--stock", str(folder)], "chain: got hierarchical_alltoall, must be allto"),
-        ([str(folder), "--cluster", "h100_8x_ndr"], "must be left out unless"),
-        ([str(recording), "--stock", str(folder)], "must be left out unless"),
+        ([str(folder), "--cluster", "h100_8x_ndr"], "--cluster: got H100, 8x InfiniBand NDR, must"),
+        ([str(recording), "--stock", str(folder)], "file.json: format: got None, must be"),
     ):
         assert main(["timeline", *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()

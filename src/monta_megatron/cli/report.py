@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
         "--recording", metavar="PATH", help="of monta timeline --record, or --moe-monta-record"
     )
     parser.add_argument(
-        "--stock", metavar="DIR", help="of a training with stock's chain, above that of --recording"
+        "--stock", metavar="PATH", help="--recording's counterpart with the chain alltoall"
     )
     parser.add_argument("--bench", metavar="FILE", help="what monta bench --json printed")
     parser.add_argument("--title", metavar="TEXT", help="of the page")

@@ -80,8 +80,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--stock",
-        metavar="DIR",
-        help="of a training with --moe-monta-chain alltoall, drawn above that of RECORDING",
+        metavar="PATH",
+        help="RECORDING's counterpart with the chain alltoall, drawn above it",
     )
     planning.add_arguments(parser, needs_model=False, says_gain=False)
     parser.add_argument("--chain", metavar="NAME", help="default: the planner's choice")
@@ -170,6 +170,8 @@ def _record(parsed: argparse.Namespace) -> "Drawing | None":
     if given is not None:
         chain, num_chunks = given
         flags |= {"chains": chain.name, "num_chunks": str(num_chunks)}
+    if not parsed.alone and flags["chains"] != "alltoall":
+        flags["chains"] = f"alltoall,{flags['chains']}"
     settings = parse_settings(flags, this_rank.world_size)
     cluster = _cluster(parsed)
     folder = Path(parsed.record)
@@ -181,14 +183,17 @@ def _record(parsed: argparse.Namespace) -> "Drawing | None":
         from monta_megatron.tools.timeline.record import record
 
         with show_progress("timeline", this_rank.rank == 0) as progress:
-            recording = record(settings, this_rank, cluster, progress)
-    if recording is None:
+            recordings = record(settings, this_rank, cluster, progress)
+    if recordings is None:
         return None
     from monta_megatron.tools.timeline.drawing import of_recording
 
-    path = folder / f"{recording.chain}_x{recording.num_chunks}.json"
-    recording.save(path)
-    return of_recording(recording, path, cluster)
+    paths = {}
+    for recording in recordings:
+        paths[recording.chain] = folder / f"{recording.chain}_x{recording.num_chunks}.json"
+        recording.save(paths[recording.chain])
+    stock = paths.get("alltoall") if len(paths) > 1 else None
+    return of_recording(paths[recordings[-1].chain], cluster if stock is None else None, stock)
 
 
 def _cluster(parsed: argparse.Namespace) -> "Cluster | None":

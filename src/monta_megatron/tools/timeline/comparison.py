@@ -117,7 +117,8 @@ def draw(comparison: Comparison, path: Path) -> None:
     with pictures.figure(path, (WIDTH_INCHES, FRAME_INCHES + sum(heights)), DPI) as figure:
         overview, zoom = figure.subplots(2, height_ratios=heights)
         figure.suptitle(comparison.headline, fontsize=POINTS + 3, weight="bold")
-        overview.set_title("\n".join(comparison.about), fontsize=POINTS)
+        drawn = f"; {ours.name} drawn" if len(comparison.ours.tracks) > 1 else ""
+        overview.set_title("\n".join(comparison.about) + drawn, fontsize=POINTS)
 
         rows_at = {LINES_ABOVE: stock_rows, ours_at: our_rows}
         us_per_inch = _set_scale(overview, rows_at, longest_us)

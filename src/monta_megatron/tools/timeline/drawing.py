@@ -1,6 +1,7 @@
 """What `monta timeline` draws, from a recording or from the cost model, and its files."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Drawing:
         timelines: the timelines, drawn one above the other, or pass by pass.
         comparison: of two of them, stock alltoall and a chain; None where a chain is drawn alone.
         traced: the timelines in the trace, where they are not those that are drawn.
-        recording: file of the recording, if there is one.
+        recorded: files of recordings: what each is -> its path.
         notes: what the text says besides.
         about: metadata for the trace and for --json.
     """
@@ -45,7 +46,7 @@ class Drawing:
     timelines: list[Timeline]
     comparison: Comparison | None = None
     traced: list[Timeline] | None = None
-    recording: Path | None = None
+    recorded: Mapping[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any]
 
@@ -56,35 +57,49 @@ def of_path(path: Path, cluster: Cluster | None = None, stock: Path | None = Non
     Args:
         path: the file or the folder.
         cluster: with a file, by whose costs to predict beside it.
-        stock: with a folder, that of a training with the chain `alltoall`.
+        stock: the same as `path`, of the chain `alltoall`.
 
     Raises:
-        ValueError: a file is missing or wrong, or an argument belongs to the other form.
+        ValueError: a file is missing or wrong, or the arguments do not belong together.
     """
-    for flag, value, needs_folder in (("stock", stock, True), ("cluster", cluster, False)):
-        if value is not None and path.is_dir() != needs_folder:
-            form = "folder of a training" if needs_folder else "file of --record"
-            raise ValueError(f"--{flag}: must be left out unless {path} is a {form}")
+    if cluster is not None and (stock is not None or path.is_dir()):
+        beside = "--stock" if stock is not None else f"{path}, a folder"
+        raise ValueError(f"--cluster: got {cluster.name}, must be left out beside {beside}")
     if path.is_dir():
         return of_training(path, stock)
-    return of_recording(Recording.load(path), path, cluster)
+    return of_recording(path, cluster, stock)
 
 
-def of_recording(recording: Recording, path: Path, cluster: Cluster | None) -> Drawing:
-    """A recording, with the cost model's view beside it where there is a cluster.
+def of_recording(path: Path, cluster: Cluster | None = None, stock: Path | None = None) -> Drawing:
+    """A recording: below that of stock's chain, or below the cost model's view, or alone.
 
     Args:
-        recording: what was recorded.
         path: its file.
         cluster: by whose costs to predict; None for no prediction.
+        stock: the file of the same exchange recorded with the chain `alltoall`, or None.
+
+    Raises:
+        ValueError: a file is missing or wrong.
     """
-    timelines = [] if cluster is None else [recording.predicted(cluster)]
+    recording = Recording.load(path)
+    ours = recording.timeline
+    compared, timelines, recorded = None, [ours], {"recording": path}
+    if stock is not None:
+        of_stock = Recording.load(stock)
+        _check_stock(stock, of_stock.chain)
+        where, _, what = recording.title.removeprefix(f"{ours.name}, ").partition(": ")
+        compared = Comparison(stock=of_stock.timeline, ours=ours, about=(where, what))
+        timelines.insert(0, of_stock.timeline)
+        recorded["of stock"] = stock
+    elif cluster is not None:
+        timelines.insert(0, recording.predicted(cluster))
     return Drawing(
         name=path.stem,
         folder=path.parent,
         title=recording.title,
-        timelines=[*timelines, recording.timeline],
-        recording=path,
+        timelines=timelines,
+        comparison=compared,
+        recorded=recorded,
         about={
             "clock": recording.clock,
             "clock_error_us": recording.clock_error_us,
@@ -110,12 +125,7 @@ def of_training(folder: Path, stock_folder: Path | None) -> Drawing:
     compared, timelines, traced = None, [ours], [whole]
     if stock_folder is not None:
         stock_ranks = training.load_training(stock_folder)
-        require(
-            stock_ranks[0].chain == ALLTOALL.name,
-            f"--stock: {stock_folder}: chain",
-            stock_ranks[0].chain,
-            f"be {ALLTOALL.name}, which does what stock does",
-        )
+        _check_stock(stock_folder, stock_ranks[0].chain)
         stock = training.median_timeline(stock_ranks)
         compared = Comparison(stock=stock, ours=ours, about=lines)
         timelines.insert(0, stock)
@@ -133,6 +143,11 @@ def of_training(folder: Path, stock_folder: Path | None) -> Drawing:
             "versions": ranks[0].versions,
         },
     )
+
+
+def _check_stock(path: Path, chain: str) -> None:
+    rule = f"be {ALLTOALL.name}, which does what stock does"
+    require(chain == ALLTOALL.name, f"--stock: {path}: chain", chain, rule)
 
 
 def of_prediction(
@@ -223,8 +238,7 @@ def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
     traced = drawing.traced or drawing.timelines
     write_whole(trace, json.dumps(chrome_trace(traced, drawing.about)) + "\n")
     files = {"trace": str(trace)}
-    if drawing.recording is not None:
-        files["recording"] = str(drawing.recording)
+    files |= {what: str(path) for what, path in drawing.recorded.items()}
     if pictures.can_draw():
         if drawing.comparison is not None:
             comparison.draw(drawing.comparison, png)

@@ -1,8 +1,9 @@
-"""Runs a chain under a launch, as `monta bench` does, and records it.
+"""Runs chains under a launch, as `monta bench` does, and records them.
 
 Of several passes the one with the median time is kept: a picture of a disturbed run says nothing.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,18 +27,18 @@ from monta_megatron.tools.timeline.spans import pipeline_name
 
 def record(
     settings: Settings, this_rank: ThisRank, cluster: Cluster | None, progress: Progress
-) -> Recording | None:
-    """Record one chain.
+) -> list[Recording] | None:
+    """Record chains, which run in turn.
 
     Args:
-        settings: what to run, one chain in one number of chunks and one phase; `repeats` passes
-            are recorded, of which one is kept.
+        settings: what to run, each chain in one number of chunks, and one phase; `repeats` passes
+            of each are recorded, of which one is kept.
         this_rank: this process among the ranks.
         cluster: costs by which `auto` chooses, or None.
         progress: this rank's progress display.
 
     Returns:
-        The recording on the first rank; None on the others.
+        The recordings on the first rank, in the order of the chains; None on the others.
 
     Raises:
         ValueError: a setting cannot run here.
@@ -52,36 +53,51 @@ def record(
         progress=progress,
     )
     bench = prepare(task, device, makes_groups=True)
-    (candidate,) = (other for other in bench.candidates if other.kind == "monta")
-    return _record(bench, candidate)
+    candidates = [candidate for candidate in bench.candidates if candidate.kind == "monta"]
+    # Step 1: run, with the recorder in place from the first pass on, so that it is warm too.
+    taken = _run(bench, candidates)
+    # Step 2: keep a pass of each.
+    clock = Clock()
+    recordings = [_kept(bench, *each, clock) for each in zip(candidates, taken, strict=True)]
+    kept = [recording for recording in recordings if recording is not None]
+    return kept if dist.get_rank() == 0 else None
 
 
-def _record(bench: Bench, candidate: Candidate) -> Recording | None:
+def _run(bench: Bench, candidates: Sequence[Candidate]) -> list[list[Taken]]:
+    """The passes of each candidate, without those that warm up."""
     settings, progress = bench.task.settings, bench.task.progress
     (phase,) = settings.phases
     recorder = DeviceRecorder() if bench.batches[0].hidden.is_cuda else HostRecorder()
-    clock = Clock()
-    progress.phase(
-        f"{candidate.requested}, {settings.warmup} + {settings.repeats} passes",
-        settings.warmup + settings.repeats,
-    )
-    # Step 1: run, with the recorder in place from the first pass on, so that it is warm too.
-    candidate.dispatcher.monitor.recorder = recorder
-    taken: list[Taken] = []
-    for _ in range(settings.warmup + settings.repeats):
-        wait_for_all()
-        run_candidate(candidate, identity_experts, backward=phase == "forward_backward")
-        taken.append(recorder.take())
+    num_passes = settings.warmup + settings.repeats
+    names = ", ".join(candidate.requested for candidate in candidates)
+    progress.phase(f"{names}, {settings.warmup} + {settings.repeats} passes", num_passes)
+    for candidate in candidates:
+        candidate.dispatcher.monitor.recorder = recorder
+    taken: list[list[Taken]] = [[] for _ in candidates]
+    for _ in range(num_passes):
+        for candidate, passes in zip(candidates, taken, strict=True):
+            wait_for_all()
+            run_candidate(candidate, identity_experts, backward=phase == "forward_backward")
+            passes.append(recorder.take())
         progress.step()
-    candidate.dispatcher.monitor.recorder = None
+    for candidate in candidates:
+        candidate.dispatcher.monitor.recorder = None
+    return [passes[settings.warmup :] for passes in taken]
 
-    # Step 2: the pass with the median time, where a pass takes as long as its slowest rank.
-    passes = taken[settings.warmup :]
+
+def _kept(
+    bench: Bench, candidate: Candidate, passes: Sequence[Taken], clock: Clock
+) -> Recording | None:
+    """The pass with the median time, where a pass takes as long as its slowest rank.
+
+    It is on the first rank, on all ranks' common clock.
+    """
+    settings = bench.task.settings
+    (phase,) = settings.phases
     times_us = torch.tensor([_time_us(taken_pass) for taken_pass in passes], dtype=torch.float64)
     dist.all_reduce(times_us, op=dist.ReduceOp.MAX)
     middle = passes[int(times_us.argsort()[len(passes) // 2])]
 
-    # Step 3: its spans, on all ranks' common clock, on the first rank.
     chain, num_chunks = candidate.key
     spans_here = [span.shifted(-clock.offset_us) for span in spans_of(middle.steps, middle.ends_us)]
     all_spans: list[Any] | None = [None] * len(bench.nodes) if dist.get_rank() == 0 else None
