@@ -61,7 +61,9 @@ class Selection:
 
     @property
     def benefit(self) -> Benefit | None:
-        """What is gained over plain `alltoall`; None where that is not among the prices."""
+        """What is gained over plain `alltoall`; None as in `plan.Plan`."""
+        if self.beside_us > 0:
+            return None
         # The fastest come first, and the last entry of a chain is the one that stays.
         best_us = {price.chain.name: price.total_us for price in reversed(self.prices)}
         return benefit_of(self.price.chain.name, self.price.total_us, best_us, self.reason)
