@@ -5,7 +5,6 @@ from weakref import WeakSet
 
 from monta_megatron.planner.benefit import Iteration
 
-# Those of a model that is gone are no longer among them.
 _layers: WeakSet[Any] = WeakSet()
 
 

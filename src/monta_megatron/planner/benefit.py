@@ -120,10 +120,6 @@ def benefit_of(
     alltoall_us = best_us.get("alltoall")
     if chosen_us is None or alltoall_us is None:
         return None
-    is_fastest = chosen_us <= min(time_us for time_us in best_us.values() if time_us is not None)
-    return Benefit(
-        chain=chain,
-        chosen_us=chosen_us,
-        alltoall_us=alltoall_us,
-        why=None if is_fastest else reason.partition(";")[0],
-    )
+    fastest_us = min(time_us for time_us in best_us.values() if time_us is not None)
+    why = None if chosen_us <= fastest_us else reason.partition(";")[0]
+    return Benefit(chain=chain, chosen_us=chosen_us, alltoall_us=alltoall_us, why=why)

@@ -64,7 +64,7 @@ class Selection:
         """What is gained over plain `alltoall`; None as in `plan.Plan`."""
         if self.beside_us > 0:
             return None
-        # The fastest come first, and the last entry of a chain is the one that stays.
+        # The fastest come last here, and stay.
         best_us = {price.chain.name: price.total_us for price in reversed(self.prices)}
         return benefit_of(self.price.chain.name, self.price.total_us, best_us, self.reason)
 
