@@ -151,6 +151,8 @@ CASES = [
     (f"{LAUNCH} -- --moe-monta-plan-out no/p.yaml", ["plan-out", "'no/p.yaml'", "without tuning"]),
     (f"launch --config {MODEL}", ["mixtral_8x7b.yaml", "unknown key"]),
     (f"launch --config {MODEL} --start here", ["--start", "'here'", "torchrun"]),
+    ("report", ["--out", "required"]),
+    ("report --out page.html --recording nowhere", ["nowhere", "No such file", "monta timeline"]),
     ("compare", ["--config", "required"]),
     ("compare --config nowhere.yaml", ["nowhere.yaml", "No such file"]),
     (f"compare --config {RUN} --iterations 2", ["--iterations", "2", ">= 3"]),
