@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 import timeit
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -629,10 +630,10 @@ def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any])
 
 def reported(case: Case) -> list[str]:
     """What a rank prints as it builds two layers."""
-    from monta_megatron.integration import dispatcher
+    from monta_megatron.integration import reports
 
     initialize(case)
-    dispatcher._reported.clear()
+    reports._reported.clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         build_layer(case, "monta")
         build_layer(case, "monta")
@@ -643,12 +644,13 @@ def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], in
     """What a rank prints in steps of two layers, and the exchanges that its last layer counts."""
     from megatron.core import num_microbatches_calculator as calculator
 
-    from monta_megatron.integration import dispatcher
+    from monta_megatron.integration import choices, reports
 
     # Layers of other tests would count too.
     gc.collect()
+    choices._shared.clear()
     layers = [build_layer(case, "monta") for _ in range(2)]
-    dispatcher._reported.clear()
+    reports._reported.clear()
     batch = dist.get_world_size() * num_micro_batches
     calculator.unset_num_microbatches_calculator()
     calculator.init_num_microbatches_calculator(0, None, batch, 1, dist.get_world_size())
@@ -709,19 +711,25 @@ def disagree_later(case: Case, rank: int) -> None:
     phases(first if dist.get_rank() == rank else second, *batch)
 
 
-def rows_to_choose_from(case: Case, captures_permutation: bool) -> set[str]:
-    """The kinds of rows sent by the chains that "auto" chooses from."""
+@contextlib.contextmanager
+def capturing_preprocess() -> Iterator[None]:
+    """Build dispatchers as Megatron does where it captures moe_preprocess."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     original = MoEAlltoAllTokenDispatcher.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if captures_permutation:
-            # As Megatron sets it where moe_preprocess is captured.
-            self.cuda_dtoh_point = "before_ep_alltoall"
+        self.cuda_dtoh_point = "before_ep_alltoall"
 
     with mock.patch.object(MoEAlltoAllTokenDispatcher, "__init__", init):
+        yield
+
+
+def rows_to_choose_from(case: Case, captures_permutation: bool) -> set[str]:
+    """The kinds of rows sent by the chains that "auto" chooses from."""
+    context = capturing_preprocess() if captures_permutation else contextlib.nullcontext()
+    with context:
         policy = build_layer(case, "monta").token_dispatcher.chain_policy
     return {chain.rows for chain in policy.chains}
 
@@ -730,13 +738,13 @@ def tokens_decided_by(case: Case, tokens: list[int]) -> list[int]:
     """For how many tokens a rank chooses that has tokens[rank] of them."""
     layer = build_layer(case, "monta")
     dispatcher = layer.token_dispatcher
-    choose, seen = dispatcher._choose_chain, []
+    choose, seen = dispatcher._choices.choose, []
 
-    def recording(max_tokens: int, *more: Any) -> None:
-        seen.append(max_tokens)
-        choose(max_tokens, *more)
+    def recording(counts: Any, *more: Any) -> Any:
+        seen.append(counts.max_tokens)
+        return choose(counts, *more)
 
-    dispatcher._choose_chain = recording
+    dispatcher._choices.choose = recording
     forward_backward(dataclasses.replace(case, num_tokens=tokens[dist.get_rank()]), layer)
     return seen
 

@@ -115,6 +115,7 @@ def train(
     data_prefix: Path,
     folder: Path,
     script: Path = SCRIPTS / "train.py",
+    iterations: int = ITERATIONS,
 ) -> list[dict]:
     """Train on 4 CPU ranks; the lines of the run's record."""
     from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
@@ -123,7 +124,7 @@ def train(
     folder.mkdir()
     record = folder / "record.jsonl"
     settings = settings.format(folder=folder)
-    arguments = f"{MODEL} {settings} --train-iters {ITERATIONS}".split()
+    arguments = f"{MODEL} {settings} --train-iters {iterations}".split()
     result = ranks.run(
         str(script),
         *("--record", str(record), "--moe-token-dispatcher-type", dispatcher, *arguments),
@@ -174,6 +175,44 @@ def check_recorded(folder: Path) -> None:
             "combine_backward": 4,
             "dispatch_backward": 4,
         }
+
+
+# Two nodes of two ranks, and top-2: every chain adds the same two terms.
+TUNING = """
+    --num-layers 2 --expert-model-parallel-size 4 --global-batch-size 8 --eval-iters 1
+    --recompute-granularity selective --recompute-modules moe --lr-decay-iters 100
+    --no-save-rng --no-load-rng
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_training_goes_on_in_the_middle_of_tuning(
+    ranks: ForkedRanks, data_prefix: Path, tmp_path: Path
+) -> None:
+    checkpoint, stop, iterations = tmp_path / "checkpoint", 3, 8
+    auto = f"""{TUNING} --moe-monta-tune-steps 5 --moe-monta-ranks-per-node 2
+        --moe-monta-plan-out {tmp_path}/plan.yaml --save {checkpoint} --save-interval {stop}"""
+
+    def losses_of(name: str, dispatcher: str, settings: str) -> list[float]:
+        (tmp_path / name).mkdir()
+        record = train(
+            ranks, dispatcher, settings, data_prefix, tmp_path / name, iterations=iterations
+        )
+        return [entry["loss"] for entry in record if "loss" in entry]
+
+    stock = losses_of("stock", "alltoall", TUNING)
+    first = losses_of("first", "monta", f"{auto} --exit-interval {stop}")
+    assert len(stock) == iterations and len(first) == stop
+    stored = json.loads((checkpoint / f"monta/iter_{stop:07d}/rank_0.json").read_text())
+    # Of two steps the last one's result was not known yet.
+    assert stored["decision"]["number"] == stop
+    assert len(stored["decision"]["tuning"]["steps"]) == stop - 2
+    assert not (tmp_path / "plan.yaml").exists()
+    rest = losses_of("rest", "monta", f"{auto} --load {checkpoint}")
+    assert first + rest == stock
+    stored = json.loads((checkpoint / f"monta/iter_{iterations:07d}/rank_0.json").read_text())
+    assert len(stored["decision"]["tuning"]["steps"]) == 5
+    assert (tmp_path / "plan.yaml").exists()
 
 
 # Attention, MoE and MLP layers, in an order of its own on each of two pipeline stages.

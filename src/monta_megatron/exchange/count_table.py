@@ -30,16 +30,21 @@ class ExchangeCounts:
     Attributes:
         permuted_tokens: counts for chains whose rows are permuted tokens.
         tokens: counts for chains whose rows are tokens; None if no candidate's are.
-        max_tokens: the most tokens on any rank.
+        num_tokens: [S] tokens of every rank.
         max_experts_per_token: of any token; 0 where rows are permuted tokens only.
         hashes: [S] each rank's hash of the rule by which it chooses; has to be equal on all.
     """
 
     permuted_tokens: Counts
     tokens: TokenCounts | None
-    max_tokens: int
+    num_tokens: NDArray[np.int64]
     max_experts_per_token: int
     hashes: NDArray[np.int64]
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens on any rank."""
+        return int(self.num_tokens.max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +56,12 @@ class CountTable:
         layout: this rank's position; an expert counts once for each class.
         num_blocks: B, the number of token blocks; 1 if all chains' rows are permuted
             tokens.
-        agreement: hash of what all ranks have to agree on.
         classes: of permuted tokens, see `TokenCounts`.
     """
 
     chains: tuple[Chain, ...]
     layout: Layout
     num_blocks: int
-    agreement: int = 0
     classes: int = 1
 
     @cached_property
@@ -66,11 +69,12 @@ class CountTable:
         """Whether any chain's rows are tokens, which are counted by block."""
         return any(chain.rows == "tokens" for chain in self.chains)
 
-    def count(self, routing_map: torch.Tensor) -> torch.Tensor:
+    def count(self, routing_map: torch.Tensor, agreement: int = 0) -> torch.Tensor:
         """This rank's counts: [K] int64, on the device of the map, with no sync.
 
         Args:
             routing_map: [T, E] bool.
+            agreement: hash of what all ranks have to agree on.
         """
         num_tokens, num_experts = routing_map.shape
         device = routing_map.device
@@ -86,7 +90,7 @@ class CountTable:
         counts = [
             torch.full((1,), num_tokens, device=device),
             most_experts,
-            torch.full((1,), self.agreement, device=device),
+            torch.full((1,), agreement, device=device),
             blocks.sum(dim=1).flatten(),
         ]
         for num_parts in part_sizes(self.chains, self.layout).values():
@@ -117,7 +121,7 @@ class CountTable:
             tokens=TokenCounts(tokens=tokens, experts=experts, classes=self.classes, **sections)
             if self.by_block
             else None,
-            max_tokens=int(head[:, 0].max()),
+            num_tokens=head[:, 0],
             max_experts_per_token=max(int(head[:, 1].max()), 1) if self.by_block else 0,
             hashes=head[:, 2],
         )

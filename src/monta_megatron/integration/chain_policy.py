@@ -89,8 +89,8 @@ def check_chain_runs(options: Options, layout: Layout) -> None:
 
 def agreed_policy(
     options: Options, config: Any, layout: Layout, permuted_only: bool, group: dist.ProcessGroup
-) -> tuple[ChainPolicy, int]:
-    """The chain policy of all ranks of an exchange, and the hash of what they agree on.
+) -> tuple[ChainPolicy, dict[str, Any]]:
+    """The chain policy of all ranks of an exchange, and what they agree on.
 
     Args:
         options, config, layout, permuted_only: see `policy_for`.
@@ -105,10 +105,10 @@ def agreed_policy(
     except ValueError as error:
         chain, problem = options.named_chain, error
         rule = {"chain": AUTO if chain is None else chain.name, "problem": str(error)}
-    agreement = agree(rule, group)
+    agree(rule, group)
     if problem is not None:
         raise problem
-    return policy, agreement
+    return policy, rule
 
 
 def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:

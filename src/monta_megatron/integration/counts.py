@@ -6,8 +6,7 @@ Both sources give the counts in three steps: `gather` on the device (CUDA graphs
 Notation: T = tokens of this rank, E = experts, K = integers that this rank needs.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_ten
 from monta_megatron.chains import Counts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
-from monta_megatron.exchange.state import ExchangeError
+from monta_megatron.exchange.gathering import naming_failure
 
 
 @dataclass(kw_only=True)
@@ -34,13 +33,15 @@ class CountExchange:
     _copy: torch.Tensor | None = None
     _copied: torch.cuda.Event | None = None
 
-    def gather(self, routing_map: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
+    def gather(
+        self, routing_map: torch.Tensor, agreement: int
+    ) -> tuple[torch.Tensor | None, int | None]:
         """Gather what this rank needs: [T, E] bool -> [K] int64 on its device, with no sync.
 
         Returns:
             The counts, and the number of permuted tokens; None if only the counts tell it.
         """
-        counts = self.count_table.count(routing_map)
+        counts = self.count_table.count(routing_map, agreement)
         with self._named():
             # [n] -> [EP*ETP, n]
             table = gather_from_sequence_parallel_region(counts, group=self.group)
@@ -64,22 +65,9 @@ class CountExchange:
             self._copied.synchronize()
         return self.count_table.read(self._copy.numpy())
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Say what failed where a peer has died or stopped, as the executor does of its stages.
-
-        Raises:
-            ExchangeError: the collective failed or timed out.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            ranks = dist.get_process_group_ranks(self.group)
-            raise ExchangeError(
-                f"dispatch: chain {self.chain_name}, exchange of counts, group tp_ep (rank "
-                f"{self.count_table.layout.rank} of {len(ranks)}: ranks "
-                f"{', '.join(map(str, ranks))}) failed: {error}"
-            ) from error
+    def _named(self) -> AbstractContextManager[None]:
+        what = f"dispatch: chain {self.chain_name}, exchange of counts"
+        return naming_failure(what, self.group)
 
 
 @dataclass(kw_only=True)
@@ -90,7 +78,9 @@ class CapacityCounts:
     config: Any
     capacity: int = 0
 
-    def gather(self, routing_map: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
+    def gather(
+        self, routing_map: torch.Tensor, agreement: int
+    ) -> tuple[torch.Tensor | None, int | None]:
         """Find the capacity, by [T, E]; returns None, and the number of permuted tokens."""
         self.capacity = capacity_of(routing_map, self.config)
         return None, self.capacity * routing_map.shape[1]
@@ -107,7 +97,9 @@ class CapacityCounts:
         return ExchangeCounts(
             permuted_tokens=Counts(sent=received[0], received=received),
             tokens=None,
-            max_tokens=int(self.capacity * layout.num_experts / per_token),
+            num_tokens=np.full(
+                len(layout.nodes), int(self.capacity * layout.num_experts / per_token)
+            ),
             max_experts_per_token=0,
             hashes=np.empty(0, dtype=np.int64),
         )

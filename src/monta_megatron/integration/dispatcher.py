@@ -25,22 +25,24 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from monta_megatron.chains.chain import Rows
 from monta_megatron.chains.count_format import num_counted_blocks
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import counted
-from monta_megatron.common.texts import shown
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
 from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
-from monta_megatron.integration.agreement import agree, on_every_exchange
-from monta_megatron.integration.chain_policy import agreed_policy, rule_of
+from monta_megatron.integration.agreement import on_every_exchange
+from monta_megatron.integration.chain_policy import agreed_policy
+from monta_megatron.integration.choices import choices_of
 from monta_megatron.integration.counts import CapacityCounts, CountExchange
 from monta_megatron.integration.iteration import iteration_here
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.integration.options import AUTO, Options
+from monta_megatron.integration.reports import Report, reports_for_stage
 from monta_megatron.integration.strategies import (
     STRATEGIES,
     PermutedTokens,
@@ -48,13 +50,11 @@ from monta_megatron.integration.strategies import (
     fill_to_capacity,
 )
 from monta_megatron.integration.supported_settings import check_supported
-from monta_megatron.planner.chain_policy import ChainPolicy
+from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy
 
 # Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.
 SHARED_EXPERTS_WAIT = hasattr(SharedExpertMLP, "wait_current_stream")
-
-_reported: set[str] = set()
 
 
 class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
@@ -90,9 +90,16 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         check_supported(config)
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.options = Options.of(config)
-        self._reports = reports_for_stage(self.tp_ep_group, pg_collection)
-        self.layout, self.chain_policy, self._agreement = on_every_exchange(
-            self._set_up, getattr(pg_collection, "expt_dp", None)
+        self._report = Report(reports_for_stage(self.tp_ep_group, pg_collection))
+        replicas = getattr(pg_collection, "expt_dp", None)
+        self.layout, self.chain_policy, rule = on_every_exchange(
+            # The exchanges end their tuning together.
+            self._set_up,
+            replicas,
+            {"moe_monta_tune_steps": self.options.tune_steps},
+        )
+        self._choices = choices_of(
+            self.chain_policy, rule, self.tp_ep_group, replicas, self.options, self._report
         )
         chains = self.chain_policy.chains
         self.groups = peer_groups(
@@ -102,7 +109,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.options.max_ctas,
         )
         _share_time_limit(self.groups)
-        self.monitor = Monitor()
+        self.monitor = Monitor(pass_times=self._choices.pass_times)
         if self.options.record is not None:
             from monta_megatron.integration.recording import record_iteration
 
@@ -120,7 +127,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                     chains=chains,
                     layout=self.counted_layout,
                     num_blocks=num_counted_blocks(chains, self.chain_policy.num_blocks),
-                    agreement=self._agreement,
                     classes=classes,
                 ),
                 config=config,
@@ -130,12 +136,14 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.exchange_counts: torch.Tensor | None = None
         self.num_out_tokens: int | None = None
         self._exchange: Exchange | None = None
+        # What entered before the counts were known, see `token_dispatch`.
+        self._entered_early: tuple[Rows, torch.Tensor] | None = None
         # Megatron reads every listed attribute, those too that our phases do not set.
         self.tokens_per_expert = self.num_global_tokens_per_local_expert = None
         self.reversed_local_input_permutation_mapping: torch.Tensor | None = None
         self.cudagraph_attrs.append("exchange_counts")
         # Until the first micro-batch's counts are known, the chain is that for one token.
-        self._choose_chain(max_tokens=1, log=len(chains) == 1)
+        self._take(self.chain_policy.choose(1), log=len(chains) == 1)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -153,6 +161,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._maybe_dtoh_and_synchronize("before_permutation_1")
         # [S/TP, B, H] -> [T, H]
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
+        is_early = len(self._kinds_of_rows) > 1 and self._exchange is None
+        self._entered_early = (self.chain.rows, tokens) if is_early else None
         return self._strategy.enter(self, tokens, probs)
 
     def token_dispatch(
@@ -166,8 +176,14 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.shared_experts.wait_current_stream()
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
         assert self._exchange is not None
-        columns = self._strategy.columns(self, self._exchange, permuted_probs)
-        rows, row_probs = dispatch(self._exchange, permutated_local_input_tokens, *columns)
+        rows, row_probs = permutated_local_input_tokens, permuted_probs
+        if self._entered_early is not None:
+            (entered, tokens), self._entered_early = self._entered_early, None
+            if entered != self.chain.rows:
+                # A rank has another number of tokens than before, so another chain was chosen.
+                rows, row_probs = self._strategy.enter(self, tokens, self.probs)
+        columns = self._strategy.columns(self, self._exchange, row_probs)
+        rows, row_probs = dispatch(self._exchange, rows, *columns)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(rows)
         return rows, row_probs
@@ -215,11 +231,19 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         The counts are waited for before the permutation if they decide whether there is one, or
         how many rows it makes.
         """
-        self.exchange_counts, self.num_out_tokens = self._counts.gather(routing_map)
-        decides_permutation = self.num_out_tokens is None or "tokens" in self._kinds_of_rows
+        self.exchange_counts, self.num_out_tokens = self._counts.gather(
+            routing_map, self._choices.agreement
+        )
+        kinds = self._kinds_of_rows
+        # The 1F1B schedule keeps no tokens, which may have to enter again.
+        if len(kinds) > 1 and not self.config.overlap_moe_expert_parallel_comm:
+            expected = self._choices.expected()
+            if expected is not None:
+                self.chain, kinds = expected.chain, {expected.chain.rows}
+        decides_permutation = self.num_out_tokens is None or len(kinds) > 1
         self.cuda_sync_point = (
             "before_permutation_1"
-            if decides_permutation and "permuted tokens" in self._kinds_of_rows
+            if decides_permutation and "permuted tokens" in kinds
             else "before_ep_alltoall"
         )
 
@@ -238,17 +262,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def _bind(self, counts: ExchangeCounts) -> Exchange:
         """Choose the chain for this micro-batch by what all ranks know, and bind it."""
-        if (counts.hashes != self._agreement).any():
-            # They agreed at construction; only a copy with another configuration gets here.
-            agree(rule_of(self.chain_policy, self.config, self.layout), self.tp_ep_group)
-        self._choose_chain(counts.max_tokens, counts.max_experts_per_token)
+        choice = self._choices.choose(counts, self.probs.device, self.cuda_dtoh_stream)
+        self._take(choice, log=choice.reason != "")
         self.monitor.choices[self.chain.name, self.num_chunks] += 1
         return self._strategy.bind(self, counts)
 
-    def _choose_chain(
-        self, max_tokens: int, max_experts_per_token: int = 0, log: bool = True
-    ) -> None:
-        choice = self.chain_policy.choose(max_tokens, max_experts_per_token)
+    def _take(self, choice: ChainChoice, log: bool) -> None:
         self.chain, self.num_chunks = choice.chain, choice.num_chunks
         line = (
             f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}, "
@@ -269,8 +288,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             return fill_to_capacity(routing_map, self.config)
         return routing_map
 
-    def _set_up(self) -> tuple[Layout, ChainPolicy, int]:
-        """Layout, chain policy and agreement; raises on all ranks of the exchange, or on none."""
+    def _set_up(self) -> tuple[Layout, ChainPolicy, dict[str, Any]]:
+        """Layout, chain policy and its rule; raises on all ranks of the exchange, or on none."""
         nodes, note = nodes_of_exchange(self.options, self.tp_ep_group)
         if note is not None:
             self._report(note)
@@ -284,33 +303,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation,
         # there has to be one. In both cases "auto" may choose only chains of permuted tokens.
         permuted_only = self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1"
-        chain_policy, agreement = agreed_policy(
+        chain_policy, rule = agreed_policy(
             self.options, self.config, layout, permuted_only, self.tp_ep_group
         )
-        return layout, chain_policy, agreement
-
-    def _report(self, message: str) -> bool:
-        """Print a message once per pipeline stage: each may have a chain of its own.
-
-        Returns:
-            Whether it was printed now.
-        """
-        if not self._reports or message in _reported:
-            return False
-        _reported.add(message)
-        rank = dist.get_rank()
-        where = "monta" if rank == 0 else f"monta, rank {rank}"
-        # Printed, as Megatron prints what users should see; its log starts at WARNING.
-        print(shown(f"{where}: {message}"), flush=True)
-        return True
-
-
-def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
-    """Whether this rank reports for its pipeline stage: the first rank of its first exchange."""
-    exchanges = getattr(pg_collection, "expt_dp", None)
-    if exchanges is None:
-        return dist.get_rank() == 0
-    return all(dist.get_group_rank(group, dist.get_rank()) == 0 for group in (exchange, exchanges))
+        return layout, chain_policy, rule
 
 
 def _share_time_limit(groups: Mapping[str, PeerGroup]) -> None:

@@ -46,7 +46,8 @@ def build_with_monta(
     """
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
-    from monta_megatron.integration.dispatcher import MontaTokenDispatcher, reports_for_stage
+    from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+    from monta_megatron.integration.reports import reports_for_stage
 
     if not is_monta(config) and getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise ValueError(

@@ -23,6 +23,7 @@ PATCHES = (
     ("megatron.core.models.common.utils", "dispatcher_type:patch_should_free_input"),
     ("megatron.core.models.gpt.fine_grained_callables", "dispatcher_type:patch_should_free_input"),
     ("megatron.training.arguments", "arguments:patch_arguments"),
+    ("megatron.training.checkpointing", "checkpoints:patch_checkpointing"),
 )
 
 _ways_in: list[str] = []

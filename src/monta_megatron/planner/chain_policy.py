@@ -5,6 +5,7 @@ which they agree once, and the most tokens on any rank and the most experts of a
 in the exchanged counts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
 from monta_megatron.planner.benefit import Benefit
+from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.routing import Routing
 from monta_megatron.planner.selection import Selection, select
@@ -149,6 +151,10 @@ class PlannedPolicy(ChainPolicy):
         )
 
 
+def _as_selected(selection: Selection) -> tuple[ChainPrice, str]:
+    return selection.price, selection.reason
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChoiceTable:
     """What runs for each range of tokens, for one routing; entries are made when first needed.
@@ -156,38 +162,44 @@ class ChoiceTable:
     Attributes:
         policy: which selects.
         routing: where tokens go.
+        pick: what is run of a selection, and why.
     """
 
     policy: PlannedPolicy
     routing: Routing
+    pick: Callable[[Selection], tuple[ChainPrice, str]] = _as_selected
     _choices: dict[tuple[int, int], ChainChoice] = field(default_factory=dict)
 
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
         """See `ChainPolicy`."""
-        if max_experts_per_token <= self.routing.max_experts_per_token:
-            max_experts_per_token = 0
-        most_experts = min(bucket_of(max_experts_per_token), self.routing.num_experts)
-        key = bucket_of(max_tokens), most_experts
+        key = self.key(max_tokens, max_experts_per_token)
         if key not in self._choices:
             self._choices[key] = self._choose(*key)
         return self._choices[key]
 
+    def key(self, max_tokens: int, max_experts_per_token: int) -> tuple[int, int]:
+        """The most tokens of a rank and experts of a token for which the entry is made."""
+        if max_experts_per_token <= self.routing.max_experts_per_token:
+            max_experts_per_token = 0
+        most_experts = min(bucket_of(max_experts_per_token), self.routing.num_experts)
+        return bucket_of(max_tokens), most_experts
+
     def _choose(self, tokens: int, most_experts: int) -> ChainChoice:
         cluster = self.policy.cluster
         selection = self.policy.selection(tokens, most_experts, self.routing)
-        price = selection.price
+        price, why = self.pick(selection)
         of_token = f" with up to {counted(most_experts, 'expert')} each" if most_experts > 1 else ""
         doubtful = ", whose calibration is doubtful," if cluster.doubts else ""
-        seen = (
-            "" if self.routing is self.policy.workload.routing else f", {self.routing.name} routing"
-        )
+        is_usual = self.routing is self.policy.workload.routing
+        routing = "" if is_usual else f" and the {self.routing.name} routing"
         return ChainChoice(
             chain=price.chain,
             num_chunks=price.num_chunks,
             reason=f"planned on {cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank{of_token}{seen}: {selection.reason}; holds up to "
+            f"{counted(tokens, 'token')} per rank{of_token}{routing}: {why}; holds up to "
             f"{gb_text(price.peak_bytes)}",
-            benefit=selection.benefit,
+            # It says what is predicted.
+            benefit=selection.benefit if self.pick is _as_selected else None,
         )
 
 

@@ -1,0 +1,90 @@
+"""Integers of all ranks of a group, gathered while training goes on: nothing waits for them.
+
+Notation: S = ranks of the group, K = integers of a rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from monta_megatron.exchange.state import ExchangeError
+
+
+@contextmanager
+def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Say what failed where a peer has died or stopped, as the executor does of its stages.
+
+    Args:
+        what: the collective, with what it belongs to.
+        group: the ranks of an exchange.
+
+    Raises:
+        ExchangeError: the collective failed or timed out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        rank = dist.get_group_rank(group, dist.get_rank())
+        raise ExchangeError(
+            f"{what}, group tp_ep (rank {rank} of {len(ranks)}: ranks "
+            f"{', '.join(map(str, ranks))}) failed: {error}"
+        ) from error
+
+
+class Gathering:
+    """One gathering after the other, each finished much later than it is started.
+
+    Args:
+        group: the ranks, which start and finish in the same order among the group's collectives.
+        what: for errors, see `naming_failure`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
+        self._group = group
+        self._what = what
+        self._gathered: torch.Tensor | None = None
+        self._wait: Callable[[], object] = lambda: None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether one was started and not finished."""
+        return self._gathered is not None
+
+    def start(
+        self, integers: Sequence[int], device: torch.device, side_stream: torch.cuda.Stream
+    ) -> None:
+        """Send [K] integers of this rank; K is the same on all ranks.
+
+        Args:
+            integers: of this rank.
+            device: that the group serves.
+            side_stream: where they are copied to it and back.
+        """
+        size = self._group.size()
+        with naming_failure(self._what, self._group), torch.cuda.stream(side_stream):
+            sent = torch.tensor(integers, dtype=torch.int64)
+            if device.type == "cuda":
+                sent = sent.pin_memory().to(device, non_blocking=True)
+            gathered = sent.new_empty(size * len(sent))
+            work = dist.all_gather_into_tensor(gathered, sent, group=self._group, async_op=True)
+            assert work is not None
+            self._wait = work.wait
+            if device.type == "cuda":
+                # The side stream waits for the collective, the host for nothing.
+                work.wait()
+                gathered = gathered.to("cpu", non_blocking=True)
+                self._wait = side_stream.record_event().synchronize
+        self._gathered = gathered.view(size, -1)
+
+    def finish(self) -> NDArray[np.int64]:
+        """[S, K] what all ranks sent; they have long arrived."""
+        assert self._gathered is not None, "not under way"
+        with naming_failure(self._what, self._group):
+            self._wait()
+        gathered, self._gathered = self._gathered.numpy(), None
+        return gathered

@@ -1,0 +1,287 @@
+"""What runs in a training iteration, from what the iterations before it have shown. No torch.
+
+A decision is taken when an iteration has ended, from data that all ranks of the exchange share, and
+so is the same on all of them. The traffic of an iteration and the times of its passes are known at
+the end of the next one.
+
+    the first          planned for the routing that is expected
+    while tuning       from the second on: candidates of that plan, an iteration each
+    after the tuning   the winner; on other traffic what is fastest by prediction times what the
+                       tuning has measured over predicted
+    without tuning     planned for the routing that was observed, from the third on
+
+Notation: S = ranks of the exchange, P = passes of an iteration.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.common.quantities import counted
+from monta_megatron.common.rules import NonNegativeInt
+from monta_megatron.planner.chain_policy import (
+    ChainChoice,
+    ChoiceTable,
+    PlannedPolicy,
+)
+from monta_megatron.planner.chain_price import ChainPrice
+from monta_megatron.planner.observed_routing import (
+    ObservedRouting,
+    Traffic,
+    expected_traffic,
+    observed_routing,
+)
+from monta_megatron.planner.routing import Routing, UniformRouting
+from monta_megatron.planner.selection import Selection
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.tuning import Tuning
+
+# By when the first iteration's traffic is known, and how often it is looked at from then on:
+# planning takes tens of milliseconds.
+FIRST_LOOK = 2
+LOOK_EVERY = 20
+
+
+class Outcome(NamedTuple):
+    """What all ranks know of an iteration.
+
+    Attributes:
+        traffic: where its tokens went; None if it had none.
+        pass_us: [S, P] the time of each pass; P is 0 where none was timed.
+    """
+
+    traffic: Traffic | None
+    pass_us: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionState:
+    """What a training goes on with that is resumed; see `Decision`."""
+
+    number: NonNegativeInt
+    num_averaged: NonNegativeInt
+    pairs: tuple[float, ...]
+    rank_hits: tuple[float, ...]
+    node_hits: tuple[float, ...]
+    routing: ObservedRouting | None
+    tuning: Any
+    tuned_for: tuple[int, int] | None
+    tuned_routing: ObservedRouting | None
+
+
+class Decision:
+    """What runs in the iteration under way.
+
+    Args:
+        policy: plans for a routing.
+        num_tuning_steps: iterations in which candidates take turns; 0 for none.
+
+    Attributes:
+        number: of the iteration, from 0.
+        routing: for which is planned.
+        tuning: what was measured; None before it begins.
+    """
+
+    def __init__(self, policy: PlannedPolicy, num_tuning_steps: int = 0) -> None:
+        self.number = 0
+        self.routing: Routing = policy.workload.routing
+        self.tuning: Tuning | None = None
+        self._policy = policy
+        self._num_tuning_steps = num_tuning_steps
+        self._average: Traffic | None = None
+        self._num_averaged = 0
+        # The candidates of the iterations whose outcomes are not known yet.
+        self._turns: deque[int | None] = deque([None])
+        # Largest numbers of tokens and experts of the tuning's selection, and its routing.
+        self._tuned_for: tuple[int, int] | None = None
+        self._tuned_routing: Routing | None = None
+        self._table = policy.table(self.routing)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the passes of this iteration are to be timed."""
+        return self._turns[-1] is not None
+
+    @property
+    def has_to_settle(self) -> bool:
+        """Whether the tuning is over, all of it is known, and `settle` was not called."""
+        tuning = self.tuning
+        return (
+            tuning is not None
+            and len(tuning.steps) == self._num_tuning_steps
+            and tuning.settled_us is None
+        )
+
+    def rule(self) -> dict[str, Any]:
+        """What all ranks of the exchange have to agree on in this iteration, as plain values."""
+        tuning = self.tuning
+        return {
+            "iteration": self.number,
+            "routing": repr(self.routing),
+            "candidate": self._turns[-1],
+            "tuned": None if tuning is None else [len(tuning.steps), tuning.settled_us],
+        }
+
+    def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
+        """What runs; see `ChainPolicy`. While tuning it gives no reason."""
+        tuning = self.tuning
+        if tuning is None or tuning.settled_us is not None:
+            return self._table.choose(max_tokens, max_experts_per_token)
+        turn = self._turns[-1]
+        candidate = tuning.candidates[tuning.winner if turn is None else turn]
+        return ChainChoice(
+            chain=CHAINS[candidate.chain], num_chunks=candidate.num_chunks, reason=""
+        )
+
+    def end_iteration(
+        self, outcome: Outcome | None, max_tokens: int, max_experts_per_token: int
+    ) -> None:
+        """Decide on the next iteration.
+
+        Args:
+            outcome: of the iteration before the one that has ended; None if it is not known.
+            max_tokens: the most tokens of any rank in the one that has ended.
+            max_experts_per_token: the most experts of a token in it.
+        """
+        if outcome is not None:
+            self._learn(outcome)
+        self.number += 1
+        if self.number % LOOK_EVERY == FIRST_LOOK:
+            self._look()
+        if self.tuning is None and self._num_tuning_steps:
+            self._start_tuning(max_tokens, max_experts_per_token)
+        self._turns.append(None if self.tuning is None else self.tuning.next())
+
+    def settle(self, summaries: Sequence[Sequence[int]]) -> Selection:
+        """End the tuning together with the replicas of the exchange; see `Tuning.settle`.
+
+        Returns:
+            From what the winner was chosen, priced for the routing that was observed meanwhile.
+        """
+        tuning = self.tuning
+        assert tuning is not None and self._tuned_for is not None
+        tuning.settle(summaries)
+        self._look()
+        self._tuned_routing = self.routing
+        selection = self._policy.selection(*self._tuned_for, self.routing)
+        prices = {(price.chain.name, price.num_chunks): price for price in selection.prices}
+        # Measured over predicted is what a chain is worth, whatever the routing.
+        tuning.candidates = tuple(
+            replace(candidate, predicted_us=prices[candidate.key].total_us)
+            for candidate in tuning.candidates
+        )
+        self._table = self._make_table()
+        return selection
+
+    def state(self) -> DecisionState:
+        """What `resume` takes."""
+        average = self._average
+        figures = {} if average is None else vars(average)
+        return DecisionState(
+            number=self.number,
+            num_averaged=self._num_averaged,
+            **{
+                name: tuple(figures.get(name, np.empty(0)).tolist())
+                for name in ("pairs", "rank_hits", "node_hits")
+            },
+            routing=_if_observed(self.routing),
+            tuning=None if self.tuning is None else self.tuning.state(),
+            tuned_for=self._tuned_for,
+            tuned_routing=_if_observed(self._tuned_routing),
+        )
+
+    def resume(self, state: DecisionState) -> None:
+        """Go on where a state was taken; outcomes that were not known then are lost.
+
+        Raises:
+            ValueError: it is of another tuning.
+        """
+        tuning = None
+        if state.tuning is not None:
+            from monta_megatron.planner.tuning import Tuning
+
+            names = [chain.name for chain in self._policy.chains]
+            tuning = Tuning.from_state(state.tuning, self._num_tuning_steps, names)
+        self.number, self._num_averaged = state.number, state.num_averaged
+        if state.num_averaged:
+            self._average = Traffic(
+                pairs=np.array(state.pairs),
+                rank_hits=np.array(state.rank_hits),
+                node_hits=np.array(state.node_hits),
+            )
+        expected = self._policy.workload.routing
+        self.routing = state.routing or expected
+        self._tuned_routing = state.tuned_routing or expected
+        self.tuning, self._tuned_for = tuning, state.tuned_for
+        self._turns = deque([None if tuning is None else tuning.next()])
+        self._table = self._make_table()
+
+    def _learn(self, outcome: Outcome) -> None:
+        turn = self._turns.popleft()
+        if turn is not None and self.tuning is not None:
+            pass_us = outcome.pass_us
+            self.tuning.add(turn, pass_us.min(axis=0), pass_us.max(axis=0))
+        if outcome.traffic is not None:
+            average = self._average or outcome.traffic
+            self._average = average.averaged(outcome.traffic, self._num_averaged)
+            self._num_averaged += 1
+
+    def _look(self) -> None:
+        """Plan for the routing that was observed, if it is another one."""
+        if self._average is None or self._is_tuning:
+            return
+        layout, expected = self._policy.workload.layout, self._policy.workload.routing
+        assert isinstance(expected, UniformRouting), "what the configuration expects"
+        seen = observed_routing(self._average, layout, expected.topk)
+        usual = observed_routing(
+            expected_traffic(expected, layout, self._average), layout, expected.topk
+        )
+        now = self.routing if isinstance(self.routing, ObservedRouting) else usual
+        if seen.differs(now):
+            self.routing = seen if seen.differs(usual) else expected
+            self._table = self._make_table()
+
+    @property
+    def _is_tuning(self) -> bool:
+        return self.tuning is not None and self.tuning.settled_us is None
+
+    def _start_tuning(self, max_tokens: int, max_experts_per_token: int) -> None:
+        from monta_megatron.planner.tuning import Tuning
+        from monta_megatron.planner.tuning_candidates import tuning_candidates
+
+        self._tuned_for = self._table.key(max_tokens, max_experts_per_token)
+        candidates = tuning_candidates(self._policy.selection(*self._tuned_for, self.routing))
+        self.tuning = Tuning(candidates=candidates, num_steps=self._num_tuning_steps)
+
+    def _make_table(self) -> ChoiceTable:
+        tuning = self.tuning
+        if tuning is None or tuning.settled_us is None:
+            return self._policy.table(self.routing)
+        return ChoiceTable(policy=self._policy, routing=self.routing, pick=self._pick_tuned)
+
+    def _pick_tuned(self, selection: Selection) -> tuple[ChainPrice, str]:
+        """What to run after the tuning, and why."""
+        tuning = self.tuning
+        assert tuning is not None
+        winner = tuning.candidates[tuning.winner].key
+        workload = selection.workload
+        is_same = (
+            workload.routing == self._tuned_routing
+            and (workload.tokens_per_rank, workload.max_experts_per_token) == self._tuned_for
+        )
+        prices = {(price.chain.name, price.num_chunks): price for price in selection.allowed}
+        over = f"measured over {counted(tuning.num_steps, 'iteration')}"
+        if is_same and winner in prices:
+            return prices[winner], over
+        return tuning.select(selection.allowed, winner), f"by prediction times what was {over}"
+
+
+def _if_observed(routing: Routing | None) -> ObservedRouting | None:
+    """None for the routing that is expected."""
+    return routing if isinstance(routing, ObservedRouting) else None
