@@ -3,6 +3,7 @@
 The device is not there: events carry the time at which they would have been reached.
 """
 
+import atexit
 import itertools
 import json
 from collections.abc import Iterator
@@ -82,6 +83,7 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]
         yield dispatcher
         for recorder in recording._recorders:
             recorder._hook.remove()
+            atexit.unregister(recorder._say_if_not_reached)
 
 
 def run_pass(monitor: Monitor, name: str) -> None:
@@ -113,6 +115,9 @@ def test_the_iteration_that_was_asked_for(dispatcher: Any, tmp_path: Path, capsy
     run_pass(dispatcher.monitor, "dispatch")
     step()
     assert not list(folder.iterdir()) and next(Event.reached_ms) == 0
+    # As at the end of a run that is too short.
+    recording._recorders[0]._say_if_not_reached()
+    assert "the run ended in iteration 2, before the end of iteration 2" in capsys.readouterr().out
     # Two micro-batches.
     for _ in range(2):
         run_pass(dispatcher.monitor, "dispatch")
@@ -120,6 +125,9 @@ def test_the_iteration_that_was_asked_for(dispatcher: Any, tmp_path: Path, capsy
     step()
     assert dispatcher.monitor.recorder is None
     step()
+    said = capsys.readouterr().out
+    recording._recorders[0]._say_if_not_reached()
+    assert capsys.readouterr().out == ""
 
     (path,) = folder.iterdir()
     assert path.name == f"rank_{RANK:05}.json"
@@ -128,7 +136,7 @@ def test_the_iteration_that_was_asked_for(dispatcher: Any, tmp_path: Path, capsy
     assert document["clock_error_us"] == 0.5
     runs = [(run["spans"][0]["pass_name"], run["turn"]) for run in document["passes"]]
     assert runs == [("dispatch", 0), ("dispatch", 1), ("dispatch_backward", 0)]
-    assert f"monta timeline {folder}" in capsys.readouterr().out
+    assert f"monta timeline {folder}" in said
     # Steps are 1 ms apart: a copy begins and ends, a collective begins, starts, ends being issued
     # at 5, is waited for from 6 on and has finished at 7. Everything is 5 us earlier on the first
     # rank's clock.

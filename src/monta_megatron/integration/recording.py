@@ -4,6 +4,7 @@ Imported only where --moe-monta-record asks for it. Before and after that iterat
 recorded; in it, every rank keeps times alone, by events on a GPU, and writes them at its end.
 """
 
+import atexit
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ class IterationRecorder:
         self._begun: set[int] = set()
         self._num_passes: Counter[str] = Counter()
         self._hook = register_optimizer_step_post_hook(self._after_step)
+        atexit.register(self._say_if_not_reached)
 
     def note(self, step: Step) -> None:
         """Record that a step happens now."""
@@ -99,6 +101,15 @@ class IterationRecorder:
             self._hook.remove()
             self._write(self._recorder.take())
         self._iteration, self._has_run = self._iteration + 1, False
+
+    def _say_if_not_reached(self) -> None:
+        asked = self._dispatcher.options.record_iteration
+        if self._iteration <= asked and self._dispatcher.layout.rank == 0:
+            print(
+                f"monta: nothing is recorded: the run ended in iteration {self._iteration}, before "
+                f"the end of iteration {asked} (moe_monta_record_iteration)",
+                flush=True,
+            )
 
     def _write(self, taken: Taken) -> None:
         """Write this rank's file; a training does not end because that fails."""
