@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+import numpy as np
 import torch
 from fake_device import FakeDevice, HostWaitsError
 from fake_world import (
@@ -30,6 +31,7 @@ from stream_recorder import RecordedStream
 from monta_megatron import register
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
+from monta_megatron.exchange.gathering import Gathering
 from monta_megatron.integration import agreement, counts, dispatcher, nodes
 from monta_megatron.integration.chain_policy import policy_for
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
@@ -130,6 +132,23 @@ def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None
     assert [each.name for each in queue if each.stream == "counts"] == ["wait", "_to_copy"]
     # It runs behind the counting, and what it reads is held for it.
     assert device.recorder.findings == []
+
+
+def test_figures_of_an_iteration_are_gathered_with_no_wait_for_them() -> None:
+    """At its end the host waits for an event that has long happened."""
+    group = megatron_groups(LAYOUT)["tp_ep"]
+    gathered = np.arange(3 * group.size()).reshape(group.size(), 3)
+    start, finish = "exchange.gathering.start", "exchange.gathering.finish"
+    device = FakeDevice(listed=[start, finish], host_values=gathered.ravel())
+    gathering = Gathering(group, "between iterations")
+    with device:
+        stream = RecordedStream(device.recorder, "counts")
+        gathering.start([1, 2, 3], torch.device("cuda"), stream)
+    assert device.crossings == [f"{start} copies to the device", f"{start} copies to the host"]
+    assert {each.stream for each in device.recorder.queue} == {"counts"}
+    with device:
+        gathering.finish()
+    assert device.crossings[2:] == [f"{finish} waits for the device", f"{finish} reads a copy"]
 
 
 @pytest.mark.parametrize("chain_name", CHAINS)

@@ -65,12 +65,11 @@ class Gathering:
             device: that the group serves.
             side_stream: where they are copied to it and back.
         """
-        size = self._group.size()
         with naming_failure(self._what, self._group), torch.cuda.stream(side_stream):
             sent = torch.tensor(integers, dtype=torch.int64)
             if device.type == "cuda":
                 sent = sent.pin_memory().to(device, non_blocking=True)
-            gathered = sent.new_empty(size * len(sent))
+            gathered = sent.new_empty(self._group.size() * len(sent))
             work = dist.all_gather_into_tensor(gathered, sent, group=self._group, async_op=True)
             assert work is not None
             self._wait = work.wait
@@ -79,7 +78,7 @@ class Gathering:
                 work.wait()
                 gathered = gathered.to("cpu", non_blocking=True)
                 self._wait = side_stream.record_event().synchronize
-        self._gathered = gathered.view(size, -1)
+        self._gathered = gathered
 
     def finish(self) -> NDArray[np.int64]:
         """[S, K] what all ranks sent; they have long arrived."""
@@ -87,4 +86,5 @@ class Gathering:
         with naming_failure(self._what, self._group):
             self._wait()
         gathered, self._gathered = self._gathered.numpy(), None
-        return gathered
+        # [S * K] -> [S, K]
+        return gathered.reshape(self._group.size(), -1)

@@ -131,7 +131,13 @@ class Decision:
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
         """What runs; see `ChainPolicy`. While tuning it gives no reason."""
         tuning = self.tuning
-        if tuning is None or tuning.settled_us is not None:
+        limited = self._policy.memory_limit_bytes is not None
+        if (
+            tuning is None
+            or tuning.settled_us is not None
+            # Candidates keep the limit for so many tokens.
+            or (limited and self._table.key(max_tokens, max_experts_per_token) != self._tuned_for)
+        ):
             return self._table.choose(max_tokens, max_experts_per_token)
         turn = self._turns[-1]
         candidate = tuning.candidates[tuning.winner if turn is None else turn]

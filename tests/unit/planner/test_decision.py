@@ -118,6 +118,17 @@ def test_candidates_take_turns_from_the_second_on(policy: PlannedPolicy) -> None
     assert training.decision.choose(TOKENS).chain.name == fast[0]
 
 
+def test_candidates_hold_no_more_than_the_limit(policy: PlannedPolicy) -> None:
+    """They are candidates for a number of tokens; for more of them the plan is."""
+    most = max(price.peak_bytes for price in policy.selection(TOKENS).prices)
+    limited = replace(policy, memory_limit_bytes=most)
+    training = Training(limited, num_tuning_steps=12)
+    for _ in range(14):
+        training.run(1, UNIFORM)
+        assert training.decision.choose(64 * TOKENS) is limited.choose(64 * TOKENS)
+    assert len(set(training.ran)) > 2
+
+
 def test_measured_over_predicted_is_of_the_traffic_meanwhile(policy: PlannedPolicy) -> None:
     training = Training(policy, num_tuning_steps=12)
     training.run(20, LIMITED)
