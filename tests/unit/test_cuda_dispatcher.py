@@ -134,7 +134,7 @@ def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None
     assert device.recorder.findings == []
 
 
-def test_figures_of_an_iteration_are_gathered_with_no_wait_for_them() -> None:
+def test_figures_of_an_iteration_are_gathered_without_a_wait() -> None:
     """At its end the host waits for an event that has long happened."""
     group = megatron_groups(LAYOUT)["tp_ep"]
     gathered = np.arange(3 * group.size()).reshape(group.size(), 3)
