@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from monta_megatron.planner.selection import Selection
     from monta_megatron.planner.tuning import Tuning
 
-_reported: set[str] = set()
+_reported: set[tuple[str, ...]] = set()
 
 
 class Report:
@@ -23,15 +23,15 @@ class Report:
     def __init__(self, reports: bool) -> None:
         self.reports = reports
 
-    def __call__(self, message: str) -> bool:
-        """Print a message; whether it was printed now."""
-        if not self.reports or message in _reported:
+    def __call__(self, *lines: str) -> bool:
+        """Print the lines of a message; whether it was printed now."""
+        if not self.reports or lines in _reported:
             return False
-        _reported.add(message)
+        _reported.add(lines)
         rank = dist.get_rank()
         where = "monta" if rank == 0 else f"monta, rank {rank}"
         # Printed, as Megatron prints what users should see; its log starts at WARNING.
-        print(shown(f"{where}: {message}"), flush=True)
+        print("\n".join(shown(f"{where}: {line}") for line in lines), flush=True)
         return True
 
 
@@ -57,8 +57,7 @@ def report_tuning(
     """
     from monta_megatron.planner.tuning_report import plan_of_tuning, plan_path, tuning_table
 
-    for line in tuning_table(tuning):
-        report(line)
+    report(*tuning_table(tuning))
     if plan_out is None or not report.reports:
         return
     stage = parallel_state.get_pipeline_model_parallel_rank()
