@@ -169,6 +169,7 @@ def build_dispatcher(
         num_chunks=num_chunks,
         ranks_per_node=settings.ranks_per_node,
         cluster=cluster,
+        tune_steps=settings.tune_steps if chain == AUTO else 0,
     )
 
 

@@ -76,6 +76,9 @@ POINT_FLAGS = {
     ),
     "repeats": Flag("N", "timed runs of each", whole(1), "10"),
     "warmup": Flag("N", "runs of each before that", whole(0), "2"),
+    "tune-steps": Flag(
+        "N", "iterations in which auto tunes itself before it is timed", whole(0), "0"
+    ),
     "seed": Flag("N", "of the data", whole(0), "1"),
 }
 # What is the same for the whole launch.

@@ -17,6 +17,7 @@ from monta_megatron.common.this_rank import ThisRank
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.emulation.costs import default_costs
 from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.integration.choices import all_iterations
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench import traffic
@@ -24,6 +25,7 @@ from monta_megatron.tools.bench.candidates import (
     Build,
     Candidate,
     build_candidates,
+    identity_experts,
     run_candidate,
     traffic_of_run,
 )
@@ -39,6 +41,10 @@ from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_media
 from monta_megatron.tools.bench.timing import time_interleaved, wait_for_all
 from monta_megatron.tools.bench.traffic import Traffic
 from monta_megatron.tools.bench.workload import Batch, make_batches
+
+# Iterations of a tuning in which no candidate has its turn: before the first, and until what the
+# last one took is known.
+AROUND_TUNING = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +120,12 @@ class Bench:
         predicted_ms, chosen = predict(
             settings, self.layout, task.cluster if scope == "exchange" else None, phase, ours
         )
+        named = [
+            other.key for other in candidates if other.kind == "monta" and other.requested != AUTO
+        ]
+        untuned = None
+        if settings.tune_steps and scope == "exchange":
+            _, untuned = predict(settings, self.layout, task.cluster, phase, named)
         chosen = next((other.key for other in candidates if other.requested == AUTO), chosen)
         base = next(at for at, candidate in enumerate(candidates) if candidate.is_baseline)
         base_ms = timings.times_ms[:, base]
@@ -156,10 +168,27 @@ class Bench:
                     ratio_high=high,
                     predicted_ms=predicted_ms.get(candidate.key) if is_ours else None,
                     chosen=is_ours and candidate.key == chosen,
+                    picked_untuned=is_ours and candidate.key == untuned,
                     repeats_ms=tuple(round(ms, 3) for ms in times_ms.tolist()),
                 )
             )
         return rows
+
+    def tune(self) -> None:
+        """Let `auto` run so many iterations that it is tuned; what it has chosen stays."""
+        num_iterations = self.task.settings.tune_steps + AROUND_TUNING
+        for candidate in self.candidates:
+            if candidate.requested == AUTO and self.task.settings.tune_steps:
+                self.task.progress.phase(
+                    f"{self.task.name}tuning, {counted(num_iterations, 'iteration')}",
+                    num_iterations,
+                )
+                for iteration in range(num_iterations):
+                    run_candidate(candidate, identity_experts, True, iteration)
+                    # In a training, the step of an optimizer.
+                    for iterations in all_iterations():
+                        iterations.end()
+                    self.task.progress.step()
 
     def _limit_ms(self, backward: bool) -> float | None:
         """The least time that the links between nodes allow; None if unknown or nothing crosses."""

@@ -100,6 +100,7 @@ def _run_benchmark(
     if wrong:
         raise MismatchError("\n".join(wrong))
 
+    bench.tune()
     scopes: dict[str, Experts] = {"exchange": identity_experts}
     if settings.layer:
         scopes["layer"] = build_experts(settings)

@@ -53,6 +53,7 @@ class Settings(LayerShape):
         layer: whether the layer with its experts is timed too.
         repeats: timed runs of every candidate.
         warmup: untimed runs of every candidate before those.
+        tune_steps: iterations of tuning, before "auto" is timed.
         seed: seed of the data.
         ranks_per_node: ranks joined by the node link, or None where the launcher knows.
         cluster: file of the costs by which the planner chooses, or None.
@@ -70,6 +71,7 @@ class Settings(LayerShape):
     layer: bool
     repeats: int
     warmup: int
+    tune_steps: int
     seed: int
     ranks_per_node: int | None
     cluster: str | None
@@ -150,6 +152,8 @@ def _check_together(settings: Settings) -> None:
     rule(settings.hidden % tp == 0, "hidden", settings.hidden, f"a multiple of --tp ({tp})")
     ffn_hidden = settings.ffn_hidden
     rule(ffn_hidden % etp == 0, "ffn_hidden", ffn_hidden, f"a multiple of --etp ({etp})")
+    if settings.tune_steps and AUTO not in settings.chains:
+        raise ValueError(f"--tune-steps: got {settings.tune_steps}, must come with --chains auto")
     if settings.cluster is None and settings.inter_rate_ratio != 1:
         ratio = settings.inter_rate_ratio
         raise ValueError(f"--inter-rate-ratio: got {ratio:g}, must come with --cluster")
