@@ -7,17 +7,20 @@ were given sooner choose alike.
 
 Whose turn it is:
 
-1. The planner's pick, stock's own order of stages and the best of every other chain run twice each.
-   The first run of a candidate does not count: in it communicators are made, memory is allocated
-   and programs are lowered.
-2. Other numbers of chunks follow, those first that are the fastest by prediction times the factor
-   of their chain (measured over predicted time). At most a third of the steps is tried at all.
-3. Of those that are not far behind, the one with the fewest runs. What is far behind narrows with
-   every run: 30% after the first that counts, 15% after the second, 10% after the third.
+1. The planner's pick, stock's own order of stages and the best of every other chain. The first run
+   of a chain does not count, since communicators are made in it, so it has two turns.
+2. Other numbers of chunks, those first that are the fastest by prediction times the factor of their
+   chain (measured over predicted time). The last quarter of the steps tries nothing new.
+3. Of those that are not far behind, the one with the fewest runs that count. What is far behind
+   narrows with them: 30% after the first, 15% after the second, 10% after the third.
 
 In the end the planner's pick stays, unless another one beats it by more than the margin.
 
-Notation: P = passes of an iteration, of all micro-batches and layers, in the order they ran in.
+What a step took is what its passes took together on the rank that was the fastest: the one that has
+waited least for the others. The time of a single pass would mislead where messages are buffered,
+since the last rank to arrive finds them there, as if the network had taken no time.
+
+Notation: S = ranks of the exchange, P = passes of an iteration, of all micro-batches and layers.
 """
 
 from collections.abc import Collection, Sequence
@@ -37,9 +40,9 @@ from monta_megatron.planner.tuning_candidates import Key, TuningCandidate
 
 # After so many steps the result of a step is known to all ranks.
 LATE = 2
-# Runs of a candidate that do not count.
-WARM_UP = 1
 FAR_BEHIND = 0.3
+# The share of the steps in which candidates begin.
+TRYING = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +51,14 @@ class TuningStep:
 
     Attributes:
         candidate: the number of the candidate that ran.
-        us: mean time of a pass on the rank that was fastest in it, times the four passes of an
-            exchange; 0 if none was timed.
-        slowest_us: the same for the rank that was slowest.
+        counts: whether its chain had run before.
+        us: mean time of a pass, times the four passes of an exchange, on the fastest rank; 0 if
+            it was not timed.
+        slowest_us: the same on the slowest rank.
     """
 
     candidate: int
+    counts: bool
     us: int
     slowest_us: int
 
@@ -64,8 +69,8 @@ class Tuning:
 
     The same on all ranks, once in each training iteration, before its first pass:
 
-        tuning.add(candidate, pass_us_min, pass_us_max)  # the iteration `LATE` before this one
-        candidate = tuning.next()                        # None: over, run `tuning.winner`
+        tuning.add(candidate, pass_us)  # the iteration `LATE` before this one
+        candidate = tuning.next()       # None: over, run `tuning.winner`
 
     When it is over, replicas of an exchange tell each other their `summary` and `settle`.
 
@@ -81,13 +86,16 @@ class Tuning:
     num_steps: int
     steps: list[TuningStep] = field(default_factory=list)
     settled_us: tuple[int, ...] | None = None
-    _started: list[int] = field(init=False)
+    # Candidates, and whether their runs count.
+    _started: list[tuple[int, bool]] = field(init=False)
+    # Communicators are made anew in every process.
+    _chains_ran: set[str] = field(init=False, default_factory=set)
     # Steps whose results may decide in this iteration: all ranks have been given them.
     _num_known: int = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.candidates, "at least the planner's pick"
-        self._started = [step.candidate for step in self.steps]
+        self._started = [(step.candidate, step.counts) for step in self.steps]
         self._num_known = self._num_due
 
     @property
@@ -101,25 +109,31 @@ class Tuning:
         self._num_known = self._num_due
         if self.is_over:
             return None
-        self._started.append(self._turn())
-        return self._started[-1]
+        turn = self._turn()
+        chain = self.candidates[turn].chain
+        self._started.append((turn, chain in self._chains_ran))
+        self._chains_ran.add(chain)
+        return turn
 
-    def add(
-        self, candidate: int, pass_us_min: NDArray[np.int64], pass_us_max: NDArray[np.int64]
-    ) -> None:
+    def add(self, candidate: int, pass_us: NDArray[np.int64]) -> None:
         """Say what a step took: the oldest that was not added yet; the same on all ranks.
 
         Args:
             candidate: the number of the candidate that ran in it.
-            pass_us_min: [P] us, for each pass the least of all ranks, since the last rank to arrive
-                waits for no other; `NOT_TIMED_US` if a rank has not timed it.
-            pass_us_max: [P] us, the most of all ranks.
+            pass_us: [S, P] us of each pass on each rank; `NOT_TIMED_US` where it was not timed.
         """
-        started = self._started[len(self.steps)]
+        started, counts = self._started[len(self.steps)]
         assert candidate == started, f"in step {len(self.steps)} ran {started}, not {candidate}"
-        is_timed = pass_us_min != NOT_TIMED_US
-        us, slowest_us = (_exchange_us(times[is_timed]) for times in (pass_us_min, pass_us_max))
-        self.steps.append(TuningStep(candidate=candidate, us=us, slowest_us=slowest_us))
+        # [S, P] -> [S] of the passes that all ranks have timed
+        is_timed = (pass_us != NOT_TIMED_US).all(axis=0)
+        rank_us = pass_us[:, is_timed].sum(axis=1)
+        us, slowest_us = (
+            _exchange_us(int(total_us), int(is_timed.sum()))
+            for total_us in (rank_us.min(), rank_us.max())
+        )
+        self.steps.append(
+            TuningStep(candidate=candidate, counts=counts, us=us, slowest_us=slowest_us)
+        )
 
     @property
     def measured_us(self) -> tuple[float | None, ...]:
@@ -136,8 +150,9 @@ class Tuning:
         """[candidates] of the runs that count, as far as they may decide by now."""
         times: list[list[int]] = [[] for _ in self.candidates]
         for step in self.steps[: self._num_known]:
-            times[step.candidate].append(step.us)
-        return [[us for us in of_one[WARM_UP:] if us > 0] for of_one in times]
+            if step.counts and step.us > 0:
+                times[step.candidate].append(step.us)
+        return times
 
     @property
     def winner(self) -> int:
@@ -243,7 +258,10 @@ class Tuning:
             # Nothing can be learned from it in time.
             return self.winner
         numbers = range(len(self.candidates))
-        num_runs = [self._started.count(number) for number in numbers]
+        num_runs, num_counted = [0] * len(numbers), [0] * len(numbers)
+        for number, counts in self._started:
+            num_runs[number] += 1
+            num_counted[number] += counts
         chains = [candidate.chain for candidate in self.candidates]
         expected_us = [each.predicted_us * self.factor(each.key) for each in self.candidates]
         times_us = self.times_us
@@ -261,20 +279,21 @@ class Tuning:
 
         # Step 1: once begun, a candidate runs until it was measured.
         near = [number for number in numbers if not is_far_behind(number)]
-        begun = [number for number in near if 0 < num_runs[number] <= WARM_UP]
+        begun = [number for number in near if num_runs[number] and not num_counted[number]]
         if begun:
             return begun[0]
         tried = [number for number in near if num_runs[number]]
         new = [number for number in near if not num_runs[number]]
-        if new and sum(map(bool, num_runs)) < max(self.num_steps // 3, 2):
+        if new and len(self._started) < TRYING * self.num_steps:
             first = [number for number in new if is_first_of_chain(number)]
             if first:
                 return first[0]
             # Step 2: when the factors of all chains are known.
-            if all(times_us[number] for number in tried):
+            firsts = [number for number in tried if is_first_of_chain(number)]
+            if all(times_us[number] for number in firsts):
                 return min(new, key=lambda number: expected_us[number])
         # Step 3.
-        return min(tried, key=lambda number: num_runs[number])
+        return min(tried, key=lambda number: num_counted[number])
 
 
 def trimmed_mean(times_us: Sequence[int]) -> float:
@@ -284,7 +303,7 @@ def trimmed_mean(times_us: Sequence[int]) -> float:
     return sum(middle) / len(middle)
 
 
-def _exchange_us(pass_us: NDArray[np.int64]) -> int:
-    """[P] -> the mean pass, as often as an exchange has passes; rounded, so the same everywhere."""
-    num_passes = max(len(pass_us), 1)
-    return (len(FORWARD_BACKWARD) * int(pass_us.sum()) + num_passes // 2) // num_passes
+def _exchange_us(total_us: int, num_passes: int) -> int:
+    """The mean pass, as often as an exchange has passes; rounded, so the same everywhere."""
+    num_passes = max(num_passes, 1)
+    return (len(FORWARD_BACKWARD) * total_us + num_passes // 2) // num_passes

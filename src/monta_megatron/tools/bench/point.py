@@ -45,6 +45,8 @@ from monta_megatron.tools.bench.workload import Batch, make_batches
 # Iterations of a tuning in which no candidate has its turn: before the first, and until what the
 # last one took is known.
 AROUND_TUNING = 6
+# Fewer than a training has, in which there are layers besides.
+MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +186,9 @@ class Bench:
                     num_iterations,
                 )
                 for iteration in range(num_iterations):
-                    run_candidate(candidate, identity_experts, True, iteration)
+                    for number in range(MICRO_BATCHES):
+                        repeat = MICRO_BATCHES * iteration + number
+                        run_candidate(candidate, identity_experts, True, repeat)
                     # In a training, the step of an optimizer.
                     for iterations in all_iterations():
                         iterations.end()
