@@ -96,6 +96,8 @@ CASES = [
     (f"{BENCH} --dtype int8", ["--dtype", "'int8'", "bfloat16"]),
     (f"{BENCH} --ep 3", ["--ep", "got 3", "divides the 4 ranks"]),
     (f"{BENCH} --repeats 0", ["--repeats", "'0'", ">= 1"]),
+    (f"{BENCH} --tune-steps -1", ["--tune-steps", "'-1'", ">= 0"]),
+    (f"{BENCH} --chains alltoall --tune-steps 5", ["--tune-steps", "got 5", "--chains auto"]),
     (f"{BENCH} --routing even", ["--routing", "'even'", "uniform", "folder"]),
     (f"{BENCH} --routing {CONFIGS}", ["configs", "no router_trace_rank*.jsonl", "folder"]),
     (f"{BENCH} --routing W8", ["--routing", "'W8'", "W7"]),

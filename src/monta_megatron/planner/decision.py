@@ -231,8 +231,7 @@ class Decision:
     def _learn(self, outcome: Outcome) -> None:
         turn = self._turns.popleft()
         if turn is not None and self.tuning is not None:
-            pass_us = outcome.pass_us
-            self.tuning.add(turn, pass_us.min(axis=0), pass_us.max(axis=0))
+            self.tuning.add(turn, outcome.pass_us)
         if outcome.traffic is not None:
             average = self._average or outcome.traffic
             self._average = average.averaged(outcome.traffic, self._num_averaged)

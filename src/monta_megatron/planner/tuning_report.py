@@ -14,8 +14,8 @@ from monta_megatron.planner.tuning import Tuning
 def tuning_table(tuning: Tuning) -> list[str]:
     """Predicted and measured times of what was tried, the fastest first, as lines for the log.
 
-    Imbalance is by how much a pass of the slowest rank takes longer than one of the fastest: the
-    ranks wait so long for each other.
+    Imbalance is by how much the passes of an iteration take longer on the slowest rank than on the
+    fastest, which waits least for the others.
     """
     measured_us, times_us = tuning.measured_us, tuning.times_us
     rows = []
@@ -23,7 +23,7 @@ def tuning_table(tuning: Tuning) -> list[str]:
         us = measured_us[number]
         if us is None:
             continue
-        steps = [step for step in tuning.steps if step.candidate == number and step.us]
+        steps = [step for step in tuning.steps if step.candidate == number and step.counts]
         slowest_us, fastest_us = (
             sum(getattr(step, name) for step in steps) for name in ("slowest_us", "us")
         )
@@ -38,7 +38,7 @@ def tuning_table(tuning: Tuning) -> list[str]:
                     f"{us:,.0f}",
                     f"{us / candidate.predicted_us - 1:+.0%}",
                     len(times_us[number]),
-                    f"{slowest_us / fastest_us - 1:.0%}" if steps else None,
+                    f"{slowest_us / fastest_us - 1:.0%}" if fastest_us else None,
                     said.get(number, ""),
                 ],
             )
