@@ -138,6 +138,23 @@ def test_a_trace_is_replayed(ranks: ForkedRanks, tmp_path: Path) -> None:
     assert all(row["predicted_ms"] > 0 for row in report["rows"] if row["dispatcher"] == "monta")
 
 
+def test_auto_is_timed_after_its_tuning(ranks: ForkedRanks) -> None:
+    arguments = (
+        f"{SMALL} --chains alltoall,hierarchical_allgather,auto --num-chunks 1 --tune-steps 8 "
+        f"--phase forward_backward --cluster {CLUSTER} --json"
+    )
+    result = ranks.run(*MONTA_BENCH, *arguments.split())
+    assert result.returncode == 0, result.stderr
+    (tuned,) = [line for line in result.stderr.splitlines() if "chosen" in line]
+    rows = [row for row in json.loads(result.stdout)["rows"] if row["dispatcher"] == "monta"]
+    (auto,) = [row for row in rows if row["requested"] == "auto"]
+    # What the table says was chosen is what was timed.
+    assert tuned.split()[1:3] == [auto["chain"], str(auto["num_chunks"])]
+    assert auto["chosen"] and len(auto["repeats_ms"]) == 2
+    untuned = {(row["chain"], row["num_chunks"]) for row in rows if row["picked_untuned"]}
+    assert len(untuned) == 1
+
+
 def test_a_chain_that_is_left_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     from monta_megatron.cli.bench import _print_report
 

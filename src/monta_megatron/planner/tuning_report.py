@@ -18,6 +18,8 @@ def tuning_table(tuning: Tuning) -> list[str]:
     fastest, which waits least for the others.
     """
     measured_us, times_us = tuning.measured_us, tuning.times_us
+    pick = "the planner's pick"
+    said = {0: pick, tuning.winner: "chosen" if tuning.winner else f"chosen, {pick}"}
     rows = []
     for number, candidate in enumerate(tuning.candidates):
         us = measured_us[number]
@@ -27,7 +29,6 @@ def tuning_table(tuning: Tuning) -> list[str]:
         slowest_us, fastest_us = (
             sum(getattr(step, name) for step in steps) for name in ("slowest_us", "us")
         )
-        said = {tuning.winner: "chosen", 0: "the planner's pick"}
         rows.append(
             (
                 us,

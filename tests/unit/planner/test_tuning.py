@@ -357,6 +357,9 @@ def test_the_table_says_what_was_predicted_and_measured() -> None:
     assert rows[0].split() == ["alltoall_dedup", "1", "1,100", "800", "-27%", "2", "50%", "chosen"]
     assert rows[1].split()[:7] == ["alltoall_dedup", "4", "1,000", "1,000", "+0%", "2", "50%"]
     assert rows[1].endswith("the planner's pick")
+    stays = Tuning(candidates=THREE, num_steps=9)
+    tune(stays, [1000, 1200, 1100])
+    assert tuning_table(stays)[2].endswith("chosen, the planner's pick")
     assert len(rows) == 3 and all(line == line.rstrip() for line in rows)
 
 
