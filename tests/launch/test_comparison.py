@@ -87,8 +87,15 @@ def test_arguments_of_a_training(dispatcher: str) -> None:
         # The file trains for 10 iterations, and both reads and writes checkpoints.
         **{"exit-interval": 20, "train-iters": 20, "save": False, "load": False},
     }
-    ours = {"moe-monta-num-chunks": "2"} if dispatcher == "monta" else {}
+    ours = {"moe-monta-num-chunks": "2", "moe-monta-tune-steps": 0} if dispatcher == "monta" else {}
     assert values == expected | ours
+
+
+def test_a_tuning_that_is_asked_for_stays() -> None:
+    config = strict_yaml.load(RunConfig, FILE)
+    words = from_words(["--moe-monta-tune-steps", "5"])
+    values = arguments_for(config, FILE, words, "monta", iterations=20)
+    assert values["moe-monta-tune-steps"].value == "5"
 
 
 def test_a_long_training_keeps_its_schedule() -> None:

@@ -30,6 +30,8 @@ from monta_megatron.tools.launch.training_log import TrainingLog, read_log
 FLEX = "flex"
 # No checkpoint is read or written: every training begins with the seed's weights.
 CHECKPOINTS = ("save", "load", "async-save", "non-persistent-save-interval")
+# Who gives one of them wants a tuning in the trainings.
+TUNING = {"moe-monta-tune-steps", "moe-monta-plan-out"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +173,7 @@ def arguments_for(
 ) -> Arguments:
     """What follows `--` of the run with one dispatcher."""
     in_file = from_mapping(config.megatron, f"{file}: megatron")
+    asked = given.keys() | in_file.keys()
     # Our options stay in the file, where they are left out for other dispatchers.
     arguments = {
         key: argument
@@ -180,6 +183,9 @@ def arguments_for(
     # Not --train-iters: the learning rate and the data follow the whole training's schedule.
     changes: dict[str, Any] = {DISPATCHER: dispatcher, "log-interval": 1}
     changes["exit-interval"] = iterations
+    if dispatcher == DISPATCHER_TYPE and not asked & TUNING:
+        # Most of so few iterations would be those in which slower candidates run too.
+        changes["moe-monta-tune-steps"] = 0
     wanted = given.get("train-iters") or in_file.get("train-iters")
     if wanted is not None and wanted.value is not False and wanted.read(SIZE) < iterations:
         changes["train-iters"] = iterations
