@@ -28,12 +28,16 @@ def iteration_here(dispatcher: Any) -> Iteration:
     Layers that choose by the same policy are those of one shape. The micro-batches are unknown
     outside Megatron's training loop.
     """
-    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+    try:
+        num_micro_batches = get_num_microbatches()
+    except AttributeError:
+        # The training loop has not made Megatron's calculator.
+        num_micro_batches = None
     policies = [layer.token_dispatcher.chain_policy for layer in layers()]
-    has_batch = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None
     return Iteration(
         num_moe_layers=policies.count(dispatcher.chain_policy) or None,
         num_stages=dispatcher.config.pipeline_model_parallel_size,
-        num_micro_batches=calculator.get_num_microbatches() if has_batch else None,
+        num_micro_batches=num_micro_batches,
     )
