@@ -60,7 +60,7 @@ def draw(axis: Any, rows: list[dict[str, str]]) -> None:
         [1] * len(RATES),
         width=0.25,
         color=pictures.STOCK_COLOUR,
-        label="stock alltoall",
+        label="stock alltoall, same layout",
     )
     for position, (layout, (label, colour)) in enumerate(LAYOUTS.items()):
         ratios = [ratio(rows, layout, rate) for rate in RATES]
