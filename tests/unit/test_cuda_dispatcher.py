@@ -5,7 +5,6 @@ Megatron's own permutation is replaced by its sizes, as its fused kernel would r
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,27 +17,23 @@ import torch
 from fake_device import FakeDevice, HostWaitsError
 from fake_world import (
     LAYOUTS,
-    RANKS_PER_NODE,
-    TOPK,
     exchanged_counts,
     fake_world,
     megatron_groups,
 )
+from launch_counts import HIDDEN, make_dispatcher, permute_sizes, unpermute_sizes
 from megatron.core.transformer.moe import token_dispatcher as stock
-from megatron.core.transformer.transformer_config import TransformerConfig
 from stream_recorder import RecordedStream
 
-from monta_megatron import register
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
 from monta_megatron.exchange.gathering import Gathering
-from monta_megatron.integration import agreement, counts, dispatcher, nodes
+from monta_megatron.integration import counts, dispatcher
 from monta_megatron.integration.chain_policy import policy_for
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.planner.chain_policy import PlannedPolicy
 
-HIDDEN = 32
 LAYOUT = LAYOUTS[16, 1]
 COPY = "integration.counts.copy_to_host"
 WAIT = "integration.counts.read"
@@ -51,53 +46,19 @@ def world() -> Iterator[None]:
         yield
 
 
-def make_dispatcher(chain_name: str, router_dtype: str) -> MontaTokenDispatcher:
-    """A layer's dispatcher; all ranks say what this one says."""
-    register()
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        num_moe_experts=LAYOUT.num_experts,
-        moe_router_topk=TOPK,
-        moe_token_dispatcher_type="monta",
-        moe_router_load_balancing_type="none",
-        moe_router_dtype=router_dtype,
-        expert_model_parallel_size=LAYOUT.ep,
-        add_bias_linear=False,
-        moe_monta_chain=chain_name,
-        moe_monta_ranks_per_node=RANKS_PER_NODE,
-    )
-    groups = megatron_groups(LAYOUT)
-    alike = {"gather_objects": lambda value, group: [value] * group.size()}
-    collection = SimpleNamespace(ep=groups["ep"], expt_tp=groups["etp"], tp_ep=groups["tp_ep"])
-    first, number = LAYOUT.first_expert, LAYOUT.num_local_experts
-    with mock.patch.multiple(agreement, **alike), mock.patch.multiple(nodes, **alike):
-        return MontaTokenDispatcher(number, list(range(first, first + number)), config, collection)
-
-
 @contextmanager
 def a_layer(
     chain_name: str, router_dtype: str = "fp32"
 ) -> Iterator[tuple[MontaTokenDispatcher, torch.Tensor, FakeDevice]]:
     """A dispatcher on a device, and its routing map on the host."""
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
-        made = make_dispatcher(chain_name, router_dtype)
+        made = make_dispatcher(chain_name, router_dtype=router_dtype)
         copied, routed = exchanged_counts(made._counts.count_table)
         device = FakeDevice(listed=[COPY, WAIT, ROW_INDICES], host_values=copied.numpy())
         made.monitor = device.recorder.monitor
         made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
-        with device, mock.patch.multiple(stock, permute=permute, unpermute=unpermute):
+        with device, mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes):
             yield made, routed, device
-
-
-def permute(tokens: Any, routing_map: Any, *, num_out_tokens: int, **_: Any) -> tuple[Any, ...]:
-    rows = tokens.new_empty(num_out_tokens, HIDDEN)
-    return rows, rows.new_empty(num_out_tokens), routing_map, None, None
-
-
-def unpermute(rows: Any, *_: Any, restore_shape: Any, **__: Any) -> torch.Tensor:
-    return rows.new_empty(restore_shape)
 
 
 def forward(

@@ -1,0 +1,163 @@
+#!/usr/bin/env python
+"""Count what a rank's host issues for the exchange of a MoE layer, forward and backward.
+
+    python scripts/launch_budget.py --ep 16 --chain hierarchical_alltoall --num-chunks 4 --json
+    python scripts/launch_budget.py --table    # docs/launch_budget.md
+    python scripts/launch_budget.py --write    # into that file
+
+A test fails if the page differs from what this counts. No GPU is needed, but the packages of the
+tests are, and Megatron-Core.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = REPOSITORY / "docs" / "launch_budget.md"
+SIZES = (16, 64)
+CHUNKS = (1, 4)
+REPEATS = 30
+
+INTRODUCTION = """\
+# What a layer's exchange costs the host
+
+Written by `scripts/launch_budget.py` from what the code issues; a test keeps it current.
+
+A GPU does nothing before its host has told it to. This page counts what the host of one rank issues
+for the exchange of one MoE layer, forward and backward, on the CUDA branch with PyTorch's
+operations: 8 ranks per node, 4 experts per rank, top-8, ETP 1.
+
+"""
+
+DEFINITIONS = {
+    "tensor_operations": "operations of ATen that reach PyTorch's dispatcher, without views; "
+    "an allocation is one",
+    "kernel_launches": "kernels of these, an estimate: none for an allocation, 5 for a sort, 4 for "
+    "a top-k, 2 for a scan, else 1; those of collectives are not among them",
+    "collectives": "calls of a process group, the exchange of counts among them",
+    "stream_switches": "entered contexts `torch.cuda.stream`",
+    "waits": "of a stream for an event or a collective, which do not hold up the host; what a "
+    "process group itself issues is not counted",
+    "host_us": "host time with collectives and streams that do nothing, on tiny CPU tensors: "
+    "a figure of one machine, for ratios of interleaved runs only",
+}
+OUTSIDE = """\
+Megatron's own permutation, which permuted tokens go through before and behind the passes, is
+replaced by its sizes: it is not counted.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags; what the figures mean stands below them."""
+    made = argparse.ArgumentParser(
+        description="Count what a rank's host issues for the exchange of a MoE layer.",
+        epilog="\n".join(f"{name}: {text}" for name, text in DEFINITIONS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--ep", type=int, choices=SIZES, default=16, help="expert parallel ranks")
+    made.add_argument("--chain", default="hierarchical_alltoall", help="name of a chain")
+    made.add_argument("--num-chunks", type=int, default=1, help="chunks of each pass")
+    made.add_argument("--fused", action="store_true", help="refused: there are no fused kernels")
+    what = made.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="print one JSON document")
+    what.add_argument("--table", action="store_true", help="print the page: all chains")
+    what.add_argument("--write", action="store_true", help="write the page")
+    return made
+
+
+def page() -> str:
+    """The whole page."""
+    from launch_counts import FIELDS, count_launches
+
+    from monta_megatron.chains import CHAINS
+
+    lines = [INTRODUCTION]
+    lines += [f"- **{_words(name)}**: {DEFINITIONS[name]}\n" for name in FIELDS]
+    lines += [f"\n{OUTSIDE}\n", _line(["chain", "EP", "chunks", *map(_words, FIELDS)])]
+    lines.append(_line(["---"] * (3 + len(FIELDS))))
+    for chain in CHAINS.values():
+        for ep in SIZES:
+            for num_chunks in CHUNKS[:1] if chain.serial else CHUNKS:
+                counts = count_launches(chain.name, ep, num_chunks)
+                totals = [sum(getattr(row, name) for row in counts.values()) for name in FIELDS]
+                lines.append(_line([f"`{chain.name}`", ep, num_chunks, *totals]))
+    return "".join(lines)
+
+
+def budget(chain_name: str, ep: int, num_chunks: int) -> dict[str, object]:
+    """What `--json` prints: `passes`, and `total` with the same fields."""
+    from launch_counts import count_launches
+    from launch_times import host_us
+
+    counts = count_launches(chain_name, ep, num_chunks)
+    us = host_us(chain_name, ep, num_chunks, REPEATS)
+    passes = [
+        {"name": name, **vars(row), "host_us": round(us[name], 1)} for name, row in counts.items()
+    ]
+    total = {name: round(sum(each[name] for each in passes), 1) for name in DEFINITIONS}
+    return {"passes": passes, "total": total}
+
+
+def checked(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for what cannot be counted."""
+    from monta_megatron.chains import CHAINS
+
+    chain = CHAINS.get(arguments.chain)
+    if arguments.fused:
+        raise ValueError("--fused, got true, there are no fused kernels yet; leave it out")
+    if chain is None:
+        raise ValueError(f"--chain, got {arguments.chain}, must be one of {', '.join(CHAINS)}")
+    most = 1 if chain.serial else 8
+    if not 1 <= arguments.num_chunks <= most:
+        raise ValueError(
+            f"--num-chunks, got {arguments.num_chunks}, must be 1 to {most} for {chain.name}"
+        )
+
+
+def main() -> int:
+    """Count, and print or write."""
+    arguments = parser().parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
+    try:
+        checked(arguments)
+    except ValueError as error:
+        print(f"monta: error: {error}", file=sys.stderr)
+        return 2
+    from fake_world import fake_world
+
+    with fake_world():
+        if arguments.write:
+            PAGE.write_text(page(), encoding="utf-8")
+        elif arguments.table:
+            print(page(), end="")
+        else:
+            result = budget(arguments.chain, arguments.ep, arguments.num_chunks)
+            if arguments.json:
+                print(json.dumps(result, indent=2))
+            else:
+                print("".join(_text(result)), end="")
+    return 0
+
+
+def _text(result: dict[str, object]) -> list[str]:
+    rows = [*result["passes"], {"name": "total", **result["total"]}]  # type: ignore[misc, dict-item]
+    head = ["", *map(_words, DEFINITIONS)]
+    return [_line(head), _line(["---"] * len(head)), *(_line(list(row.values())) for row in rows)]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _line(cells: list[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Host time of a layer's exchange where nothing is waited for: real operations on tiny CPU tensors.
+
+Programs are those of a device, streams and collectives do nothing, so what is left is Python, the
+dispatch of operations and their work on next to no data. A launch on a GPU costs something else:
+the figures compare two states of the code on one machine, interleaved, and are good for no more.
+They are this thread's time, so that what else runs on the machine matters less.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from fake_world import exchanged_counts
+from launch_counts import (
+    ROWS,
+    layer_inputs,
+    make_dispatcher,
+    permute_sizes,
+    run_layer,
+    unpermute_sizes,
+)
+from megatron.core.transformer.moe import token_dispatcher as stock
+
+from monta_megatron.exchange import operations, state, streams
+from monta_megatron.exchange.collectives import PeerGroup, start_all_gather
+
+WARM_UP = 2
+
+
+class _NoStream:
+    """In place of a `torch.cuda.Stream`, and of its events."""
+
+    priority = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record_event(self) -> "_NoStream":
+        return self
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+def host_us(chain_name: str, ep: int, num_chunks: int, repeats: int) -> dict[str, float]:
+    """Median host time of each of `ROWS`, in microseconds, over so many layers."""
+    with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
+        made = make_dispatcher(chain_name, ep, moe_monta_num_chunks=num_chunks)
+    copied, routed = exchanged_counts(made._counts.count_table)
+    values = made._counts.count_table.read(copied.numpy())
+    made.cuda_dtoh_stream = _NoStream()
+    inputs = layer_inputs(routed, "cpu")
+    times = _Times()
+    made._counts.read = lambda: values
+    for name in ("preprocess", "_maybe_dtoh_and_synchronize"):
+        setattr(made, name, times.in_counts(getattr(made, name)))
+    with _one_thread(), _no_device(), torch.no_grad():
+        for _ in range(WARM_UP + repeats):
+            times.begin()
+            run_layer(made, inputs, times.row)
+    return {name: median(each[name] for each in times.layers[WARM_UP:]) for name in ROWS}
+
+
+class _Times:
+    """Microseconds by row; what runs inside another row is not the outer one's."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, float]] = []
+        self._inside_us = 0.0
+
+    def begin(self) -> None:
+        self.layers.append(defaultdict(float))
+
+    @contextmanager
+    def row(self, name: str) -> Iterator[None]:
+        outside_us, self._inside_us = self._inside_us, 0.0
+        start = time.thread_time()
+        yield
+        spent_us = (time.thread_time() - start) * 1e6
+        self.layers[-1][name] += spent_us - self._inside_us
+        self._inside_us = outside_us + spent_us
+
+    def in_counts(self, function: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            with self.row("counts"):
+                return function(*args)
+
+        return timed
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context in which the work on the data is the host thread's own, as launches are."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
+
+
+@contextmanager
+def _no_device() -> Iterator[None]:
+    """Context in which the CPU's tensors take a device's path through the exchange."""
+    stream = _NoStream()
+    inside = nullcontext()
+    starts = {
+        "start_all_to_all": _zeroed(operations.start_all_to_all),
+        "start_all_gather": _zeroed(_start_all_gather),
+    }
+    streams._drawn.cache_clear()
+    with ExitStack() as context:
+        for patch in (
+            mock.patch.multiple(
+                torch.cuda,
+                Stream=_NoStream,
+                stream=lambda stream: inside,
+                current_stream=lambda device=None: stream,
+                current_device=lambda: torch.device("cpu"),
+            ),
+            mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
+            mock.patch.object(state, "streams_for", streams.CudaStreams),
+            mock.patch.multiple(operations, **starts),
+            mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes),
+        ):
+            context.enter_context(patch)
+        yield
+    streams._drawn.cache_clear()
+
+
+def _start_all_gather(
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    receive: list[int],
+    send: list[int],
+    group: PeerGroup,
+) -> Any:
+    """As on a device, where `collectives.start_all_gather` asks where the rows are."""
+    if len(set(receive)) == 1:
+        return start_all_gather(output, input_, receive, send, group)
+    outputs = list(output.split(receive))
+    # A fake group copies a message to itself, which has to fit.
+    return dist.all_to_all(outputs, outputs, group=group.process_group, async_op=True)
+
+
+def _zeroed(start: Any) -> Any:
+    """A collective behind which the message holds ids that are in range."""
+
+    def started(output: torch.Tensor, *arguments: Any) -> Any:
+        work = start(output, *arguments)
+        output.zero_()
+        return work
+
+    return started
