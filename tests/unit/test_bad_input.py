@@ -52,8 +52,12 @@ CASES = [
         ],
     ),
     (f"{CONFIG}/wrong_type.json", ["num_experts_per_tok: got '8', must be an integer >= 1"]),
-    (f"{CONFIG}/too_many.json", ["moe_router_topk: got 9, must be at most num_experts (8)"]),
+    (f"{CONFIG}/too_many.json", ["num_experts_per_tok: got 9, must be at most num_experts"]),
     (f"{CONFIG}/many_experts.json", ["num_experts: got 100000000, must be at most 65536"]),
+    (
+        f"{CONFIG}/dense.json",
+        ["dense.json: first_k_dense_replace: got 5, must leave a layer", "num_hidden_layers (3)"],
+    ),
     (f"{CONFIG}/list.json", ["must be a mapping"]),
     (f"{CONFIG}/cut_short.json", ["is no JSON in line 2"]),
     (f"{CONFIG}/twice.json", ["key 'hidden_size' is written twice"]),

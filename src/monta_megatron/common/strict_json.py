@@ -17,7 +17,8 @@ def read(path: str | Path) -> Any:
     Raises:
         ValueError: the file cannot be read, is too large or is no such document; one line.
     """
-    text = read_text(path, "JSON", MOST_BYTES)
+    # Some editors write a byte order mark.
+    text = read_text(path, "JSON", MOST_BYTES).removeprefix("\ufeff")
     try:
         return json.loads(text, parse_int=_integer, object_pairs_hook=_mapping)
     except json.JSONDecodeError as error:

@@ -73,6 +73,9 @@ class Model:
             self.num_moe_layers,
             f"be at most num_layers ({self.num_layers})",
         )
+        heads, query_groups = self.num_attention_heads, self.num_query_groups
+        rule = f"divide num_attention_heads ({heads})"
+        require(heads % query_groups == 0, "num_query_groups", query_groups, rule)
         self._check_num_parameters()
         for name in self.assumed:
             names = [entry.name for entry in fields(self)]
@@ -151,7 +154,7 @@ def load_model(path: str | Path) -> Model:
     from monta_megatron.common import presets, strict_yaml
 
     file = presets.find("models", path)
-    if file.suffix != ".json":
+    if file.suffix.lower() != ".json":
         return strict_yaml.load(Model, file)
     from monta_megatron.common import strict_json
     from monta_megatron.planner.huggingface import model_of_config

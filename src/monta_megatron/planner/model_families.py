@@ -6,99 +6,22 @@ family's class in `transformers` (5.23), which writes all fields.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from monta_megatron.common.rules import NonNegativeInt, PositiveInt
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dimensions:
-    """What every family comes down to; `Model` explains what is not explained here.
-
-    Attributes:
-        attention_parameters: weights of one layer's attention.
-        expert_ffn_size: FFN size of one expert.
-        shared_ffn_size: FFN size of a layer's shared experts together.
-        dense_ffn_size: FFN size of the layers without experts.
-        is_tied: whether input and output embeddings are the same weights.
-    """
-
-    hidden_size: int
-    num_layers: int
-    num_moe_layers: int
-    num_attention_heads: int
-    num_query_groups: int
-    num_experts: int
-    topk: int
-    expert_ffn_size: int
-    attention_parameters: int
-    vocab_size: int
-    max_positions: int | None
-    is_tied: bool
-    shared_ffn_size: int = 0
-    dense_ffn_size: int = 0
-    num_groups: int | None = None
-    group_topk: int | None = None
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of all matrices: norms and biases, less than one in a thousand, are left out."""
-        # Every feed-forward layer is gated: two matrices in and one out.
-        per_ffn_size = 3 * self.hidden_size
-        moe_layer = per_ffn_size * (self.num_experts * self.expert_ffn_size + self.shared_ffn_size)
-        moe_layer += self.hidden_size * self.num_experts
-        return (
-            self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
-            + self.num_layers * self.attention_parameters
-            + self.num_moe_layers * moe_layer
-            + (self.num_layers - self.num_moe_layers) * per_ffn_size * self.dense_ffn_size
-        )
-
-
-def _grouped_query_attention(hidden_size: int, heads: int, groups: int, head_dim: int) -> int:
-    """Weights of query, key, value and output."""
-    return 2 * hidden_size * head_dim * (heads + groups)
+from monta_megatron.common.rules import NonNegativeInt, PositiveInt, require
+from monta_megatron.planner.model_dimensions import (
+    Decoder,
+    Dimensions,
+    check_divides,
+    check_experts,
+    grouped_query_attention,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Decoder:
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_experts_per_tok: PositiveInt
-    vocab_size: PositiveInt
-    num_key_value_heads: PositiveInt | None
-    head_dim: PositiveInt | None = None
-    max_position_embeddings: PositiveInt | None = None
-    tie_word_embeddings: bool = False
-
-    @property
-    def attention_parameters(self) -> int:
-        heads = self.num_attention_heads
-        head_dim = self.head_dim or self.hidden_size // heads
-        groups = self.num_key_value_heads or heads
-        return _grouped_query_attention(self.hidden_size, heads, groups, head_dim)
-
-    def _with(self, **sizes: Any) -> Dimensions:
-        """What all of these families name alike, and what each names in its own way."""
-        common = {
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_hidden_layers,
-            "num_moe_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_query_groups": self.num_key_value_heads or self.num_attention_heads,
-            "topk": self.num_experts_per_tok,
-            "attention_parameters": self.attention_parameters,
-            "vocab_size": self.vocab_size,
-            "max_positions": self.max_position_embeddings,
-            "is_tied": self.tie_word_embeddings,
-        }
-        return Dimensions(**{**common, **sizes})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mixtral(_Decoder):
+class Mixtral(Decoder):
     """Mixtral: experts in every layer, each as large as a dense feed-forward layer."""
+
+    EXPERTS = "num_local_experts"
 
     num_local_experts: PositiveInt
     intermediate_size: PositiveInt
@@ -118,7 +41,7 @@ class GptOss(Mixtral):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmoe(_Decoder):
+class Olmoe(Decoder):
     """OLMoE: as Mixtral, with another name for the number of experts."""
 
     num_experts: PositiveInt
@@ -130,7 +53,7 @@ class Olmoe(_Decoder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Moe(_Decoder):
+class Qwen3Moe(Decoder):
     """Qwen3-MoE: some layers may be dense."""
 
     num_experts: PositiveInt
@@ -139,13 +62,28 @@ class Qwen3Moe(_Decoder):
     decoder_sparse_step: PositiveInt = 1
     mlp_only_layers: tuple[int, ...] | None = None
 
-    def dimensions(self) -> Dimensions:
-        """The same by our names."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.num_moe_layers > 0,
+            "decoder_sparse_step",
+            self.decoder_sparse_step,
+            f"leave a layer with experts, of num_hidden_layers ({self.num_hidden_layers}) without "
+            "mlp_only_layers",
+        )
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
         layers, step = self.num_hidden_layers, self.decoder_sparse_step
         # Layers are counted from 0; every `step`-th one has experts unless it is listed as dense.
         dense = {layer for layer in self.mlp_only_layers or () if 0 <= layer < layers}
+        return layers // step - sum((layer + 1) % step == 0 for layer in dense)
+
+    def dimensions(self) -> Dimensions:
+        """The same by our names."""
         return self._with(
-            num_moe_layers=layers // step - sum((layer + 1) % step == 0 for layer in dense),
+            num_moe_layers=self.num_moe_layers,
             num_experts=self.num_experts,
             expert_ffn_size=self.moe_intermediate_size,
             shared_ffn_size=self.shared_ffn_size,
@@ -171,8 +109,10 @@ class Qwen2Moe(Qwen3Moe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3(_Decoder):
+class DeepseekV3(Decoder):
     """DeepSeek-V3 and Kimi K2: latent attention, dense layers first, groups of experts."""
+
+    EXPERTS = "n_routed_experts"
 
     n_routed_experts: PositiveInt
     moe_intermediate_size: PositiveInt
@@ -189,6 +129,44 @@ class DeepseekV3(_Decoder):
     topk_method: str = "noaux_tc"
     moe_layer_freq: PositiveInt = 1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.num_moe_layers > 0,
+            "first_k_dense_replace",
+            self.first_k_dense_replace,
+            f"leave a layer with experts, of num_hidden_layers ({self.num_hidden_layers}) and at "
+            f"every moe_layer_freq ({self.moe_layer_freq})",
+        )
+        if self.is_grouped:
+            self._check_groups()
+
+    def _check_head_dim(self) -> None:
+        """The dimensions of latent attention are all given."""
+
+    def _check_groups(self) -> None:
+        check_divides(self, "n_group", "n_routed_experts")
+        groups, chosen, topk = self.n_group or 1, self.topk_group or 0, self.num_experts_per_tok
+        for holds, rule in (
+            (1 <= chosen <= groups, f"be from 1 to n_group ({groups})"),
+            (
+                chosen * (self.n_routed_experts // groups) >= topk,
+                f"leave at least num_experts_per_tok ({topk}) experts to choose from",
+            ),
+        ):
+            require(holds, "topk_group", self.topk_group, rule)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a token may use some groups of experts only."""
+        return (self.n_group or 1) > 1 and self.topk_method != "greedy"
+
+    @property
+    def num_moe_layers(self) -> int:
+        """The multiples of moe_layer_freq from the first layers, which are dense, to the last."""
+        step = self.moe_layer_freq
+        return -(-self.num_hidden_layers // step) - -(-self.first_k_dense_replace // step)
+
     @property
     def attention_parameters(self) -> int:
         """Weights of a layer's projections into and out of the latent space, and of the output."""
@@ -202,17 +180,14 @@ class DeepseekV3(_Decoder):
 
     def dimensions(self) -> Dimensions:
         """The same by our names."""
-        is_grouped = (self.n_group or 1) > 1 and self.topk_method != "greedy"
         return self._with(
-            # The multiples of moe_layer_freq from the first layers, which are dense, to the last.
-            num_moe_layers=-(-self.num_hidden_layers // self.moe_layer_freq)
-            - -(-self.first_k_dense_replace // self.moe_layer_freq),
+            num_moe_layers=self.num_moe_layers,
             num_experts=self.n_routed_experts,
             expert_ffn_size=self.moe_intermediate_size,
             shared_ffn_size=(self.n_shared_experts or 0) * self.moe_intermediate_size,
             dense_ffn_size=self.intermediate_size,
-            num_groups=self.n_group if is_grouped else None,
-            group_topk=self.topk_group if is_grouped else None,
+            num_groups=self.n_group if self.is_grouped else None,
+            group_topk=self.topk_group if self.is_grouped else None,
         )
 
 
@@ -234,6 +209,9 @@ class _DbrxFeedForward:
     moe_num_experts: PositiveInt
     moe_top_k: PositiveInt
 
+    def __post_init__(self) -> None:
+        check_experts(self, "moe_top_k", "moe_num_experts")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dbrx:
@@ -248,6 +226,11 @@ class Dbrx:
     max_seq_len: PositiveInt | None = None
     tie_word_embeddings: bool = False
 
+    def __post_init__(self) -> None:
+        check_divides(self, "n_heads", "d_model")
+        heads, groups = self.n_heads, self.attn_config.kv_n_heads
+        require(heads % groups == 0, "attn_config.kv_n_heads", groups, f"divide n_heads ({heads})")
+
     def dimensions(self) -> Dimensions:
         """The same by our names."""
         groups, experts = self.attn_config.kv_n_heads, self.ffn_config
@@ -261,7 +244,7 @@ class Dbrx:
             num_experts=experts.moe_num_experts,
             topk=experts.moe_top_k,
             expert_ffn_size=experts.ffn_hidden_size,
-            attention_parameters=_grouped_query_attention(
+            attention_parameters=grouped_query_attention(
                 self.d_model, self.n_heads, groups, head_dim
             ),
             vocab_size=self.vocab_size,

@@ -180,7 +180,14 @@ def _read(folder: str, router: TracedRouter, most_tokens: int) -> RouterTrace:
         for path in Path(folder).glob("router_trace_rank*.jsonl")
         if (digits := path.stem.removeprefix("router_trace_rank")).isdecimal()
     }
-    rows = {rank: _rows(files[rank], router, most_tokens) for rank in sorted(files)}
+    rows = {}
+    for rank, path in sorted(files.items()):
+        try:
+            rows[rank] = _rows(path, router, most_tokens)
+        except OSError as error:
+            raise ValueError(
+                f"{path}: cannot be read: {error.strerror}; must be a file of the tracer"
+            ) from error
     if not files:
         raise ValueError(
             f"{folder}: no router_trace_rank*.jsonl in it, must be a folder that Megatron wrote "

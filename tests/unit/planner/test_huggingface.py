@@ -104,6 +104,45 @@ def test_what_is_null_or_missing_means_what_it_means_there() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("mixtral_8x7b", {"num_key_value_heads": 5}, "must divide num_attention_heads (32)"),
+        ("mixtral_8x7b", {"num_attention_heads": 24}, "must divide hidden_size (4096)"),
+        ("mixtral_8x7b", {"num_experts_per_tok": 9}, "must be at most num_local_experts (8)"),
+        ("mixtral_8x7b", {"num_local_experts": 99_999}, "must be at most 65536"),
+        ("dbrx", {"n_heads": 100}, "must divide d_model (6144)"),
+        ("qwen3_30b_a3b", {"decoder_sparse_step": 49}, "of num_hidden_layers (48)"),
+        ("deepseek_v3", {"first_k_dense_replace": 62}, "of num_hidden_layers (61)"),
+        ("deepseek_v3", {"n_group": 7}, "must divide n_routed_experts (256)"),
+        ("deepseek_v3", {"topk_group": 9}, "must be from 1 to n_group (8)"),
+        ("deepseek_v3", {"topk_group": None}, "must be from 1 to n_group (8)"),
+        ("deepseek_v3", {"n_group": 64, "topk_group": 1}, "num_experts_per_tok (8) experts"),
+    ],
+)
+def test_errors_name_the_fields_of_the_file(
+    name: str, changes: dict[str, Any], expected: str
+) -> None:
+    (field, value) = list(changes.items())[-1]
+    with pytest.raises(ValueError) as error:
+        model_of_config({**CONFIGS[name], **changes}, "c")
+    assert str(error.value).startswith(f"c: {field}: got {value}, must "), error.value
+    assert expected in str(error.value)
+
+
+def test_heads_of_dbrx_share_keys() -> None:
+    config = CONFIGS["dbrx"]
+    attention = {**config["attn_config"], "kv_n_heads": 7}
+    with pytest.raises(ValueError, match=r"^c: attn_config.kv_n_heads: got 7, must divide n_heads"):
+        model_of_config({**config, "attn_config": attention}, "c")
+
+
+def test_a_config_of_another_editor(tmp_path: Path) -> None:
+    path = tmp_path / "MIXTRAL.JSON"
+    path.write_text("\ufeff" + json.dumps(CONFIGS["mixtral_8x7b"]), encoding="utf-8")
+    assert load_model(path).num_experts == 8
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ('{"a": 1,}', "config.json: is no JSON in line 1: "),

@@ -239,7 +239,12 @@ FILES: list[tuple[str, object, list[str]]] = [
     ("layout", {"world_size": 16, "ep": 16, "tp": 3}, ["world_size: got 16", "tp * cp * pp (3)"]),
     ("model", {**MODEL, "num_experts": 264}, ["layout.yaml: ep: got 16", "num_experts", "(264)"]),
     ("model", {**MODEL, "seq_length": 4095}, ["layout.yaml: tp: got 2", "seq_length", "4095"]),
-    ("model", {**MODEL, "num_attention_heads": 9}, ["layout.yaml: tp", "num_attention_heads"]),
+    (
+        "model",
+        {**MODEL, "num_attention_heads": 9, "num_query_groups": 3},
+        ["layout.yaml: tp", "num_attention_heads"],
+    ),
+    ("model", {**MODEL, "num_query_groups": 3}, ["num_query_groups: got 3, must divide", "(128)"]),
 ]
 
 

@@ -110,3 +110,14 @@ def test_the_rest_of_a_long_trace_is_not_read(
     monkeypatch.setattr(router_trace, "LEAST_CHOICES", 0.5)
     write_trace(tmp_path, 0, [top1(1, 0, 1), top1(1, 2)])
     assert read_trace(str(tmp_path), router_of(model_of(topk=1)), 2).num_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"), [("nowhere", "No such file or directory"), (".", "Is a directory")]
+)
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, target: str, reason: str) -> None:
+    path = tmp_path / "router_trace_rank0.jsonl"
+    path.symlink_to(target)
+    with pytest.raises(ValueError) as error:
+        read_trace(str(tmp_path), router_of(model_of(topk=1)), 8)
+    assert str(error.value) == f"{path}: cannot be read: {reason}; must be a file of the tracer"
