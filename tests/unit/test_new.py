@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from published_configs import CONFIGS
 
 from monta_megatron.cli import main
@@ -18,10 +17,8 @@ from monta_megatron.common.field_texts import field_texts
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.model import Model, load_model
-from monta_megatron.planner.rate import Rate
 from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
 from monta_megatron.tools.new import hardware
-from monta_megatron.tools.new.cluster import GPUS, Machine, cluster_template
 from monta_megatron.tools.new.hardware import Gpus, Interfaces
 
 SIZES = "--hidden-size 2048 --num-layers 24 --num-attention-heads 16 --num-experts 64"
@@ -156,6 +153,34 @@ def test_a_run_names_its_files_from_its_folder(tmp_path: Path) -> None:
     assert (run.name, run.layout.ep, run.megatron["num-layers"]) == ("mixtral_46_7b", 8, 32)
 
 
+@pytest.mark.parametrize(
+    ("words", "dtype", "router"),
+    [
+        ("", "bf16", True),
+        ("--dtype float16", "fp16", True),
+        ("--dtype float32", None, True),
+        ("--probs-dtype bf16", "bf16", False),
+    ],
+)
+def test_a_run_has_the_dtypes_of_its_model(words: str, dtype: str | None, router: bool) -> None:
+    new(f"model --from mixtral_8x7b {words} --out model.yaml")
+    new(
+        "run --model model.yaml --cluster h100_8x_ndr --nodes 2 --ep 8 --ignore-memory --out r.yaml"
+    )
+    megatron = strict_yaml.load(RunConfig, "r.yaml").megatron
+    assert [name for name in ("bf16", "fp16") if name in megatron] == ([dtype] if dtype else [])
+    assert (megatron.get("moe-router-dtype") == "fp32") == router
+    assert ("moe-router-dtype is left out" in Path("r.yaml").read_text()) == (not router)
+
+
+def test_dense_layers_of_a_run_are_a_choice() -> None:
+    new("run --model deepseek_v3 --cluster h100_8x_ndr --nodes 8 --ep 64 --ignore-memory --out r")
+    text = Path("r").read_text()
+    choices = text.partition("Experts, common choices.")[2]
+    assert "# taken: dense layers first\n  moe-layer-freq: ([0]*3+[1]*58)\n" in choices
+    assert "which layers are dense" in " ".join(text.replace("#", "").split())
+
+
 def test_gpus_of_nvidia_smi(tmp_path: Path) -> None:
     assert hardware.find_gpus() is None
     program = tmp_path / "nvidia-smi"
@@ -194,62 +219,27 @@ def test_interfaces_of_sys(tmp_path: Path) -> None:
         write(f"class/infiniband/mlx5_{number}/ports/1/state", state)
     write("class/infiniband/mlx5_9/ports/1/rate", "100 Gb/sec (4X EDR)")
     write("class/infiniband/mlx5_9/ports/1/state", "4: ACTIVE")
-    found = hardware.find_interfaces(sys)
     names = ("mlx5_0:1", "mlx5_1:1")
-    assert found == Interfaces(
+    assert hardware.find_interfaces(sys) == Interfaces(
         names=names, gbit_per_s=400.0, source="/sys/class/infiniband", slower=1
     )
 
 
-H100 = Machine(
-    gpus=Gpus(model="H100 80GB HBM3", number=8, memory_gb=85.5),
-    interfaces=Interfaces(
-        names=tuple(f"mlx5_{number}:1" for number in range(8)),
-        gbit_per_s=400.0,
-        source="/sys/class/infiniband",
-        slower=2,
-    ),
-    num_nodes=16,
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        ("--ranks-per-node 8", ["a GPU", "a network", "How many"]),
+        ("--gpu H100 --num-nodes 4", ["a network"]),
+        ("--gpu H100 --num-nodes 1", []),
+        (f"--gpu H100 --num-nodes 4 {EIGHT}", []),
+        (f"--num-nodes 4 {EIGHT} --node-link-rate 300GB/s --memory-rate 2TB/s", ["a GPU"]),
+    ],
 )
-
-
-def test_a_machine_of_h100_is_like_the_preset(tmp_path: Path) -> None:
-    template = cluster_template(H100, {}, {})
-    assert template.to_fill_in == ()
-    path = tmp_path / "cluster.yaml"
-    path.write_text(template.text)
-    cluster, preset = load_cluster(path), load_cluster("h100_8x_ndr")
-    assert (cluster.num_nodes, cluster.ranks_per_node, cluster.nics_per_node) == (16, 8, 8)
-    assert cluster.memory_gb_per_rank == 85.5
-    assert (cluster.links[1:], cluster.launch) == (preset.links[1:], preset.launch)
-    assert cluster.contention == preset.contention
-    assert cluster.links[0].rate == Rate.from_text("400 Gb/s")
-    assert "found: 8 x H100 80GB HBM3 (nvidia-smi)" in template.text
-    assert "and 2 slower" in template.text and "guessed" in template.text
-
-
-def test_what_is_given_wins() -> None:
-    given = {"num_nodes": 2, "name": "mine"}
-    template = cluster_template(H100, given, {"inter": Rate(20.0)})
-    cluster = strict_yaml.build(Cluster, yaml.safe_load(template.text), "c")
-    assert (cluster.name, cluster.num_nodes) == ("mine", 2)
-    assert cluster.links[0].rate == Rate(20.0) and template.remarks["num_nodes"] == "given"
-
-
-def test_a_gpu_of_another_make_is_left_open() -> None:
-    pcie = Machine(gpus=Gpus(model="H100 PCIe", number=4, memory_gb=85.5))
-    template = cluster_template(pcie, {"num_nodes": 1}, {})
-    assert template.to_fill_in == ("links[0].rate", "links[1].rate")
-    assert "No figures are known of H100 PCIe" in template.text
-    # A rack's node link joins more GPUs than one host has.
-    rack = Machine(gpus=Gpus(model="GB200", number=4, memory_gb=198.0))
-    template = cluster_template(rack, {"num_nodes": 1}, {})
-    assert template.to_fill_in == ("ranks_per_node",)
-
-
-def test_gpus_by_name() -> None:
-    assert tuple(sorted(GPUS)) == GPU_NAMES
-    for figures in GPUS.values():
-        for link in load_cluster(figures.preset).links:
-            # `monta new cluster` takes either part of it.
-            assert re.fullmatch(r"alpha: .*; rate: .*", link.source)
+def test_what_is_given_was_not_looked_for_in_vain(
+    words: str, notes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    new(f"cluster {words}")
+    text = capsys.readouterr().out
+    assert re.findall(r"Not found: (a \w+)|(How many) nodes", text) == [
+        ("", note) if note == "How many" else (note, "") for note in notes
+    ]

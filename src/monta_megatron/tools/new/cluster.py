@@ -1,7 +1,7 @@
 """A cluster file from what this machine has, what is given, and what datasheets say of its GPUs."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from monta_megatron.chains.program import Resource
@@ -10,11 +10,13 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.rate import Rate
 from monta_megatron.tools.new.hardware import Gpus, Interfaces
-from monta_megatron.tools.new.template import Template, make_template
+from monta_megatron.tools.new.template import Template, flags_of, make_template
 
 # Start times and host costs are those of this preset where a GPU is not known.
 BASE = "h100_8x_ndr"
 GUESSED = "guessed: the published figure of this GPU"
+# Resource -> the flag of its rate.
+RATE_FLAGS = {"inter": "--network-rate", "intra": "--node-link-rate", "memory": "--memory-rate"}
 CALIBRATE = "`monta calibrate` on the cluster itself gives a better file."
 
 
@@ -82,13 +84,16 @@ def cluster_template(
         ValueError: what is given does not go together.
     """
     figures = GPUS[gpu] if gpu is not None else _figures_of(machine.gpus)
+    if gpu is not None and _figures_of(machine.gpus) is not figures:
+        # Another GPU than the one that is meant: neither its memory nor its number holds.
+        machine = replace(machine, gpus=None)
     values: dict[str, Any] = {}
     remarks: dict[str, str] = {}
     _fill_sizes(machine, figures, values, remarks)
     base = load_cluster(BASE if figures is None else figures.preset)
     if figures is not None and "memory_gb_per_rank" not in values:
-        own = figures.memory
-        values["memory_gb_per_rank"] = base.memory_gb_per_rank if own is None else own[1]
+        memory = figures.memory
+        values["memory_gb_per_rank"] = base.memory_gb_per_rank if memory is None else memory[1]
         remarks["memory_gb_per_rank"] = GUESSED
     if {**values, **given}.get("num_nodes") == 1 and "nics_per_node" not in values:
         values["nics_per_node"] = 1
@@ -100,9 +105,16 @@ def cluster_template(
         name: value for name, value in strict_yaml.plain(base.launch).items() if value
     }
     remarks["launch"] = f"taken from the preset {BASE if figures is None else figures.preset}"
+    settled: set[str] = {*given, *rates}
     resources: tuple[Resource, ...] = ("inter", "intra", "memory")
     if values.get("num_nodes") == 1:
+        if "inter" in rates:
+            raise ValueError(
+                f"--network-rate: got {rates['inter']}, must be left out where num_nodes is 1; "
+                "--num-nodes says how many there are"
+            )
         resources = resources[1:]
+        settled |= {"nics_per_node", "inter"}
     values["links"] = []
     for position, resource in enumerate(resources):
         link, remark = _link(resource, base, figures, machine.interfaces, rates.get(resource))
@@ -118,9 +130,13 @@ def cluster_template(
         about=[
             "A cluster, for `monta plan --cluster` and --moe-monta-cluster, from what this machine "
             f"has and what was published. {CALIBRATE}",
-            *_findings(machine, figures, gpu),
+            *_findings(machine, figures, gpu, settled),
         ],
         remarks=remarks,
+        flags={
+            **flags_of(given),
+            "links": ", ".join(RATE_FLAGS[name] for name in rates) or "links",
+        },
         left_out=("curves", "doubts"),
     )
 
@@ -177,9 +193,9 @@ def _link(
             origin = f"line rate, {interfaces.source}"
             remark = "found: the line rate; messages of some MB reach 88 to 94% of it in practice"
     elif figures is not None:
-        own = figures.memory if resource == "memory" else None
-        rate = str(published.rate if own is None else own[0])
-        origin = origin if own is None else own[2]
+        memory = figures.memory if resource == "memory" else None
+        rate = str(published.rate if memory is None else memory[0])
+        origin = origin if memory is None else memory[2]
         remark = GUESSED
     source = alpha if rate is None else f"{alpha}; rate: {origin}"
     link: dict[str, Any] = {"resource": resource, "alpha_us": published.alpha_us}
@@ -218,7 +234,7 @@ def _figures_of(gpus: Gpus | None) -> GpuFigures | None:
 def _name(machine: Machine, gpu: str | None) -> str:
     parts = []
     if gpu is not None or machine.gpus is not None:
-        number = f"{machine.gpus.number} x " if machine.gpus is not None and gpu is None else ""
+        number = f"{machine.gpus.number} x " if machine.gpus is not None else ""
         parts.append(f"{number}{gpu or (machine.gpus.model if machine.gpus else '')}")
     if machine.interfaces is not None:
         parts.append(f"{len(machine.interfaces.names)} x {machine.interfaces.gbit_per_s:g} Gb/s")
@@ -226,28 +242,32 @@ def _name(machine: Machine, gpu: str | None) -> str:
 
 
 def _source(machine: Machine) -> str:
-    found = [
+    places = [
         place
         for place, thing in (("nvidia-smi", machine.gpus), ("/sys", machine.interfaces))
         if thing is not None
     ]
-    return f"monta new cluster, {' and '.join(found) or 'by hand'}"
+    return f"monta new cluster, {' and '.join(places) or 'by hand'}"
 
 
-def _findings(machine: Machine, figures: GpuFigures | None, gpu: str | None) -> list[str]:
-    """What was looked for in vain."""
+def _findings(
+    machine: Machine, figures: GpuFigures | None, gpu: str | None, given: Collection[str]
+) -> list[str]:
+    """What was looked for in vain, and is not given: fields of `Cluster` and resources."""
     texts = []
-    if machine.gpus is None:
+    lacks_sizes = not {"ranks_per_node", "memory_gb_per_rank"} <= set(given)
+    lacks_rates = figures is None and not {"intra", "memory"} <= set(given)
+    if machine.gpus is None and gpu is None and (lacks_sizes or lacks_rates):
         texts.append("Not found: a GPU (nvidia-smi).")
-    elif figures is None:
+    elif machine.gpus is not None and lacks_rates:
         texts.append(
             f"No figures are known of {machine.gpus.model}, neither of its node link nor of its "
             f"memory; known: {', '.join(entry.driver_name for entry in GPUS.values())}."
         )
     if gpu is not None:
         texts.append(f"Published figures of the {gpu} are taken, as asked.")
-    if machine.interfaces is None:
+    if machine.interfaces is None and not {"nics_per_node", "inter"} <= set(given):
         texts.append("Not found: a network interface that is up (/sys/class/infiniband and net).")
-    if machine.num_nodes is None:
+    if machine.num_nodes is None and "num_nodes" not in given:
         texts.append("How many nodes there are cannot be seen on one of them (--num-nodes).")
     return texts

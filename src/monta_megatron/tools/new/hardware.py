@@ -69,18 +69,18 @@ def find_interfaces(sys: Path) -> Interfaces | None:
     Args:
         sys: where the kernel shows them: `SYS`.
     """
-    for folder, found in (
+    for folder, rates in (
         ("class/infiniband", dict(_ports(sys / "class" / "infiniband"))),
         ("class/net", dict(_cards(sys / "class" / "net"))),
     ):
-        if found:
-            fastest = max(found.values())
-            names = tuple(sorted(name for name, rate in found.items() if rate == fastest))
+        if rates:
+            fastest = max(rates.values())
+            names = tuple(sorted(name for name, rate in rates.items() if rate == fastest))
             return Interfaces(
                 names=names,
                 gbit_per_s=fastest,
                 source=f"/sys/{folder}",
-                slower=len(found) - len(names),
+                slower=len(rates) - len(names),
             )
     return None
 

@@ -6,7 +6,7 @@ from typing import Any
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.huggingface import ASSUMED, SEQ_LENGTH
 from monta_megatron.planner.model import Model, load_model
-from monta_megatron.tools.new.template import Template, make_template
+from monta_megatron.tools.new.template import Template, flags_of, make_template
 
 # Where a size is not given, another one is taken: the key, the key of the other, and why.
 TAKEN = (
@@ -47,5 +47,6 @@ def model_template(given: Mapping[str, Any], source: str | None = None) -> Templ
         values,
         about=["A model, for `monta plan --model` and for the run files of `monta launch`."],
         remarks=remarks,
+        flags=flags_of(given),
         left_out=("assumed",),
     )

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from monta_megatron.common.dtypes import torch_name
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig
-from monta_megatron.tools.new.template import Template, make_template
+from monta_megatron.tools.new.template import Template, flags_of, make_template
 from monta_megatron.tools.plan.plan_request import PlanRequest
 from monta_megatron.tools.plan.request import cluster_with_rate, read_inputs
 
@@ -47,10 +48,18 @@ def run_template(
             f"{request.cluster}; its num_nodes is that of the cluster"
         )
     inputs = read_inputs(replace(request, world_size=nodes * ranks_per_node))
-    layout = inputs.layout
+    model, layout = inputs.model, inputs.layout
+    if model.num_layers % layout.pp:
+        raise ValueError(
+            f"--pp: got {layout.pp}, must divide num_layers ({model.num_layers}) of {model.name}; "
+            "for stages of several sizes leave it out, and write pp and "
+            "decoder-first-pipeline-num-layers or decoder-last-pipeline-num-layers into the file"
+        )
     sizes = {size: getattr(layout, size) for size in ("tp", "ep", "etp", "pp", "cp")}
-    sections = _sections(inputs.model, layout)
+    sections = _sections(model, layout)
     remarks = {f"megatron.{next(iter(part))}": title for title, part in sections.items()}
+    if model.num_moe_layers < model.num_layers:
+        remarks["megatron.moe-layer-freq"] = "taken: dense layers first"
     if inputs.ranking is not None:
         remarks["layout"] = "taken: of all that fit, the one whose exchange costs least"
     environment: dict[str, Any] = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -62,7 +71,7 @@ def run_template(
     return make_template(
         RunConfig,
         {
-            "name": name or _name_of(inputs.model),
+            "name": name or _name_of(model),
             "layout": {"nodes": nodes, "ranks_per_node": ranks_per_node, **sizes},
             "megatron": {key: value for part in sections.values() for key, value in part.items()},
             "model": _named_from(folder, str(request.model)),
@@ -72,10 +81,12 @@ def run_template(
         about=[
             "A run, for `monta launch --config`. Megatron's arguments follow from the model and "
             "the layout where they can; what a model file does not hold is a common choice, so "
-            "compare it with the model: position embedding, normalization, latent attention, dense "
-            "and shared feed-forward sizes, router scores, vocabulary.",
+            "compare it with the model: position embedding, normalization, latent attention, "
+            "which layers are dense, dense and shared feed-forward sizes, router scores, "
+            "vocabulary.",
         ],
         remarks=remarks,
+        flags=flags_of([] if name is None else ["name"]),
     )
 
 
@@ -94,7 +105,7 @@ def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, An
     """Megatron's arguments by the comment above them."""
     grouped = model.num_query_groups < model.num_attention_heads
     num_dense = model.num_layers - model.num_moe_layers
-    dtype = {"bf16": True} if model.value_bytes == 2 else {}
+    precision = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}
     batch = model.micro_batch_size * layout.dp * layout.pp * MICRO_BATCHES_PER_STAGE
     return {
         "Model, as its file says.": {
@@ -120,7 +131,6 @@ def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, An
         },
         "Experts, as the model file says.": {
             "num-experts": model.num_experts,
-            **({"moe-layer-freq": _frequency(num_dense, model)} if num_dense else {}),
             "moe-ffn-hidden-size": model.moe_ffn_hidden_size,
             "moe-router-topk": model.moe_router_topk,
             **(
@@ -132,12 +142,17 @@ def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, An
                 else {}
             ),
         },
-        "Experts, common choices.": {
+        _expert_choices(model): {
             "moe-router-load-balancing-type": "aux_loss",
             "moe-aux-loss-coeff": 1.0e-2,
+            **(
+                {"moe-layer-freq": f"([0]*{num_dense}+[1]*{model.num_moe_layers})"}
+                if num_dense
+                else {}
+            ),
             "moe-grouped-gemm": True,
             "moe-permute-fusion": True,
-            "moe-router-dtype": "fp32",
+            **({"moe-router-dtype": "fp32"} if _has_fp32_probs(model) else {}),
         },
         "Parallelism.": {
             **({"sequence-parallel": True} if layout.tp > 1 else {}),
@@ -154,7 +169,7 @@ def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, An
             "min-lr": 1.0e-5,
             "lr-decay-style": "cosine",
             "clip-grad": 1.0,
-            **dtype,
+            **precision.get(torch_name(model.dtype), {}),
         },
         "Memory: only the inputs of layers are kept, as `monta plan` counts.": {
             "recompute-granularity": "full",
@@ -181,6 +196,15 @@ def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, An
     }
 
 
-def _frequency(num_dense: int, model: Model) -> str:
-    """Dense layers come first where there are some."""
-    return f"([0]*{num_dense}+[1]*{model.num_moe_layers})"
+def _has_fp32_probs(model: Model) -> bool:
+    return torch_name(model.probs_dtype) == "float32"
+
+
+def _expert_choices(model: Model) -> str:
+    """The comment above what is chosen of the experts."""
+    if _has_fp32_probs(model):
+        return "Experts, common choices."
+    return (
+        f"Experts, common choices; moe-router-dtype is left out: probs_dtype of the model is "
+        f"{model.probs_dtype}."
+    )

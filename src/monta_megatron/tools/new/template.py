@@ -41,6 +41,7 @@ def make_template(
     *,
     about: Sequence[str],
     remarks: Mapping[str, str],
+    flags: Mapping[str, str],
     left_out: Collection[str] = (),
 ) -> Template:
     """The template of a file.
@@ -50,6 +51,7 @@ def make_template(
         values: plain data of the keys that are known, nested as in the file.
         about: paragraphs of comment at the top.
         remarks: key with the way to it, such as "links[0].rate" -> a comment on its value.
+        flags: key -> the flag that gave its value, for messages.
         left_out: keys that nobody writes by hand.
 
     Raises:
@@ -61,9 +63,23 @@ def make_template(
     if missing:
         about = [*about, f"{TO_FILL_IN}: {', '.join(missing)}."]
     else:
-        strict_yaml.build(cls, values, f"monta new {cls.__name__.removesuffix('Config').lower()}")
+        _check(cls, values, flags)
     head = [line for text in (*about, HOW_TO_READ) for line in _comment(text, "")]
     return Template(text="\n".join([*head, *body]) + "\n", to_fill_in=missing, remarks=remarks)
+
+
+def flags_of(names: Collection[str]) -> Mapping[str, str]:
+    """Keys that have a flag of the same name -> that flag."""
+    return {name: f"--{name.replace('_', '-')}" for name in names}
+
+
+def _check(cls: type[Any], values: Mapping[str, Any], flags: Mapping[str, str]) -> None:
+    file = cls.__name__
+    try:
+        strict_yaml.build(cls, values, file)
+    except ValueError as error:
+        key, _, rule = str(error).removeprefix(f"{file}: ").partition(": ")
+        raise ValueError(f"{flags.get(key, key)}: {rule}") from error
 
 
 class _Writer:
