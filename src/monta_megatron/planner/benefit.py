@@ -19,12 +19,15 @@ class Iteration:
     which shrinks too where the exchanges are shorter, is left out.
 
     Attributes:
-        num_moe_layers: MoE layers of that stage; None where they are not known.
+        num_moe_layers: MoE layers of that stage, or in a training's log of the rank's own stage;
+            None where they are not known.
+        is_lower_bound: whether that stage may have more MoE layers.
         num_stages: pipeline stages.
         num_micro_batches: None where the batch is not known.
     """
 
     num_moe_layers: int | None = None
+    is_lower_bound: bool = False
     num_stages: int = 1
     num_micro_batches: int | None = None
 
@@ -72,6 +75,7 @@ class Benefit:
             "ratio": self.ratio,
             "saved_us": self.saved_us,
             "moe_layers": layers,
+            "moe_layers_is_lower_bound": self.iteration.is_lower_bound,
             "micro_batches": micro_batches,
             "saved_s_per_iteration": saved_s,
             "percent": self.percent,
@@ -86,18 +90,19 @@ class Benefit:
             return f"plain alltoall is {why}: no gain over stock"
         layers, micro_batches = self.iteration.num_moe_layers, self.iteration.num_micro_batches
         factors, total_us, per = [time_text(abs(self.saved_us))], abs(self.saved_us), []
+        at_least = "at least " if self.iteration.is_lower_bound else ""
         if layers is None:
             per.append("MoE layer")
         else:
             of_stage = " of a pipeline stage" if self.iteration.num_stages > 1 else ""
-            factors.append(counted(layers, "MoE layer") + of_stage)
+            factors.append(at_least + counted(layers, "MoE layer") + of_stage)
             total_us *= layers
         if micro_batches is None:
             per.append("micro-batch")
         else:
             factors.append(f"{micro_batches:,} micro-batch{'' if micro_batches == 1 else 'es'}")
             total_us *= micro_batches
-        product = f" = {time_text(total_us)}" if len(factors) > 1 else ""
+        product = f" = {at_least}{time_text(total_us)}" if len(factors) > 1 else ""
         verb, share = ("saves", "of") if self.saved_us >= 0 else ("loses", "on top of")
         return (
             f"{self.ratio:.2f}x stock alltoall: {verb} {' x '.join(factors)}{product} per "

@@ -48,18 +48,21 @@ def workloads_of(
     ]
 
 
-def iteration_of(num_moe_layers: int, pp: int, num_micro_batches: int | None) -> Iteration:
-    """How often an iteration waits for an exchange, at the least.
+def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iteration:
+    """How often an iteration waits for an exchange, with the layers split as evenly as they go.
 
-    However Megatron deals out the layers, one of the `pp` stages has as many as the mean, or more.
+    A model does not say which of its layers are dense. The mean of the stages is a lower bound of
+    the MoE layers of the stage with the most; it is their number if no stage has room for more.
 
     Args:
-        num_moe_layers: MoE layers of the whole model.
+        model: what is trained.
         pp: pipeline parallel size.
         num_micro_batches: None where the batch is not known.
     """
+    mean, most = (math.ceil(layers / pp) for layers in (model.num_moe_layers, model.num_layers))
     return Iteration(
-        num_moe_layers=math.ceil(num_moe_layers / pp),
+        num_moe_layers=mean,
+        is_lower_bound=mean < min(most, model.num_moe_layers),
         num_stages=pp,
         num_micro_batches=num_micro_batches,
     )

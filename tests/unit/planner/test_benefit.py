@@ -7,6 +7,8 @@ from clusters import preset, workload_of
 
 from monta_megatron.common.quantities import time_text
 from monta_megatron.planner.benefit import Benefit, Iteration, benefit_of
+from monta_megatron.planner.model import load_model
+from monta_megatron.planner.model_workload import iteration_of
 from monta_megatron.planner.search import plan_of
 from monta_megatron.planner.selection import select
 
@@ -30,6 +32,12 @@ STAGE = Iteration(num_moe_layers=24, num_stages=4, num_micro_batches=32)
             Iteration(num_moe_layers=94),
             "2.16x stock alltoall: saves 3.6 ms x 94 MoE layers = 338 ms per micro-batch (54% of "
             "the exchange's predicted time)",
+        ),
+        (
+            FASTER,
+            Iteration(num_moe_layers=2, is_lower_bound=True, num_stages=2),
+            "2.16x stock alltoall: saves 3.6 ms x at least 2 MoE layers of a pipeline stage = at "
+            "least 7.2 ms per micro-batch (54% of the exchange's predicted time)",
         ),
         (
             FASTER,
@@ -58,6 +66,7 @@ def test_the_numbers() -> None:
             "ratio": 67 / 31,
             "saved_us": 3_600.0,
             "moe_layers": 24,
+            "moe_layers_is_lower_bound": False,
             "micro_batches": 32,
             "saved_s_per_iteration": 2.7648,
             "percent": 100 * 36 / 67,
@@ -79,6 +88,33 @@ def test_plain_alltoall_gains_nothing_and_says_why() -> None:
     assert fastest is not None
     assert fastest.text == "plain alltoall is the fastest here: no gain over stock"
     assert replace(fastest, iteration=STAGE).document()["saved_s_per_iteration"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_moe_layers", "pp", "num_of_stage", "is_lower_bound"),
+    [
+        # 4 of 8 may lie on one of two stages, or on both.
+        (8, 4, 2, 2, True),
+        # 61 layers need a stage of 4, 58 too.
+        (61, 58, 16, 4, False),
+        (61, 58, 4, 15, True),
+        # All layers have experts: the largest stage has 24 of 94.
+        (94, 94, 4, 24, False),
+        (8, 1, 4, 1, False),
+        (27, 26, 1, 26, False),
+    ],
+)
+def test_layers_of_a_stage(
+    num_layers: int, num_moe_layers: int, pp: int, num_of_stage: int, is_lower_bound: bool
+) -> None:
+    layers = {"num_layers": num_layers, "num_moe_layers": num_moe_layers}
+    model = replace(load_model("deepseek_v3"), **layers, num_parameters_billions=2_000.0)
+    assert iteration_of(model, pp, 3) == Iteration(
+        num_moe_layers=num_of_stage,
+        is_lower_bound=is_lower_bound,
+        num_stages=pp,
+        num_micro_batches=3,
+    )
 
 
 def test_without_a_price_there_is_no_benefit() -> None:

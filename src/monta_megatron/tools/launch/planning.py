@@ -14,13 +14,13 @@ from monta_megatron.common.flags import positive
 from monta_megatron.common.names import one_of
 from monta_megatron.common.quantities import bytes_of_gb
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
-from monta_megatron.planner.benefit import Benefit, Iteration
+from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model, with_batch
-from monta_megatron.planner.model_workload import iteration_of, workloads_of
+from monta_megatron.planner.model_workload import workloads_of
 from monta_megatron.planner.plan import Plan, exchange_of
 from monta_megatron.planner.selection import NUM_CHUNKS
 from monta_megatron.planner.training_memory import (
@@ -30,7 +30,7 @@ from monta_megatron.planner.training_memory import (
 )
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
-from monta_megatron.tools.launch.iteration import num_micro_batches, num_moe_layers
+from monta_megatron.tools.launch.iteration import iteration_of_run
 from monta_megatron.tools.launch.memory import held_state
 from monta_megatron.tools.launch.run_config import RunConfig
 
@@ -126,7 +126,9 @@ def plan_run(
     return PlannedRun(
         plan=plan,
         memory=memory,
-        benefit=replace(benefit, iteration=_iteration(model, arguments, config)),
+        benefit=replace(
+            benefit, iteration=iteration_of_run(model, arguments, config.layout.parallel)
+        ),
         notes=(*notes, f"needs {memory.describe()}"),
     )
 
@@ -158,7 +160,9 @@ def _given_plan(
             raise ValueError(f"{given.source}: {given.value}: {incompatibility}")
     benefit = plan.benefit
     if benefit is not None:
-        benefit = replace(benefit, iteration=_iteration(model, arguments, config))
+        benefit = replace(
+            benefit, iteration=iteration_of_run(model, arguments, config.layout.parallel)
+        )
     used = f"no plan made: {given.value} is used"
     if cluster is None:
         note = f"{used}, and memory is not checked, as there is no cluster file"
@@ -183,13 +187,6 @@ def _over_alltoall(plan: Plan, workload: Workload, cluster: Cluster) -> Benefit:
     assert plan.predicted_us is not None, "it has just been planned"
     stock = price_chain(workload, cluster, ALLTOALL, 1, plan.key.phase)
     return Benefit(chain=plan.chain, chosen_us=plan.predicted_us, alltoall_us=stock.total_us)
-
-
-def _iteration(model: Model, arguments: Arguments, config: RunConfig) -> Iteration:
-    """How often an iteration of the run waits for its exchange."""
-    layers = num_moe_layers(arguments, model.num_moe_layers)
-    layout = config.layout.parallel
-    return iteration_of(layers, layout.pp, num_micro_batches(arguments, layout.dp))
 
 
 def _memory(

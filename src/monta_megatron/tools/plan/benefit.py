@@ -16,9 +16,8 @@ def benefit_of_plan(request: PlanRequest, inputs: PlanInputs, plan: Plan) -> Ben
     Raises:
         ValueError: the batch is no whole number of micro-batches.
     """
-    iteration = iteration_of(
-        inputs.model.num_moe_layers, inputs.layout.pp, _num_micro_batches(request, inputs)
-    )
+    num_micro_batches = _num_micro_batches(request, inputs)
+    iteration = iteration_of(inputs.model, inputs.layout.pp, num_micro_batches)
     return None if plan.benefit is None else replace(plan.benefit, iteration=iteration)
 
 
