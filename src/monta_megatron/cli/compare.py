@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
         "                     [--ignore-memory] [--json] [-- MEGATRON ARGUMENTS]",
         help="train with monta, alltoall and flex, and compare",
         description="Train some iterations of a run file with monta and with Megatron's alltoall "
-        "(and with flex where DeepEP or Hybrid-EP is installed), from the same seed and without "
+        "(and with flex where what its backend needs is installed), from the same seed and without "
         "checkpoints; one table: time of an iteration, ratio, losses, memory. The exit status is "
         "that of the first training to fail.",
         epilog=EXAMPLE,

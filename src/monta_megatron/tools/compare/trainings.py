@@ -1,7 +1,5 @@
 """The trainings that are compared: one run file, prepared once for each dispatcher and pair."""
 
-import importlib
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +9,7 @@ from typing import Any
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.integration.options import DISPATCHER_TYPE
 from monta_megatron.tools.compare.comparison import STOCK, in_turn
+from monta_megatron.tools.compare.flex import FLEX, why_no_flex
 from monta_megatron.tools.launch import run_directory
 from monta_megatron.tools.launch.arguments import (
     DISPATCHER,
@@ -27,7 +26,6 @@ from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.launch.start import Start, choose_start, run_and_log, start_command
 from monta_megatron.tools.launch.training_log import TrainingLog, read_log
 
-FLEX = "flex"
 # No checkpoint is read or written: every training begins with the seed's weights.
 CHECKPOINTS = ("save", "load", "async-save", "non-persistent-save-interval")
 # Who gives one of them wants a tuning in the trainings.
@@ -115,14 +113,19 @@ def prepare_trainings(
 
     def one(dispatcher: str, pair: int) -> Run:
         chosen = arguments_for(config, path, given, dispatcher, iterations)
-        own = folder / f"{dispatcher}-{pair + 1}"
-        return prepare(file, _words(chosen), own, dry_run=False, ignore_memory=ignore_memory)
+        directory_of_run = folder / f"{dispatcher}-{pair + 1}"
+        words_of_run = _words(chosen)
+        return prepare(
+            file, words_of_run, directory_of_run, dry_run=False, ignore_memory=ignore_memory
+        )
 
     # Step 2: a run of each dispatcher, checked by Megatron.
     runs: dict[str, Run] = {}
     left_out = {}
+    arguments = from_mapping(config.megatron, f"{path}: megatron") | given
+    no_flex = why_no_flex(arguments, {**os.environ, **config.environment})
     for dispatcher in (DISPATCHER_TYPE, STOCK, FLEX):
-        reason = _why_no_flex(config) if dispatcher == FLEX else None
+        reason = no_flex if dispatcher == FLEX else None
         if reason is None:
             try:
                 runs[dispatcher] = checked(one(dispatcher, 0), force)
@@ -205,22 +208,3 @@ def _words(arguments: Arguments) -> list[str]:
         for argument in arguments.values()
         for word in ([f"--{argument.name}", "false"] if argument.value is False else argument.words)
     ]
-
-
-def _why_no_flex(config: RunConfig) -> str | None:
-    """What Megatron's `flex` lacks here; None if nothing is known to."""
-    environment = {**os.environ, **config.environment}
-    if str(environment.get("MONTA_CPU_RANKS", "")) == "1":
-        return "the ranks are CPU ranks, and its backends are for GPUs"
-    if importlib.util.find_spec("deep_ep") is None:
-        return "neither DeepEP nor Hybrid-EP is installed (both are the module deep_ep)"
-    # Not before: its import takes seconds.
-    import torch
-
-    if not torch.cuda.is_available():
-        return "no GPU here"
-    try:
-        importlib.import_module("deep_ep")
-    except ImportError as error:
-        return f"deep_ep cannot be imported: {error}"
-    return None
