@@ -182,7 +182,8 @@ def test_bad_input_is_one_line_and_leaves_no_page(
 ) -> None:
     out = tmp_path / "report.html"
     report = json.loads(bench.read_text())
-    half, foreign, wrong, empty = (tmp_path / f"{name}.json" for name in "abcd")
+    half, foreign, wrong, empty, none = (tmp_path / f"{name}.json" for name in "abcde")
+    none.write_text(json.dumps({**report, "rows": []}))
     half.write_text(bench.read_text()[:-20])
     foreign.write_text('["plan"]')
     wrong.write_text(json.dumps({**report, "rows": [{**report["rows"][0], "tokens": "many"}]}))
@@ -190,7 +191,8 @@ def test_bad_input_is_one_line_and_leaves_no_page(
     for arguments, words in (
         ([], "--model, --cluster, --recording, --bench: none given"),
         (["--bench", str(tmp_path / "nowhere")], "cannot be read: No such file"),
-        (["--bench", str(half)], "is no JSON document"),
+        (["--bench", str(half)], "is no JSON in line 1"),
+        (["--bench", str(none)], "got no rows, must be what monta bench --json printed"),
         (["--bench", str(foreign)], "must be what monta bench --json printed"),
         (["--bench", str(wrong)], "rows[0]: tokens: got 'many', must be"),
         (["--bench", str(empty)], "must be what monta bench --json printed"),
@@ -208,3 +210,24 @@ def test_bad_input_is_one_line_and_leaves_no_page(
     assert main(["report", "--out", str(out), "--bench", str(bench)]) == 2
     assert "must not exist; --force overwrites it" in capsys.readouterr().err
     assert out.read_text() == "mine"
+
+
+def test_what_is_read_is_not_overwritten(
+    bench: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = bench.read_text()
+    link = tmp_path / "page.html"
+    link.symlink_to(bench)
+    for out, words in ((bench, "another file than --bench"), (link, "another file than --bench")):
+        assert main(["report", "--out", str(out), "--bench", str(bench), "--force"]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["report", "--out", str(tmp_path), "--bench", str(bench), "--force"]) == 2
+    assert "must be a file" in capsys.readouterr().err
+    assert bench.read_text() == before
+
+
+def test_a_title_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "--out", str(tmp_path / "page.html"), "--title", "one\ntwo"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--title" in line and "one line of printable characters" in line

@@ -7,6 +7,7 @@ from typing import Any
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.files import write_whole
+from monta_megatron.common.flags import printable
 
 EXAMPLE = """\
 examples:
@@ -24,6 +25,8 @@ PARTS = {
     "benchmark": "--bench FILE, of monta bench --json",
     "calibration": "--cluster FILE",
 }
+# Flags that name files.
+READ = ("model", "cluster", "layout", "routing", "recording", "stock", "bench")
 # Flags that say nothing without --model, and what stands for "not given".
 OF_MODEL = {
     **dict.fromkeys(name.replace("-", "_") for name in (*planning.SIZES, *planning.BATCH)),
@@ -53,7 +56,7 @@ def add_parser(commands: Any) -> None:
         "--stock", metavar="PATH", help="--recording's counterpart with the chain alltoall"
     )
     parser.add_argument("--bench", metavar="FILE", help="what monta bench --json printed")
-    parser.add_argument("--title", metavar="TEXT", help="of the page")
+    parser.add_argument("--title", metavar="TEXT", type=printable, help="of the page")
     parser.add_argument("--out", metavar="FILE", required=True, help="the page")
     parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
     add_json(parser)
@@ -80,8 +83,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _check_flags(parsed: argparse.Namespace) -> None:
-    if not parsed.force and Path(parsed.out).is_file():
-        raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
+    _check_out(Path(parsed.out), parsed)
     given = [parsed.model, parsed.cluster, parsed.recording, parsed.bench]
     if all(value is None for value in given):
         raise ValueError(
@@ -95,6 +97,19 @@ def _check_flags(parsed: argparse.Namespace) -> None:
         raise ValueError("--cluster: not given, must be with --model")
     if parsed.stock is not None and parsed.recording is None:
         raise ValueError(f"--stock: got {parsed.stock}, must come with --recording")
+
+
+def _check_out(out: Path, parsed: argparse.Namespace) -> None:
+    if not out.exists():
+        return
+    if not out.is_file():
+        raise ValueError(f"--out: got {out}, must be a file")
+    for name in READ:
+        value = getattr(parsed, name)
+        if value is not None and Path(value).exists() and out.samefile(value):
+            raise ValueError(f"--out: got {out}, must be another file than --{name}")
+    if not parsed.force:
+        raise ValueError(f"--out: got {out}, must not exist; --force overwrites it")
 
 
 def _sections(parsed: argparse.Namespace) -> tuple[str, dict[str, Any]]:

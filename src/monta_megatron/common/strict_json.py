@@ -11,14 +11,18 @@ from monta_megatron.common.texts import shown
 MOST_BYTES = 1_000_000
 
 
-def read(path: str | Path) -> Any:
+def read(path: str | Path, most_bytes: int = MOST_BYTES) -> Any:
     """Read the plain data in a file of one JSON document.
+
+    Args:
+        path: the file.
+        most_bytes: the size from which it is refused.
 
     Raises:
         ValueError: the file cannot be read, is too large or is no such document; one line.
     """
     # Some editors write a byte order mark.
-    text = read_text(path, "JSON", MOST_BYTES).removeprefix("\ufeff")
+    text = read_text(path, "JSON", most_bytes).removeprefix("\ufeff")
     try:
         return json.loads(text, parse_int=_integer, object_pairs_hook=_mapping)
     except json.JSONDecodeError as error:

@@ -1,13 +1,12 @@
 """The parts of a report, each from the numbers that its own command prints."""
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from monta_megatron.common import strict_yaml
+from monta_megatron.common import strict_json, strict_yaml
 from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
@@ -40,6 +39,8 @@ from monta_megatron.tools.timeline.overlap import (
 
 # Ranks in the picture of a recording.
 MAX_RANKS = 2
+# A row of a benchmark takes less than 1 kB.
+MOST_BENCH_BYTES = 10_000_000
 
 
 def plan_section(request: PlanRequest, inputs: PlanInputs) -> Section:
@@ -105,12 +106,7 @@ def bench_section(path: Path) -> Section:
         ValueError: the file is something else.
     """
     advice = "must be what monta bench --json printed for one point"
-    try:
-        report = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"--bench: {path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--bench: {path}: is no JSON document, {advice}") from error
+    report = strict_json.read(path, MOST_BENCH_BYTES)
     try:
         entries, meta = report["rows"], report["meta"]
         rows = [
@@ -118,9 +114,10 @@ def bench_section(path: Path) -> Section:
             for number, entry in enumerate(entries)
         ]
         parts = [_of_meta(name, meta[name]) for name in meta]
-        assert rows
-    except (AssertionError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"--bench: {path}: {advice}") from error
+    if not rows:
+        raise ValueError(f"--bench: {path}: got no rows, {advice}")
 
     def draw(folder: Path) -> Iterator[Path]:
         try:
