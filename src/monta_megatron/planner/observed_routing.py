@@ -123,8 +123,8 @@ class ObservedRouting(ExpectedRouting):
     def differs(self, other: "ObservedRouting") -> bool:
         """Whether another routing is so different that it is worth another plan."""
         figures = [
-            (*each.pairs, *(each.rank_hits or ()), *(each.node_hits or ()))
-            for each in (self, other)
+            (*routing.pairs, *(routing.rank_hits or ()), *(routing.node_hits or ()))
+            for routing in (self, other)
         ]
         return any(
             abs(mine - theirs) >= STEPS_TO_NOTICE for mine, theirs in zip(*figures, strict=True)
