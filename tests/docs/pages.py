@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,3 +73,14 @@ def _commands(block: str) -> Iterator[str]:
         command = re.sub(r"(^|\s)#.*", "", line).strip()
         if command:
             yield command
+
+
+def check_current(page: Path, script: Path, *arguments: str) -> None:
+    """A generated page is what its script prints with these arguments."""
+    printed = subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=280
+    )
+    assert printed.returncode == 0, printed.stderr
+    assert page.read_text(encoding="utf-8") == printed.stdout, (
+        f"{page.name} is old: python scripts/{script.name} --write"
+    )

@@ -1,11 +1,9 @@
 """docs/files.md is what the code says, and leaves no field without a meaning."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from pages import REPOSITORY
+from pages import REPOSITORY, check_current
 
 from monta_megatron.common.field_texts import FieldText, field_texts
 from monta_megatron.common.rules import PositiveInt, Text
@@ -16,13 +14,7 @@ PAGE = REPOSITORY / "docs" / "files.md"
 
 
 def test_the_page_is_current() -> None:
-    printed = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=60
-    )
-    assert printed.returncode == 0, printed.stderr
-    assert PAGE.read_text(encoding="utf-8") == printed.stdout, (
-        "docs/files.md is old: python scripts/files_page.py --write"
-    )
+    check_current(PAGE, SCRIPT)
 
 
 def test_every_field_has_a_meaning() -> None:

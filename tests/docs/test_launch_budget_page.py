@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from pages import REPOSITORY
+from pages import REPOSITORY, check_current
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -21,11 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_page_is_current() -> None:
-    printed = run("--table")
-    assert printed.returncode == 0, printed.stderr
-    assert PAGE.read_text(encoding="utf-8") == printed.stdout, (
-        "what the host issues has changed: python scripts/launch_budget.py --write"
-    )
+    check_current(PAGE, SCRIPT, "--table")
 
 
 def test_the_total_is_that_of_the_page() -> None:

@@ -2,25 +2,17 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pages import REPOSITORY
+from pages import REPOSITORY, check_current
 
 SCRIPT = REPOSITORY / "scripts" / "options_page.py"
 PAGE = REPOSITORY / "docs" / "options.md"
 
 
 def test_the_page_is_current() -> None:
-    printed = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=60
-    )
-    assert printed.returncode == 0, printed.stderr
-    assert PAGE.read_text(encoding="utf-8") == printed.stdout, (
-        "docs/options.md is old: python scripts/options_page.py --write"
-    )
+    check_current(PAGE, SCRIPT)
 
 
 def texts(path: Path) -> Iterator[str]:

@@ -3,10 +3,9 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from monta_megatron.cli.launch import add_run_file, megatron_words
+from monta_megatron.cli.launch import add_run_file, add_start, megatron_words
 from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.flags import whole
 from monta_megatron.common.texts import shown
@@ -52,19 +51,7 @@ def add_parser(commands: Any) -> None:
         default=1,
         help="trainings of each dispatcher, in turn (default: %(default)s)",
     )
-    parser.add_argument(
-        "--start",
-        choices=STARTS,
-        metavar="HOW",
-        help="; ".join(f"{name}: {text}" for name, text in STARTS.items())
-        + " (default: torchrun for one node, else srun)",
-    )
-    parser.add_argument(
-        "--run-directory",
-        metavar="DIR",
-        type=Path,
-        help="new or empty (default: runs/NAME-compare, or runs/NAME-compare-2 and so on)",
-    )
+    add_start(parser, STARTS, several_nodes="srun", directory="runs/NAME-compare")
     add_json(parser)
     parser.set_defaults(run=run)
 

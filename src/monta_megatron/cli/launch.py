@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,19 +54,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the script; write and start nothing"
     )
-    parser.add_argument(
-        "--start",
-        choices=STARTS,
-        metavar="HOW",
-        help="; ".join(f"{name}: {text}" for name, text in STARTS.items())
-        + " (default: torchrun for one node, else sbatch)",
-    )
-    parser.add_argument(
-        "--run-directory",
-        metavar="DIR",
-        type=Path,
-        help="new or empty (default: runs/NAME, or runs/NAME-2 and so on)",
-    )
+    add_start(parser, STARTS, several_nodes="sbatch", directory="runs/NAME")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -78,6 +67,32 @@ def add_run_file(parser: Any) -> None:
     )
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
     parser.add_argument("megatron", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def add_start(
+    parser: Any, starts: Mapping[str, str], *, several_nodes: str, directory: str
+) -> None:
+    """Add how a run is started and where it is kept; what is taken otherwise stands in the help.
+
+    Args:
+        parser: of the sub-command.
+        starts: name -> what it does.
+        several_nodes: the one for more than one node.
+        directory: the first that is tried.
+    """
+    parser.add_argument(
+        "--start",
+        choices=starts,
+        metavar="HOW",
+        help="; ".join(f"{name}: {text}" for name, text in starts.items())
+        + f" (default: torchrun for one node, else {several_nodes})",
+    )
+    parser.add_argument(
+        "--run-directory",
+        metavar="DIR",
+        type=Path,
+        help=f"new or empty (default: {directory}, or {directory}-2 and so on)",
+    )
 
 
 def megatron_words(parsed: argparse.Namespace) -> list[str]:
