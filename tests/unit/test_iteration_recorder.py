@@ -82,7 +82,7 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]
         )
         yield dispatcher
         for recorder in recording._recorders:
-            recorder._hook.remove()
+            recorder._stop_watching()
             atexit.unregister(recorder._say_if_not_reached)
 
 

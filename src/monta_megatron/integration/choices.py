@@ -16,7 +16,6 @@ skipped does not count.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -83,15 +82,18 @@ class Choices:
         Raises:
             ValueError: the ranks disagree; names the first that differs.
         """
-        if (counts.hashes != counts.hashes[:1]).any():
-            # They agreed at construction: one has another configuration since, or another number
-            # of iterations.
-            agree(self.rule(), self.group)
+        self._check_agreement(counts)
         return self._policy.choose(counts.max_tokens, counts.max_experts_per_token)
 
     def rule(self) -> dict[str, Any]:
         """What all ranks of the exchange have to agree on now."""
         return self.agreed_rule
+
+    def _check_agreement(self, counts: ExchangeCounts) -> None:
+        if (counts.hashes != counts.hashes[:1]).any():
+            # They agreed at construction: one has another configuration since, or another number
+            # of iterations.
+            agree(self.rule(), self.group)
 
 
 class Iterations(Choices):
@@ -149,8 +151,7 @@ class Iterations(Choices):
         self, counts: ExchangeCounts, device: torch.device, side_stream: torch.cuda.Stream
     ) -> ChainChoice:
         """See `Choices`."""
-        if (counts.hashes != counts.hashes[:1]).any():
-            agree(self.rule(), self.group)
+        self._check_agreement(counts)
         if self._finished is not None:
             # The device has done these passes: the host has waited for counts after them.
             pass_us = [] if self.pass_times is None else self.pass_times.collect().tolist()
@@ -259,7 +260,7 @@ def choices_of(
     """
     if not isinstance(policy, PlannedPolicy):
         return Choices(policy, rule, group)
-    _watch_optimizers()
+    after_optimizer_steps(_end_iterations)
     # A policy is one object for all layers of a shape.
     key = policy, group, hash_of(rule)
     iterations = _shared.get(key)
@@ -282,12 +283,6 @@ def all_iterations() -> Iterator[Iterations]:
     yield from list(_shared.values())
 
 
-@cache
-def _watch_optimizers() -> None:
-    """Let every optimizer's step end an iteration."""
-
-    def end() -> None:
-        for iterations in all_iterations():
-            iterations.end()
-
-    after_optimizer_steps(end)
+def _end_iterations() -> None:
+    for iterations in all_iterations():
+        iterations.end()

@@ -269,12 +269,14 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def _take(self, choice: ChainChoice, log: bool) -> None:
         self.chain, self.num_chunks = choice.chain, choice.num_chunks
+        if not log or not self._report.reports:
+            return
         line = (
             f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}, "
             f"EP {self.ep_size} x ETP {self.tp_size} over "
             f"{counted(self.layout.num_nodes, 'node')}: {choice.reason}"
         )
-        if log and self._report(line) and choice.benefit is not None:
+        if self._report(line) and choice.benefit is not None:
             self._report(replace(choice.benefit, iteration=iteration_here(self)).text)
 
     def _padded(self, routing_map: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ def traffic_of(figures: NDArray[np.int64], layout: Layout) -> Traffic | None:
     """The traffic of an iteration; None if there was none.
 
     Args:
-        figures: [S, NUM_FIGURES] of all ranks.
+        figures: [S, 4] the `Received.figures` of all ranks.
         layout: any rank's place.
     """
     # [S], and [EP] since all ranks of an expert tensor parallel group receive the same

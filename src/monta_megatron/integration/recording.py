@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.provenance import versions
@@ -25,6 +24,7 @@ from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.rank_recording import RankRecording, RecordedPass
 from monta_megatron.exchange.spans import Span, spans_of
 from monta_megatron.exchange.step_times import DeviceRecorder, HostRecorder, Taken
+from monta_megatron.integration.optimizer_steps import after_optimizer_steps
 
 if TYPE_CHECKING:
     from monta_megatron.integration.dispatcher import MontaTokenDispatcher
@@ -57,7 +57,7 @@ class IterationRecorder:
         self._pass_name = ""
         self._begun: set[int] = set()
         self._num_passes: Counter[str] = Counter()
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        self._stop_watching = after_optimizer_steps(self._after_step)
         atexit.register(self._say_if_not_reached)
 
     def note(self, step: Step) -> None:
@@ -92,13 +92,13 @@ class IterationRecorder:
         """A name of its own for each run of a pass."""
         return f"{pass_name} {self._num_passes[pass_name] - 1}"
 
-    def _after_step(self, *optimizer_and_arguments: Any) -> None:
+    def _after_step(self) -> None:
         """End the iteration, unless this is one more of the optimizers that step at its end."""
         if not self._has_run:
             return
         if self._recorder is not None:
             self._dispatcher.monitor.recorder = None
-            self._hook.remove()
+            self._stop_watching()
             self._write(self._recorder.take())
         self._iteration, self._has_run = self._iteration + 1, False
 
