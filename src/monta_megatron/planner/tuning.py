@@ -9,10 +9,13 @@ Whose turn it is:
 
 1. The planner's pick, stock's own order of stages and the best of every other chain. The first run
    of a chain does not count, since communicators are made in it, so it has two turns.
-2. Other numbers of chunks, those first that are the fastest by prediction times the factor of their
-   chain (measured over predicted time). The last quarter of the steps tries nothing new.
-3. Of those that are not far behind, the one with the fewest runs that count. What is far behind
-   narrows with them: 30% after the first, 15% after the second, 10% after the third.
+2. Other numbers of chunks. One chunk against several comes first, the fastest chain before the
+   others, if it is not more than 60% behind: what a pipeline gains is what costs of another network
+   get most wrong. Then those that are the fastest by prediction times the factor of their chain
+   (measured over predicted time). The last quarter of the steps tries nothing new.
+3. Of those that are not far behind, the one with the fewest runs that count, and of these the
+   fastest. What is far behind narrows with them: 30% after the first, 15% after the second, 10%
+   after the third.
 
 In the end the planner's pick stays, unless another one beats it by more than the margin.
 
@@ -41,6 +44,8 @@ from monta_megatron.planner.tuning_candidates import Key, TuningCandidate
 # After so many steps the result of a step is known to all ranks.
 LATE = 2
 FAR_BEHIND = 0.3
+# Of what a chain takes in several chunks, if it may run in one, and the other way round.
+FAR_BEHIND_OTHERWISE = 0.6
 # The share of the steps in which candidates begin.
 TRYING = 0.75
 
@@ -266,14 +271,21 @@ class Tuning:
         expected_us = [each.predicted_us * self.factor(each.key) for each in self.candidates]
         times_us = self.times_us
         least_us = min((us for us in self.measured_us if us is not None), default=inf)
+        kinds = [(each.chain, each.num_chunks > 1) for each in self.candidates]
+        kinds_ran = {kinds[number] for number, runs in enumerate(num_runs) if runs}
 
         def is_first_of_chain(number: int) -> bool:
             return chains.index(chains[number]) == number
+
+        def first_us(number: int) -> int:
+            return min(times_us[chains.index(chains[number])], default=0)
 
         def is_far_behind(number: int) -> bool:
             times = times_us[number]
             if not times and is_first_of_chain(number):
                 return False
+            if kinds[number] not in kinds_ran:
+                return first_us(number) > least_us * (1 + FAR_BEHIND_OTHERWISE)
             us = min(times, default=expected_us[number])
             return us > least_us * (1 + FAR_BEHIND / max(len(times), 1))
 
@@ -291,9 +303,12 @@ class Tuning:
             # Step 2: when the factors of all chains are known.
             firsts = [number for number in tried if is_first_of_chain(number)]
             if all(times_us[number] for number in firsts):
+                of_new_kind = [number for number in new if kinds[number] not in kinds_ran]
+                if of_new_kind:
+                    return min(of_new_kind, key=lambda number: (first_us(number), number))
                 return min(new, key=lambda number: expected_us[number])
         # Step 3.
-        return min(tried, key=lambda number: num_counted[number])
+        return min(tried, key=lambda number: (num_counted[number], expected_us[number]))
 
 
 def trimmed_mean(times_us: Sequence[int]) -> float:
