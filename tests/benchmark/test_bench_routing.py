@@ -13,6 +13,7 @@ from monta_megatron.planner.imbalance_routing import imbalance_map
 from monta_megatron.planner.routing_names import IMBALANCE_WORKLOADS
 from monta_megatron.tools.bench.routing import (
     check_routing,
+    exchange_of,
     routing_maps,
     routing_name,
     routing_of,
@@ -23,7 +24,7 @@ RANKS = 4
 
 
 def settings_of(**flags: object) -> Settings:
-    return parse_settings({**BASE, "tp": 1, "repeats": 5, **flags}, RANKS)
+    return parse_settings({**BASE, "tp": 1, "repeats": 10, **flags}, RANKS)
 
 
 def write_trace(folder: Path, topk: int = 2) -> None:
@@ -49,6 +50,17 @@ def test_every_rank_brings_the_rows_of_the_step(name: str) -> None:
         for of_rank in by_rank:
             assert of_rank[step] is rows
     assert routing_name(settings) == IMBALANCE_WORKLOADS[name]
+
+
+def test_the_best_is_chosen_and_judged_on_the_same_exchanges() -> None:
+    """Every fourth step of W7 has a burst: 3 of 12, in either half of 24 repeats."""
+    settings = settings_of(routing="W7", repeats=24)
+    num_exchanges = len(routing_maps(settings, FLAT, 0))
+    run = [exchange_of(repeat) for repeat in range(settings.repeats)]
+    assert run[0::2] == run[1::2] == list(range(12))
+    assert [exchange % num_exchanges for exchange in run[0::2]].count(3) == 3
+    # The warm-up runs exchanges too.
+    assert exchange_of(-1) == -1
 
 
 @pytest.mark.parametrize("name", IMBALANCE_WORKLOADS)
@@ -77,8 +89,8 @@ def test_a_trace_is_run_step_by_step_with_each_ranks_rows(tmp_path: Path) -> Non
     assert isinstance(counts, Counts)
     assert counts.sent.tolist() == [[8, 8], [0, 0], [0, 0], [0, 0]]
     assert routing_name(settings) == f"trace {tmp_path}, 2 exchanges"
-    # One repeat runs one exchange; 20 tokens are more than a layer has.
-    assert len(routing_maps(settings_of(routing=str(tmp_path), tokens=8, repeats=1), FLAT, 0)) == 1
+    # Two repeats run one exchange; 20 tokens are more than a layer has.
+    assert len(routing_maps(settings_of(routing=str(tmp_path), tokens=8, repeats=2), FLAT, 0)) == 1
     longer = settings_of(routing=str(tmp_path), tokens=20)
     (rows,) = routing_maps(longer, FLAT, 0)
     assert [np.flatnonzero(row)[0] for row in rows] == [0] * 8 + [1] * 8 + [0] * 4

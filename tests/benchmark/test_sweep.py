@@ -232,6 +232,30 @@ def test_before_and_after_tuning_are_in_one_table() -> None:
     )
 
 
+def test_what_is_planned_for_observed_traffic_stands_between() -> None:
+    rows = [
+        row("megatron", "alltoall", 400.0),
+        repeated("alltoall", *[130.0] * 6, picked_untuned=True),
+        repeated("alltoall_dedup", *[104.0] * 6, picked_observed=True),
+        repeated("hierarchical_alltoall", *[100.0] * 6, chosen=True),
+    ]
+    lines = summary_lines([report(*rows)])
+    assert any(
+        line.startswith("| planned | regret | 95% | planned, observed | regret | 95% | tuned |")
+        for line in lines
+    )
+    assert any(
+        line.startswith(
+            "| alltoall x1 | 1.300 | 1.300 to 1.300 | alltoall_dedup x1 | 1.040 | 1.040 to 1.040 |"
+        )
+        for line in lines
+    )
+    # Traffic that is as expected is planned for as before.
+    rows[1] = repeated("alltoall", *[130.0] * 6, picked_untuned=True, picked_observed=True)
+    rows[2] = repeated("alltoall_dedup", *[104.0] * 6)
+    assert not any("observed" in line for line in summary_lines([report(*rows)]))
+
+
 def test_an_interval_that_reaches_over_the_bound_is_no_loss() -> None:
     noisy = report(
         row("megatron", "alltoall", 95.0), picked_alltoall(ratio_low=0.90, ratio_high=1.01)

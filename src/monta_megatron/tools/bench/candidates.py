@@ -36,7 +36,7 @@ class Candidate:
         kind: whose dispatcher it is.
         requested: stock's dispatcher or our chain, as asked for; "auto" where the planner chooses.
         dispatcher: an object with Megatron's six phases.
-        batches: its inputs; a repeat takes the next of them.
+        batches: its inputs, one for each exchange.
         tokens_here: where this rank's tokens lie in a batch.
         traffic: called with a batch and whether to include backward, gives the bytes that this
             rank's tokens cause; None where the dispatcher counts what it sends.
@@ -49,9 +49,9 @@ class Candidate:
     tokens_here: slice = field(default_factory=lambda: slice(None))
     traffic: Callable[[Batch, bool], Traffic] | None = None
 
-    def batch(self, repeat: int = 0) -> Batch:
-        """The input of a repeat, which is negative in the warm-up."""
-        return self.batches[repeat % len(self.batches)]
+    def batch(self, exchange: int = 0) -> Batch:
+        """The input of an exchange, whose number may be negative or beyond the last."""
+        return self.batches[exchange % len(self.batches)]
 
     @property
     def key(self) -> tuple[str, int]:
@@ -188,14 +188,14 @@ def identity_experts(
 
 
 def run_candidate(
-    candidate: Candidate, experts: Experts, backward: bool, repeat: int = 0
+    candidate: Candidate, experts: Experts, backward: bool, exchange: int = 0
 ) -> Passed:
     """One pass of the layer's exchange: dispatch, experts, combine, and optionally backward.
 
     The gradient of the probabilities comes from the experts. `identity_experts` give none, so ones
     stand in for it, and the backward pass carries what it carries in training.
     """
-    dispatcher, batch = candidate.dispatcher, candidate.batch(repeat)
+    dispatcher, batch = candidate.dispatcher, candidate.batch(exchange)
     hidden = batch.hidden.detach().requires_grad_()
     probs = batch.probs.detach().requires_grad_()
 
@@ -222,15 +222,15 @@ def run_candidate(
     )
 
 
-def traffic_of_run(candidate: Candidate, backward: bool, repeats: Iterable[int]) -> Traffic:
+def traffic_of_run(candidate: Candidate, backward: bool, exchanges: Iterable[int]) -> Traffic:
     """Payload per run that this rank's tokens cause, or that it sends: the sums over ranks agree.
 
     Args:
         candidate: what ran.
         backward: whether its runs had a backward pass.
-        repeats: the repeats since its monitor was cleared.
+        exchanges: those that it ran since its monitor was cleared.
     """
-    times = Counter(repeat % len(candidate.batches) for repeat in repeats)
+    times = Counter(exchange % len(candidate.batches) for exchange in exchanges)
     if candidate.traffic is None:
         sent = candidate.dispatcher.monitor.bytes_by_resource()
     else:

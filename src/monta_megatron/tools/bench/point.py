@@ -20,6 +20,7 @@ from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.integration.choices import all_iterations
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.routing import Routing
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
     Build,
@@ -36,6 +37,7 @@ from monta_megatron.tools.bench.layer import (
 )
 from monta_megatron.tools.bench.prediction import predict
 from monta_megatron.tools.bench.report import Row, describe
+from monta_megatron.tools.bench.routing import exchange_of
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians, spread
 from monta_megatron.tools.bench.timing import time_interleaved, wait_for_all
@@ -78,7 +80,7 @@ class Bench:
         task: what was asked for.
         nodes: node of every rank of the launch.
         layout: its exchange, as this rank sees it.
-        batches: this rank's data; a repeat runs the next of them.
+        batches: this rank's data, one for each exchange.
         candidates: stock's dispatchers and ours.
         skipped: why chains were left out.
     """
@@ -100,18 +102,18 @@ class Bench:
         task, candidates = self.task, self.candidates
         settings, emulated = task.settings, task.emulated
         backward = phase == "forward_backward"
-        repeats = range(-settings.warmup, settings.repeats)
+        exchanges = [exchange_of(n) for n in range(-settings.warmup, settings.repeats)]
         task.progress.phase(
             f"{task.name}{scope}, {phase}, {settings.warmup} + "
             f"{counted(settings.repeats, 'repeat')}",
-            len(repeats),
+            len(exchanges),
         )
         for candidate in candidates:
             if candidate.kind == "monta":
                 candidate.dispatcher.monitor.bytes_sent.clear()
         reads_nics = task.this_rank.local_rank == 0
         timings = time_interleaved(
-            [functools.partial(run_candidate, other, experts, backward) for other in candidates],
+            [functools.partial(_run_repeat, other, experts, backward) for other in candidates],
             settings.repeats,
             settings.warmup,
             emulated.sent_bytes if emulated and reads_nics else lambda: 0,
@@ -125,9 +127,12 @@ class Bench:
         named = [
             other.key for other in candidates if other.kind == "monta" and other.requested != AUTO
         ]
-        untuned = None
+        untuned = observed = None
         if settings.tune_steps and scope == "exchange":
-            _, untuned = predict(settings, self.layout, task.cluster, phase, named)
+            untuned, observed = (
+                predict(settings, self.layout, task.cluster, phase, named, routing)[1]
+                for routing in self._planned_for()
+            )
         chosen = next((other.key for other in candidates if other.requested == AUTO), chosen)
         base = next(at for at, candidate in enumerate(candidates) if candidate.is_baseline)
         base_ms = timings.times_ms[:, base]
@@ -137,7 +142,7 @@ class Bench:
             times_ms = timings.times_ms[:, position]
             p10_ms, median_ms, p90_ms = spread(times_ms)
             low, high = ratio_interval(base_ms, times_ms)
-            moved = _of_all_ranks(traffic_of_run(candidate, backward, repeats))
+            moved = _of_all_ranks(traffic_of_run(candidate, backward, exchanges))
             chain, num_chunks = candidate.key
             is_ours = candidate.kind == "monta"
             rows.append(
@@ -171,6 +176,7 @@ class Bench:
                     predicted_ms=predicted_ms.get(candidate.key) if is_ours else None,
                     chosen=is_ours and candidate.key == chosen,
                     picked_untuned=is_ours and candidate.key == untuned,
+                    picked_observed=is_ours and candidate.key == observed,
                     repeats_ms=tuple(round(ms, 3) for ms in times_ms.tolist()),
                 )
             )
@@ -187,12 +193,19 @@ class Bench:
                 )
                 for iteration in range(num_iterations):
                     for number in range(MICRO_BATCHES):
-                        repeat = MICRO_BATCHES * iteration + number
-                        run_candidate(candidate, identity_experts, True, repeat)
+                        exchange = MICRO_BATCHES * iteration + number
+                        run_candidate(candidate, identity_experts, True, exchange)
                     # In a training, the step of an optimizer.
                     for iterations in all_iterations():
                         iterations.end()
                     self.task.progress.step()
+
+    def _planned_for(self) -> tuple[Routing, Routing]:
+        """For what `auto` has planned: before it has seen any traffic, and after its tuning."""
+        (auto,) = (candidate for candidate in self.candidates if candidate.requested == AUTO)
+        policy = auto.dispatcher.chain_policy
+        (decision,) = (each.decision for each in all_iterations() if each.policy is policy)
+        return policy.workload.routing, decision.routing
 
     def _limit_ms(self, backward: bool) -> float | None:
         """The least time that the links between nodes allow; None if unknown or nothing crosses."""
@@ -214,7 +227,8 @@ class Bench:
             traffic.limit_ms(of_batch.numpy(), settings.row_bytes, node_gbit_per_s, backward)
             for of_batch in crossing
         ]
-        return float(np.median([limits_ms[n % len(limits_ms)] for n in range(settings.repeats)]))
+        run = [exchange_of(repeat) % len(limits_ms) for repeat in range(settings.repeats)]
+        return float(np.median([limits_ms[exchange] for exchange in run]))
 
 
 def prepare(
@@ -272,6 +286,10 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
         candidates=candidates,
         skipped=skipped,
     )
+
+
+def _run_repeat(candidate: Candidate, experts: Experts, backward: bool, repeat: int) -> None:
+    run_candidate(candidate, experts, backward, exchange_of(repeat))
 
 
 def _of_all_ranks(here: Traffic) -> Traffic:

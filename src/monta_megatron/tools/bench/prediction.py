@@ -9,6 +9,7 @@ from monta_megatron.chains.nodes import number_nodes
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.routing import Routing
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.bench.routing import routing_of
@@ -22,8 +23,9 @@ def predict(
     cluster: Cluster | None,
     phase: Phase,
     candidates: Iterable[tuple[str, int]],
+    routing: Routing | None = None,
 ) -> tuple[dict[tuple[str, int], float], tuple[str, int] | None]:
-    """Plan with the expected counts of the routing; without a cluster file the result is empty.
+    """Plan with the expected counts of a routing; without a cluster file the result is empty.
 
     Args:
         settings: what the benchmark was asked for.
@@ -31,6 +33,7 @@ def predict(
         cluster: the costs, or None.
         phase: the phase to predict and to optimise.
         candidates: chains and numbers of chunks to choose from.
+        routing: where tokens go; None for the routing of the benchmark.
 
     Returns:
         Predicted time in ms by chain and number of chunks; and the chain and number of chunks that
@@ -39,8 +42,9 @@ def predict(
     keys = set(candidates)
     if cluster is None or not keys:
         return {}, None
+    workload = workload_of(settings, layout)
     planned = plan(
-        workload_of(settings, layout),
+        workload if routing is None else replace(workload, routing=routing),
         cluster,
         phase=phase,
         chains=[name for name in CHAINS if name in {chain for chain, _ in keys}],

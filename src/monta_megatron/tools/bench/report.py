@@ -42,7 +42,8 @@ class Row:
         step: step of the ablation, or None.
         predicted_ms: the time that the planner predicts, or None.
         chosen: whether it is the pick: what `auto` ran or, without it, what the planner picks.
-        picked_untuned: whether the planner picks it among the others, where `auto` was tuned.
+        picked_untuned, picked_observed: where `auto` was tuned, whether the planner picks it among
+            the others before any traffic was seen, and for the traffic that was observed.
         repeats_ms: the slowest rank's time in each repeat, in order.
     """
 
@@ -76,6 +77,7 @@ class Row:
     predicted_ms: float | None = None
     chosen: bool = False
     picked_untuned: bool = False
+    picked_observed: bool = False
     repeats_ms: tuple[float, ...] = ()
 
     @property

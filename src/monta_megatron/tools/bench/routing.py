@@ -1,7 +1,8 @@
 """Where the tokens of a benchmark go: the rows of each exchange, and what is expected of them.
 
-A routing whose steps differ, or a trace, is several exchanges: a repeat runs the next of them.
-No torch.
+A routing whose steps differ, or a trace, is several exchanges, and two repeats in a row run the
+next of them: one on which the best chain is chosen, one on which it is judged (see `regret`). No
+torch.
 
 Notation: T = tokens of a rank, E = experts.
 """
@@ -21,6 +22,11 @@ from monta_megatron.planner.routing import Routing
 from monta_megatron.planner.routing_names import IMBALANCE_WORKLOADS, ROUTINGS
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.traffic import expert_nodes
+
+
+def exchange_of(repeat: int) -> int:
+    """The number of the exchange that a repeat runs; both are negative in the warm-up."""
+    return repeat // 2
 
 
 def routing_maps(settings: Settings, layout: Layout, rank: int) -> list[NDArray[np.bool_]]:
@@ -54,7 +60,7 @@ def routing_of(settings: Settings, layout: Layout) -> Routing:
             settings.routing, num_experts, topk, layout.num_nodes, settings.seed
         )
     num_ranks = len(layout.nodes)
-    exchanges = [exchange[:num_ranks] for exchange in _exchanges(settings)[: settings.repeats]]
+    exchanges = [exchange[:num_ranks] for exchange in _exchanges(settings)]
     return RecordedRouting(
         name=routing_name(settings),
         routing_maps=typical_exchange(exchanges, num_ranks, layout.ep),
@@ -87,8 +93,8 @@ def _is_recorded(settings: Settings) -> bool:
 # Asked for by every rank that this one makes data for, and by every prediction.
 @lru_cache(maxsize=2)
 def _exchanges(settings: Settings) -> list[Exchange]:
-    """The exchanges, as many as there are repeats at most."""
-    name, num_runs = settings.routing, max(settings.repeats, 1)
+    """The exchanges, as many as the repeats run at most."""
+    name, num_runs = settings.routing, exchange_of(max(settings.repeats, 1) - 1) + 1
     if name not in ROUTINGS:
         return _trace(settings).exchanges(settings.world_size, settings.tokens)[:num_runs]
     num_experts, topk = settings.num_experts, settings.topk

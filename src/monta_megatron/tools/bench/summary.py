@@ -94,9 +94,16 @@ class Measured:
 
     @property
     def untuned_regret(self) -> Regret | None:
-        """Of what the planner picks without tuning; None where nothing was tuned."""
+        """Of what the planner picks before it has seen any; None where nothing was tuned."""
         return self._regret_of(
             self._only_of_several([row for row in self.ours if row.picked_untuned])
+        )
+
+    @property
+    def observed_regret(self) -> Regret | None:
+        """Of what it picks for the observed traffic, without what was measured; likewise."""
+        return self._regret_of(
+            self._only_of_several([row for row in self.ours if row.picked_observed])
         )
 
     @property
@@ -176,6 +183,7 @@ def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     points = measured_points(reports)
     regrets = [point.regret for point in points if point.regret is not None]
     untuned = [point.untuned_regret for point in points if point.untuned_regret is not None]
+    observed = [point.observed_regret for point in points if point.observed_regret is not None]
     errors = [abs(error) for point in points for chain in CHAINS for error in point.errors(chain)]
     autos = [point.auto for point in points if point.auto is not None]
     plain = [row.ratio_to_alltoall for row in autos if row.chain == "alltoall"]
@@ -183,6 +191,7 @@ def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "points": len(points),
         **_regret_figures("regret", regrets),
         **_regret_figures("untuned_regret", untuned),
+        **_regret_figures("observed_regret", observed),
         "predictions": len(errors),
         "error_median": median(errors) if errors else None,
         "error_largest": max(errors, default=None),

@@ -58,14 +58,19 @@ def _short(commit: str | None) -> str:
 
 def _regret_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list[str]:
     are_tuned = any(point.untuned_regret is not None for point in points)
+    # Elsewhere the traffic was as the planner expects it.
+    are_observed = any(
+        point.observed_regret not in (None, point.untuned_regret) for point in points
+    )
 
     def cells(point: Measured) -> list[str] | None:
-        regret, untuned = point.regret, point.untuned_regret
+        regret = point.regret
         if regret is None:
             return None
         predicted_ms = point.predicted_ms(regret.pick)
         return [
-            *(_judged(untuned) if are_tuned else []),
+            *(_judged(point.untuned_regret) if are_tuned else []),
+            *(_judged(point.observed_regret) if are_observed else []),
             _name(regret.pick),
             or_dash(predicted_ms, ".1f"),
             f"{regret.pick_ms:.1f}",
@@ -78,7 +83,11 @@ def _regret_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> lis
     head = ["pick", "predicted ms", "ms", "error", "fastest measured", "ms", "regret", "95%"]
     said = _regret_line("Regret", "regret", figures)
     if are_tuned:
-        head = ["planned", "regret", "95%", "tuned", *head[1:]]
+        head = ["tuned", *head[1:]]
+        if are_observed:
+            head = ["planned, observed", "regret", "95%", *head]
+            said += _regret_line(" Planned for what was observed", "observed_regret", figures)
+        head = ["planned", "regret", "95%", *head]
         said += _regret_line(" Planned, without tuning", "untuned_regret", figures)
     return [*_markdown(points, head, cells), "", said]
 
