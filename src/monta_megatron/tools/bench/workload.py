@@ -34,7 +34,7 @@ def make_batches(
 ) -> tuple[Batch, ...]:
     """The batches of a rank of the launch: this one, or another whose tokens this one sends too.
 
-    Repeats run one after the other (`routing.exchange_of`). They differ in nothing but where the tokens go.
+    One for each exchange; they differ in nothing but where the tokens go.
     """
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + rank)
     dtype = getattr(torch, settings.dtype)
