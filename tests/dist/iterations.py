@@ -103,8 +103,12 @@ class Model:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         if training.evaluates and (number + 1) % training.evaluates == 0:
+            for layer in self.layers:
+                layer.eval()
             with torch.no_grad():
                 losses.append(self.forward(generator, 4 * self.case.num_tokens).item())
+            for layer in self.layers:
+                layer.train()
         return losses
 
 
@@ -125,6 +129,24 @@ def numbers_of_iterations(case: Case, training: Training) -> list[int]:
         model.iterate(number)
         numbers.append(model.choices.decision.number)
     return numbers
+
+
+def numbers_of_timed_passes(case: Case, training: Training) -> list[int]:
+    """How many passes were timed in each iteration that was."""
+    from monta_megatron.exchange.pass_times import PassTimes
+
+    model, collect = Model(case, "monta", training), PassTimes.collect
+    numbers = []
+
+    def counting(times: PassTimes) -> Any:
+        passes = collect(times)
+        numbers.append(len(passes))
+        return passes
+
+    with mock.patch.object(PassTimes, "collect", counting):
+        for number in range(training.num_iterations):
+            model.iterate(number)
+    return [number for number in numbers if number]
 
 
 def tuned(case: Case, training: Training) -> dict[str, Any]:

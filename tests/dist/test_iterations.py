@@ -13,6 +13,7 @@ from iterations import (
     die_in_gathering,
     end_more_often,
     numbers_of_iterations,
+    numbers_of_timed_passes,
     replay_between_decisions,
     resume_while_tuning,
     train,
@@ -72,6 +73,15 @@ def test_only_steps_after_a_gradient_are_counted(pools: Pools) -> None:
     case = replace(CASE, options=AUTO | {"moe_monta_tune_steps": 0})
     training = Training(num_iterations=6, num_micro_batches=2, evaluates=2, skips=3)
     assert pools[4].run(numbers_of_iterations, case, training) == [[1, 2, 2, 3, 4, 4]] * 4
+
+
+def test_passes_of_an_evaluation_are_not_timed(pools: Pools) -> None:
+    """Two layers of 4 passes, or of 6 where all is recomputed, and 4 candidates' turns."""
+    case = replace(CASE, options=AUTO | {"moe_monta_tune_steps": 4})
+    for recompute, num_passes in (("", 8), ("full", 12)):
+        training = Training(num_iterations=7, evaluates=1, recompute=recompute)
+        numbers = pools[4].run(numbers_of_timed_passes, case, training)
+        assert numbers == [[num_passes] * 4] * 4
 
 
 def test_replicas_of_an_exchange_settle_on_one_chain(pools: Pools, tmp_path: Path) -> None:

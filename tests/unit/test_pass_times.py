@@ -98,6 +98,19 @@ def test_nothing_is_timed_while_it_is_off(clock: Clock) -> None:
         pass
 
 
+def test_what_a_layer_evaluates_is_not_timed(clock: Clock) -> None:
+    times, layer = timed(), torch.nn.Module()
+    monitor = Monitor(pass_times=times, layer=lambda: layer)
+    for training, us in ((True, 10), (False, 20), (True, 30)):
+        layer.train(training)
+        with monitor.timed_copies(CPU):
+            clock.pass_us(1)
+        with monitor.timed_pass(CPU):
+            clock.pass_us(us)
+    times.end_iteration()
+    assert times.collect().tolist() == [12, 32]
+
+
 def test_an_iteration_without_passes(clock: Clock) -> None:
     times = timed()
     copy(times, clock, 5)

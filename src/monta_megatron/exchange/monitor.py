@@ -1,7 +1,7 @@
 """What an exchange did: chains, bytes by stage and resource, order of starts and waits, times."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -58,12 +58,14 @@ class Monitor:
         choices: (chain, number of chunks) -> exchanges that ran by them, recomputed ones included.
         recorder: records the steps, or None where none are wanted.
         pass_times: times whole passes, or None where no times are wanted.
+        layer: gives that whose passes they are, or None; while it evaluates nothing is timed.
     """
 
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     choices: Counter[tuple[str, int]] = field(default_factory=Counter)
     recorder: Recorder | None = None
     pass_times: "PassTimes | None" = None
+    layer: Callable[[], torch.nn.Module | None] = lambda: None
 
     def bytes_by_resource(self) -> dict[str, int]:
         """Bytes that left this rank so far, over all stages."""
@@ -87,11 +89,19 @@ class Monitor:
 
     def timed_pass(self, device: torch.device) -> AbstractContextManager[object]:
         """Context around a pass on this device."""
-        return _NOTHING if self.pass_times is None else self.pass_times.of_pass(device)
+        times = self._times
+        return _NOTHING if times is None else times.of_pass(device)
 
     def timed_copies(self, device: torch.device) -> AbstractContextManager[object]:
         """Context around copies that a chain needs beside its passes, in the forward."""
-        return _NOTHING if self.pass_times is None else self.pass_times.of_copies(device)
+        times = self._times
+        return _NOTHING if times is None else times.of_copies(device)
+
+    @property
+    def _times(self) -> "PassTimes | None":
+        # No passes of an iteration: not as many for every candidate, maybe of other tokens.
+        layer = self.layer()
+        return self.pass_times if layer is None or layer.training else None
 
     def range(
         self, pass_name: str, chain: str, operation: Operation

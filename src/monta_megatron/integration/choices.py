@@ -15,7 +15,6 @@ skipped does not count.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -85,6 +84,10 @@ class Choices:
         self._check_agreement(counts)
         return self._policy.choose(counts.max_tokens, counts.max_experts_per_token)
 
+    def news(self, choice: ChainChoice, counts: ExchangeCounts) -> str:
+        """Why that was chosen for these counts, if it has to be said and was not said before."""
+        return ""
+
     def rule(self) -> dict[str, Any]:
         """What all ranks of the exchange have to agree on now."""
         return self.agreed_rule
@@ -138,7 +141,7 @@ class Iterations(Choices):
         self._finished: list[int] | None = None
         self._most = 1, 0
         self._fixed_tokens: int | None = None
-        self._logged: dict[tuple[int, ...], tuple[str, int]] = {}
+        self._said: dict[tuple[int, ...], tuple[str, int]] = {}
         self._decided()
 
     def expected(self) -> ChainChoice | None:
@@ -163,7 +166,17 @@ class Iterations(Choices):
         if torch.is_grad_enabled():
             self._received.add(counts)
             self._most = most
-        return self._as_news(self.decision.choose(*most), bucket_of(most[0]), bucket_of(most[1]))
+        return self.decision.choose(*most)
+
+    def news(self, choice: ChainChoice, counts: ExchangeCounts) -> str:
+        """See `Choices`: what was chosen before for so many tokens is none."""
+        buckets = bucket_of(counts.max_tokens), bucket_of(counts.max_experts_per_token)
+        key, before = (choice.chain.name, choice.num_chunks), self._said.get(buckets)
+        if not choice.reason or before == key:
+            return ""
+        self._said[buckets] = key
+        since = f"; after {counted(self.decision.number, 'iteration')}"
+        return choice.reason + since * (before is not None)
 
     def rule(self) -> dict[str, Any]:
         """See `Choices`."""
@@ -222,15 +235,6 @@ class Iterations(Choices):
         selection = self.decision.settle(summaries)
         report_tuning(tuning, selection, self._most[0], self.report, self._plan_out)
         self._decided()
-
-    def _as_news(self, choice: ChainChoice, *buckets: int) -> ChainChoice:
-        """A choice without its reason, if the same was made before for so many tokens."""
-        before = self._logged.get(buckets)
-        if not choice.reason or before == (choice.chain.name, choice.num_chunks):
-            return replace(choice, reason="")
-        self._logged[buckets] = choice.chain.name, choice.num_chunks
-        since = f"; after {counted(self.decision.number, 'iteration')}"
-        return replace(choice, reason=choice.reason + since * (before is not None))
 
     def _decided(self) -> None:
         """Let the exchange of counts compare what was decided."""

@@ -143,7 +143,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.reversed_local_input_permutation_mapping: torch.Tensor | None = None
         self.cudagraph_attrs.append("exchange_counts")
         # Until the first micro-batch's counts are known, the chain is that for one token.
-        self._take(self.chain_policy.choose(1), log=len(chains) == 1)
+        choice = self.chain_policy.choose(1)
+        self._take(choice, news=choice.reason if len(chains) == 1 else "")
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -263,18 +264,19 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _bind(self, counts: ExchangeCounts) -> Exchange:
         """Choose the chain for this micro-batch by what all ranks know, and bind it."""
         choice = self._choices.choose(counts, self.probs.device, self.cuda_dtoh_stream)
-        self._take(choice, log=choice.reason != "")
+        self._take(choice, self._choices.news(choice, counts))
         self.monitor.choices[self.chain.name, self.num_chunks] += 1
         return self._strategy.bind(self, counts)
 
-    def _take(self, choice: ChainChoice, log: bool) -> None:
+    def _take(self, choice: ChainChoice, news: str) -> None:
+        """Run it from here on; `news` is why, where that is to be said."""
         self.chain, self.num_chunks = choice.chain, choice.num_chunks
-        if not log or not self._report.reports:
+        if not news or not self._report.reports:
             return
         line = (
             f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}, "
             f"EP {self.ep_size} x ETP {self.tp_size} over "
-            f"{counted(self.layout.num_nodes, 'node')}: {choice.reason}"
+            f"{counted(self.layout.num_nodes, 'node')}: {news}"
         )
         if self._report(line) and choice.benefit is not None:
             self._report(replace(choice.benefit, iteration=iteration_here(self)).text)

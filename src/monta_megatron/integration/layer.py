@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -72,6 +73,8 @@ def build_with_monta(
     if hasattr(layer, "_training_token_dispatcher"):
         layer._training_token_dispatcher = dispatcher
     layer.token_dispatcher = dispatcher
+    # So that the layer goes when nothing else holds it.
+    dispatcher.monitor.layer = weakref.ref(layer)
     add_layer(layer)
 
 
