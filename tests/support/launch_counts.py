@@ -190,6 +190,8 @@ def make_dispatcher(
         add_bias_linear=False,
         moe_monta_chain=chain_name,
         moe_monta_ranks_per_node=RANKS_PER_NODE,
+        # Once per training, and the host waits for it.
+        moe_monta_check=0,
         **options,
     )
     groups = megatron_groups(layout)

@@ -93,6 +93,7 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
         (f"{MOE} --moe-monta-ranks-per-node 0", ["moe_monta_ranks_per_node", "got 0"]),
         (f"{MOE} --moe-monta-max-ctas 0", ["moe_monta_max_ctas", "got 0", ">= 1"]),
         (f"{MOE} --moe-monta-max-ctas few", ["moe_monta_max_ctas", "got 'few'"]),
+        (f"{MOE} --moe-monta-check 2", ["moe_monta_check", "got 2", "0 or 1"]),
         (f"{MOE} --moe-monta-record-iteration 3", ["moe_monta_record_iteration", "come with"]),
         (f"{MOE} --moe-monta-memory-limit-gb many", ["moe_monta_memory_limit_gb", "'many'", "> 0"]),
         (f"{MOE} --moe-monta-memory-limit-gb -2.5", ["moe_monta_memory_limit_gb", "got -2.5"]),

@@ -15,6 +15,7 @@ Notation: H = hidden size, T = tokens of this rank, E = number of experts, L = l
 EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N = rows.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,7 @@ from monta_megatron.integration.iteration import iteration_here
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.integration.reports import Report, reports_for_stage
+from monta_megatron.integration.self_check import check_first_use
 from monta_megatron.integration.strategies import (
     STRATEGIES,
     PermutedTokens,
@@ -90,6 +92,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         check_supported(config)
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.options = Options.of(config)
+        self._stock_dispatcher = functools.partial(
+            stock.MoEAlltoAllTokenDispatcher,
+            num_local_experts,
+            local_expert_indices,
+            config,
+            pg_collection,
+        )
         self._report = Report(reports_for_stage(self.tp_ep_group, pg_collection))
         replicas = getattr(pg_collection, "expt_dp", None)
         self.layout, self.chain_policy, rule = on_every_exchange(
@@ -266,6 +275,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         choice = self._choices.choose(counts, self.probs.device, self.cuda_dtoh_stream)
         self._take(choice, self._choices.news(choice, counts))
         self.monitor.choices[self.chain.name, self.num_chunks] += 1
+        if self.options.check:
+            check_first_use(self, self._stock_dispatcher, counts)
         return self._strategy.bind(self, counts)
 
     def _take(self, choice: ChainChoice, news: str) -> None:

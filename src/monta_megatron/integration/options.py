@@ -99,6 +99,11 @@ class OptionFields:
         f"ep in --nccl-communicator-config-path, else {DEFAULT_MAX_CTAS}).",
         _or_text(int),
     )
+    moe_monta_check: Optional[int] = _option(  # noqa: UP045
+        "1: the first exchange of each chain is compared with stock's, on random rows; a "
+        "difference ends the run (default). 0: it is not.",
+        _or_text(int),
+    )
     moe_monta_record: Optional[str] = _option(  # noqa: UP045
         "Folder in which every rank records one iteration of its first MoE layer, for "
         "`monta timeline`."
@@ -126,6 +131,7 @@ class Options:
         plan: a plan that was made before, or None.
         memory_limit_gb: limit for the planner, or None.
         max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
+        check: compare the first exchange of each chain with stock's.
         record: folder for what is recorded of an iteration, or None.
         record_iteration: that iteration, the first one being 1.
         tune_steps: iterations of tuning; 0 for none.
@@ -139,6 +145,7 @@ class Options:
     plan: "Plan | None" = None
     memory_limit_gb: float | None = None
     max_ctas: int | None = None
+    check: int = 1
     record: str | None = None
     record_iteration: int = DEFAULT_RECORD_ITERATION
     tune_steps: int = 0
@@ -185,6 +192,7 @@ class Options:
             lambda _: chain == AUTO and "plan" not in given,
             "be left out where a flag or a plan names the chain, which is used whatever it holds",
         )
+        check("check", lambda value: type(value) is int and value in (0, 1), "be 0 or 1")
         check("record_iteration", lambda _: "record" in given, "come with moe_monta_record")
         tune_steps = given.setdefault("tune_steps", _default_tune_steps(source, given))
         check(
