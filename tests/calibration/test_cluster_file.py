@@ -9,8 +9,16 @@ from linear_pipeline import Stage, operation_of
 
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster
 from monta_megatron.planner.curves import Curve
+from monta_megatron.planner.host_operations import num_host_operations
 from monta_megatron.planner.schedule import Work, simulate
-from monta_megatron.tools.calibrate.cluster_file import Machine, excess_of, make_cluster, slowdowns
+from monta_megatron.tools.calibrate.cluster_file import (
+    AS_EXECUTED,
+    ROW,
+    Machine,
+    excess_of,
+    make_cluster,
+    slowdowns,
+)
 from monta_megatron.tools.calibrate.doubts import doubts_of
 from monta_megatron.tools.calibrate.fit import fit
 from monta_megatron.tools.calibrate.points import (
@@ -159,7 +167,11 @@ def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
         samples.append(Sample(task=task.name, us=100.0, launch_us=100.0))
     gpu = replace(MACHINE, on_cpu=False, memory_gb_per_rank=80.0)
     cluster = make_cluster(gpu, points, pairs, samples)
-    assert cluster.launch.copy_us == 8
+    # Five of the six by which an operation is priced take 25 us, `put` 8.
+    num_operations = sum(num_host_operations(*of, ROW) for of in AS_EXECUTED.values())
+    assert cluster.launch.operation_us == pytest.approx(133 / num_operations, abs=0.005)
+    # What a collective takes beside the allocation of what it receives.
+    assert cluster.launch.collective_us == pytest.approx(25 - cluster.launch.operation_us, abs=0.05)
     assert all(time > 0 for curve in cluster.curves for time in curve.times_us)
 
 

@@ -85,7 +85,7 @@ def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
             pools[4].run(disagree, auto, {1: {f"moe_monta_{name}": there}})
     # Other costs under the same name.
     cluster = AUTO["moe_monta_cluster"]
-    dearer = replace(cluster, launch=replace(cluster.launch, copy_us=cluster.launch.copy_us + 1))
+    dearer = replace(cluster, launch=replace(cluster.launch, operation_us=1.0))
     clusters = [{"moe_monta_cluster": each} for each in (cluster, dearer, cluster, cluster)]
     with pytest.raises(PoolError, match="ranks 0 and 1 differ in hash of the costs: "):
         pools[4].run(disagree, auto, dict(enumerate(clusters)))

@@ -55,7 +55,7 @@ def test_time_follows_the_factor(
 
 
 def test_chunks(capsys: pytest.CaptureFixture[str]) -> None:
-    by_chunks = points(capsys, "--ep", "16", "--sweep", "chunks=1,2,4")
+    by_chunks = points(capsys, "--ep", "16", "--tokens", "16384", "--sweep", "chunks=1,2,4")
     assert [point["num_chunks"] for point in by_chunks] == [1, 2, 4]
     assert len({point["best_us"]["alltoall"] for point in by_chunks}) == 1
 

@@ -21,6 +21,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.model_workload import workload_of_model
+from monta_megatron.planner.pricing import AROUND_STAGES
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.timeline.comparison import Comparison, end_to_end
@@ -84,7 +85,7 @@ def test_predicted_spans_are_those_of_the_schedule(
         }
         # What comes before is one after the other, and ends where the pipeline begins.
         before_us = sum(work.launch_us + sum(work.times_us) for work in priced.before)
-        first_us = pass_start_us + before_us
+        first_us = pass_start_us + priced.host_us + before_us
         for number, series in enumerate(priced.program.series):
             for turn, operation in enumerate(series):
                 work = priced.pipeline[number]
@@ -94,7 +95,8 @@ def test_predicted_spans_are_those_of_the_schedule(
                 times = priced.schedule.times[operation.number]
                 assert drawn.start_us == pytest.approx(first_us + times.start_us)
                 assert drawn.end_us == pytest.approx(first_us + times.end_us)
-        assert set(ran) == {(work.stage, None) for work in (*priced.before, *priced.after)}
+        around = {(AROUND_STAGES, None)} if priced.host_us > 0 else set()
+        assert set(ran) == around | {(work.stage, None) for work in (*priced.before, *priced.after)}
         pass_start_us += priced.total_us
     assert pass_start_us == pytest.approx(price.total_us)
     assert max(span.end_us for span in track.spans) == pytest.approx(price.total_us)
@@ -288,7 +290,7 @@ def test_the_command_draws_what_the_planner_picks(
     document = json.loads(capsys.readouterr().out)
     assert main(["plan", *FLAGS, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert document["title"].startswith(f"{plan['chain']} in {plan['num_chunks']} chunks, pred")
+    assert document["title"].startswith(f"{plan['chain']} in 1 chunk, predicted")
     # Stock alltoall above it, priced as the candidate of that name.
     (stock_us,) = (row["predicted_us"] for row in plan["candidates"] if row["chain"] == "alltoall")
     assert document["ratio_to_alltoall"] == pytest.approx(stock_us / plan["predicted_us"])
@@ -316,7 +318,7 @@ def test_a_chain_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["timeline", *FLAGS, "--alone", "--out", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["ratio_to_alltoall"] is None
-    assert {row["name"] for row in document["overlaps"]} == {"hierarchical_alltoall in 2 chunks"}
+    assert {row["name"] for row in document["overlaps"]} == {"hierarchical_alltoall in 1 chunk"}
     assert Path(document["files"]["picture"]).read_bytes().startswith(b"\x89PNG")
 
 

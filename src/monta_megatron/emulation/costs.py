@@ -2,7 +2,8 @@
 
 from monta_megatron.chains.program import Resource
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.planner.cluster import Cluster, HostCosts, Link
+from monta_megatron.planner.cluster import Cluster, Link
+from monta_megatron.planner.host_costs import HostCosts
 from monta_megatron.planner.rate import Rate
 
 SOURCE = "configs/clusters/emulated_2x4_500mbit.yaml"
@@ -35,9 +36,7 @@ def default_costs(emulated: EmulatedCluster) -> Cluster:
         copies_block_host=True,
         launch=HostCosts(
             collective_us=100.0,
-            copy_us=0.0,
-            sum_us=0.0,
-            find_us=0.0,
+            operation_us=0.0,
             counts_to_host_us=0.0,
             kind="datasheet",
             source=SOURCE,

@@ -18,10 +18,8 @@ from monta_megatron.common.rules import (
     require,
 )
 from monta_megatron.planner.curves import OLD_RATE, RESOURCES, Curve, Kind, Operation
+from monta_megatron.planner.host_costs import HostCosts
 from monta_megatron.planner.rate import Rate
-
-# Operations on the routing map and on expert ids, made of many short steps.
-FINDS: tuple[Operation, ...] = ("find", "find_lists", "count", "lists")
 
 # If a cluster has no curve for an operation, this similar operation stands in for it.
 STANDS_IN: dict[Operation, Operation] = {
@@ -63,57 +61,6 @@ class Link:
     source: Text
 
     OLD_KEYS: ClassVar[dict[str, str]] = OLD_RATE
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostCosts:
-    """Host time to start an operation, for each stage and chunk, and for what surrounds the stages.
-
-    Attributes:
-        collective_us: to start an AllToAll or AllGather.
-        copy_us: to start a copy of rows.
-        sum_us: to start a sum over copies.
-        find_us: to start counting, listing expert ids, or finding from them what is copied.
-        counts_to_host_us: to copy the counts to the host and wait for them.
-        counts_us: to count what goes where and bind a chain to it, once per dispatch.
-        pass_us: what a pass takes besides its stages: autograd and the executor.
-        stage_us: what the executor takes for each stage of each chunk.
-        first_collective_us: how much longer the first chunk of a collective's stage takes than
-            later ones, whose code is in the host's caches by then.
-        first_copy_us: the same for an operation in memory.
-        first_find_us: the same for the operations of `find_us`.
-        kind: whether these were measured on this cluster.
-        source: what they were measured with, or where they were published.
-    """
-
-    collective_us: NonNegativeFloat
-    copy_us: NonNegativeFloat
-    sum_us: NonNegativeFloat
-    find_us: NonNegativeFloat
-    counts_to_host_us: NonNegativeFloat
-    # 0 by default: published figures of operations include these, or their authors hid them.
-    counts_us: NonNegativeFloat = 0.0
-    pass_us: NonNegativeFloat = 0.0
-    stage_us: NonNegativeFloat = 0.0
-    first_collective_us: NonNegativeFloat = 0.0
-    first_copy_us: NonNegativeFloat = 0.0
-    first_find_us: NonNegativeFloat = 0.0
-    kind: Kind
-    source: Text
-
-    def start_us(self, operation: Operation) -> float:
-        """Host time to start one operation."""
-        if operation in COLLECTIVES:
-            return self.collective_us
-        if operation in FINDS:
-            return self.find_us
-        return self.sum_us if operation == "sum" else self.copy_us
-
-    def first_us(self, operation: Operation) -> float:
-        """How much longer the first chunk of a stage takes than later ones."""
-        if operation in COLLECTIVES:
-            return self.first_collective_us
-        return self.first_find_us if operation in FINDS else self.first_copy_us
 
 
 Slowdown = Annotated[float, Rule("a number >= 1", lambda value: value >= 1)]

@@ -5,13 +5,16 @@ it takes the longer of the two times and occupies the network. All ranks of a gr
 so the busiest one is priced; where ranks share a network interface, the busiest interface.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from monta_megatron.chains.program import Program, Resource
-from monta_megatron.planner.cluster import FINDS, Cluster
+from monta_megatron.chains.program import Kind, Program, Resource
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.host_costs import FINDS
+from monta_megatron.planner.host_operations import Around, num_host_operations
 from monta_megatron.planner.schedule import Schedule, Work, serial_us, simulate
 from monta_megatron.planner.traffic import COUNT_EXCHANGE, PassTraffic, StageTraffic
 
@@ -87,11 +90,27 @@ def price_pass(
     """
     notes: dict[str, None] = {}
 
-    def priced(stages: Sequence[StageTraffic], stage_us: float = 0.0) -> tuple[Work, ...]:
-        return tuple(_work(stage, cluster, nic_starts, stage_us, notes) for stage in stages)
+    def priced(
+        stages: Sequence[StageTraffic], kinds: Iterable[Kind | Around], stage_us: float = 0.0
+    ) -> tuple[Work, ...]:
+        return tuple(
+            _work(
+                stage,
+                num_host_operations(kind, program.pass_, program.row),
+                cluster,
+                nic_starts,
+                stage_us,
+                notes,
+            )
+            for stage, kind in zip(stages, kinds, strict=True)
+        )
 
-    before, after = priced(traffic.before), priced(traffic.after)
-    pipeline = priced(traffic.pipeline, cluster.launch.stage_us)
+    before, after = (
+        priced(around, [cast("Kind | Around", stage.operation) for stage in around])
+        for around in (traffic.before, traffic.after)
+    )
+    kinds = [series[0].kind for series in program.series]
+    pipeline = priced(traffic.pipeline, kinds, cluster.launch.stage_us)
     host_us = cluster.launch.pass_us + (cluster.launch.counts_us if program.pass_.ids else 0.0)
     return PassPrice(
         program=program,
@@ -106,13 +125,15 @@ def price_pass(
 
 def _work(
     stage: StageTraffic,
+    host_operations: int,
     cluster: Cluster,
     nic_starts: Sequence[int],
     stage_us: float,
     notes: dict[str, None],
 ) -> Work:
-    """What a stage costs."""
-    launch_us = cluster.launch.start_us(stage.operation) * len(stage.message_bytes)
+    """What a stage costs, whose chunks take the host so many operations on tensors each."""
+    launch_us = cluster.launch.start_us(stage.operation, host_operations)
+    launch_us *= len(stage.message_bytes)
     if stage.stage == COUNT_EXCHANGE:
         launch_us += cluster.launch.counts_to_host_us
     if stage.operation not in FINDS:

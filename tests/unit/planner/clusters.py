@@ -6,7 +6,8 @@ from pathlib import Path
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.cluster import Cluster, HostCosts, Link
+from monta_megatron.planner.cluster import Cluster, Link
+from monta_megatron.planner.host_costs import HostCosts
 from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload
@@ -15,9 +16,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 LAUNCH = HostCosts(
     collective_us=0.0,
-    copy_us=0.0,
-    sum_us=0.0,
-    find_us=0.0,
+    operation_us=0.0,
     counts_to_host_us=0.0,
     kind="measured",
     source="by hand",

@@ -87,7 +87,8 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     # Missing and unknown keys.
     ("model", ("hidden_size",), MISSING, ["hidden_size: missing", "must be given"]),
     ("model", ("hiden_size",), 1, ["hiden_size: unknown key", "did you mean hidden_size?"]),
-    ("cluster", ("launch", "copy_us"), MISSING, ["launch.copy_us: missing"]),
+    ("cluster", ("launch", "collective_us"), MISSING, ["launch.collective_us: missing"]),
+    ("cluster", ("launch", "operation_us"), MISSING, ["launch.operation_us: missing", "copy_us"]),
     ("cluster", ("launch", "copy_ms"), 1.0, ["launch.copy_ms: unknown key", "copy_us?"]),
     ("cluster", ("links", 1, "gbit_s"), 200, ["links[1].gbit_s: unknown key"]),
     ("cluster", ("links", 0, "source"), MISSING, ["links[0].source: missing"]),
@@ -225,7 +226,7 @@ FILES: list[tuple[str, object, list[str]]] = [
     (
         "cluster",
         {"name": "x", "launch": {"copy_us": 1.0}, "links": [{"resource": "inter"}]},
-        ["num_nodes, ", "launch.collective_us, launch.sum_us", "links[0].source: missing"],
+        ["num_nodes, ", "launch.collective_us, launch.counts", "links[0].source: missing"],
     ),
     ("cluster", "&a [*a]\n", ["must be a mapping"]),
     ("cluster", with_curve(sizes_bytes=[2000, 1000]), ["sizes_bytes: got [2000, 1000]", "ascend"]),

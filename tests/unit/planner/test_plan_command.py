@@ -58,7 +58,7 @@ def test_the_benefit_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> 
     benefit = json.loads(capsys.readouterr().out)["benefit"]
     # 94 layers in 4 stages: one has 24 of them.
     assert (benefit["moe_layers"], benefit["micro_batches"]) == (24, None)
-    assert benefit["saved_s_per_iteration"] is None and benefit["ratio"] > 2
+    assert benefit["saved_s_per_iteration"] is None and benefit["ratio"] > 1.3
     # 512 sequences of 16 data parallel ranks are 32 micro-batches of 1.
     assert main(["plan", *QWEN, "--json", "--global-batch-size", "512"]) == 0
     document = json.loads(capsys.readouterr().out)

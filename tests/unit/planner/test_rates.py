@@ -65,13 +65,13 @@ def test_every_plan_shows_its_rates(tmp_path: Path, capsys: pytest.CaptureFixtur
         shown = capsys.readouterr().out
         assert "network   47 GB/s (376 Gb/s) per NIC, 8 for 8 ranks, datasheet\n" in shown
         assert "node link 335 GB/s (2,680 Gb/s) per rank, datasheet\n" in shown
-        assert "memory    3,350 GB/s (26,800 Gb/s) per rank, datasheet\n" in shown
+        assert "memory    2,475 GB/s (19,800 Gb/s) per rank, datasheet\n" in shown
         assert main([*command, *flags, "--json"]) == 0
         rates = json.loads(capsys.readouterr().out)["rates"]
         assert [(each["resource"], each["rate"]) for each in rates] == [
             ("inter", "47 GB/s"),
             ("intra", "335 GB/s"),
-            ("memory", "3350 GB/s"),
+            ("memory", "2475 GB/s"),
         ]
     assert "rate: 47 GB/s" in out.read_text()
     assert Plan.load(out).rates == resource_rates(preset("h100_8x_ndr"))

@@ -4,14 +4,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from monta_megatron.chains.program import COLLECTIVES, FORWARD_BACKWARD
-from monta_megatron.planner.cluster import FINDS, Cluster, Contention, HostCosts
-from monta_megatron.planner.curves import Curve
+from monta_megatron.chains.program import (
+    COLLECTIVES,
+    DISPATCH,
+    DISPATCH_BACKWARD,
+    FORWARD_BACKWARD,
+    Kind,
+    Pass,
+    RowFormat,
+)
+from monta_megatron.planner.cluster import Cluster, Contention
+from monta_megatron.planner.curves import Curve, Operation
+from monta_megatron.planner.host_costs import FINDS, HostCosts
+from monta_megatron.planner.host_operations import Around, num_host_operations
 from monta_megatron.tools.calibrate.doubts import doubts_of
 from monta_megatron.tools.calibrate.fit import fit
 from monta_megatron.tools.calibrate.points import (
     BYTES_PER_ROW,
     COUNTS,
+    HIDDEN_ROW_BYTES,
     NUM_PASS_CHUNKS,
     NUM_PASS_STAGES,
     PASSES,
@@ -24,6 +35,17 @@ from monta_megatron.tools.calibrate.record import Sample
 
 # A curve may hold no time of 0, as an operation would have that ends before its start returns.
 LEAST_US = 0.1
+
+# What the executor does as a point does it; the rows are those of `operations`.
+AS_EXECUTED: dict[Operation, tuple[Kind | Around, Pass]] = {
+    "copy": ("pack", DISPATCH),
+    "put": ("put", DISPATCH_BACKWARD),
+    "sum": ("reduce", DISPATCH_BACKWARD),
+    "find": ("find_copies", DISPATCH),
+    "count": ("count", DISPATCH),
+    "lists": ("lists", DISPATCH),
+}
+ROW = RowFormat(hidden_size=HIDDEN_ROW_BYTES // 2, value_bytes=2, prob_bytes=4, sum_bytes=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +86,7 @@ def make_cluster(
     times_us = {task: median(run.us for run in runs) for task, runs in by_task.items()}
     launches_us = {task: median(run.launch_us for run in runs) for task, runs in by_task.items()}
     launch = _launch(machine, points, launches_us, times_us)
-    curves = _curves(machine, points, times_us, launch)
+    curves = _curves(machine, points, times_us, launches_us)
     return Cluster(
         name=machine.name,
         num_nodes=machine.num_nodes,
@@ -87,14 +109,17 @@ def _launch(
     launches_us: Mapping[str, float],
     times_us: Mapping[str, float],
 ) -> HostCosts:
-    """The least time that each operation takes the host; what it takes beyond is in the curves.
+    """The least time that operations take the host; what they take beyond is in the curves.
 
     The caches hold an operation's code whatever its size, so one number says how much longer the
     first of several runs takes.
     """
-
-    def least(*operations: str) -> float:
-        return round(min(launches_us[p.name] for p in points if p.operation in operations), 1)
+    # Where copies run on the host, their time is not launch time.
+    operation_us = 0.0
+    if not machine.on_cpu:
+        num_operations = sum(num_host_operations(*of, ROW) for of in AS_EXECUTED.values())
+        starts_us = [_least_us(points, launches_us, operation) for operation in AS_EXECUTED]
+        operation_us = round(sum(starts_us) / num_operations, 2)
 
     def first(*operations: str) -> float:
         more_us = [
@@ -107,13 +132,10 @@ def _launch(
     num_passes = len(FORWARD_BACKWARD)
     more_us = times_us[PASSES_IN_CHUNKS.name] - times_us[PASSES.name]
     stage_us = max(more_us / (num_passes * (NUM_PASS_CHUNKS - 1) * NUM_PASS_STAGES), 0.0)
-    # Where copies run on the host, their time is not launch time.
-    blocks = machine.on_cpu
+    collective_us = _least_us(points, launches_us, *COLLECTIVES) - operation_us
     return HostCosts(
-        collective_us=least(*COLLECTIVES),
-        copy_us=0.0 if blocks else least(*(BYTES_PER_ROW.keys() - {*FINDS, "sum"})),
-        sum_us=0.0 if blocks else least("sum"),
-        find_us=0.0 if blocks else least(*FINDS),
+        collective_us=round(max(collective_us, 0.0), 1),
+        operation_us=operation_us,
         counts_to_host_us=round(machine.counts_to_host_us, 1),
         counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
         pass_us=round(max(times_us[PASSES.name] / num_passes - NUM_PASS_STAGES * stage_us, 0.0), 1),
@@ -126,16 +148,27 @@ def _launch(
     )
 
 
+def _least_us(points: Sequence[Point], launches_us: Mapping[str, float], *operations: str) -> float:
+    """The least host time of these operations, at any size."""
+    return min(launches_us[point.name] for point in points if point.operation in operations)
+
+
 def _curves(
-    machine: Machine, points: Sequence[Point], times_us: Mapping[str, float], launch: HostCosts
+    machine: Machine,
+    points: Sequence[Point],
+    times_us: Mapping[str, float],
+    launches_us: Mapping[str, float],
 ) -> tuple[Curve, ...]:
+    """What operations take beyond the host's time to start them."""
     by_curve: dict[tuple[str, str, int], list[Point]] = {}
     for point in points:
         by_curve.setdefault((point.resource, point.operation, point.group_size), []).append(point)
     curves = []
     for group in (by_curve[key] for key in sorted(by_curve)):
         first = group[0]
-        launch_us = launch.start_us(first.operation)
+        alike = COLLECTIVES if first.is_collective else (first.operation,)
+        blocks = machine.on_cpu and not first.is_collective
+        launch_us = 0.0 if blocks else _least_us(points, launches_us, *alike)
         sizes = tuple(point.num_bytes for point in group)
         times = tuple(max(round(times_us[p.name] - launch_us, 1), LEAST_US) for p in group)
         curves.append(

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from monta_megatron.chains.program import Resource
-from monta_megatron.planner.cluster import FINDS
 from monta_megatron.planner.curves import Operation
+from monta_megatron.planner.host_costs import FINDS
 from monta_megatron.planner.traffic import (
     COUNT_MAP_BYTES,
     FIND_PASSES,

@@ -1,0 +1,73 @@
+"""How much a host hands to its device for each operation of a program, one table for all.
+
+Counted are PyTorch's operations on tensors without views, an allocation is one; a launch of a fused
+kernel would be one as well. `scripts/launch_budget.py` counts the same on the executor, and a test
+compares the two.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+from monta_megatron.chains.program import SUM_COLUMNS, Kind, Pass, RowFormat
+
+# What does the work on the device.
+Kernels: TypeAlias = Literal["torch", "fused"]
+# What comes before and after a program, as in `planner.traffic`; the exchange of counts is a kind.
+Around: TypeAlias = Literal["count", "lists", "permute", "unpermute"]
+
+
+class HostOperations(NamedTuple):
+    """The operations of a kind, for one chunk: a mean, rounded.
+
+    Attributes:
+        rows: for the hidden rows.
+        probs: as many more in a pass that carries probabilities.
+        ids: as many more in a pass that carries expert ids too.
+        block: as many more for each block of columns that is summed at a time.
+    """
+
+    rows: int = 0
+    probs: int = 0
+    ids: int = 0
+    block: int = 0
+
+
+HOST_OPERATIONS: Mapping[Kernels, Mapping[Kind | Around, HostOperations]] = {
+    "torch": {
+        "pack": HostOperations(rows=2, probs=1, ids=1),
+        "find_lists": HostOperations(ids=24),
+        "find_copies": HostOperations(ids=23),
+        "duplicate": HostOperations(rows=1, ids=10),
+        "reduce": HostOperations(probs=7, block=4),
+        "alltoall": HostOperations(rows=1),
+        "allgather": HostOperations(rows=1),
+        "reduce_parts": HostOperations(rows=5, probs=8, block=4),
+        "put": HostOperations(rows=1, probs=1, ids=2),
+        "count": HostOperations(ids=20),
+        "lists": HostOperations(ids=11),
+        "permute": HostOperations(rows=1, ids=5),
+        "unpermute": HostOperations(rows=2),
+    },
+}
+
+
+def num_host_operations(
+    kind: Kind | Around, pass_: Pass, row: RowFormat, kernels: Kernels = "torch"
+) -> int:
+    """How many operations a host hands over for one chunk.
+
+    Args:
+        kind: what is done.
+        pass_: the pass that it is part of.
+        row: the sizes of a row's values.
+        kernels: what does it.
+    """
+    of_kind = HOST_OPERATIONS[kernels][kind]
+    is_rounded = row.sum_bytes > row.value_bytes
+    num_blocks = -(-row.hidden_size // SUM_COLUMNS) if is_rounded else 1
+    return (
+        of_kind.rows
+        + of_kind.probs * pass_.probs
+        + of_kind.ids * pass_.ids
+        + of_kind.block * num_blocks
+    )

@@ -1,0 +1,107 @@
+"""The planner's table of host operations is what the executor hands to a device.
+
+A figure that is off is printed with what was counted: write that into
+`planner.host_operations.HOST_OPERATIONS`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache
+from statistics import mean
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+import launch_counts
+from fake_world import fake_world
+from launch_counts import LaunchCounter, count_launches
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.program import Kind, Operation, Pass, RowFormat
+from monta_megatron.exchange import executor
+from monta_megatron.exchange.operations import OPERATIONS
+from monta_megatron.exchange.state import State
+from monta_megatron.planner.host_operations import HOST_OPERATIONS, num_host_operations
+
+EP, NUM_CHUNKS = 16, 4
+# Two blocks of columns in a sum, as bf16 rows of that size have.
+HIDDEN = 4096
+# The table holds one integer for a kind in all chains: a quarter off, or one and a half operations.
+RELATIVE, ABSOLUTE = 0.25, 1.5
+# For a whole layer: what the first chunk of a pass makes for all, and what lies around the passes.
+RELATIVE_OF_LAYER, ABSOLUTE_OF_LAYER = 0.15, 14
+
+Issued = tuple[Kind, Pass, RowFormat, int]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with fake_world():
+        yield
+
+
+@cache
+def issued_by(chain: str) -> tuple[tuple[Issued, ...], int]:
+    """What every operation of a layer's programs took, and what the whole layer did."""
+    counters: list[LaunchCounter] = []
+    issued: list[Issued] = []
+
+    class Counter(LaunchCounter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            counters.append(self)
+
+    def counted(do: Callable[..., Any]) -> Callable[..., Any]:
+        def do_counted(state: State, operation: Operation) -> Any:
+            row = counters[0]._here
+            before = row.tensor_operations
+            works = do(state, operation)
+            program = state.bound.program
+            number = row.tensor_operations - before
+            issued.append((operation.kind, program.pass_, program.row, number))
+            return works
+
+        return do_counted
+
+    operations = {kind: counted(do) for kind, do in OPERATIONS.items()}
+    with (
+        mock.patch.object(launch_counts, "LaunchCounter", Counter),
+        mock.patch.object(launch_counts, "HIDDEN", HIDDEN),
+        mock.patch.object(executor, "OPERATIONS", operations),
+    ):
+        rows = count_launches(chain, EP, 1 if CHAINS[chain].serial else NUM_CHUNKS)
+    return tuple(issued), sum(row.tensor_operations for row in rows.values())
+
+
+def test_every_kind_takes_what_the_table_says() -> None:
+    counted: dict[tuple[Kind, Pass, RowFormat], list[int]] = defaultdict(list)
+    for chain, each in CHAINS.items():
+        # One chunk has what later ones share.
+        if not each.serial:
+            for kind, pass_, row, number in issued_by(chain)[0]:
+                counted[kind, pass_, row].append(number)
+    off = {
+        f"{kind} in {pass_.name}": f"{table} in the table, {mean(numbers):.1f} counted"
+        for (kind, pass_, row), numbers in counted.items()
+        for table in [num_host_operations(kind, pass_, row)]
+        if abs(table - mean(numbers)) > max(RELATIVE * mean(numbers), ABSOLUTE)
+    }
+    assert off == {}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_layer_takes_what_the_table_says(chain: str) -> None:
+    issued, total = issued_by(chain)
+    planned = sum(num_host_operations(kind, pass_, row) for kind, pass_, row, _ in issued)
+    dispatch, row = next((pass_, row) for _, pass_, row, _ in issued if pass_.ids)
+    around = ["count", "allgather", *(["lists"] if CHAINS[chain].rows == "tokens" else [])]
+    planned += sum(num_host_operations(kind, dispatch, row) for kind in around)
+    assert abs(planned - total) <= max(RELATIVE_OF_LAYER * total, ABSOLUTE_OF_LAYER)
+
+
+def test_every_kind_is_there() -> None:
+    for of_kinds in HOST_OPERATIONS.values():
+        assert of_kinds.keys() >= OPERATIONS.keys()
