@@ -71,6 +71,25 @@ def test_the_benefit_is_said_once_with_the_choice(pools: Pools) -> None:
     assert others == [([], 2)] * 3
 
 
+def test_other_work_is_advised_or_planned_beside(pools: Pools) -> None:
+    """Said once, by the first rank; with the option what that work leaves over is minimized."""
+    shared = {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 16}
+    case = Case(ep=4, num_tokens=4096, options=AUTO, config=shared)
+    advice = "; minimizes the exchange itself, not what moe_shared_expert_overlap leaves over of it"
+    (first, _), *others = pools[4].run(reported_in_steps, case, 3)
+    assert "\n".join(first).count(advice) == 1 and first[0].endswith(
+        "--moe-monta-beside-us changes that"
+    )
+    assert [said for said, _ in others] == [[]] * 3
+    case = replace(case, options=AUTO | {"moe_monta_beside_us": 500.0})
+    ((line,), _), *_ = pools[4].run(reported_in_steps, case, 3)
+    assert re.search(r"per rank beside 500 us of other work: leaves [\d,]+ of [\d,]+ us; ", line)
+    assert advice not in line
+    beside_us = {rank: {"moe_monta_beside_us": 600.0 if rank == 1 else 500.0} for rank in range(4)}
+    with pytest.raises(PoolError, match=r"differ in moe_monta_beside_us: 500.0 and 600.0"):
+        pools[4].run(disagree, Case(options=AUTO, config=shared), beside_us)
+
+
 def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
     with pytest.raises(PoolError, match="ranks 0 and 2 differ in num_chunks: 4 and 3"):
         pools[4].run(disagree, Case(), {2: {"moe_monta_num_chunks": 3}})

@@ -108,6 +108,13 @@ def test_over_the_memory_limit_it_runs_as_the_dispatcher_would() -> None:
     assert run.plan is not None and run.plan.reason.endswith("; over the limit of 0.001 GB")
 
 
+def test_other_work_is_planned_beside_as_the_dispatcher_does() -> None:
+    overlap = ("--overlap-moe-expert-parallel-comm", "--moe-monta-beside-us", "2000")
+    run = ready(MIXTRAL, *overlap)
+    assert run.plan is not None and run.plan.key.beside_us == 2000
+    assert run.benefit is None and ready(MIXTRAL).benefit is not None
+
+
 def test_stock_dispatcher_from_the_same_file() -> None:
     run = ready(QUICKSTART, *STOCK)
     assert not any("monta" in word for word in run.arguments)
@@ -482,6 +489,11 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
         [],
         ["--moe-monta-memory-limit-gb", "much"],
         ["--moe-monta-memory-limit-gb: got 'much'", "a number > 0"],
+    ),
+    "other work": (
+        [],
+        ["--moe-monta-beside-us", "-1"],
+        ["--moe-monta-beside-us: got '-1'", "a number >= 0"],
     ),
     "flag for a size": ([], ["--expert-model-parallel-size"], ["--expert-model", ">= 1"]),
     "unfitting size": ([], ["--tensor-model-parallel-size", "3"], ["layout.nodes * ranks", "(3)"]),

@@ -67,6 +67,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         chains=tuple(chains),
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
         memory_limit_bytes=bytes_of_gb(options.memory_limit_gb),
+        beside_us=options.beside_us,
     )
 
 
@@ -116,6 +117,7 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
     workload, options = _workload(config, layout), Options.of(config)
     return {
         **policy.rule(),
+        "moe_monta_beside_us": options.beside_us,
         "moe_monta_tune_steps": options.tune_steps,
         "moe_monta_plan_out": options.plan_out,
         "hidden_size": workload.hidden_size,

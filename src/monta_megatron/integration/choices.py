@@ -107,6 +107,7 @@ class Iterations(Choices):
         replicas: the ranks with this rank's position in the other exchanges of the pipeline stage;
             None if they are not known.
         num_tuning_steps: see `Decision`.
+        advice: what the first choice is said with.
         report: prints a message.
         plan_out: file for the plan of the tuning; None for none.
     """
@@ -118,6 +119,7 @@ class Iterations(Choices):
         group: dist.ProcessGroup,
         replicas: dist.ProcessGroup | None,
         num_tuning_steps: int,
+        advice: str,
         report: Report,
         plan_out: str | None,
     ) -> None:
@@ -128,7 +130,7 @@ class Iterations(Choices):
         self.layout = policy.workload.layout
         self.replicas = replicas
         self.report = report
-        self._plan_out = plan_out
+        self._advice, self._plan_out = advice, plan_out
         self._gathering = Gathering(group, "between iterations: exchange of traffic")
         self._received = Received()
         kinds_of_rows = {chain.rows for chain in policy.chains}
@@ -176,7 +178,8 @@ class Iterations(Choices):
             return ""
         self._said[buckets] = key
         since = f"; after {counted(self.decision.number, 'iteration')}"
-        return choice.reason + since * (before is not None)
+        advice, self._advice = self._advice, ""
+        return choice.reason + since * (before is not None) + advice
 
     def rule(self) -> dict[str, Any]:
         """See `Choices`."""
@@ -275,11 +278,22 @@ def choices_of(
             group,
             replicas,
             num_tuning_steps=options.tune_steps,
+            advice=_advice(options),
             report=report,
             plan_out=options.plan_out,
         )
         _shared[key] = iterations
     return iterations
+
+
+def _advice(options: Options) -> str:
+    """What the exchange is minimized without, though the training has it."""
+    if options.beside_us > 0 or not options.overlaps:
+        return ""
+    return (
+        f"; minimizes the exchange itself, not what {options.overlaps[0]} leaves over of it: "
+        "--moe-monta-beside-us changes that"
+    )
 
 
 def all_iterations() -> Iterator[Iterations]:

@@ -105,7 +105,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             # The exchanges end their tuning together.
             self._set_up,
             replicas,
-            {"moe_monta_tune_steps": self.options.tune_steps},
+            {
+                "moe_monta_beside_us": self.options.beside_us,
+                "moe_monta_tune_steps": self.options.tune_steps,
+            },
         )
         self._choices = choices_of(
             self.chain_policy, rule, self.tp_ep_group, replicas, self.options, self._report

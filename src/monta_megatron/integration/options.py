@@ -28,6 +28,8 @@ AUTO = "auto"
 # Late enough for memory and communicators to be there.
 DEFAULT_RECORD_ITERATION = 10
 DEFAULT_TUNE_STEPS = 20
+# The settings by which Megatron runs other work beside an exchange.
+OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
 # A chain's name or a file; code may pass a cluster itself.
 _FILE_TYPES = (str, os.PathLike, Cluster)
 
@@ -83,10 +85,17 @@ class OptionFields:
         "chooses (default: no limit).",
         _or_text(float),
     )
+    moe_monta_beside_us: Optional[float] = _option(  # noqa: UP045
+        "Other work that runs beside the exchange of an MoE layer and micro-batch, forward and "
+        "backward, in us: auto minimizes what it leaves over. As in `monta plan`; only with "
+        "--overlap-moe-expert-parallel-comm or --moe-shared-expert-overlap (default: 0).",
+        _or_text(float),
+    )
     moe_monta_tune_steps: Optional[int] = _option(  # noqa: UP045
-        "Iterations, from the second on, in which the best candidates of auto take turns and are "
-        f"timed; the fastest is kept (default: {DEFAULT_TUNE_STEPS}, and 0, which is off, in "
-        "deterministic mode).",
+        "Iterations, from the second on, in which the best candidates of auto take turns, one in "
+        "an iteration, and are timed; the fastest is kept (default: "
+        f"{DEFAULT_TUNE_STEPS}, and 0, which is off, in deterministic mode). The default makes 1 "
+        "to 3 runs that count of each; where an iteration has few micro-batches, give more.",
         _or_text(int),
     )
     moe_monta_plan_out: Optional[str] = _option(  # noqa: UP045
@@ -130,6 +139,8 @@ class Options:
         cluster: costs by which the planner chooses, or None if no file gives them.
         plan: a plan that was made before, or None.
         memory_limit_gb: limit for the planner, or None.
+        beside_us: other work beside an exchange; 0 for none.
+        overlaps: the settings of Megatron by which other work runs beside it.
         max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
         check: compare the first exchange of each chain with stock's.
         record: folder for what is recorded of an iteration, or None.
@@ -144,6 +155,8 @@ class Options:
     cluster: Cluster | None = None
     plan: "Plan | None" = None
     memory_limit_gb: float | None = None
+    beside_us: float = 0.0
+    overlaps: tuple[str, ...] = ()
     max_ctas: int | None = None
     check: int = 1
     record: str | None = None
@@ -193,6 +206,22 @@ class Options:
             "be left out where a flag or a plan names the chain, which is used whatever it holds",
         )
         check("check", lambda value: type(value) is int and value in (0, 1), "be 0 or 1")
+        overlaps = given["overlaps"] = _overlaps(source)
+        check(
+            "beside_us",
+            lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+            "be a number >= 0",
+        )
+        check(
+            "beside_us",
+            lambda value: value == 0 or (chain == AUTO and "plan" not in given),
+            "be 0 or left out where a flag or a plan names the chain, which is used as it is",
+        )
+        check(
+            "beside_us",
+            lambda value: value == 0 or overlaps != (),
+            f"be 0 or left out without {' or '.join(OVERLAPS)}, as nothing hides the exchange then",
+        )
         check("record_iteration", lambda _: "record" in given, "come with moe_monta_record")
         tune_steps = given.setdefault("tune_steps", _default_tune_steps(source, given))
         check(
@@ -240,6 +269,14 @@ def _default_tune_steps(source: object, given: Mapping[str, Any]) -> int:
     """Deterministic mode is to do the same in every run, which times never do."""
     is_auto = given.get("chain", AUTO) == AUTO and "plan" not in given
     return DEFAULT_TUNE_STEPS if is_auto and not getattr(source, "deterministic_mode", False) else 0
+
+
+def _overlaps(source: object) -> tuple[str, ...]:
+    """Those of `OVERLAPS` that are on."""
+    settings = [name for name in OVERLAPS if getattr(source, name, False)]
+    if getattr(source, "moe_shared_expert_intermediate_size", None) is None:
+        settings = settings[: settings.count(OVERLAPS[0])]
+    return tuple(settings)
 
 
 def _can_be_written(path: str | os.PathLike[str]) -> bool:

@@ -97,11 +97,13 @@ class PlannedPolicy(ChainPolicy):
         memory_limit_bytes: limit on what an exchange holds on a rank. Where every chain is expected
             to hold more, the one that holds the least is chosen: a training that has come to larger
             batches goes on.
+        beside_us: other work that runs beside the exchange; see `selection.select`.
     """
 
     cluster: Cluster
     workload: Workload
     memory_limit_bytes: float | None = None
+    beside_us: float = 0.0
     _tables: dict[Routing, "ChoiceTable"] = field(default_factory=dict)
 
     def rule(self) -> dict[str, Any]:
@@ -148,6 +150,7 @@ class PlannedPolicy(ChainPolicy):
             memory_limit_bytes=self.memory_limit_bytes,
             or_least=True,
             num_exchanged_counts=sum(widths),
+            beside_us=self.beside_us,
         )
 
 
@@ -192,11 +195,13 @@ class ChoiceTable:
         doubtful = ", whose calibration is doubtful," if cluster.doubts else ""
         is_usual = self.routing is self.policy.workload.routing
         routing = "" if is_usual else f" and the {self.routing.name} routing"
+        beside_us = self.policy.beside_us
+        beside = f" beside {beside_us:,.0f} us of other work" if beside_us > 0 else ""
         return ChainChoice(
             chain=price.chain,
             num_chunks=price.num_chunks,
             reason=f"planned on {cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank{of_token}{routing}: {why}; holds up to "
+            f"{counted(tokens, 'token')} per rank{of_token}{routing}{beside}: {why}; holds up to "
             f"{gb_text(price.peak_bytes)}",
             # It says what is predicted.
             benefit=selection.benefit if self.pick is _as_selected else None,

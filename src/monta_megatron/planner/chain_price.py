@@ -44,6 +44,7 @@ class ChainPrice:
         num_represented: [ranks] number of ranks that each of them stands for.
         peak_bytes: the most that the executor holds at once on one rank.
         beside_bytes: what the chain takes there beside its exchange, within the same limit.
+        beside_us: other work that runs beside the exchange, as much of it beside each pass.
     """
 
     chain: Chain
@@ -53,6 +54,7 @@ class ChainPrice:
     num_represented: tuple[int, ...]
     peak_bytes: float
     beside_bytes: float = 0.0
+    beside_us: float = 0.0
 
     @property
     def held_bytes(self) -> float:
@@ -90,7 +92,7 @@ class ChainPrice:
     @property
     def plainness(self) -> tuple[bool, int, int]:
         """Sort key: smaller is plainer."""
-        return self.chain.name != "alltoall", len(self.chain.stages), self.num_chunks
+        return plainness(self.chain, self.num_chunks)
 
     def busiest(self) -> tuple[str, float]:
         """The busiest resource, and for how long it is busy."""
@@ -105,6 +107,11 @@ class ChainPrice:
         }
         resource = max(RESOURCES, key=lambda name: busy[name])
         return RESOURCE_NAMES[resource], busy[resource]
+
+
+def plainness(chain: Chain, num_chunks: int) -> tuple[bool, int, int]:
+    """Sort key of chains: smaller is plainer."""
+    return chain.name != "alltoall", len(chain.stages), num_chunks
 
 
 def price_chain(
@@ -157,4 +164,5 @@ def price_chain(
             if pass_ in HEAVIEST[phase]
             for program in of_pass
         ),
+        beside_us=beside_us,
     )

@@ -19,6 +19,10 @@ Whose turn it is:
 
 In the end the planner's pick stays, unless another one beats it by more than the margin.
 
+Where other work runs beside the exchange, candidates are compared by what it leaves over of their
+times (`other_work`), and of those within the margin of the best the plainest is taken, as in a
+plan: where most of every candidate is hidden, many leave about the same over.
+
 What a step took is what its passes took together on the rank that was the fastest: the one that has
 waited least for the others. The time of a single pass would mislead where messages are buffered,
 since the last rank to arrive finds them there, as if the network had taken no time.
@@ -38,8 +42,8 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import FORWARD_BACKWARD, NOT_TIMED_US
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.planner.chain_price import ChainPrice
-from monta_megatron.planner.selection import MARGIN
-from monta_megatron.planner.tuning_candidates import Key, TuningCandidate
+from monta_megatron.planner.other_work import left_over_us, other_work_of
+from monta_megatron.planner.tuning_candidates import Key, TuningCandidate, best_key
 
 # After so many steps the result of a step is known to all ranks.
 LATE = 2
@@ -162,16 +166,20 @@ class Tuning:
     @property
     def winner(self) -> int:
         """The number of the best candidate as far as it is known: the pick, or what beats it."""
-        measured = [(us, number) for number, us in enumerate(self.measured_us) if us is not None]
-        pick_us = self.measured_us[0]
-        if pick_us is None:
+        left_us = {
+            candidate.key: candidate.left_over_us(us)
+            for candidate, us in zip(self.candidates, self.measured_us, strict=True)
+            if us is not None
+        }
+        keys = [candidate.key for candidate in self.candidates]
+        if keys[0] not in left_us:
             return 0
-        best_us, best = min(measured)
-        return 0 if pick_us <= best_us * (1 + MARGIN) else best
+        return keys.index(best_key(left_us, keys[0], self._is_beside_work))
 
     def summary(self) -> list[int]:
         """What replicas tell each other: a hash of the candidates, then [candidates] us or 0."""
-        names = [candidate.name for candidate in self.candidates]
+        # Replicas compare alike if the same was predicted of other work, too.
+        names = [f"{candidate.name}, {candidate.other_work}" for candidate in self.candidates]
         return [hash_of({"candidates": names}), *(round(us or 0) for us in self.measured_us)]
 
     def settle(self, summaries: Sequence[Sequence[int]]) -> None:
@@ -205,18 +213,18 @@ class Tuning:
         return exp(sum(logs) / len(logs)) if logs else 1.0
 
     def select(self, prices: Sequence[ChainPrice], current: Key) -> ChainPrice:
-        """What to run on other traffic, by predicted time times `factor`.
+        """What to run on other traffic, by what is left over of predicted time times `factor`.
 
         Args:
             prices: what may run on it, see `Selection.allowed`.
             current: what runs now: it stays where nothing beats it by more than the margin.
         """
-        us = {(price.chain.name, price.num_chunks): price.total_us for price in prices}
-        expected_us = {key: predicted_us * self.factor(key) for key, predicted_us in us.items()}
-        best = min(expected_us, key=expected_us.__getitem__)
-        if current in expected_us and expected_us[current] <= expected_us[best] * (1 + MARGIN):
-            best = current
-        return next(price for price in prices if (price.chain.name, price.num_chunks) == best)
+        of_key = {(price.chain.name, price.num_chunks): price for price in prices}
+        left_us = {
+            key: left_over_us(price.total_us * self.factor(key), other_work_of(price))
+            for key, price in of_key.items()
+        }
+        return of_key[best_key(left_us, current, self._is_beside_work)]
 
     def state(self) -> dict[str, Any]:
         """All that `from_state` needs, as plain JSON values."""
@@ -253,6 +261,10 @@ class Tuning:
         )
 
     @property
+    def _is_beside_work(self) -> bool:
+        return self.candidates[0].other_work is not None
+
+    @property
     def _num_due(self) -> int:
         """Steps whose results every rank has been given when the next one starts."""
         return max(len(self._started) + 1 - LATE, 0)
@@ -268,16 +280,24 @@ class Tuning:
             num_runs[number] += 1
             num_counted[number] += counts
         chains = [candidate.chain for candidate in self.candidates]
-        expected_us = [each.predicted_us * self.factor(each.key) for each in self.candidates]
-        times_us = self.times_us
-        least_us = min((us for us in self.measured_us if us is not None), default=inf)
+        # What is left over, if all times are; margins are of times, since they are as uncertain.
+        expected_us = [
+            each.left_over_us(each.predicted_us * self.factor(each.key)) for each in self.candidates
+        ]
+        times_us = [
+            [each.left_over_us(us) for us in times]
+            for each, times in zip(self.candidates, self.times_us, strict=True)
+        ]
+        measured = zip(self.candidates, self.measured_us, strict=True)
+        left_us = [(each.left_over_us(us), us) for each, us in measured if us is not None]
+        least_us, of_us = min(left_us, default=(inf, inf))
         kinds = [(each.chain, each.num_chunks > 1) for each in self.candidates]
         kinds_ran = {kinds[number] for number, runs in enumerate(num_runs) if runs}
 
         def is_first_of_chain(number: int) -> bool:
             return chains.index(chains[number]) == number
 
-        def first_us(number: int) -> int:
+        def first_us(number: int) -> float:
             return min(times_us[chains.index(chains[number])], default=0)
 
         def is_far_behind(number: int) -> bool:
@@ -285,9 +305,9 @@ class Tuning:
             if not times and is_first_of_chain(number):
                 return False
             if kinds[number] not in kinds_ran:
-                return first_us(number) > least_us * (1 + FAR_BEHIND_OTHERWISE)
+                return first_us(number) > least_us + FAR_BEHIND_OTHERWISE * of_us
             us = min(times, default=expected_us[number])
-            return us > least_us * (1 + FAR_BEHIND / max(len(times), 1))
+            return us > least_us + FAR_BEHIND / max(len(times), 1) * of_us
 
         # Step 1: once begun, a candidate runs until it was measured.
         near = [number for number in numbers if not is_far_behind(number)]

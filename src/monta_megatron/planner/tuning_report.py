@@ -5,22 +5,24 @@ from pathlib import Path
 
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.tables import plain_table
-from monta_megatron.planner.plan import Candidate, Plan
+from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.search import plan_of
 from monta_megatron.planner.selection import MARGIN, Selection
 from monta_megatron.planner.tuning import Tuning
+from monta_megatron.planner.tuning_candidates import Key, TuningCandidate
 
 
 def tuning_table(tuning: Tuning) -> list[str]:
     """Predicted and measured times of what was tried, the fastest first, as lines for the log.
 
-    Imbalance is by how much the passes of an iteration take longer on the slowest rank than on the
-    fastest, which waits least for the others.
+    Where other work runs beside the exchange, a column says what it leaves over of the measured
+    times, and what leaves least over comes first. Imbalance is by how much the passes of an
+    iteration take longer on the slowest rank than on the fastest, which waits least for the others.
     """
     measured_us, times_us = tuning.measured_us, tuning.times_us
     pick = "the planner's pick"
     said = {0: pick, tuning.winner: "chosen" if tuning.winner else f"chosen, {pick}"}
-    rows = []
+    rows, other_work = [], tuning.candidates[0].other_work
     for number, candidate in enumerate(tuning.candidates):
         us = measured_us[number]
         if us is None:
@@ -29,27 +31,31 @@ def tuning_table(tuning: Tuning) -> list[str]:
         slowest_us, fastest_us = (
             sum(getattr(step, name) for step in steps) for name in ("slowest_us", "us")
         )
+        left_us = candidate.left_over_us(us)
         rows.append(
             (
-                us,
+                left_us,
                 [
                     candidate.chain,
                     candidate.num_chunks,
                     f"{candidate.predicted_us:,.0f}",
                     f"{us:,.0f}",
                     f"{us / candidate.predicted_us - 1:+.0%}",
+                    *([] if other_work is None else [f"{left_us:,.0f}"]),
                     len(times_us[number]),
                     f"{slowest_us / fastest_us - 1:.0%}" if fastest_us else None,
                     said.get(number, ""),
                 ],
             )
         )
-    head = ["chain", ">chunks", ">predicted us", ">measured us", "", ">runs", ">imbalance", ""]
+    left_over = [] if other_work is None else [">left over"]
+    beside = "" if other_work is None else f", beside {other_work.beside_us:,.0f} us of other work"
+    head = ["chain", ">chunks", ">predicted us", ">measured us", ""]
     return plain_table(
-        head,
+        [*head, *left_over, ">runs", ">imbalance", ""],
         [cells for _, cells in sorted(rows, key=lambda row: row[0])],
         title=f"tuned over {counted(tuning.num_steps, 'iteration')}: dispatch + combine, forward + "
-        "backward",
+        f"backward{beside}",
     ).splitlines()
 
 
@@ -66,17 +72,19 @@ def plan_of_tuning(selection: Selection, tuning: Tuning, tokens_per_rank: int) -
         price for price in selection.prices if (price.chain.name, price.num_chunks) == winner.key
     )
     plan = plan_of(replace(selection, price=price))
-    measured = {
-        candidate.key: us
-        for candidate, us in zip(tuning.candidates, tuning.measured_us, strict=True)
-        if us is not None
-    }
+    said = _why_rejected(tuning)
     return replace(
         plan,
         reason=_reason(tuning),
         key=replace(plan.key, tokens_per_rank=tokens_per_rank),
         candidates=tuple(
-            _as_measured(candidate, measured, winner.key) for candidate in plan.candidates
+            candidate
+            if candidate.rejected is None or candidate.num_chunks is None
+            else replace(
+                candidate,
+                rejected=said.get((candidate.chain, candidate.num_chunks), candidate.rejected),
+            )
+            for candidate in plan.candidates
         ),
     )
 
@@ -94,30 +102,41 @@ def _reason(tuning: Tuning) -> str:
     over = f"measured over {counted(tuning.num_steps, 'iteration')}"
     if us is None:
         return f"{over}: not often enough to know better; predicted {winner.predicted_us:,.0f} us"
+    left_us, other_work = winner.left_over_us(us), winner.other_work
     others = [
-        (other_us, other)
+        (other.left_over_us(other_us), other_us, other)
         for other_us, other in zip(measured_us, tuning.candidates, strict=True)
         if other_us is not None and other is not winner
     ]
-    compared = ""
+    if other_work is not None:
+        over += f" beside {other_work.beside_us:,.0f} us of other work"
+    took = _took(us, winner)
     if others:
-        other_us, other = min(others, key=lambda entry: entry[0])
-        compared = (
-            f", {other_us / us:.2f}x as fast as {other.name}, the next"
-            if other_us >= us
-            else f", within the margin of {MARGIN:.0%} of {other.name} ({other_us:,.0f} us)"
+        other_left_us, other_us, other = min(others, key=lambda entry: entry[0])
+        took += (
+            f", within the margin of {MARGIN:.0%} of {other.name} ({_took(other_us, other)})"
+            if other_left_us < left_us
+            else f", {other_us / us:.2f}x as fast as {other.name}, the next"
+            if other_work is None
+            else f"; {other.name}, the next, {_took(other_us, other)}"
         )
-    return f"{over}: {us:,.0f} us{compared}; predicted {winner.predicted_us:,.0f} us"
+    return f"{over}: {took}; predicted {winner.predicted_us:,.0f} us"
 
 
-def _as_measured(
-    candidate: Candidate, measured_us: dict[tuple[str, int], float], winner: tuple[str, int]
-) -> Candidate:
-    """A candidate with what the tuning says of it, where it was measured."""
-    if candidate.num_chunks is None or candidate.rejected is None:
-        return candidate
-    us = measured_us.get((candidate.chain, candidate.num_chunks))
-    if us is None:
-        return candidate
-    change = us / measured_us[winner] - 1
-    return replace(candidate, rejected=f"measured {us:,.0f} us, {change:+.0%}")
+def _took(us: float, candidate: TuningCandidate) -> str:
+    """3,000 us; beside other work "3,000 us, of which 500 us are left over"."""
+    left_over = f", of which {candidate.left_over_us(us):,.0f} us are left over"
+    return f"{us:,.0f} us" + left_over * (candidate.other_work is not None)
+
+
+def _why_rejected(tuning: Tuning) -> dict[Key, str]:
+    """What the tuning says of each candidate that was measured."""
+    winner_us = tuning.measured_us[tuning.winner]
+    said = {}
+    for candidate, us in zip(tuning.candidates, tuning.measured_us, strict=True):
+        if us is not None:
+            change = ""
+            if winner_us is not None and candidate.other_work is None:
+                change = f", {us / winner_us - 1:+.0%}"
+            said[candidate.key] = f"measured {_took(us, candidate)}{change}"
+    return said

@@ -239,11 +239,12 @@ def test_a_stored_tuning_goes_on(us: list[int], stopped_at: int) -> None:
 
 
 STEP = {"candidate": 0, "counts": False, "us": 10, "slowest_us": 12}
+OTHER_WORK = {"part_us": 0.5, "program_us": [1.0, 1.0], "total_us": 3.5, "exposed_us": 2.5}
 GOOD = {
     "num_steps": 4,
     "candidates": [
-        {"chain": "alltoall", "num_chunks": 1, "predicted_us": 2.5},
-        {"chain": "alltoall_dedup", "num_chunks": 2, "predicted_us": 3.5},
+        {"chain": "alltoall", "num_chunks": 1, "predicted_us": 2.5, "other_work": None},
+        {"chain": "alltoall_dedup", "num_chunks": 2, "predicted_us": 3.5, "other_work": OTHER_WORK},
     ],
     "steps": [STEP],
     "settled_us": None,
@@ -258,6 +259,7 @@ GOOD = {
         ({"more": 1}, "tuning: more: unknown key"),
         ({"candidates": []}, "tuning: candidates: got"),
         ({"candidates": [GOOD["candidates"][0]] * 2}, "be different ones"),  # type: ignore[index]
+        ({"candidates": [GOOD["candidates"][1] | {"other_work": {}}]}, ".other_work.part_us, "),  # type: ignore[index]
         ({"candidates": [{"chain": "ring", "num_chunks": 1, "predicted_us": 1.0}]}, "'ring'"),
         ({"candidates": [{"chain": "alltoall", "num_chunks": 0, "predicted_us": 1.0}]}, "got 0"),
         ({"steps": [{**STEP, "candidate": 2}]}, "steps.candidate: got 2"),
@@ -268,7 +270,7 @@ GOOD = {
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
-    assert Tuning.from_state(GOOD, 4).state() == GOOD
+    assert json.loads(json.dumps(Tuning.from_state(GOOD, 4).state())) == GOOD
     with pytest.raises(ValueError, match=r"^tuning: ") as caught:
         Tuning.from_state({**GOOD, **change}, 4)
     assert message in str(caught.value) and "\n" not in str(caught.value)

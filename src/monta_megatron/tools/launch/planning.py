@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
-from monta_megatron.common.flags import positive
+from monta_megatron.common.flags import not_negative, positive
 from monta_megatron.common.names import one_of
 from monta_megatron.common.quantities import bytes_of_gb
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
@@ -120,15 +120,19 @@ def plan_run(
         num_chunks=num_chunks,
         memory_limit_bytes=_memory_limit_bytes(arguments),
         or_least=True,
+        beside_us=_beside_us(arguments),
         max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
     )
-    benefit = plan.benefit or _over_alltoall(plan, workload, cluster)
+    benefit = None
+    if plan.key.beside_us == 0:
+        benefit = replace(
+            plan.benefit or _over_alltoall(plan, workload, cluster),
+            iteration=iteration_of_run(model, arguments, config.layout.parallel),
+        )
     return PlannedRun(
         plan=plan,
         memory=memory,
-        benefit=replace(
-            benefit, iteration=iteration_of_run(model, arguments, config.layout.parallel)
-        ),
+        benefit=benefit,
         notes=(*notes, f"needs {memory.describe()}"),
     )
 
@@ -247,6 +251,12 @@ def _size(arguments: Arguments, name: str, default: int) -> int:
 def _memory_limit_bytes(arguments: Arguments) -> float | None:
     limit = arguments.get("moe-monta-memory-limit-gb")
     return None if limit is None else bytes_of_gb(limit.read(positive))
+
+
+def _beside_us(arguments: Arguments) -> float:
+    """Other work beside the exchange, which the dispatcher's options check."""
+    given = arguments.get("moe-monta-beside-us")
+    return 0.0 if given is None else given.read(not_negative)
 
 
 def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -1,0 +1,164 @@
+"""What other work leaves over of measured times: by hand, and never against the plan."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from clusters import preset, workload_of
+
+from monta_megatron.planner.other_work import OtherWork, left_over_us, other_work_of
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.search import plan
+from monta_megatron.planner.selection import Selection, select
+from monta_megatron.planner.tuning import LATE, Tuning
+from monta_megatron.planner.tuning_candidates import TuningCandidate, tuning_candidates
+from monta_megatron.planner.tuning_report import plan_of_tuning, tuning_table
+from monta_megatron.planner.workload import Workload
+
+H100 = preset("h100_8x_ndr")
+TWO_NODES = workload_of(16, tokens=2048, num_experts=128)
+WORKLOADS = [TWO_NODES, workload_of(8), workload_of(16, topk=2), workload_of(4, 2, tokens=64)]
+BESIDE_US = [1.0, 300.0, 1_000.0, 2_500.0, 6_000.0, 1e7]
+
+
+def work(beside_us: float, *program_us: float, around_us: float = 0.0) -> OtherWork:
+    """As predicted where exchange and work do not slow each other."""
+    part_us = beside_us / len(program_us)
+    left_us = (max(us - part_us, 0.0) for us in program_us)
+    return OtherWork(
+        part_us=part_us,
+        program_us=program_us,
+        total_us=sum(program_us) + around_us,
+        exposed_us=sum(left_us) + around_us,
+    )
+
+
+@pytest.mark.parametrize(
+    ("us", "left_us"),
+    [
+        # As predicted: 300 - 150, nothing of 100, and 40 around.
+        (440, 190),
+        # Programs take 1.5 times as long: 450 - 150, nothing of 150, and 40.
+        (640, 340),
+        # Twice as long: 600 - 150, 200 - 150, and 40.
+        (840, 540),
+        # Half as long: all of them are hidden.
+        (240, 40),
+        # Less than what runs around them was predicted to take.
+        (30, 40),
+    ],
+)
+def test_left_over_by_hand(us: float, left_us: float) -> None:
+    assert work(300, 300, 100, around_us=40).left_over_us(us) == pytest.approx(left_us)
+
+
+def test_without_other_work_or_programs_everything_is_left_over() -> None:
+    assert left_over_us(123.4, None) == 123.4
+    assert work(100, 0, 0, around_us=40).left_over_us(70) == 40
+
+
+def test_what_the_work_loses_is_left_over_of_measured_times_too() -> None:
+    """60 beyond what the formula says, by contention: at any time that is measured."""
+    slowed = replace(work(400, 300, 300), exposed_us=260.0)
+    assert slowed.left_over_us(600) == 260
+    assert slowed.left_over_us(800) == 260 + 200
+    assert slowed.left_over_us(200) == 260 - 200
+
+
+@pytest.mark.parametrize("beside_us", BESIDE_US)
+def test_as_predicted_the_prediction_is_left_over(beside_us: float) -> None:
+    for price in select(TWO_NODES, H100, beside_us=beside_us).prices:
+        other_work = other_work_of(price)
+        assert other_work is not None
+        assert other_work.beside_us == pytest.approx(beside_us)
+        assert other_work.left_over_us(price.total_us) == pytest.approx(price.exposed_us)
+    assert other_work_of(select(TWO_NODES, H100).price) is None
+
+
+def tuned(selection: Selection, factors: dict[str, float] | None = None) -> Tuning:
+    """After a tuning in which each chain takes so many times what was predicted; else as long."""
+    candidates = tuning_candidates(selection)
+    tuning = Tuning(candidates=candidates, num_steps=60)
+    turns: list[int] = []
+    while (turn := tuning.next()) is not None:
+        turns.append(turn)
+        if len(turns) >= LATE:
+            tuning.add(turns[-LATE], times(candidates[turns[-LATE]], factors))
+    tuning.add(turns[-1], times(candidates[turns[-1]], factors))
+    return tuning
+
+
+def times(candidate: TuningCandidate, factors: dict[str, float] | None) -> Any:
+    """[S, P] of one rank and 4 passes."""
+    us = candidate.predicted_us * (factors or {}).get(candidate.chain, 1.0)
+    return np.full((1, 4), round(us / 4), dtype=np.int64)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("beside_us", [0.0, *BESIDE_US])
+def test_a_tuning_ends_with_the_plan_if_all_is_as_planned(
+    workload: Workload, beside_us: float
+) -> None:
+    planned = plan(workload, H100, beside_us=beside_us)
+    tuning = tuned(select(workload, H100, beside_us=beside_us))
+    assert tuning.candidates[tuning.winner].key == (planned.chain, planned.num_chunks)
+
+
+def test_of_what_is_hidden_alike_the_plainer_wins() -> None:
+    """The pick is too slow to be hidden; the others leave 40 or 41 us, within the margin."""
+    candidates = tuple(
+        TuningCandidate(
+            chain=chain,
+            num_chunks=chunks,
+            predicted_us=440.0,
+            other_work=work(1000, 100, 100, 100, 100, around_us=around_us),
+        )
+        for chain, chunks, around_us in (
+            ("hierarchical_alltoall", 2, 40),
+            ("alltoall_dedup", 4, 40),
+            ("alltoall_dedup", 2, 41),
+        )
+    )
+    tuning = Tuning(candidates=candidates, num_steps=9)
+    tuning.settled_us = (1500, 440, 441)
+    assert tuning.candidates[tuning.winner].key == ("alltoall_dedup", 2)
+    # Without other work the fastest does.
+    tuning.candidates = tuple(replace(each, other_work=None) for each in candidates)
+    assert tuning.candidates[tuning.winner].key == ("alltoall_dedup", 4)
+
+
+def test_replicas_with_other_predictions_of_it_settle_alone() -> None:
+    plain = tuning_candidates(select(TWO_NODES, H100))
+    hashes = [
+        Tuning(candidates=candidates, num_steps=9).summary()[0]
+        for candidates in (
+            plain,
+            tuning_candidates(select(TWO_NODES, H100, beside_us=1000.0)),
+            tuning_candidates(select(TWO_NODES, H100, beside_us=2000.0)),
+        )
+    ]
+    assert len(set(hashes)) == 3
+
+
+def test_a_tuning_says_what_is_left_over() -> None:
+    """The pick takes twice what was predicted, so another chain leaves less over."""
+    selection = select(TWO_NODES, H100, beside_us=2000.0)
+    pick = selection.price.chain.name
+    tuning = tuned(selection, {pick: 2.0})
+    winner = tuning.candidates[tuning.winner]
+    assert winner.chain != pick
+    title, head, *rows = tuning_table(tuning)
+    assert title.endswith("forward + backward, beside 2,000 us of other work")
+    assert "left over" in head and [row.endswith("chosen") for row in rows].count(True) == 1
+    made = plan_of_tuning(selection, tuning, tokens_per_rank=2048)
+    assert (made.chain, made.num_chunks, made.key.beside_us) == (*winner.key, 2000.0)
+    assert made.reason.startswith("measured over 60 iterations beside 2,000 us of other work: ")
+    assert made.reason.count("us are left over") == 2 and "x as fast" not in made.reason
+    of_pick = next(each for each in made.candidates if each.chain == pick and each.rejected)
+    assert of_pick.rejected is not None and "us are left over" in of_pick.rejected
+    assert isinstance(made, Plan)
+    # On other traffic it is chosen by the same rule: of all that is hidden, the plainest.
+    hidden = select(TWO_NODES, H100, beside_us=1e7)
+    chosen = tuned(hidden).select(hidden.allowed, ("no chain", 1))
+    assert chosen is hidden.price
