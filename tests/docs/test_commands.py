@@ -75,7 +75,7 @@ class Known:
 
 EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
 KNOWN = (
-    Known(pattern=r"monta (doctor|new .*|plan .*|report .*|simulate .*|timeline --model .*)"),
+    Known(pattern=r"monta (doctor|estimate .*|new .*|plan .*|report .*|simulate .*|timeline --model .*)"),
     Known(pattern=r"mkdir .*|monta completion .*"),
     Known(pattern=r"monta launch .* --dry-run"),
     Known(
@@ -104,6 +104,10 @@ KNOWN = (
         run_by="tests/timeline/test_training_recording.py",
     ),
     Known(pattern=r"monta launch --config configs/runs/quickstart\.yaml", run_by=LAUNCH_TESTS),
+    Known(
+        pattern=r"monta validate( .*)?|python scripts/fit_estimate\.py",
+        run_by="tests/unit/estimate/test_validate.py",
+    ),
     Known(
         pattern=r"monta compare --config (configs/runs/quickstart|run)\.yaml",
         run_by="tests/launch/test_compare.py",

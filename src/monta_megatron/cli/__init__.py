@@ -19,12 +19,14 @@ from monta_megatron.cli import (
     completion,
     doctor,
     emulate,
+    estimate,
     launch,
     new,
     plan,
     report,
     simulate,
     timeline,
+    validate,
 )
 from monta_megatron.common import first_rank
 from monta_megatron.common.names import nearest, one_of
@@ -36,12 +38,14 @@ COMMANDS = (
     completion,
     doctor,
     emulate,
+    estimate,
     launch,
     new,
     plan,
     report,
     simulate,
     timeline,
+    validate,
 )
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.

@@ -14,6 +14,7 @@ from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.tools.launch.arguments import (
     Arguments,
+    Merged,
     check_batch,
     escaped,
     from_words,
@@ -87,17 +88,10 @@ def prepare(
         ValueError: one line that names the file, the key, the value and the rule.
     """
     file = str(presets.find("runs", file))
-    config = strict_yaml.load(RunConfig, file)
-    command_line = from_words(words)
-    directory = free_directory(config.name, directory)
-    check_printable(str(directory), "--run-directory")
-    check_printable(os.path.abspath(file), "--config")
-    config = _with_variables(config, file, {**os.environ, "RUN_DIRECTORY": str(directory)})
-    config = _with_files(config, file)
-    merged = merge(config, file, command_line)
+    directory, merged = read_run(file, words, directory)
     planned = plan_run(merged.config, merged.arguments, file, ignore_memory)
     check_batch(merged.arguments, merged.config.layout.parallel.dp)
-    script, script_notes = _script(config.script, file, dry_run)
+    script, script_notes = _script(merged.config.script, file, dry_run)
     return Run(
         config=replace(merged.config, script=script),
         script=script,
@@ -109,6 +103,27 @@ def prepare(
         benefit=planned.benefit,
         notes=(*merged.notes, *planned.notes, *script_notes),
     )
+
+
+def read_run(file: str, words: Sequence[str], directory: Path | None = None) -> tuple[Path, Merged]:
+    """Read and merge: the run's directory, its configuration and its arguments.
+
+    Args:
+        file: the path of the run file.
+        words: arguments of Megatron from the command line.
+        directory: directory of the run, or None for runs/NAME.
+
+    Raises:
+        ValueError: one line that names the file, the key, the value and the rule.
+    """
+    config = strict_yaml.load(RunConfig, file)
+    command_line = from_words(words)
+    directory = free_directory(config.name, directory)
+    check_printable(str(directory), "--run-directory")
+    check_printable(os.path.abspath(file), "--config")
+    config = _with_variables(config, file, {**os.environ, "RUN_DIRECTORY": str(directory)})
+    config = _with_files(config, file)
+    return directory, merge(config, file, command_line)
 
 
 def free_directory(name: str, given: Path | None) -> Path:

@@ -1,0 +1,302 @@
+"""A run's iteration with stock's exchange, with the planner's, and with other choices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.common import presets, strict_yaml
+from monta_megatron.planner.chain_price import price_chain
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.model import Model, load_model, with_batch
+from monta_megatron.planner.model_workload import workloads_of
+from monta_megatron.planner.network_rate import with_inter_rate
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.training_memory import (
+    TrainingMemory,
+    plan_within_memory,
+    training_memory,
+)
+from monta_megatron.planner.workload import Workload
+from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
+from monta_megatron.tools.estimate.assumptions import Assumptions, assumptions_of, gpu_of
+from monta_megatron.tools.estimate.exchange import ExchangeTime, exchange_time, of_price
+from monta_megatron.tools.estimate.flex import BACKENDS
+from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration
+from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of
+from monta_megatron.tools.launch.arguments import SIZE, Arguments
+from monta_megatron.tools.launch.memory import held_state
+from monta_megatron.tools.launch.prepare import read_run
+from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
+
+STOCK, CHOSEN = "alltoall", "monta"
+PIPELINED = "monta, experts in the pipeline"
+OVERLAPPED = ", 1F1B overlap"
+# A 1F1B overlap in a pipeline needs virtual stages.
+LEAST_VIRTUAL_STAGES = 2
+# What --mfu replaces.
+MFU_SETS = ("gemm_efficiency", "attention_efficiency")
+# Fields of `TrainingSettings` that flags may change.
+SIZES = ("world_size", "tp", "ep", "etp", "cp", "pp")
+BATCH = ("seq_length", "micro_batch_size", "global_batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateRequest:
+    """What is asked.
+
+    Attributes:
+        config: a run file, or a preset of configs/runs.
+        words: arguments of Megatron that go before those of the file.
+        cluster: a file or preset in place of the run's.
+        gpu: None for the one that the cluster's name holds.
+        sizes: fields of `TrainingSettings` in place of the run's.
+        mfu: share of the peak that all products reach; None for the assumed efficiencies.
+        changes: name -> value of assumptions.
+        ignore_memory: estimate a run that does not fit, too.
+    """
+
+    config: str
+    words: Sequence[str] = ()
+    cluster: str | None = None
+    gpu: str | None = None
+    sizes: Mapping[str, int]
+    mfu: float | None = None
+    changes: Mapping[str, float]
+    ignore_memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What is predicted.
+
+    Attributes:
+        name: of the run.
+        cluster: where it runs.
+        gpu: of the cluster.
+        settings: how it is trained.
+        assumed: the constants.
+        plan: what the planner chose.
+        memory: what a rank holds.
+        iterations: dispatcher -> its iteration; `STOCK` is the first.
+        num_iterations: of the whole training; None where the file does not say.
+        notes: what the user should know.
+    """
+
+    name: str
+    cluster: Cluster
+    gpu: str
+    settings: TrainingSettings
+    assumed: Assumptions
+    plan: Plan
+    memory: TrainingMemory
+    iterations: Mapping[str, Iteration]
+    num_iterations: int | None
+    notes: tuple[str, ...]
+
+    def saving_pct(self, dispatcher: str) -> float:
+        """What a dispatcher saves of stock's iteration."""
+        stock = self.iterations[STOCK].total_ms
+        return 100 * (stock - self.iterations[dispatcher].total_ms) / stock
+
+    def saved_gpu_hours(self, dispatcher: str, num_iterations: int) -> float:
+        """What it saves in so many iterations on all GPUs."""
+        stock, other = (self.iterations[name].total_ms for name in (STOCK, dispatcher))
+        return (stock - other) / 1e3 * num_iterations * self.settings.world_size / 3600
+
+
+def estimate(request: EstimateRequest) -> Estimate:
+    """Predict the iteration of a run.
+
+    Raises:
+        ValueError: one line that names the file or flag, the value and the rule.
+    """
+    # Step 1: read the run; flags go before it.
+    file = str(presets.find("runs", request.config))
+    merged = read_run(file, request.words)[1]
+    arguments, config = merged.arguments, merged.config
+    model = architecture_of(arguments, file)
+    settings = _settings(arguments, config, request.sizes, file)
+    cluster_file = request.cluster or config.cluster
+    if cluster_file is None:
+        raise ValueError(f"--cluster: not given, must be where {file} names none")
+    cluster = load_cluster(cluster_file)
+    if settings.world_size > cluster.num_ranks:
+        raise ValueError(
+            f"--world-size: got {settings.world_size}, must be at most the {cluster.num_ranks} "
+            f"ranks of {cluster_file}; its num_nodes is that of the cluster"
+        )
+    gpu = gpu_of(cluster.name, request.gpu)
+    changes = dict.fromkeys(MFU_SETS, request.mfu) if request.mfu is not None else {}
+    assumed = assumptions_of(gpu, cluster.name, {**changes, **request.changes})
+
+    # Step 2: the planner's choice in the memory that is left.
+    planned = _planner_model(config, settings, file)
+    plan, workload, memory = _plan(
+        planned, settings, cluster, arguments, config, file, request.ignore_memory
+    )
+    chosen = _chosen_time(plan, workload, cluster, model, settings, assumed)
+
+    # Step 3: an iteration with each.
+    plain = replace(settings, overlap=False, dispatcher="alltoall")
+    overlapped, notes = _overlapped(plain)
+    stock = exchange_time(model, plain, cluster, assumed)
+    iterations = {
+        STOCK: estimate_iteration(model, plain, cluster, assumed, stock),
+        CHOSEN: estimate_iteration(model, plain, cluster, assumed, chosen),
+        PIPELINED: estimate_iteration(
+            model, plain, cluster, assumed, chosen, experts_pipelined=True
+        ),
+        STOCK + OVERLAPPED: estimate_iteration(model, overlapped, cluster, assumed, stock),
+        CHOSEN + OVERLAPPED: estimate_iteration(model, overlapped, cluster, assumed, chosen),
+    }
+    for backend in BACKENDS:
+        with_backend = replace(plain, dispatcher=backend)
+        iterations[f"flex, {backend}"] = estimate_iteration(model, with_backend, cluster, assumed)
+    iters = arguments.get("train-iters")
+    return Estimate(
+        name=config.name,
+        cluster=cluster,
+        gpu=gpu,
+        settings=settings,
+        assumed=assumed,
+        plan=plan,
+        memory=memory,
+        iterations=iterations,
+        num_iterations=None if iters is None else iters.read(SIZE),
+        notes=(*notes, *planned.notes),
+    )
+
+
+def _settings(
+    arguments: Arguments, config: RunConfig, sizes: Mapping[str, int], file: str
+) -> TrainingSettings:
+    layout = strict_yaml.plain(config.layout.parallel)
+    layout |= {name: size for name, size in sizes.items() if name in SIZES}
+    try:
+        parallel = ParallelLayout(**layout)
+    except ValueError as error:
+        raise ValueError(f"{file}: layout.{error}") from None
+    batch = {name: size for name, size in sizes.items() if name in BATCH}
+    try:
+        settings = settings_of(arguments, parallel, batch)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    # The run's split of its layers is for its own number of stages.
+    same_stages = parallel.pp == config.layout.pp
+    return settings if same_stages else replace(settings, last_stage_layers=None)
+
+
+def _planner_model(config: RunConfig, settings: TrainingSettings, file: str) -> Model:
+    """The run's model, which has to be one that the layout can train."""
+    if config.model is None:
+        raise ValueError(f"{file}: model: missing, must be given for an estimate")
+    model = with_batch(load_model(config.model), settings.seq_length, settings.micro_batch_size)
+    incompatibility = settings.layout.incompatibility(model)
+    if incompatibility is not None:
+        raise ValueError(f"{file}: layout.{incompatibility}")
+    return model
+
+
+def _plan(
+    model: Model,
+    settings: TrainingSettings,
+    cluster: Cluster,
+    arguments: Arguments,
+    config: RunConfig,
+    file: str,
+    ignore_memory: bool,
+) -> tuple[Plan, Workload, TrainingMemory]:
+    layout = settings.layout
+    workloads = workloads_of(model, layout, cluster.ranks_per_node)
+    sizes = {name: getattr(layout, name) for name in SIZES if name != "world_size"}
+    held_layout = RunLayout(nodes=settings.world_size, ranks_per_node=1, **sizes)
+    memory = training_memory(
+        model,
+        cluster,
+        layout,
+        workloads,
+        held=held_state(arguments, held_layout),
+        ignore_memory=ignore_memory,
+    )
+    return plan_within_memory(workloads, cluster, memory, where=f"{file}: layout", or_least=True)
+
+
+def _chosen_time(
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    model: Architecture,
+    settings: TrainingSettings,
+    assumed: Assumptions,
+) -> ExchangeTime:
+    """What the planner's choice takes; flat chains get no more of the network than stock does."""
+    if plan.chain == STOCK:
+        plain = replace(settings, dispatcher="alltoall")
+        return exchange_time(model, plain, cluster, assumed)
+    share = 1.0 if plan.chain.startswith("hierarchical") else assumed["alltoall_network_share"]
+    where = cluster if share == 1 else with_inter_rate(cluster, share)
+    return of_price(
+        price_chain(workload, where, CHAINS[plan.chain], plan.num_chunks, "forward_backward")
+    )
+
+
+def _overlapped(settings: TrainingSettings) -> tuple[TrainingSettings, list[str]]:
+    """The settings with Megatron's 1F1B overlap, and what had to be changed for it."""
+    if settings.pp == 1 or settings.virtual_stages > 1:
+        return replace(settings, overlap=True), []
+    changed = replace(settings, overlap=True, virtual_stages=LEAST_VIRTUAL_STAGES)
+    note = (
+        f"1F1B overlap is predicted with {LEAST_VIRTUAL_STAGES} virtual stages, which Megatron "
+        "demands for it in a pipeline; they shorten the bubble too"
+    )
+    return changed, [note]
+
+
+def document(of: Estimate) -> dict[str, Any]:
+    """The JSON document; everything in it is predicted."""
+    num = of.num_iterations
+    return {
+        "name": of.name,
+        "cluster": of.cluster.name,
+        "gpu": of.gpu,
+        "settings": strict_yaml.plain(of.settings),
+        "plan": {"chain": of.plan.chain, "num_chunks": of.plan.num_chunks},
+        "iteration_ms": {name: each.total_ms for name, each in of.iterations.items()},
+        "parts_ms": {name: each.parts_ms for name, each in of.iterations.items()},
+        "tflops_per_gpu": {name: each.tflops_per_gpu for name, each in of.iterations.items()},
+        "saving_pct": of.saving_pct(CHOSEN),
+        "savings": {
+            name: {
+                "percent": of.saving_pct(name),
+                "gpu_hours_per_1000_iterations": of.saved_gpu_hours(name, 1000),
+                "gpu_hours": None if num is None else of.saved_gpu_hours(name, num),
+            }
+            for name in of.iterations
+        },
+        "memory_gb": memory_gb(of.memory),
+        "assumptions": [
+            {
+                "name": entry.name,
+                "value": entry.value,
+                "source": entry.source,
+                "fitted": entry.fitted,
+            }
+            for entry in of.assumed.of.values()
+        ],
+        "notes": list(of.notes),
+    }
+
+
+def memory_gb(memory: TrainingMemory) -> dict[str, float]:
+    """What a rank holds at the least, by part, in GB."""
+    parts = {
+        "weights, gradients and optimizer": memory.state_bytes,
+        "layer inputs": memory.activation_bytes,
+        "exchange": memory.exchange_bytes,
+        "communicators": memory.communicator_bytes,
+        "total": memory.needed_bytes,
+    }
+    return {name: num_bytes / 1e9 for name, num_bytes in parts.items()}

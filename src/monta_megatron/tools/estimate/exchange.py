@@ -1,0 +1,123 @@
+"""What the exchange of one MoE layer and micro-batch takes: stock's, the planner's, flex's."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from monta_megatron.chains.alltoall import ALLTOALL
+from monta_megatron.planner.chain_price import ChainPrice, price_chain
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import exchanges
+from monta_megatron.planner.network_rate import with_inter_rate
+from monta_megatron.planner.workload import Workload
+from monta_megatron.tools.estimate.architecture import Architecture
+from monta_megatron.tools.estimate.assumptions import Assumptions
+from monta_megatron.tools.estimate.flex import Backend, FlexExchange, flex_pass_us
+from monta_megatron.tools.estimate.layer_work import VALUE_BYTES, Work
+from monta_megatron.tools.estimate.settings import TrainingSettings
+
+PROB_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeTime:
+    """Two passes forward, two backward.
+
+    Attributes:
+        forward_us: dispatch and combine.
+        backward_us: their backward passes.
+        num_chunks: in which the exchange may overlap its layer's experts.
+    """
+
+    forward_us: float
+    backward_us: float
+    num_chunks: int = 1
+
+
+def workload_of(model: Architecture, settings: TrainingSettings, cluster: Cluster) -> Workload:
+    """The exchange of a training: the first of those that lie on the nodes in different ways."""
+    layout = exchanges(settings.layout, model.num_experts, cluster.ranks_per_node)[0]
+    return Workload(
+        layout=layout,
+        hidden_size=model.hidden_size,
+        value_bytes=VALUE_BYTES,
+        prob_bytes=PROB_BYTES,
+        routing=model.routing,
+        tokens_per_rank=settings.tokens_per_rank,
+    )
+
+
+def exchange_time(
+    model: Architecture, settings: TrainingSettings, cluster: Cluster, assumed: Assumptions
+) -> ExchangeTime:
+    """What the dispatcher of the settings takes."""
+    if settings.dispatcher == "alltoall":
+        return _alltoall_time(model, settings, cluster, assumed)
+    return _flex_time(model, settings, cluster, assumed, settings.dispatcher)
+
+
+def of_price(price: ChainPrice) -> ExchangeTime:
+    """A chain's price, whose first two passes are the forward ones."""
+    times = [of_pass.total_us for of_pass in price.passes]
+    return ExchangeTime(
+        forward_us=sum(times[:2]), backward_us=sum(times[2:]), num_chunks=price.num_chunks
+    )
+
+
+def _alltoall_time(
+    model: Architecture, settings: TrainingSettings, cluster: Cluster, assumed: Assumptions
+) -> ExchangeTime:
+    """Stock's alltoall: the planner's price of that chain, at what it gets of the network."""
+    priced = of_price(
+        _price_alltoall(
+            workload_of(model, settings, cluster), cluster, assumed["alltoall_network_share"]
+        )
+    )
+    if settings.permute_fusion:
+        return priced
+    permuted = settings.tokens_per_rank * model.router_topk * model.hidden_size * VALUE_BYTES
+    passes = Work(kind="memory", num_bytes=permuted * assumed["unfused_permute_passes"])
+    more_us = 2 * passes.forward_us(assumed, memory_rate(cluster))
+    return ExchangeTime(
+        forward_us=priced.forward_us + more_us, backward_us=priced.backward_us + more_us
+    )
+
+
+@lru_cache(maxsize=1024)
+def _price_alltoall(workload: Workload, cluster: Cluster, network_share: float) -> ChainPrice:
+    slower = cluster if network_share == 1 else with_inter_rate(cluster, network_share)
+    return price_chain(workload, slower, ALLTOALL, 1, "forward_backward")
+
+
+def _flex_time(
+    model: Architecture,
+    settings: TrainingSettings,
+    cluster: Cluster,
+    assumed: Assumptions,
+    backend: Backend,
+) -> ExchangeTime:
+    exchange = FlexExchange(
+        routing=model.routing,
+        tokens_per_rank=settings.tokens_per_rank,
+        row_bytes=model.hidden_size * VALUE_BYTES,
+        ep=settings.ep,
+        etp=settings.etp,
+        ranks_per_node=cluster.ranks_per_node,
+    )
+    # Rows are copied to their experts on arrival, and summed before they leave.
+    received = exchange.rows_to_ranks
+    received += settings.tokens_per_rank * model.router_topk * settings.etp
+    copy = Work(kind="memory", num_bytes=received * model.hidden_size * VALUE_BYTES)
+    one_way = flex_pass_us(exchange, cluster, backend, assumed) + copy.forward_us(
+        assumed, memory_rate(cluster)
+    )
+    one_way += assumed[f"{backend}_pass_us"]
+    return ExchangeTime(forward_us=2 * one_way, backward_us=2 * one_way)
+
+
+def memory_rate(cluster: Cluster) -> float:
+    """GB/s of a GPU's memory, from the time of a large copy."""
+    num_bytes = 1e9
+    large, small = (
+        cluster.time_us("copy", "memory", size).us for size in (num_bytes, num_bytes / 2)
+    )
+    return num_bytes / 2 / (large - small) / 1e3
