@@ -75,7 +75,10 @@ class Known:
 
 EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
 KNOWN = (
-    Known(pattern=r"monta (doctor|estimate .*|new .*|plan .*|report .*|simulate .*|timeline --model .*)"),
+    Known(
+        pattern=r"monta (doctor|estimate .*|new .*|plan .*|report .*|simulate .*"
+        r"|timeline --model .*)"
+    ),
     Known(pattern=r"mkdir .*|monta completion .*"),
     Known(pattern=r"monta launch .* --dry-run"),
     Known(

@@ -66,9 +66,10 @@ def test_flags_come_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--config", RUN]) == 0
     text = capsys.readouterr().out
-    for words in ("predicted ms", "predicted saving", "exchange, hidden", "fitted: ", "GPU-hours"):
+    for words in ("predicted ms", "predicted saving", "exchange, hidden", "fitted: ", "GPU-h of"):
         assert words in text
     assert "measured" not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_where_nothing_is_gained_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,9 @@
 
 The parts are those of the mean pipeline stage. The slowest stage sets the pace, once for every
 micro-batch; what the first and the last micro-batch wait for is the bubble. In a stage the parts of
-its layers run one after the other. The host starts the kernels of a layer while the GPU runs earlier
-ones; where it takes longer than the GPU, the GPU waits, and some of the shorter of the two times
-always shows, as the host waits for counts. All of it is predicted; nothing was measured.
+its layers run one after the other. The host starts the kernels of a layer while the GPU runs
+earlier ones; where it takes longer than the GPU, the GPU waits, and some of the shorter of the two
+times always shows, as the host waits for counts. All of it is predicted; nothing was measured.
 """
 
 import math
@@ -199,12 +199,8 @@ def _times(
         there, back = layer_work.times_us(of_part, assumed, memory)
         times[part], forward = there + back, forward + there
     for part, (there, back) in {
-        "tensor-parallel communication": communication.tensor_parallel_us(
-            model, settings, cluster, num_blocks
-        ),
-        "context-parallel communication": communication.context_parallel_us(
-            model, settings, cluster
-        ),
+        "TP communication": communication.tensor_parallel_us(model, settings, cluster, num_blocks),
+        "CP communication": communication.context_parallel_us(model, settings, cluster),
     }.items():
         if there + back > 0:
             times[part], forward = there + back, forward + there

@@ -1,35 +1,56 @@
 """Tables of `monta estimate` and `monta validate`. What is predicted is called so."""
 
+import textwrap
 from collections.abc import Sequence
 
+from monta_megatron.common.quantities import counted
 from monta_megatron.common.tables import table
-from monta_megatron.tools.estimate.estimate import CHOSEN, PIPELINED, Estimate, memory_gb
+from monta_megatron.tools.estimate.estimate import (
+    CHOSEN,
+    OVERLAPPED,
+    PIPELINED,
+    STOCK,
+    Estimate,
+    memory_gb,
+)
 from monta_megatron.tools.estimate.iteration import HIDDEN
 from monta_megatron.tools.estimate.validation import Checked, median_error_pct
 
-# Below the name of a table, as columns have no room for long names.
-SHORT = {
-    "alltoall": "alltoall",
-    "monta": "monta",
-    "monta, experts in the pipeline": "+experts",
-    "alltoall, 1F1B overlap": "alltoall+1F1B",
-    "monta, 1F1B overlap": "monta+1F1B",
+# Dispatcher -> the heading of its column; what begins with + adds to the one on its left.
+COLUMNS = {
+    STOCK: "alltoall",
+    STOCK + OVERLAPPED: "+1F1B",
+    CHOSEN: "monta",
+    PIPELINED: "+experts",
+    CHOSEN + OVERLAPPED: "+1F1B",
     "flex, deepep": "deepep",
     "flex, hybridep": "hybridep",
 }
+WIDTH = 80
+# Of the sources of assumptions, beside their names and values.
+SOURCE_WIDTH = 42
+# Below this no one would notice.
+LEAST_SAVING_PCT = 1
 
 
 def estimate_lines(of: Estimate) -> list[str]:
     """All of an estimate."""
     settings, plan = of.settings, of.plan
     sizes = ", ".join(
-        f"{n.upper()} {getattr(settings, n)}" for n in ("tp", "cp", "pp", "ep", "etp")
+        f"{name.upper()} {size}"
+        for name in ("tp", "cp", "pp", "ep", "etp")
+        if (size := getattr(settings, name)) > 1
+    )
+    num = settings.num_micro_batches
+    batch = f"{num:,} micro-batch{'' if num == 1 else 'es'} of {settings.micro_batch_size} x "
+    batch += f"{settings.seq_length:,} tokens; "
+    about = (
+        f"{of.name} on {settings.world_size:,} ranks of {of.cluster.name} ({of.gpu})",
+        f"{sizes}; {batch}recompute: {settings.recompute}",
+        f"monta: {plan.chain} in {counted(plan.num_chunks, 'chunk')}, the planner's choice",
     )
     return [
-        f"{of.name} on {settings.world_size} ranks of {of.cluster.name} ({of.gpu}): {sizes}",
-        f"{settings.num_micro_batches} micro-batches of {settings.micro_batch_size} x "
-        f"{settings.seq_length} tokens, recompute {settings.recompute}",
-        f"monta: {plan.chain} in {plan.num_chunks} chunks, the planner's choice",
+        *(line for text in about for line in textwrap.wrap(text, WIDTH)),
         "",
         *_parts(of),
         "",
@@ -38,12 +59,11 @@ def estimate_lines(of: Estimate) -> list[str]:
         *_memory(of),
         "",
         *_assumptions(of),
-        *(f"note: {note}" for note in of.notes),
+        *(line for note in of.notes for line in textwrap.wrap(f"note: {note}", WIDTH)),
     ]
 
 
 def _parts(of: Estimate) -> list[str]:
-    names = list(of.iterations)
     # In the order in which they first occur; what is hidden stands last.
     parts = dict.fromkeys(
         part for each in of.iterations.values() for part in each.parts_ms if part != HIDDEN
@@ -51,39 +71,35 @@ def _parts(of: Estimate) -> list[str]:
     rows: list[list[object]] = []
     for part in (*parts, "iteration", HIDDEN):
         cells: list[object] = [part]
-        for name in names:
+        for name in COLUMNS:
             each = of.iterations[name]
-            time = each.total_ms if part == "iteration" else each.parts_ms.get(part)
-            cells.append(None if time is None else f"{time:,.1f}")
+            time = each.total_ms if part == "iteration" else each.parts_ms.get(part, 0.0)
+            cells.append(f"{time:,.0f}" if time >= 0.5 else "0" if time == 0 else "<1")
         rows.append(cells)
-    rates = [f"{of.iterations[name].tflops_per_gpu:,.0f}" for name in names]
+    rates = [f"{of.iterations[name].tflops_per_gpu:,.0f}" for name in COLUMNS]
     rows.append(["TFLOP/s per GPU", *rates])
-    columns = ["predicted ms", *(f">{SHORT[name]}" for name in names)]
-    return [table(columns, rows)]
+    return [table(["predicted ms", *(f">{short}" for short in COLUMNS.values())], rows)]
 
 
 def _savings(of: Estimate) -> list[str]:
-    rows = []
-    for name in of.iterations:
-        total = "-"
-        if of.num_iterations is not None:
-            total = f"{of.saved_gpu_hours(name, of.num_iterations):,.0f}"
-        rows.append(
-            [
-                name,
-                f"{of.saving_pct(name):+.1f}%",
-                f"{of.saved_gpu_hours(name, 1000):,.1f}",
-                total,
-            ]
+    num = of.num_iterations
+    rows = [
+        (
+            name,
+            f"{of.saving_pct(name):+.1f}%",
+            f"{of.saved_gpu_hours(name, 1000):,.1f}",
+            *(() if num is None else (f"{of.saved_gpu_hours(name, num):,.0f}",)),
         )
-    whole = "GPU-hours"
-    if of.num_iterations is not None:
-        whole += f" of {of.num_iterations:,}"
-    columns = ("predicted saving", ">of alltoall", ">GPU-hours per 1,000 iterations", f">{whole}")
+        for name in COLUMNS
+        if name != STOCK
+    ]
+    columns = ["predicted saving", ">of alltoall", ">GPU-h per 1,000"]
+    columns += [] if num is None else [f">GPU-h of {num:,}"]
     lines = [table(columns, rows)]
-    best = max((CHOSEN, PIPELINED), key=of.saving_pct)
-    if of.saving_pct(best) < 1:
-        lines.append("Predicted: not worth it here, less than 1% of an iteration.")
+    if max(of.saving_pct(CHOSEN), of.saving_pct(PIPELINED)) < LEAST_SAVING_PCT:
+        lines.append(
+            f"Predicted: not worth it here, less than {LEAST_SAVING_PCT}% of an iteration."
+        )
     return lines
 
 
@@ -93,31 +109,34 @@ def _memory(of: Estimate) -> list[str]:
 
 
 def _assumptions(of: Estimate) -> list[str]:
-    rows = [
-        (entry.name, f"{entry.value:g}", ("fitted: " if entry.fitted else "") + entry.source)
-        for entry in of.assumed.of.values()
-    ]
+    rows: list[tuple[str, str, str]] = []
+    for entry in of.assumed.of.values():
+        source = ("fitted: " if entry.fitted else "") + entry.source
+        first, *others = textwrap.wrap(source, SOURCE_WIDTH)
+        rows.append((entry.name, f"{entry.value:g}", first))
+        rows += [("", "", line) for line in others]
     return [table(("assumption", ">value", "source"), rows)]
 
 
 def validation_lines(rows: Sequence[Checked]) -> list[str]:
     """Every row, and what the judged ones come to."""
-    cells = [
-        (
-            row.id,
-            row.family,
-            "judged" if row.judged else "fitted",
-            f"{row.predicted:,.2f}",
-            f"{row.published:,.2f}",
-            row.unit,
-            f"{row.error_pct:+.1f}%",
-            f"{row.tolerance_pct:g}%",
-            "" if row.within else "missed",
-        )
-        for row in rows
-    ]
-    columns = ("row", "family", "", ">predicted", ">published", "unit", ">error", ">tolerance", "")
-    return [table(columns, cells), "", *summary_lines(rows)]
+    lines = []
+    for judged, title in ((False, "fitted row"), (True, "judged row")):
+        cells = [
+            (
+                row.id,
+                f"{row.predicted:,.2f}",
+                f"{row.published:,.2f}",
+                row.unit,
+                f"{row.error_pct:+.1f}%",
+                "" if row.within else f"past {row.tolerance_pct:g}%",
+            )
+            for row in rows
+            if row.judged is judged
+        ]
+        columns = (title, ">predicted", ">published", "unit", ">error", "")
+        lines += [table(columns, cells), ""]
+    return [*lines, *summary_lines(rows)]
 
 
 def summary_lines(rows: Sequence[Checked]) -> list[str]:
@@ -133,5 +152,5 @@ def summary_lines(rows: Sequence[Checked]) -> list[str]:
         )
     missed = [f"{row.id} ({row.error_pct:+.1f}%)" for row in rows if not row.within]
     if missed:
-        lines.append(f"missed: {', '.join(missed)}")
+        lines += textwrap.wrap(f"missed: {', '.join(missed)}", WIDTH)
     return lines
