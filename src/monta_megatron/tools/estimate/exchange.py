@@ -1,11 +1,12 @@
 """What the exchange of one MoE layer and micro-batch takes: stock's, the planner's, flex's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.host_costs import HostCosts
 from monta_megatron.planner.layout import exchanges
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.workload import Workload
@@ -16,6 +17,9 @@ from monta_megatron.tools.estimate.layer_work import VALUE_BYTES, Work
 from monta_megatron.tools.estimate.settings import TrainingSettings
 
 PROB_BYTES = 4
+NO_HOST = HostCosts(
+    collective_us=0, operation_us=0, counts_to_host_us=0, kind="datasheet", source="left out"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +89,9 @@ def _alltoall_time(
 @lru_cache(maxsize=1024)
 def _price_alltoall(workload: Workload, cluster: Cluster, network_share: float) -> ChainPrice:
     slower = cluster if network_share == 1 else with_inter_rate(cluster, network_share)
-    return price_chain(workload, slower, ALLTOALL, 1, "forward_backward")
+    # What stock's own code takes the host is part of a layer's `host_layer_us`.
+    without_host = replace(slower, launch=NO_HOST)
+    return price_chain(workload, without_host, ALLTOALL, 1, "forward_backward")
 
 
 def _flex_time(
