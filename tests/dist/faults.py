@@ -9,7 +9,7 @@ import torch
 
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
-from monta_megatron.exchange import autograd, executor, operations, state
+from monta_megatron.exchange import autograd, executor, indices, operations, state
 from monta_megatron.exchange.payload import Columns
 
 T = TypeVar("T")
@@ -18,16 +18,16 @@ Fault = Callable[[], AbstractContextManager[Any]]
 
 def two_rows_swapped() -> Any:
     """The first two rows of every copy into place change places."""
-    original = state._row_indices
+    original = indices._row_indices
 
     def swapped(*args: Any) -> tuple[torch.Tensor, ...]:
-        indices = [index.clone() for index in original(*args)]
-        for index in indices:
-            if len(index) > 1:
-                index[:2] = index[:2].flip(0)
-        return tuple(indices)
+        rows_of_chunks = original(*args)
+        for rows in rows_of_chunks:
+            if len(rows) > 1:
+                rows[:2] = rows[:2].flip(0)
+        return rows_of_chunks
 
-    return mock.patch.object(state, "_row_indices", swapped)
+    return mock.patch.object(indices, "_row_indices", swapped)
 
 
 def last_chunk_skipped() -> Any:

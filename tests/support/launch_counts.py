@@ -8,7 +8,7 @@ replaced by its sizes, so what it launches is not counted; it is the same for st
                        reads or changes metadata alone; an allocation is one
     kernel_launches    of those, by `KERNELS`: an estimate. A collective's own are not among them
     collectives        calls of a process group
-    stream_switches    entered contexts `torch.cuda.stream`
+    stream_switches    calls of `torch.cuda.set_stream`, entered contexts `torch.cuda.stream`
     waits              of a stream for an event or for a collective; the host's are none of them
 """
 
@@ -41,7 +41,7 @@ FIELDS = ("tensor_operations", "kernel_launches", "collectives", "stream_switche
 LISTED = (
     "integration.counts.copy_to_host",
     "integration.counts.read",
-    "exchange.state._row_indices",
+    "exchange.indices._row_indices",
 )
 # Device kernels of an operation of ATen, where they are not one. Sorts are CUB's radix sort of
 # 64-bit keys with its copies; scans have a kernel that begins them; a copy is a transfer.
@@ -106,7 +106,7 @@ class LaunchCounter(TorchDispatchMode):
         return counted
 
     def switched(self, switch: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.cuda.stream`, counted."""
+        """`torch.cuda.stream` or `torch.cuda.set_stream`, counted."""
 
         def counted(stream: RecordedStream) -> Any:
             self._here.stream_switches += 1
@@ -162,7 +162,11 @@ def count_launches(chain_name: str, ep: int, num_chunks: int) -> dict[str, Launc
     with (
         mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes),
         device,
-        mock.patch.object(torch.cuda, "stream", counter.switched(torch.cuda.stream)),
+        mock.patch.multiple(
+            torch.cuda,
+            stream=counter.switched(torch.cuda.stream),
+            set_stream=counter.switched(torch.cuda.set_stream),
+        ),
     ):
         inputs = layer_inputs(routed, "cuda")
         with counter:

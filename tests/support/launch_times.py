@@ -124,6 +124,7 @@ def _no_device() -> Iterator[None]:
                 torch.cuda,
                 Stream=_NoStream,
                 stream=lambda stream: inside,
+                set_stream=lambda stream: None,
                 current_stream=lambda device=None: stream,
                 current_device=lambda: torch.device("cpu"),
             ),

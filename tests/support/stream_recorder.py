@@ -172,6 +172,7 @@ class Recorder(TorchDispatchMode):
                 torch.cuda,
                 Stream=self._make_side_stream,
                 stream=self._on,
+                set_stream=self._set,
                 current_stream=lambda device=None: self.current,
             ),
             mock.patch.object(
@@ -304,6 +305,9 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self.current = before
+
+    def _set(self, stream: RecordedStream) -> None:
+        self.current = stream
 
     def _start_all_to_all(
         self,

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+import pytest
 import torch
 from fake_world import LAYOUTS, routing_map
 from stream_recorder import Recorder
@@ -10,26 +12,64 @@ from test_stream_safety import make_exchange, make_inputs
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.autograd import dispatch
-from monta_megatron.exchange.copies import find_copies, pick
+from monta_megatron.exchange.copies import Copies, Parts, find_copies
 from monta_megatron.exchange.count_table import expert_ids_of
 
 # 256 experts on two nodes of 8 ranks.
 LAYOUT = dataclasses.replace(LAYOUTS[16, 1], num_local_experts=16)
 
 
+def found_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int) -> Copies:
+    copies = Copies.empty(len(ids), num_copies, parts, ids.device)
+    copies.row.fill_(-1)
+    find_copies(ids, Parts.of(parts, len(ids) + 3, num_copies + 2, ids), copies)
+    return copies
+
+
 def test_by_hand() -> None:
     """The example of `find_copies`."""
-    ids = torch.tensor([[1, 4, 5], [0, 5, 8]])
-    copies = find_copies(ids, ExpertRange(first=0, size=4, num_parts=2), num_copies=4)
+    ids = torch.tensor([[1, 4, 5], [0, 5, 8]], dtype=torch.int32)
+    copies = found_copies(ids, ExpertRange(first=0, size=4, num_parts=2), num_copies=4)
     assert copies.row.tolist() == [0, 1, 0, 1]
-    shares = pick(ids, copies.positions(per_expert=False), missing=8)
-    assert shares.tolist() == [[1, 8, 8], [0, 8, 8], [4, 5, 8], [5, 8, 8]]
-    assert torch.equal(copies.put_back(shares + 1), torch.tensor([[2, 5, 6], [1, 6, 0]]))
+    assert copies.by_row.tolist() == [0, 2, 1, 3]
+    assert copies.row_starts.tolist() == [0, 2, 4]
+    assert copies.place is None
     copies_of_rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=torch.bfloat16)
     assert copies.sum_by_row(copies_of_rows, torch.float32).tolist() == [[5.0], [10.0]]
     # One copy for every expert of 4 to 7.
-    by_expert = find_copies(ids, ExpertRange(first=4, size=1, num_parts=4), num_copies=3)
-    assert pick(ids, by_expert.positions(per_expert=True), missing=8).tolist() == [4, 5, 5]
+    by_expert = found_copies(ids, ExpertRange(first=4, size=1, num_parts=4), num_copies=3)
+    assert by_expert.place is not None
+    assert by_expert.row.tolist() == [0, 0, 1] and by_expert.place.tolist() == [1, 2, 1]
+    assert ids[by_expert.row, by_expert.place].tolist() == [4, 5, 5]
+
+
+def test_no_rows_and_no_copies() -> None:
+    parts = ExpertRange(first=4, size=1, num_parts=4)
+    none = found_copies(torch.empty(0, 3, dtype=torch.int32), parts, num_copies=0)
+    assert none.row_starts.tolist() == [0]
+    elsewhere = found_copies(torch.tensor([[0, 1, 3], [2, 8, 8]]), parts, num_copies=0)
+    assert elsewhere.row_starts.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_against_a_loop(size: int, padded: bool) -> None:
+    routed = routing_map(50, 64, padded)
+    width = int(routed.sum(dim=1).max())
+    parts = ExpertRange(first=16, size=size, num_parts=32 // size)
+    # [T, P] whether a token has an expert in a part
+    here = routed[:, 16:48].unflatten(1, (-1, size)).any(dim=2).tolist()
+    of_parts = [(part, row) for part in range(32 // size) for row in range(50) if here[row][part]]
+    _, ids = expert_ids_of(routed, routed.float(), width)
+    copies = found_copies(ids, parts, len(of_parts))
+    assert copies.row.tolist() == [row for _, row in of_parts]
+    by_row = sorted(range(len(of_parts)), key=lambda copy: of_parts[copy][::-1])
+    assert copies.by_row.tolist() == by_row
+    assert copies.row_starts.tolist() == np.cumsum([0, *map(sum, here)]).tolist()
+    if size == 1:
+        assert copies.place is not None
+        experts = [16 + part for part, _ in of_parts]
+        assert ids[copies.row, copies.place].tolist() == experts
 
 
 def test_padding_of_the_map_takes_memory_for_its_pairs_alone() -> None:
@@ -46,10 +86,10 @@ def test_padding_of_the_map_takes_memory_for_its_pairs_alone() -> None:
     on_node = routed.unflatten(1, (LAYOUT.num_nodes, -1))[:, LAYOUT.node]
     num_pairs += LAYOUT.num_nodes * int(on_node.sum())
     num_pairs += len(LAYOUT.nodes) * int(routed[:, first : first + num_local].sum())
-    tensors = [each for copies in exchange.copies.values() for each in copies.tensors()]
-    kept_bytes = sum(each.untyped_storage().nbytes() for each in tensors)
+    (indices,) = exchange.shared.values()
     # Five numbers for each, at most, where lists would take 238.
-    assert kept_bytes <= 5 * 8 * (num_pairs + len(exchange.copies))
+    kept_bytes = sum(memory.nbytes for memory in indices.memory)
+    assert kept_bytes <= 5 * 8 * (num_pairs + len(indices.copies))
 
 
 def test_expert_ids_keep_nothing_of_their_width_until_backward() -> None:

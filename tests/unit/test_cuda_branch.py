@@ -38,7 +38,7 @@ from monta_megatron.exchange.state import Exchange, State
 HIDDEN = 32
 NUM_BLOCKS = 6
 NUM_CHUNKS = 3
-ROW_INDICES = "exchange.state._row_indices"
+ROW_INDICES = "exchange.indices._row_indices"
 CASES = [
     (chain.name, ep, etp)
     for chain in CHAINS.values()

@@ -37,7 +37,7 @@ from monta_megatron.planner.chain_policy import PlannedPolicy
 LAYOUT = LAYOUTS[16, 1]
 COPY = "integration.counts.copy_to_host"
 WAIT = "integration.counts.read"
-ROW_INDICES = "exchange.state._row_indices"
+ROW_INDICES = "exchange.indices._row_indices"
 
 
 @pytest.fixture(scope="module", autouse=True)

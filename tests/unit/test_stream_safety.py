@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -201,8 +201,10 @@ def deterministic() -> Iterator[None]:
 class NoWaitForFills(CudaStreams):
     """Stages do not wait for what an allocation has issued on the caller's stream."""
 
-    def on_caller(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._caller)
+    @contextmanager
+    def on_caller(self) -> Iterator[None]:
+        with torch.cuda.stream(self._caller):
+            yield
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
@@ -220,12 +222,13 @@ class NoWait(CudaStreams):
     """The consumer does not wait for what the stage before it launched."""
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        wait = super().ready(works)
-        own = torch.cuda.current_stream()
+        wait, own = super().ready(works), self._current
 
         def wait_on_own_stream() -> None:
-            with torch.cuda.stream(own):
-                wait()
+            inside = self._current
+            self._set(own)
+            wait()
+            self._set(inside)
 
         return wait_on_own_stream
 
@@ -238,9 +241,8 @@ class PreviousEvent(CudaStreams):
         self.previous: dict[torch.cuda.Stream, Ready] = {}
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        stream = torch.cuda.current_stream()
-        wait = self.previous.get(stream, lambda: None)
-        self.previous[stream] = super().ready(works)
+        wait = self.previous.get(self._current, lambda: None)
+        self.previous[self._current] = super().ready(works)
         return wait
 
 
@@ -255,7 +257,7 @@ class NoJoin(CudaStreams):
 
 
 class NoKeep(CudaStreams):
-    def keep(self, tensors: list[torch.Tensor]) -> None: ...
+    def keep(self, memory: torch.Tensor) -> None: ...
 
 
 class AllocatesOnStages(CudaStreams):
@@ -337,12 +339,29 @@ def test_a_window_that_is_not_waited_for_is_found(chain_name: str, layout_name: 
     assert "race" in {finding.kind for finding in findings}
 
 
+@pytest.mark.parametrize("streams", [CudaStreams, NoKeep])
 @pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-def test_what_passes_share_is_kept(chain_name: str, layout_name: str) -> None:
-    """In these two no stage but one in a pass reads it, which all others wait for."""
-    findings = record(chain_name, LAYOUTS[layout_name], 3, streams=NoKeep).findings
-    is_shared = chain_name not in ("alltoall", "allgather")
-    assert {finding.kind for finding in findings} == ({"reuse"} if is_shared else set())
+def test_what_passes_share_is_kept(
+    chain_name: str, layout_name: str, streams: type[CudaStreams]
+) -> None:
+    """Of the stream that called dispatch, for a combine that another stream calls later."""
+    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
+    recorder = Recorder(streams)
+    routing_map = PLAIN.map(layout.num_experts)
+    exchange = make_exchange(chain, layout, routing_map, 3, recorder)
+    other = RecordedStream(recorder, "other")
+    with recorder, torch.no_grad():
+        expert_rows, _ = dispatch(exchange, *make_inputs(exchange, routing_map))
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            output = combine(exchange, expert_rows)
+        del exchange
+        recorder.find_freed()
+        torch.cuda.current_stream().wait_stream(other)
+        del expert_rows, output
+    kinds = {finding.kind for finding in recorder.findings}
+    is_used = chain_name != "alltoall" or layout.num_local_experts > 1
+    assert kinds == ({"reuse"} if streams is NoKeep and is_used else set())
 
 
 @pytest.mark.parametrize("first", range(4))

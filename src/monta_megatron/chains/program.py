@@ -175,9 +175,9 @@ class Operation(NamedTuple):
         return self.kind in COLLECTIVES
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """The structure of a pass: all that does not depend on counts.
+    """The structure of a pass: all that does not depend on counts; made once, equal to itself.
 
     Attributes:
         pass_: the pass.

@@ -1,11 +1,16 @@
 """What a `Duplicate` copies: derived on the device from the expert ids, without a sync.
 
-The host knows the size of every output from the counts, so nothing here waits for the device.
+The host knows the size of every output from the counts, so nothing here waits for the device, and
+nothing that is kept is allocated here.
+
+A copy takes its token's whole list of experts along. Each of them belongs to one part alone, so the
+parts behind this one find theirs in it, and on the way back every other copy adds 0 to a
+probability.
 
 Notation: N = rows, W = most experts of any row, M = copies, P = parts.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,54 +18,38 @@ from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.sums import sum_rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Copies:
-    """The copies of one chunk's rows, and the way back.
+class Copies(NamedTuple):
+    """The copies of one chunk's rows, and the way back; int64.
 
     What is kept grows with the copies, of which there are no more than token-expert pairs, and not
     with W.
 
     Attributes:
         row: [M] the row that each copy is made from; copies are ordered by part, then by row.
-        first_position: [M] where each copy's experts begin in the flattened ids [N * W].
-        num_experts: [M] how many experts it is for; they follow each other.
         by_row: [M] the copies, ordered by row, then by part.
         row_starts: [N + 1] where each row's copies begin in `by_row`.
-        width: W.
+        place: [M] where in its row's list the expert of each copy stands; None where a part has
+            several experts.
     """
 
     row: torch.Tensor
-    first_position: torch.Tensor
-    num_experts: torch.Tensor
     by_row: torch.Tensor
     row_starts: torch.Tensor
-    width: int
+    place: torch.Tensor | None = None
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything that lies on the device."""
-        return [self.row, self.first_position, self.num_experts, self.by_row, self.row_starts]
+    @classmethod
+    def empty(
+        cls, num_rows: int, num_copies: int, parts: ExpertRange, device: torch.device
+    ) -> "Copies":
+        """Memory for the copies of one chunk, by N and M."""
+        sizes = cls.sizes(num_rows, num_copies, parts)
+        return cls(*torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes))
 
-    def positions(self, per_expert: bool) -> torch.Tensor:
-        """Where each copy's experts lie in the flattened ids.
-
-        Args:
-            per_expert: every copy is for one expert.
-
-        Returns:
-            [M] if it is, or [M, W], padded with N * W.
-        """
-        if per_expert:
-            return self.first_position
-        steps = torch.arange(self.width, device=self.first_position.device)
-        positions = self.first_position[:, None] + steps
-        return positions.masked_fill_(steps >= self.num_experts[:, None], self._num_positions)
-
-    def put_back(self, shares: torch.Tensor) -> torch.Tensor:
-        """The transpose of `pick`: [M, W] or [M] -> [N, W]. Every expert has one copy: no sum."""
-        flat = shares.new_zeros(self._num_positions + 1)
-        positions = self.positions(per_expert=shares.dim() == 1)
-        flat.scatter_(0, positions.flatten(), shares.flatten())
-        return flat[:-1].view(-1, self.width)
+    @staticmethod
+    def sizes(num_rows: int, num_copies: int, parts: ExpertRange) -> list[int]:
+        """How many numbers each of these has."""
+        of_experts = [num_copies] if parts.size == 1 else []
+        return [num_copies, num_copies, num_rows + 1, *of_experts]
 
     def sum_by_row(
         self, copies: torch.Tensor, dtype: torch.dtype, index: torch.Tensor | None = None
@@ -79,67 +68,76 @@ class Copies:
             order = index[order]
         return sum_rows(copies, order, self.row_starts)
 
-    @property
-    def _num_positions(self) -> int:
-        """N * W."""
-        return (self.row_starts.shape[0] - 1) * self.width
+
+class Parts(NamedTuple):
+    """The parts of a `Duplicate` on the device, for all chunks.
+
+    Attributes:
+        bounds: [most N, P + 1] where each part's experts begin, and where the last part's end.
+        numbers: 0, 1, 2, ... up to the most rows or copies.
+    """
+
+    bounds: torch.Tensor
+    numbers: torch.Tensor
+
+    @classmethod
+    def of(cls, parts: ExpertRange, num_rows: int, num_copies: int, ids: torch.Tensor) -> "Parts":
+        """For chunks of at most so many rows and copies, with expert ids like these."""
+        end = parts.first + parts.size * parts.num_parts
+        bounds = torch.arange(parts.first, end + 1, parts.size, dtype=ids.dtype, device=ids.device)
+        return cls(
+            bounds.expand(num_rows, -1).contiguous(),
+            torch.arange(max(num_rows, num_copies) + 1, device=ids.device),
+        )
 
 
-def pick(values: torch.Tensor, positions: torch.Tensor, missing: int) -> torch.Tensor:
-    """What lies at these positions of [N, W] values; `missing` beyond the last of them."""
-    return torch.cat([values.flatten(), values.new_full((1,), missing)])[positions]
+def find_copies(ids: torch.Tensor, parts: Parts, copies: Copies) -> None:
+    """Find the copies that rows with these experts need.
+
+    Hand-worked: two rows with ids [1 4 5] and [0 5 -], two parts of experts 0-3 and 4-7. The
+    places where experts 0, 4 and 8 would stand are [0 1 3] and [0 1 2], so both rows have experts
+    in both parts: the copies are row 0, row 1 for the first part, then row 0, row 1 for the second.
+
+    Args:
+        ids: [N, W] ascending experts of each row, padded with a number beyond the last expert.
+        parts: what to copy for.
+        copies: what was found is written there; its sizes are known from the counts.
+    """
+    num_rows, num_copies = len(ids), len(copies.row)
+    # [N, P + 1] -> [P + 1, N]
+    first_places = torch.searchsorted(ids.contiguous(), parts.bounds[:num_rows]).T.contiguous()
+    # [P, N] whether a row has an expert in a part, and so many copies up to there
+    is_copy = first_places[1:] > first_places[:-1]
+    so_many = is_copy.flatten().cumsum(dim=0)
+    # [M] of the flattened [P, N], those that are copies
+    position = torch.searchsorted(so_many, parts.numbers[1 : num_copies + 1])
+    torch.remainder(position, max(num_rows, 1), out=copies.row)
+    if copies.place is not None:
+        torch.index_select(first_places.flatten(), 0, position, out=copies.place)
+        # Should ids and counts be at odds, nothing outside the lists is touched.
+        copies.place.clamp_(max=ids.shape[1] - 1)
+    # What was found is not needed any more: the rows in ascending order take its memory.
+    torch.sort(copies.row, stable=True, out=(position, copies.by_row))
+    torch.searchsorted(position, parts.numbers[: num_rows + 1], out=copies.row_starts)
+
+
+def copy_rows(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
+    """Take rows from where they are: into[n] = rows[index[n]], for `rows` [N, H] or [N]."""
+    torch.index_select(_in_wide_values(rows), 0, index, out=_in_wide_values(into))
 
 
 def put_rows(into: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
-    """Put rows where they belong: into[index[n]] = rows[n], for `rows` [N, H] or [N].
-
-    The kernels work value by value, so the same bytes are passed as fewer, wider values, which
-    takes a quarter of the time on a CPU (1,350 rows of 4 KiB).
-    """
+    """Put rows where they belong: into[index[n]] = rows[n], for `rows` [N, H] or [N]."""
     _in_wide_values(into).index_copy_(0, index, _in_wide_values(rows))
 
 
 def _in_wide_values(rows: torch.Tensor) -> torch.Tensor:
-    """The rows as 16-byte values, if row size and stride are multiples of 16 bytes."""
+    """The rows as 16-byte values, if row size and stride are multiples of 16 bytes.
+
+    Kernels that move rows work value by value. Passing the same bytes as fewer, wider values takes
+    a quarter of the time on a CPU (1,350 rows of 4 KiB put where they belong).
+    """
     if rows.dim() < 2:
         return rows
     sizes_bytes = [size * rows.element_size() for size in (rows.shape[1], rows.stride(0))]
     return rows if any(size % 16 for size in sizes_bytes) else rows.view(torch.complex128)
-
-
-def find_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int) -> Copies:
-    """The copies that rows with these experts need.
-
-    Hand-worked: two rows with ids [1 4 5] and [0 5 -], two parts of experts 0-3 and 4-7: the
-    copies are row 0, row 1 for the first part, then row 0, row 1 for the second; their ids are
-    [1 - -], [0 - -], [4 5 -], [5 - -].
-
-    Args:
-        ids: [N, W] ascending experts of each row, padded with a number beyond the last expert.
-        parts: the ranges of experts to copy for.
-        num_copies: M, known from the counts.
-    """
-    num_rows, width = ids.shape
-    # [N, W] the part of every expert; the experts of a part follow each other.
-    part = ids.long() - parts.first
-    if parts.size > 1:
-        part = part.div(parts.size, rounding_mode="floor")
-    # [N, W] where the experts of the same part end in their row.
-    ends = torch.searchsorted(part, part, right=True)
-    # Only the first expert of each part stands for a copy.
-    skipped = (part < 0) | (part >= parts.num_parts)
-    skipped[:, 1:] |= part[:, 1:] == part[:, :-1]
-
-    rows = torch.arange(num_rows, device=ids.device)[:, None]
-    key = torch.add(rows, part, alpha=num_rows).masked_fill_(skipped, parts.num_parts * num_rows)
-    # Copied, because a slice would keep the memory of all.
-    first_position = key.flatten().argsort(stable=True)[:num_copies].clone()
-    row_starts = torch.nn.functional.pad((width - skipped.sum(dim=1)).cumsum(dim=0), (1, 0))
-    return Copies(
-        row=first_position // width,
-        first_position=first_position,
-        num_experts=ends.flatten()[first_position] - first_position % width,
-        by_row=first_position.argsort(stable=True),
-        row_starts=row_starts,
-        width=width,
-    )

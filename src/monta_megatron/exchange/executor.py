@@ -1,6 +1,8 @@
 """The executor: runs the program of a pass. It decides nothing; see `chains.lower`."""
 
-from monta_megatron.chains.program import Pass
+from collections.abc import Iterable
+
+from monta_megatron.chains.program import Operation, Pass
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
@@ -22,21 +24,24 @@ def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
         ExchangeError: a collective failed or timed out.
     """
     with exchange.monitor.timed_pass(columns.rows.device):
-        return _run(State(exchange, pass_, columns))
+        state = State(exchange, pass_, columns)
+        program = state.bound.program
+        state.streams.fork(program.num_streams)
+        issue(state, program.operations)
+        state.wait(program.waits_at_end)
+        state.streams.join()
+        return state.columns(program.output)
 
 
-def _run(state: State) -> Columns:
-    program, streams, monitor = state.bound.program, state.streams, state.exchange.monitor
-    streams.fork(program.num_streams)
-    for operation in program.operations:
-        with (
-            streams.on(operation.stream),
-            monitor.range(state.pass_name, state.exchange.bound.chain.name, operation),
-        ):
-            state.wait(operation.waits)
-            state.issued(operation, OPERATIONS[operation.kind](state, operation))
-    if program.waits_at_end:
-        with streams.on(program.num_streams - 1):
-            state.wait(program.waits_at_end)
-    streams.join()
-    return state.columns(program.output)
+def issue(state: State, operations: Iterable[Operation]) -> None:
+    """Issue operations of a pass; the caller's stream is the current one before and after."""
+    streams, monitor = state.streams, state.exchange.monitor
+    chain = state.bound.bound.chain.name
+    try:
+        for operation in operations:
+            streams.enter(operation.stream)
+            with monitor.range(state.pass_name, chain, operation):
+                state.wait(operation.waits)
+                state.issued(operation, OPERATIONS[operation.kind](state, operation))
+    finally:
+        streams.leave()

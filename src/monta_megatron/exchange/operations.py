@@ -8,15 +8,14 @@ Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size.
 
 from collections.abc import Callable, Mapping
 
-import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import Copies, find_copies, pick, put_rows
+from monta_megatron.exchange.copies import copy_rows, find_copies, put_rows
 from monta_megatron.exchange.payload import Columns
-from monta_megatron.exchange.state import State
-from monta_megatron.exchange.sums import column_blocks, sum_parts
+from monta_megatron.exchange.state import State, promoted
+from monta_megatron.exchange.sums import column_blocks, sum_parts, sum_rows
 
 Works = list[dist.Work]
 
@@ -27,7 +26,7 @@ def pack(state: State, operation: Operation) -> Works:
     assert index is not None, "rows that lie in order are sent as they lie"
     into = _written(state, operation)
     for target, column in zip(into.tensors(), whole.tensors(), strict=True):
-        torch.index_select(column, 0, index, out=target)
+        copy_rows(target, column, index)
     return []
 
 
@@ -48,34 +47,36 @@ def put(state: State, operation: Operation) -> Works:
 def find(state: State, operation: Operation) -> Works:
     """Find the copies of rows, from their expert ids."""
     columns, _ = state.read(operation)
-    bound, chunk = state.exchange.bound, operation.chunk
-    parts = bound.stages[operation.position].parts
-    assert columns.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
-    num_copies = int(bound.rows_at[operation.position + 1][chunk])
-    copies = find_copies(columns.ids, parts, num_copies)
-    state.exchange.copies[operation.position, chunk] = copies
+    assert columns.ids is not None, f"{operation.stage} has nothing to find"
+    copies = state.indices.copies[operation.position, operation.chunk]
+    find_copies(columns.ids, state.parts(operation, columns.ids), copies)
     return []
 
 
 def duplicate(state: State, operation: Operation) -> Works:
-    """Copy each row for every part that it goes to: [N, H] -> [M, H], with its share of ids."""
+    """Copy each row for every part that it goes to: [N, H] -> [M, H], with its list."""
     columns, _ = state.read(operation)
-    copies = _copies(state, operation)
+    copies = state.indices.copies[operation.position, operation.chunk]
     into = _written(state, operation)
-    torch.index_select(columns.rows, 0, copies.row, out=into.rows)
-    if into.probs is not None and columns.probs is not None:
-        positions = copies.positions(per_expert=into.probs.dim() == 1)
-        into.probs.copy_(pick(columns.probs, positions, missing=0))
-        if into.ids is not None and columns.ids is not None:
-            num_experts = state.exchange.bound.layout.num_experts
-            into.ids.copy_(pick(columns.ids, positions, missing=num_experts))
+    read, written = operation.reads[0], operation.writes[0]
+    if state.payloads[read] == state.payloads[written]:
+        # Messages of the same layout are copied with all of their columns at once.
+        for target, message in zip(state.allocate(written), state.messages(operation), strict=True):
+            copy_rows(target, message, copies.row)
+        return []
+    for target, column in zip(into.tensors(), columns.tensors(), strict=False):
+        if target.dim() == column.dim():
+            copy_rows(target, column, copies.row)
+        else:
+            # [N, W] -> [M]: the probability of a copy's expert.
+            target.copy_(column[copies.row, copies.place])
     return []
 
 
 def reduce(state: State, operation: Operation) -> Works:
-    """Sum each row's copies: [M, H] -> [N, H], rounded once; probabilities only move back."""
+    """Sum each row's copies: [M, H] -> [N, H], rounded once; its probabilities likewise."""
     columns, index = state.read(operation)
-    copies = _copies(state, operation)
+    copies = state.indices.copies[operation.position, operation.chunk]
     into = _written(state, operation)
     targets = [(into.rows, slice(None))]
     if operation.group is not None:
@@ -91,8 +92,12 @@ def reduce(state: State, operation: Operation) -> Works:
         # Its memory is needed for the next block.
         del sums
     if into.probs is not None and columns.probs is not None:
-        shares = columns.probs if index is None else columns.probs[index]
-        into.probs.copy_(copies.put_back(shares))
+        if columns.probs.dim() > 1:
+            into.probs.copy_(sum_rows(columns.probs, copies.by_row, copies.row_starts))
+        else:
+            # [M] -> [N, W]: every expert of a list has one copy, or none here.
+            shares = columns.probs if index is None else columns.probs[index]
+            into.probs.zero_()[copies.row, copies.place] = shares
     return []
 
 
@@ -105,7 +110,7 @@ def reduce_parts(state: State, operation: Operation) -> Works:
         sum_parts(
             into,
             parts,
-            torch.promote_types(state.exchange.sum_dtype, parts.dtype),
+            promoted(state.exchange.sum_dtype, parts.dtype),
             operation.parts_per_sum,
             unrounded if parts is columns.rows else None,
             rank,
@@ -141,21 +146,13 @@ def _written(state: State, operation: Operation) -> Columns:
     return state.columns(operation.writes[0])
 
 
-def _copies(state: State, operation: Operation) -> Copies:
-    copies = state.exchange.copies[operation.position, operation.chunk]
-    if operation.kind == "reduce":
-        # Found on the stream of what duplicates; a transposed pass reads them on another one.
-        state.streams.keep(copies.tensors())
-    return copies
-
-
 def _start(state: State, operation: Operation, start: Callable[..., dist.Work]) -> Works:
     group, monitor = state.group(operation), state.exchange.monitor
     send, receive = state.bound.splits(operation)
     num_rows = {
         resource: sum(send[peer] for peer in peers) for resource, peers in group.peers.items()
     }
-    messages, _ = state.messages(operation)
+    messages = state.messages(operation)
     outputs = state.allocate(operation.writes[0])
     works: Works = []
     monitor.note("start", state.pass_name, operation)

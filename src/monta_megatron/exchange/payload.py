@@ -13,11 +13,11 @@ a token with 8 experts it is 8 * (4 + 4) = 64 bytes (0.8%) in dispatch and 32 by
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
-from monta_megatron.chains.program import offsets_bytes
+from monta_megatron.chains.program import Buffer, Column, Program, offsets_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,14 @@ class Columns:
     def tensors(self) -> list[torch.Tensor]:
         """The columns that are present."""
         return [column for column in (self.rows, self.probs, self.ids) if column is not None]
+
+    def of_rows(self, rows: slice) -> "Columns":
+        """The columns of some rows."""
+        return Columns(
+            rows=self.rows[rows],
+            probs=None if self.probs is None else self.probs[rows],
+            ids=None if self.ids is None else self.ids[rows],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +104,36 @@ class Payload:
                 for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
             ]
         )
+
+
+@lru_cache(maxsize=512)
+def payloads_of(
+    program: Program,
+    max_experts_per_token: int,
+    dtypes: tuple[tuple[str, int, torch.dtype], ...],
+    device: torch.device,
+) -> tuple[Payload, ...]:
+    """How a row lies in the messages of each buffer of a program.
+
+    Args:
+        program: its structure.
+        max_experts_per_token: W.
+        dtypes: (name of a column, bytes of a value, dtype); the last one counts.
+        device: where messages are allocated.
+    """
+    dtype_of = {(name, value_bytes): dtype for name, value_bytes, dtype in dtypes}
+
+    def shape(column: Column) -> tuple[int, ...]:
+        if column.name == "rows":
+            return (column.width or 0,)
+        return (max_experts_per_token,) if column.width is None else ()
+
+    def payload(buffer: Buffer) -> Payload:
+        return Payload(
+            shapes=tuple(map(shape, buffer.columns)),
+            dtypes=tuple(dtype_of[each.name, each.value_bytes] for each in buffer.columns),
+            packed=buffer.packed,
+            device=device,
+        )
+
+    return tuple(map(payload, program.buffers))

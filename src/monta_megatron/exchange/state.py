@@ -1,22 +1,22 @@
 """What one micro-batch exchanges, and the state of a pass over it: messages, and what was started.
 
-Notation: C = number of chunks, W = most experts of any token.
+Notation: W = most experts of any token.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
-import numpy as np
 import torch
 
 from monta_megatron.chains.chain import BoundChain, Order, order_of_issue
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import Buffer, Column, Operation, Pass, RowFormat
-from monta_megatron.chains.stages import Segments
+from monta_megatron.chains.program import Buffer, Operation, Pass, RowFormat
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.copies import Parts
+from monta_megatron.exchange.indices import Indices
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.payload import Columns, Payload
+from monta_megatron.exchange.payload import Columns, payloads_of
 from monta_megatron.exchange.streams import Ready, streams_for
 
 
@@ -36,10 +36,7 @@ class Exchange:
         monitor: counts bytes; tells its recorder, if it has one, what is issued.
         max_experts_per_token: W; 0 where rows are permuted tokens.
         order: the order of issue; see `lower`.
-        row_indices: by position in the chain, for each `Permute` that copies, the rows of each
-            chunk in the whole tensor; made at first use, shared by all passes.
-        copies: by position in the chain and chunk, what is copied; made by dispatch, shared
-            likewise.
+        shared: by device, the indices that all passes share; made by the first one.
     """
 
     bound: BoundChain
@@ -48,8 +45,7 @@ class Exchange:
     monitor: Monitor
     max_experts_per_token: int = 0
     order: Order = order_of_issue
-    row_indices: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    copies: dict[tuple[int, int], Copies] = field(default_factory=dict)
+    shared: dict[torch.device, Indices] = field(default_factory=dict)
 
 
 class State:
@@ -59,40 +55,42 @@ class State:
         exchange: what moves.
         bound: the program of the pass with this micro-batch's rows.
         streams: where operations are issued.
+        indices: what the passes share.
         sum_dtype: dtype of the sums over copies of a row.
+        payloads: how a row lies in the messages of each buffer.
     """
 
     def __init__(self, exchange: Exchange, pass_: Pass, columns: Columns) -> None:
-        rows, probs = columns.rows, columns.probs
-        stages = exchange.bound.stages
+        rows, probs, device = columns.rows, columns.probs, columns.rows.device
+        width = exchange.max_experts_per_token
         self.exchange = exchange
-        self.streams = streams_for(rows.device)
-        self.sum_dtype = torch.promote_types(exchange.sum_dtype, rows.dtype)
+        self.streams = streams_for(device)
+        self.sum_dtype = promoted(exchange.sum_dtype, rows.dtype)
         row = RowFormat(
             hidden_size=rows.shape[1],
             value_bytes=rows.itemsize,
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
         )
-        self.bound = lower(
-            exchange.bound,
-            pass_,
-            row,
-            exchange.max_experts_per_token,
-            self.streams.policy,
-            order=exchange.order,
+        policy, order = self.streams.policy, exchange.order
+        self.bound = lower(exchange.bound, pass_, row, width, policy, order=order)
+        dtypes = (
+            ("rows", row.sum_bytes, self.sum_dtype),
+            ("rows", row.value_bytes, rows.dtype),
+            ("probs", row.prob_bytes, rows.dtype if probs is None else probs.dtype),
+            ("ids", torch.int32.itemsize, torch.int32),
         )
-        self._device = rows.device
-        self._dtypes = {
-            ("rows", row.sum_bytes): self.sum_dtype,
-            ("rows", row.value_bytes): rows.dtype,
-            ("probs", row.prob_bytes): rows.dtype if probs is None else probs.dtype,
-            ("ids", torch.int32.itemsize): torch.int32,
-        }
-        self._first = len(stages) - 1 if pass_.transpose else 0
+        self.payloads = payloads_of(self.bound.program, width, dtypes, device)
+        if device not in exchange.shared:
+            exchange.shared[device] = Indices(exchange.bound, device)
+        self.indices = exchange.shared[device]
+        for memory in self.indices.memory:
+            self.streams.keep(memory)
+        self._first = len(exchange.bound.stages) - 1 if pass_.transpose else 0
         self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
+        self._columns: dict[int, Columns] = {0: columns}
         self._slots: dict[int, list[torch.Tensor]] = {}
-        self._payloads: dict[object, Payload] = {}
+        self._parts: dict[int, Parts] = {}
         self._started: dict[int, Ready] = {}
 
     @property
@@ -100,63 +98,58 @@ class State:
         """Name of the pass."""
         return self.bound.program.pass_.name
 
-    def payload(self, number: int) -> Payload:
-        """How a row lies in the messages of a buffer."""
-        buffer = self.bound.program.buffers[number]
-        key = (buffer.columns, buffer.packed)
-        if key not in self._payloads:
-            self._payloads[key] = Payload(
-                shapes=tuple(self._shape(column) for column in buffer.columns),
-                dtypes=tuple(
-                    self._dtypes[column.name, column.value_bytes] for column in buffer.columns
-                ),
-                packed=buffer.packed,
-                device=self._device,
-            )
-        return self._payloads[key]
-
     def allocate(self, number: int) -> list[torch.Tensor]:
         """The messages of a buffer that is about to be written."""
-        buffer = self.bound.program.buffers[number]
-        if number not in self._messages and buffer.release != "window":
-            self._messages[number] = self._allocate(buffer, self._num_rows(buffer))
-        elif number not in self._messages:
-            if buffer.slot not in self._slots:
-                num_rows = max(map(self._num_rows, self.bound.program.slots[buffer.slot]))
-                self._slots[buffer.slot] = self._allocate(buffer, num_rows)
-            whole = self._slots[buffer.slot]
-            self._messages[number] = [message[: self._num_rows(buffer)] for message in whole]
+        if number not in self._messages:
+            buffer = self.bound.program.buffers[number]
+            num_rows = self._num_rows(buffer)
+            if buffer.release == "window":
+                if buffer.slot not in self._slots:
+                    most_rows = max(map(self._num_rows, self.bound.program.slots[buffer.slot]))
+                    self._slots[buffer.slot] = self._allocate(buffer, most_rows)
+                whole = self._slots[buffer.slot]
+                self._messages[number] = [message[:num_rows] for message in whole]
+            else:
+                self._messages[number] = self._allocate(buffer, num_rows)
         return self._messages[number]
 
     def columns(self, number: int) -> Columns:
         """The columns of a buffer."""
-        return self.payload(number).columns(self._messages[number])
-
-    def messages(self, operation: Operation) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """The messages that an operation reads, and its chunk's rows of them, if not all."""
-        messages = self._messages[operation.reads[0]]
-        segments = self.exchange.bound.stages[self._first].segments
-        if operation.reads[0] != 0 or segments is None:
-            return messages, None
-        if segments.is_slice:
-            return [message[segments.slice_of(operation.chunk)] for message in messages], None
-        return messages, self.rows_in_place(self._first, operation.chunk)
+        if number not in self._columns:
+            self._columns[number] = self.payloads[number].columns(self._messages[number])
+        return self._columns[number]
 
     def read(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
-        """The columns of these messages, and its chunk's rows of them, if not all."""
-        messages, index = self.messages(operation)
-        return self.payload(operation.reads[0]).columns(messages), index
+        """The columns that an operation reads, and its chunk's rows of them, if not all."""
+        number, chunk = operation.reads[0], operation.chunk
+        segments = self.exchange.bound.stages[self._first].segments if number == 0 else None
+        if segments is None:
+            return self.columns(number), None
+        if segments.is_slice:
+            return self.columns(number).of_rows(segments.slice_of(chunk)), None
+        return self.columns(number), self.rows_in_place(self._first, chunk)
+
+    def messages(self, operation: Operation) -> list[torch.Tensor]:
+        """The messages that an operation reads; its chunk's alone, where they lie in order."""
+        number = operation.reads[0]
+        return self._messages[number] if number else self.read(operation)[0].tensors()
 
     def rows_in_place(self, position: int, chunk: int) -> torch.Tensor:
         """[rows of the chunk] int64: where the `Permute` at `position` takes or puts them."""
-        indices = self.exchange.row_indices
-        if position not in indices:
-            segments = self.exchange.bound.stages[position].segments
-            assert segments is not None, f"the rows of stage {position} lie in order"
-            indices[position] = _row_indices(segments, self._device)
-        index = indices[position][chunk]
-        self.streams.keep([index])
-        return index
+        segments = self.exchange.bound.stages[position].segments
+        assert segments is not None, f"the rows of stage {position} lie in order"
+        return self.indices.rows(position, segments)[chunk]
+
+    def parts(self, operation: Operation, ids: torch.Tensor) -> Parts:
+        """What a stage copies for: made for the first chunk, with expert ids like these."""
+        position = operation.position
+        if position not in self._parts:
+            bound = self.exchange.bound
+            parts = bound.stages[position].parts
+            assert parts is not None, f"{operation.stage} has nothing to find"
+            before, after = bound.rows_at[position : position + 2]
+            self._parts[position] = Parts.of(parts, int(max(before)), int(max(after)), ids)
+        return self._parts[position]
 
     def group(self, operation: Operation) -> PeerGroup:
         """The group of a collective."""
@@ -200,32 +193,17 @@ class State:
             buffer = self.bound.program.buffers[number]
             if buffer.release == "last read" and buffer.last_read == operation.number:
                 self._messages.pop(number, None)
+                self._columns.pop(number, None)
 
     def _allocate(self, buffer: Buffer, num_rows: int) -> list[torch.Tensor]:
         with self.streams.on_caller():
-            return self.payload(buffer.number).allocate(num_rows)
+            return self.payloads[buffer.number].allocate(num_rows)
 
     def _num_rows(self, buffer: Buffer) -> int:
         return int(self.bound.rows(buffer))
 
-    def _shape(self, column: Column) -> tuple[int, ...]:
-        if column.name == "rows":
-            return (column.width or 0,)
-        return (self.exchange.max_experts_per_token,) if column.width is None else ()
 
-
-def _row_indices(segments: Segments, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Row numbers of every chunk from its runs; one copy to the device, and no sync.
-
-    [C, N] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
-    """
-    lengths = segments.lengths.ravel()
-    total = int(lengths.sum())
-    # A row is its run's start plus its distance from the run's first row in the result.
-    shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
-    runs = torch.from_numpy(np.stack([shifts, lengths]))
-    if device.type == "cuda":
-        runs = runs.pin_memory().to(device, non_blocking=True)
-    shift_of_row = torch.repeat_interleave(runs[0], runs[1], output_size=total)
-    rows = torch.arange(total, device=device) + shift_of_row
-    return rows.split(segments.lengths.sum(axis=1).tolist())
+@cache
+def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """The dtype in which values of both are added."""
+    return torch.promote_types(one, other)

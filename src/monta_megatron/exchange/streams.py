@@ -10,8 +10,10 @@ another one where its priority is (`is_high_priority_stream`). If one should be 
 operations wait that would not have to; they never run in another order.
 
 Memory is held until the join, after which the caller's stream comes behind every use. What passes
-share outlives it and belongs to the side stream that made it, which no join orders behind the
-others: that alone is named to `record_stream` (`keep`).
+share outlives it: each pass names it to `record_stream` for its own caller's stream (`keep`).
+
+Asking torch for the current stream costs several times as much as setting it, so streams are set
+where they change, and never asked for.
 
 On CPU ranks there are no streams: a collective runs in the background of its process group, and
 the host waits for it where its result is first needed. Either way the executor makes the same
@@ -49,9 +51,11 @@ class Streams:
     def join(self) -> None:
         """Make the caller's stream wait for everything issued on the side streams."""
 
-    def on(self, stream: int) -> AbstractContextManager[Any]:
-        """Context in which operations are issued on a side stream."""
-        return nullcontext()
+    def enter(self, stream: int) -> None:
+        """Issue what follows on a side stream."""
+
+    def leave(self) -> None:
+        """Issue what follows on the caller's stream."""
 
     def on_caller(self) -> AbstractContextManager[Any]:
         """Context in which the memory of messages and outputs is allocated.
@@ -74,10 +78,8 @@ class Streams:
 
         return wait
 
-    def keep(self, tensors: list[torch.Tensor]) -> None:
-        """Keep the memory of `tensors` from being reused before the current stream has read them.
-
-        Another operation has made them, for several passes."""
+    def keep(self, memory: torch.Tensor) -> None:
+        """Keep memory that another pass has made from being reused before this one has ended."""
 
 
 class CudaStreams(Streams):
@@ -87,7 +89,7 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._caller = torch.cuda.current_stream(device)
+        self._current = self._caller = torch.cuda.current_stream(device)
         self._streams: list[torch.cuda.Stream] = []
 
     def fork(self, num_streams: int) -> None:
@@ -100,22 +102,29 @@ class CudaStreams(Streams):
         for stream in self._streams:
             self._caller.wait_stream(stream)
 
-    def on(self, stream: int) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._streams[stream])
+    def enter(self, stream: int) -> None:
+        self._set(self._streams[stream])
+
+    def leave(self) -> None:
+        self._set(self._caller)
 
     @contextmanager
     def on_caller(self) -> Iterator[None]:
-        with torch.cuda.stream(self._caller):
+        inside = self._current
+        self._set(self._caller)
+        try:
             yield
+        finally:
+            self._set(inside)
         # The first write must come after the NaN with which deterministic mode fills the memory,
         # and after the allocation itself if that is one of the stream's operations.
         if torch.are_deterministic_algorithms_enabled() or _allocates_in_order():
-            torch.cuda.current_stream().wait_stream(self._caller)
+            inside.wait_stream(self._caller)
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         if not works:
-            event = torch.cuda.current_stream().record_event()
-            return lambda: torch.cuda.current_stream().wait_event(event)
+            event = self._current.record_event()
+            return lambda: self._current.wait_event(event)
 
         def wait() -> None:
             # Here and not at the launch: with one launch queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a
@@ -125,10 +134,13 @@ class CudaStreams(Streams):
 
         return wait
 
-    def keep(self, tensors: list[torch.Tensor]) -> None:
-        stream = torch.cuda.current_stream()
-        for tensor in tensors:
-            tensor.record_stream(stream)
+    def keep(self, memory: torch.Tensor) -> None:
+        memory.record_stream(self._caller)
+
+    def _set(self, stream: torch.cuda.Stream) -> None:
+        if stream is not self._current:
+            torch.cuda.set_stream(stream)
+            self._current = stream
 
 
 @cache

@@ -18,7 +18,7 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import find_copies, put_rows
+from monta_megatron.exchange.copies import Copies, Parts, find_copies, put_rows
 from monta_megatron.exchange.count_table import CountTable, expert_ids_of
 from monta_megatron.exchange.groups import new_local_group
 from monta_megatron.exchange.monitor import Monitor
@@ -236,8 +236,8 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         ids = torch.arange(NUM_COPIES, device=device).expand(num_rows, -1)
         parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
         num_copies = num_rows * NUM_COPIES
-        copies, source = find_copies(ids, parts, num_copies), rows(num_copies)
-
+        copies, source = Copies.empty(num_rows, num_copies, parts, device), rows(num_copies)
+        find_copies(ids, Parts.of(parts, num_rows, num_copies, ids), copies)
         shares = torch.ones(num_copies, device=device)
 
         def add() -> torch.Tensor:
@@ -245,7 +245,8 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
             # the probabilities go back to the ids of their experts.
             into = source.new_empty(num_rows, hidden_size)
             into.copy_(copies.sum_by_row(source, torch.float32))
-            copies.put_back(shares)
+            into_probs = shares.new_zeros(num_rows, NUM_COPIES)
+            into_probs[copies.row, copies.place] = shares
             return into
 
         return add
@@ -263,8 +264,10 @@ def _in_memory(point: Point, nodes: tuple[int, ...], device: torch.device) -> Ca
         parts = ExpertRange(first=0, size=size, num_parts=TOPK)
         hits = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids // size, True)
         num_copies, ids_there = int(hits.sum()), ids.int().to(device)
-        per_expert = point.operation == "find"
-        return lambda: find_copies(ids_there, parts, num_copies).positions(per_expert)
+        copies = Copies.empty(num_rows, num_copies, parts, device)
+        return lambda: find_copies(
+            ids_there, Parts.of(parts, num_rows, num_copies, ids_there), copies
+        )
 
     on_device = _routing_map(ids, NUM_EXPERTS).to(device)
     if point.operation == "lists":
