@@ -39,7 +39,7 @@ DEFINITIONS = {
     "kernel_launches": "kernels of these, an estimate: none for an allocation, 5 for a sort, 4 for "
     "a top-k, 2 for a scan, else 1; those of collectives are not among them",
     "collectives": "calls of a process group, the exchange of counts among them",
-    "stream_switches": "entered contexts `torch.cuda.stream`",
+    "stream_switches": "calls of `torch.cuda.set_stream`; a context `torch.cuda.stream` is two",
     "waits": "of a stream for an event or a collective, which do not hold up the host; what a "
     "process group itself issues is not counted",
     "host_us": "host time with collectives and streams that do nothing, on tiny CPU tensors: "

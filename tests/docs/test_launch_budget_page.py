@@ -34,6 +34,15 @@ def test_the_total_is_that_of_the_page() -> None:
     assert all(each["host_us"] > 0 for each in budget["passes"])
 
 
+def test_the_longest_chain_keeps_within_its_budget() -> None:
+    """On the page, which is current."""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith(
+            ("| `hierarchical_alltoall` | 16 | 4 |", "| `hierarchical_alltoall` | 64 | 4 |")
+        ):
+            assert int(line.split(" | ")[3]) <= 400
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -8,7 +8,7 @@ replaced by its sizes, so what it launches is not counted; it is the same for st
                        reads or changes metadata alone; an allocation is one
     kernel_launches    of those, by `KERNELS`: an estimate. A collective's own are not among them
     collectives        calls of a process group
-    stream_switches    calls of `torch.cuda.set_stream`, entered contexts `torch.cuda.stream`
+    stream_switches    calls of `torch.cuda.set_stream`; a context `torch.cuda.stream` is two
     waits              of a stream for an event or for a collective; the host's are none of them
 """
 
@@ -105,11 +105,11 @@ class LaunchCounter(TorchDispatchMode):
 
         return counted
 
-    def switched(self, switch: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.cuda.stream` or `torch.cuda.set_stream`, counted."""
+    def switched(self, switch: Callable[..., Any], times: int) -> Callable[..., Any]:
+        """`torch.cuda.stream` or `torch.cuda.set_stream`, counted so many times."""
 
         def counted(stream: RecordedStream) -> Any:
-            self._here.stream_switches += 1
+            self._here.stream_switches += times
             return switch(stream)
 
         return counted
@@ -121,7 +121,7 @@ class LaunchCounter(TorchDispatchMode):
         if func.namespace == "c10d":
             self._here.collectives += 1
         # What is muted stands in for a collective's work.
-        elif func.namespace == "aten" and not self._recorder._is_muted and not _is_view(func):
+        elif func.namespace == "aten" and not self._recorder._is_muted and not _moves_nothing(func):
             self._here.tensor_operations += 1
             self._here.kernel_launches += KERNELS.get(name, KERNELS_OTHERWISE)
         return func(*args, **(kwargs or {}))
@@ -138,8 +138,11 @@ class LaunchCounter(TorchDispatchMode):
         )
 
 
-def _is_view(func: Any) -> bool:
-    return any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+def _moves_nothing(func: Any) -> bool:
+    """Whether an operation makes a view, or has to do with dtypes alone."""
+    return func.overloadpacket.__name__ == "promote_types" or any(
+        each.alias_info and not each.alias_info.is_write for each in func._schema.returns
+    )
 
 
 def count_launches(chain_name: str, ep: int, num_chunks: int) -> dict[str, LaunchCounts]:
@@ -164,8 +167,8 @@ def count_launches(chain_name: str, ep: int, num_chunks: int) -> dict[str, Launc
         device,
         mock.patch.multiple(
             torch.cuda,
-            stream=counter.switched(torch.cuda.stream),
-            set_stream=counter.switched(torch.cuda.set_stream),
+            stream=counter.switched(torch.cuda.stream, 2),
+            set_stream=counter.switched(torch.cuda.set_stream, 1),
         ),
     ):
         inputs = layer_inputs(routed, "cuda")

@@ -6,8 +6,8 @@ from monta_megatron.chains.program import BoundProgram, Operation
 def peak_bytes(bound: BoundProgram) -> float:
     """The peak of a pass's output, messages, and sums with what is converted for them.
 
-    Indices are left out. In a chain of tokens they take 40 bytes for each copy of a row, kept until
-    backward, and about 50 for each expert of a token while the copies are found.
+    Indices are left out. In a chain of tokens they take up to 32 bytes for each copy of a row, kept
+    until backward, and about 25 for each row and part while the copies are found.
 
     Returns:
         Bytes on this rank beyond the pass's input.
