@@ -35,10 +35,10 @@ class HostOperations(NamedTuple):
 HOST_OPERATIONS: Mapping[Kernels, Mapping[Kind | Around, HostOperations]] = {
     "torch": {
         "pack": HostOperations(rows=2, probs=1, ids=1),
-        "find_lists": HostOperations(ids=24),
-        "find_copies": HostOperations(ids=23),
-        "duplicate": HostOperations(rows=1, ids=10),
-        "reduce": HostOperations(probs=7, block=4),
+        "find_lists": HostOperations(ids=9),
+        "find_copies": HostOperations(ids=11),
+        "duplicate": HostOperations(rows=1, ids=2),
+        "reduce": HostOperations(probs=3, block=4),
         "alltoall": HostOperations(rows=1),
         "allgather": HostOperations(rows=1),
         "reduce_parts": HostOperations(rows=5, probs=8, block=4),
