@@ -44,9 +44,9 @@ def program_lines(programs: dict[str, list[Row]]) -> Iterator[str]:
             for row in rows
         ]
         name = pass_.replace("_", " ")
-        columns = (">", name, "stage", ">in", ">buffers", ">rows", ">bytes", "occupies")
+        columns = (">", name, "stage", ">in", ">moves", ">rows", ">bytes", "occupies")
         yield table(columns, cells) + "\n"
-    yield "in: number of the chunk. buffers: read > written; 0 is the input of the pass."
+    yield "in: number of the chunk. moves: buffer read > written; 0 is the input of the pass."
     yield "rows and bytes: written by the first rank."
 
 
