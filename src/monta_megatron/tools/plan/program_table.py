@@ -46,7 +46,7 @@ def program_lines(programs: dict[str, list[Row]]) -> Iterator[str]:
         name = pass_.replace("_", " ")
         columns = (">", name, "stage", ">in", ">moves", ">rows", ">bytes", "occupies")
         yield table(columns, cells) + "\n"
-    yield "in: number of the chunk. moves: buffer read > written; 0 is the input of the pass."
+    yield "in: number of the chunk. moves: buffer read > written; 0: the pass's input."
     yield "rows and bytes: written by the first rank."
 
 
