@@ -193,7 +193,7 @@ class _ExpertIds(torch.autograd.Function):
         ctx.save_for_backward(routing_map)
         ctx.classes = classes
         ctx.mark_non_differentiable(ids)
-        return probs.gather(1, experts.long()) * (scores > 0), ids
+        return probs.gather(1, experts.long()).masked_fill_(scores == 0, 0), ids
 
     @staticmethod
     @once_differentiable
@@ -203,8 +203,10 @@ class _ExpertIds(torch.autograd.Function):
         (routing_map,) = ctx.saved_tensors
         # [T, E * classes] the position of each expert among its token's
         positions = (routing_map.cumsum(dim=1) - 1).clamp_(min=0)
-        by_class = gradient.gather(1, positions) * routing_map
-        return None, by_class.unflatten(1, (-1, ctx.classes)).sum(dim=2), None
+        by_class = gradient.gather(1, positions).masked_fill_(~routing_map, 0)
+        if ctx.classes > 1:
+            by_class = by_class.unflatten(1, (-1, ctx.classes)).sum(dim=2)
+        return None, by_class, None
 
 
 def _block_size(num_tokens: T, num_blocks: int) -> T:

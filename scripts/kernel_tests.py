@@ -1,0 +1,40 @@
+#!/usr/bin/env python3
+"""Compare Triton kernels with PyTorch operations: many more random cases than the ordinary tests.
+
+    scripts/kernel_tests.py --cases 2000
+    scripts/kernel_tests.py --first 1234 --cases 1
+
+They run in Triton's interpreter, without a GPU. A case that fails is printed with its seed.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from kernel_cases import check
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    arguments = parser.parse_args()
+    if arguments.cases < 1:
+        parser.error(f"--cases: got {arguments.cases}, must be at least 1")
+    began = time.monotonic()
+    try:
+        check(arguments.first, arguments.first + arguments.cases)
+    except AssertionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{arguments.cases} cases, none differs, {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

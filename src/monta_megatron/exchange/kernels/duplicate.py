@@ -1,0 +1,107 @@
+"""Copy rows with their lists, straight into a packed message.
+
+    into.rows[m], into.probs[m], into.ids[m] = rows[row[m]], probs[row[m]], ids[row[m]]
+
+Bytes: what a copy consists of, read once and written once; 8 to know what is copied.
+Grid: [M / rows of a tile, row / units of a tile]; the programs of the first units do the lists.
+
+Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
+"""
+
+import triton
+import triton.language as tl
+
+from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.kernels.tiles import (
+    LIST,
+    MOVED,
+    kernel,
+    launch,
+    move_rows,
+    stride_of,
+    tile_for,
+    values_per_unit,
+)
+from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.payload import Columns
+
+
+def duplicate(columns: Columns, copies: Copies, into: Columns) -> None:
+    """Copy each row for every part that it goes to: [N, H] -> [M, H], with its lists.
+
+    Where both are messages of one layout, the whole messages may be passed as rows.
+
+    Args:
+        columns: rows [N, H]; probabilities and ids [N, W], where they travel.
+        copies: what is copied.
+        into: rows [M, H]; [M, W] lists, or [M] probabilities if every copy is for one expert. A
+            column that it lacks is not copied.
+    """
+    rows, probs, ids = columns.rows, columns.probs, columns.ids
+    if into.probs is not None and into.probs.dim() == 1:
+        to_experts(columns, copies, into)
+        return
+    unit = values_per_unit(rows, into.rows)
+    num_units = rows.shape[1] // unit
+    tile = tile_for(num_units, MOVED)
+    num_copies = copies.row.shape[0]
+    launch(
+        _duplicate,
+        (triton.cdiv(num_copies, tile.rows), triton.cdiv(num_units, tile.units)),
+        rows,
+        probs if into.probs is not None else None,
+        ids if into.ids is not None else None,
+        copies.row,
+        into.rows,
+        into.probs,
+        into.ids,
+        num_copies,
+        num_units,
+        0 if probs is None else probs.shape[1],
+        rows.stride(0) // unit,
+        stride_of(probs),
+        stride_of(ids),
+        into.rows.stride(0) // unit,
+        stride_of(into.probs),
+        stride_of(into.ids),
+        unit,
+        tile.rows,
+        tile.units,
+    )
+
+
+@kernel("rows", "into_rows")
+def _duplicate(
+    rows: tl.tensor,
+    probs: tl.tensor,
+    ids: tl.tensor,
+    row: tl.tensor,
+    into_rows: tl.tensor,
+    into_probs: tl.tensor,
+    into_ids: tl.tensor,
+    num_copies: tl.int32,
+    num_units: tl.int32,
+    width: tl.int32,
+    stride: tl.int32,
+    probs_stride: tl.int32,
+    ids_stride: tl.int32,
+    into_stride: tl.int32,
+    into_probs_stride: tl.int32,
+    into_ids_stride: tl.int32,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> None:
+    copy = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = copy < num_copies
+    source = tl.load(row + copy, present, other=0)
+    move_rows(rows, stride, source, into_rows, into_stride, copy, present, num_units, UNIT, UNITS)
+    if probs is not None and tl.program_id(1) == 0:
+        for begin in range(0, width, LIST):
+            place = begin + tl.arange(0, LIST)[None, :]
+            mask = present[:, None] & (place < width)
+            prob = tl.load(probs + source[:, None] * probs_stride + place, mask)
+            tl.store(into_probs + copy[:, None] * into_probs_stride + place, prob, mask)
+            if ids is not None:
+                expert = tl.load(ids + source[:, None] * ids_stride + place, mask)
+                tl.store(into_ids + copy[:, None] * into_ids_stride + place, expert, mask)

@@ -1,0 +1,167 @@
+"""The experts of each token and their probabilities, as compact lists, and the way back.
+
+    position of expert e = routed experts of the token before e
+    ids[t, position]     = e, and the number of experts behind the last one
+    lists[t, position]   = probs[t, e], and 0 behind the last one
+    gradient of probs[t, e] = gradient of lists[t, position], 0 where e is not routed
+
+Bytes: the map is read once, each list and each routed probability read and written once.
+Grid: [T / tokens of a tile], in both directions.
+
+Notation: T = tokens, E = experts, K = classes of each, W = most experts of any token.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from monta_megatron.exchange.kernels.tiles import LIST, kernel, launch
+
+# Tokens of a tile, and tokens times experts: 8 for each thread.
+MOST_TOKENS, TILE = 32, 1024
+
+
+def expert_ids_of(
+    routing_map: torch.Tensor, probs: torch.Tensor, max_experts_per_token: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts in ascending order, and their probabilities; differentiable.
+
+    Args:
+        routing_map: [T, E * K] bool.
+        probs: [T, E].
+        max_experts_per_token: W, on any rank.
+
+    Returns:
+        Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E * K.
+    """
+    return _ExpertIds.apply(routing_map, probs, max_experts_per_token)
+
+
+class _ExpertIds(torch.autograd.Function):
+    """Keeps the map until backward, which is there anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens, num_experts = routing_map.shape
+        lists = probs.new_empty(num_tokens, width)
+        ids = torch.empty(num_tokens, width, dtype=torch.int32, device=probs.device)
+        ctx.save_for_backward(routing_map)
+        ctx.probs_shape = probs.shape
+        ctx.mark_non_differentiable(ids)
+        all_experts, tokens = _tile(num_experts)
+        launch(
+            _list,
+            (triton.cdiv(num_tokens, tokens),),
+            routing_map,
+            probs,
+            lists,
+            ids,
+            num_tokens,
+            num_experts,
+            width,
+            routing_map.stride(0),
+            probs.stride(0),
+            num_experts // probs.shape[1],
+            tokens,
+            all_experts,
+        )
+        return lists, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: torch.Tensor, _: torch.Tensor
+    ) -> tuple[None, torch.Tensor, None]:
+        (routing_map,) = ctx.saved_tensors
+        num_tokens, num_experts = routing_map.shape
+        gradient = gradient.contiguous()
+        into = gradient.new_empty(ctx.probs_shape)
+        all_experts, tokens = _tile(num_experts)
+        launch(
+            _unlist,
+            (triton.cdiv(num_tokens, tokens),),
+            routing_map,
+            gradient,
+            into,
+            num_tokens,
+            num_experts,
+            gradient.shape[1],
+            routing_map.stride(0),
+            num_experts // into.shape[1],
+            tokens,
+            all_experts,
+        )
+        return None, into, None
+
+
+def _tile(num_experts: int) -> tuple[int, int]:
+    """Experts and tokens of a tile, as powers of two."""
+    all_experts = triton.next_power_of_2(num_experts)
+    return all_experts, max(1, min(MOST_TOKENS, TILE // all_experts))
+
+
+@kernel()
+def _list(
+    routing_map: tl.tensor,
+    probs: tl.tensor,
+    lists: tl.tensor,
+    ids: tl.tensor,
+    num_tokens: tl.int32,
+    num_experts: tl.int32,
+    width: tl.int32,
+    map_stride: tl.int32,
+    probs_stride: tl.int32,
+    CLASSES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    is_there = (token < num_tokens) & (expert < num_experts)
+    routed = tl.load(routing_map + token * map_stride + expert, is_there, other=0).to(tl.int32)
+    position = tl.cumsum(routed, 1) - routed
+    is_listed = (routed > 0) & (position < width)
+    prob = tl.load(probs + token * probs_stride + expert // CLASSES, is_listed)
+    tl.store(lists + token * width + position, prob, is_listed)
+    tl.store(ids + token * width + position, expert + tl.zeros_like(position), is_listed)
+    num_routed = tl.sum(routed, 1)[:, None]
+    for begin in range(0, width, LIST):
+        slot = begin + tl.arange(0, LIST)[None, :]
+        is_padding = (token < num_tokens) & (slot >= num_routed) & (slot < width)
+        padding = tl.zeros([TOKENS, LIST], tl.int32)
+        tl.store(lists + token * width + slot, padding.to(lists.dtype.element_ty), is_padding)
+        tl.store(ids + token * width + slot, padding + num_experts, is_padding)
+
+
+@kernel()
+def _unlist(
+    routing_map: tl.tensor,
+    gradient: tl.tensor,
+    into: tl.tensor,
+    num_tokens: tl.int32,
+    num_experts: tl.int32,
+    width: tl.int32,
+    map_stride: tl.int32,
+    CLASSES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    is_there = (token < num_tokens) & (expert < num_experts)
+    routed = tl.load(routing_map + token * map_stride + expert, is_there, other=0).to(tl.int32)
+    position = tl.cumsum(routed, 1) - routed
+    is_listed = (routed > 0) & (position < width)
+    value = tl.load(gradient + token * width + position, is_listed, other=0)
+    if CLASSES > 1:
+        # [TOKENS, EXPERTS] -> [TOKENS, EXPERTS / CLASSES]: a token is in one class, or none.
+        by_class = value.to(tl.float32).reshape(TOKENS, EXPERTS // CLASSES, CLASSES)
+        value = tl.sum(by_class, 2).to(into.dtype.element_ty)
+        expert = tl.arange(0, EXPERTS // CLASSES)[None, :]
+        is_there = (token < num_tokens) & (expert < num_experts // CLASSES)
+    tl.store(into + token * (num_experts // CLASSES) + expert, value, is_there)

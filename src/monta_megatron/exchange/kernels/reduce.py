@@ -1,0 +1,149 @@
+"""Add up the copies of each row in the order of their parts, one after the other.
+
+    copies of n      = by_row[row_starts[n]], ..., by_row[row_starts[n + 1] - 1]
+    into.rows[n]     = round(+0.0 + rows[first copy] + ... + rows[last copy])
+    unrounded[n]     = that sum before it was rounded, for a range of rows
+    into.probs[n]    = the sum of the copies' lists likewise
+    into.probs[n, w] = or the one of the copy at place w, where copies have one each; 0 without it
+
+Bytes: every copy is read once and every row written once; 8 to know where a copy lies, or 16, for
+each block of its units.
+Grid: [N, row / units of a tile]; the programs of the first units do the lists.
+
+Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.kernels.tiles import (
+    LIST,
+    SUMMED,
+    kernel,
+    launch,
+    stride_of,
+    sum_type,
+    tile_for,
+    values_per_unit,
+)
+from monta_megatron.exchange.payload import Columns
+
+
+def reduce(
+    columns: Columns,
+    copies: Copies,
+    into: Columns,
+    dtype: torch.dtype,
+    index: torch.Tensor | None = None,
+    unrounded: torch.Tensor | None = None,
+    first_unrounded: int = 0,
+) -> None:
+    """Add up each row's copies: [M, H] -> [N, H], rounded once; its lists likewise.
+
+    Args:
+        columns: rows [M, H], or more, of which `index` names the copies; probabilities likewise,
+            [M, W] lists, or [M] if every copy is for one expert.
+        copies: what was copied.
+        into: rows [N, H]; probabilities [N, W] or none.
+        dtype: dtype of the sums.
+        index: [M] the row of `columns` in which each copy lies; None if they lie in order.
+        unrounded: [any number, H] sums that are kept as they are, in `dtype`, besides.
+        first_unrounded: the row whose sum comes first there.
+    """
+    rows, probs = columns.rows, columns.probs
+    unit = values_per_unit(rows, into.rows, unrounded)
+    num_units = rows.shape[1] // unit
+    units = tile_for(num_units, SUMMED).units
+    end_unrounded = first_unrounded + (0 if unrounded is None else unrounded.shape[0])
+    launch(
+        _reduce,
+        (into.rows.shape[0], triton.cdiv(num_units, units)),
+        rows,
+        probs if into.probs is not None else None,
+        index,
+        copies.by_row,
+        copies.row_starts,
+        copies.place if probs is not None and probs.dim() == 1 else None,
+        into.rows,
+        into.probs,
+        unrounded,
+        num_units,
+        0 if into.probs is None else into.probs.shape[1],
+        first_unrounded,
+        end_unrounded,
+        rows.stride(0) // unit,
+        stride_of(probs),
+        into.rows.stride(0) // unit,
+        stride_of(into.probs),
+        stride_of(unrounded) // unit,
+        sum_type(dtype),
+        sum_type(rows.dtype if probs is None else probs.dtype),
+        unit,
+        units,
+    )
+
+
+@kernel("rows", "into_rows", "unrounded")
+def _reduce(
+    rows: tl.tensor,
+    probs: tl.tensor,
+    index: tl.tensor,
+    by_row: tl.tensor,
+    row_starts: tl.tensor,
+    place: tl.tensor,
+    into_rows: tl.tensor,
+    into_probs: tl.tensor,
+    unrounded: tl.tensor,
+    num_units: tl.int32,
+    width: tl.int32,
+    first_unrounded: tl.int32,
+    end_unrounded: tl.int32,
+    stride: tl.int32,
+    probs_stride: tl.int32,
+    into_stride: tl.int32,
+    into_probs_stride: tl.int32,
+    unrounded_stride: tl.int32,
+    SUM: tl.constexpr,
+    PROB_SUM: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    start, end = tl.load(row_starts + row), tl.load(row_starts + row + 1)
+    value = tl.program_id(1) * UNITS * UNIT + tl.arange(0, UNITS * UNIT)
+    is_value = value < num_units * UNIT
+    total = tl.zeros([UNITS * UNIT], SUM)
+    for position in range(start, end):
+        copy = tl.load(by_row + position)
+        if index is not None:
+            copy = tl.load(index + copy)
+        total += tl.load(rows + copy * (stride * UNIT) + value, is_value).to(SUM)
+    rounded = total.to(into_rows.dtype.element_ty)
+    tl.store(into_rows + row * (into_stride * UNIT) + value, rounded, is_value)
+    if unrounded is not None and row >= first_unrounded and row < end_unrounded:
+        kept = (row - first_unrounded) * (unrounded_stride * UNIT)
+        tl.store(unrounded + kept + value, total, is_value)
+
+    if probs is not None and tl.program_id(1) == 0:
+        for begin in range(0, width, LIST):
+            slot = begin + tl.arange(0, LIST)
+            shares = tl.zeros([LIST], PROB_SUM)
+            for position in range(start, end):
+                copy = tl.load(by_row + position)
+                # The one share of a copy lies at the place of its expert.
+                share_of = slot
+                is_share = slot < width
+                if place is not None:
+                    is_share = slot == tl.load(place + copy)
+                    share_of = tl.zeros([LIST], tl.int32)
+                if index is not None:
+                    copy = tl.load(index + copy)
+                share = tl.load(probs + copy * probs_stride + share_of, is_share, other=0)
+                if place is None:
+                    shares += share.to(PROB_SUM)
+                else:
+                    shares = tl.where(is_share, share.to(PROB_SUM), shares)
+            narrowed = shares.to(into_probs.dtype.element_ty)
+            tl.store(into_probs + row * into_probs_stride + slot, narrowed, slot < width)

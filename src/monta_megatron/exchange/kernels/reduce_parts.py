@@ -1,0 +1,132 @@
+"""Add up the parts of each row that came from all ranks of a group, in the order of the ranks.
+
+    into.rows[n] = round(+0.0 + rows[n] + rows[N + n] + ... + rows[(P - 1) N + n])
+
+The parts of `parts_per_sum` adjacent ranks are added first, from +0.0 each time, and then those
+sums. This rank's own part is the one that was not rounded for the way, where there is one.
+Probabilities are added likewise.
+
+Bytes: every part is read once and every row written once.
+Grid: [N, row / units of a tile]; the programs of the first units do the probabilities.
+
+Notation: N = rows, P = parts of each, H = hidden size, W = most experts of any row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from monta_megatron.exchange.kernels.tiles import (
+    LIST,
+    kernel,
+    launch,
+    stride_of,
+    sum_type,
+    values_per_unit,
+)
+from monta_megatron.exchange.payload import Columns
+
+# Of a tile: one for each thread, which keeps two sums of it.
+UNITS = 128
+
+
+def reduce_parts(
+    columns: Columns,
+    into: Columns,
+    dtype: torch.dtype,
+    parts_per_sum: int,
+    unrounded: torch.Tensor | None = None,
+    rank: int = 0,
+) -> None:
+    """Add the P parts of each row in `dtype`, in order, and round once: [P * N, H] -> [N, H].
+
+    Args:
+        columns: rows [P * N, H], part after part; probabilities likewise, of one or W values.
+        into: rows [N, H]; probabilities [N] or [N, W], if `columns` has them.
+        dtype: dtype of the rows' sums; those of probabilities are in fp32, or fp64 if they are.
+        parts_per_sum: see `chains.one_chunk.parts_per_sum`.
+        unrounded: [N, H] this rank's part before it was rounded, in `dtype`; None if it was not.
+        rank: the position of that part.
+    """
+    rows, probs = columns.rows, columns.probs
+    unit = values_per_unit(rows, into.rows, unrounded)
+    num_units = rows.shape[1] // unit
+    num_rows = into.rows.shape[0]
+    width = 0 if probs is None else 1 if probs.dim() == 1 else probs.shape[1]
+    launch(
+        _reduce_parts,
+        (num_rows, triton.cdiv(num_units, UNITS)),
+        rows,
+        probs,
+        into.rows,
+        into.probs,
+        unrounded,
+        num_rows,
+        num_units,
+        width,
+        rows.shape[0] // max(num_rows, 1),
+        parts_per_sum,
+        rank,
+        rows.stride(0) // unit,
+        stride_of(probs),
+        into.rows.stride(0) // unit,
+        stride_of(into.probs),
+        stride_of(unrounded) // unit,
+        sum_type(dtype),
+        sum_type(rows.dtype if probs is None else probs.dtype),
+        unit,
+        UNITS,
+    )
+
+
+@kernel("rows", "into_rows", "unrounded")
+def _reduce_parts(
+    rows: tl.tensor,
+    probs: tl.tensor,
+    into_rows: tl.tensor,
+    into_probs: tl.tensor,
+    unrounded: tl.tensor,
+    num_rows: tl.int32,
+    num_units: tl.int32,
+    width: tl.int32,
+    num_parts: tl.int32,
+    parts_per_sum: tl.int32,
+    rank: tl.int32,
+    stride: tl.int32,
+    probs_stride: tl.int32,
+    into_stride: tl.int32,
+    into_probs_stride: tl.int32,
+    unrounded_stride: tl.int32,
+    SUM: tl.constexpr,
+    PROB_SUM: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    value = tl.program_id(1) * TILE * UNIT + tl.arange(0, TILE * UNIT)
+    is_value = value < num_units * UNIT
+    total = tl.zeros([TILE * UNIT], SUM)
+    for first in range(0, num_parts, parts_per_sum):
+        group = tl.zeros([TILE * UNIT], SUM)
+        for part in range(first, first + parts_per_sum):
+            if unrounded is not None and part == rank:
+                group += tl.load(unrounded + row * (unrounded_stride * UNIT) + value, is_value)
+            else:
+                of_part = (row + part * num_rows.to(tl.int64)) * (stride * UNIT)
+                group += tl.load(rows + of_part + value, is_value).to(SUM)
+        total += group
+    rounded = total.to(into_rows.dtype.element_ty)
+    tl.store(into_rows + row * (into_stride * UNIT) + value, rounded, is_value)
+
+    if probs is not None and tl.program_id(1) == 0:
+        for begin in range(0, width, LIST):
+            slot = begin + tl.arange(0, LIST)
+            shares = tl.zeros([LIST], PROB_SUM)
+            for first in range(0, num_parts, parts_per_sum):
+                group_shares = tl.zeros([LIST], PROB_SUM)
+                for part in range(first, first + parts_per_sum):
+                    of_part = (row + part * num_rows.to(tl.int64)) * probs_stride
+                    group_shares += tl.load(probs + of_part + slot, slot < width).to(PROB_SUM)
+                shares += group_shares
+            narrowed = shares.to(into_probs.dtype.element_ty)
+            tl.store(into_probs + row * into_probs_stride + slot, narrowed, slot < width)

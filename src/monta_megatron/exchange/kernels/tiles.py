@@ -1,0 +1,110 @@
+"""How kernels go over rows: 16 bytes at a time, in tiles whose shape follows from a row's size.
+
+A unit is what a thread reads or writes at once: 16 bytes of the narrowest values, where every row
+begins at a multiple of that, else one value. Sizes and strides of rows are passed in units, so that
+the compiler knows of that multiple without a variant for each size.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+UNIT_BYTES = 16
+WARPS = 4
+# Values of an expert list that are worked on at a time.
+LIST = tl.constexpr(16)
+
+
+class Tile(NamedTuple):
+    """What one program of `WARPS` warps works on at a time.
+
+    Attributes:
+        rows: how many of them.
+        units: of each of these rows.
+    """
+
+    rows: int
+    units: int
+
+
+# The first one that is as wide as a row is taken, or the last. Moved: 4 units for each thread.
+MOVED = (Tile(8, 64), Tile(4, 128), Tile(2, 256), Tile(1, 512))
+# Added up: one row and 2 units for each thread, as a unit takes up to 8 registers in fp32.
+SUMMED = (Tile(1, 128), Tile(1, 256))
+
+
+def kernel(*rows: str) -> Callable[[Callable[..., None]], Any]:
+    """`triton.jit`, with few variants: each takes seconds to compile.
+
+    Args:
+        rows: parameters that point to rows; whether those begin at a multiple of 16 bytes makes a
+            variant. Where other tensors begin makes none, nor do the values of `tl.int32`, which
+            change from micro-batch to micro-batch.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        parameters = inspect.signature(function).parameters.items()
+        by_type = {
+            kind: [name for name, parameter in parameters if parameter.annotation is kind]
+            for kind in (tl.int32, tl.tensor)
+        }
+        return triton.jit(
+            function,
+            do_not_specialize=by_type[tl.int32],
+            do_not_specialize_on_alignment=[x for x in by_type[tl.tensor] if x not in rows],
+        )
+
+    return decorate
+
+
+def launch(function: Any, grid: tuple[int, ...], *args: Any) -> None:
+    """Run a kernel on a grid of programs, if there are any. No product is fused into a sum."""
+    if 0 not in grid:
+        function[grid](*args, num_warps=WARPS, enable_fp_fusion=False)
+
+
+def values_per_unit(*rows: torch.Tensor | None) -> int:
+    """Values in a unit of these rows, all [any number, H]."""
+    tensors = [tensor for tensor in rows if tensor is not None]
+    values = UNIT_BYTES // min(tensor.itemsize for tensor in tensors)
+    sizes = [size for tensor in tensors for size in (tensor.shape[1], tensor.stride(0))]
+    return 1 if any(size % values for size in sizes) else values
+
+
+def tile_for(units: int, tiles: tuple[Tile, ...]) -> Tile:
+    """The tile for rows of so many units."""
+    return next((tile for tile in tiles if units <= tile.units), tiles[-1])
+
+
+def sum_type(dtype: torch.dtype) -> Any:
+    """The type in which values are added: fp32, or fp64 if theirs is."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def stride_of(tensor: torch.Tensor | None) -> int:
+    """Values from one row to the next; 0 without rows."""
+    return 0 if tensor is None else tensor.stride(0)
+
+
+@triton.jit
+def move_rows(
+    rows: tl.tensor,
+    stride: tl.int32,
+    source: tl.tensor,
+    into: tl.tensor,
+    into_stride: tl.int32,
+    target: tl.tensor,
+    present: tl.tensor,
+    num_units: tl.int32,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> None:
+    """into[target] = rows[source] for a tile of rows: one block of units, `program_id(1)`."""
+    value = tl.program_id(1) * UNITS * UNIT + tl.arange(0, UNITS * UNIT)[None, :]
+    mask = present[:, None] & (value < num_units * UNIT)
+    values = tl.load(rows + source[:, None] * (stride * UNIT) + value, mask)
+    tl.store(into + target[:, None] * (into_stride * UNIT) + value, values, mask)

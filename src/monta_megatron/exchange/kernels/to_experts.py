@@ -1,0 +1,98 @@
+"""Copy rows for each expert straight to their places in the order of the experts.
+
+    into.rows[places[m]]  = rows[row[m]]
+    into.probs[places[m]] = probs[row[m], place[m]]
+
+Bytes: what a copy consists of, read once and written once; 24 to know where it lies. Copied first
+and put into order then, it would be read and written twice.
+Grid: [M / rows of a tile, row / units of a tile]; the programs of the first units do the
+probabilities.
+
+Notation: N = rows, M = copies, H = hidden size, W = most experts of any row, R = rows of experts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.kernels.tiles import (
+    MOVED,
+    kernel,
+    launch,
+    move_rows,
+    stride_of,
+    tile_for,
+    values_per_unit,
+)
+from monta_megatron.exchange.payload import Columns
+
+
+def to_experts(
+    columns: Columns, copies: Copies, into: Columns, places: torch.Tensor | None = None
+) -> None:
+    """Copy each row for every expert that it goes to, and put it where that expert takes it.
+
+    Args:
+        columns: rows [N, H], and probabilities [N, W] if `into` has them.
+        copies: what is copied, each for one expert.
+        into: rows [R, H]; probabilities [R] or none.
+        places: [M] where each copy belongs in `into`; None if they lie there in their order.
+    """
+    rows, probs = columns.rows, columns.probs
+    unit = values_per_unit(rows, into.rows)
+    num_units = rows.shape[1] // unit
+    tile = tile_for(num_units, MOVED)
+    num_copies = copies.row.shape[0]
+    launch(
+        _to_experts,
+        (triton.cdiv(num_copies, tile.rows), triton.cdiv(num_units, tile.units)),
+        rows,
+        probs if into.probs is not None else None,
+        copies.row,
+        copies.place,
+        places,
+        into.rows,
+        into.probs,
+        num_copies,
+        num_units,
+        rows.stride(0) // unit,
+        stride_of(probs),
+        into.rows.stride(0) // unit,
+        stride_of(into.probs),
+        unit,
+        tile.rows,
+        tile.units,
+    )
+
+
+@kernel("rows", "into_rows")
+def _to_experts(
+    rows: tl.tensor,
+    probs: tl.tensor,
+    row: tl.tensor,
+    place: tl.tensor,
+    places: tl.tensor,
+    into_rows: tl.tensor,
+    into_probs: tl.tensor,
+    num_copies: tl.int32,
+    num_units: tl.int32,
+    stride: tl.int32,
+    probs_stride: tl.int32,
+    into_stride: tl.int32,
+    into_probs_stride: tl.int32,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> None:
+    copy = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = copy < num_copies
+    source = tl.load(row + copy, present, other=0)
+    target = copy
+    if places is not None:
+        target = tl.load(places + copy, present, other=0)
+    move_rows(rows, stride, source, into_rows, into_stride, target, present, num_units, UNIT, UNITS)
+    if probs is not None and tl.program_id(1) == 0:
+        expert = source * probs_stride + tl.load(place + copy, present, other=0)
+        prob = tl.load(probs + expert, present)
+        tl.store(into_probs + target * into_probs_stride, prob, present)

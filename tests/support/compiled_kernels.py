@@ -1,0 +1,121 @@
+"""Kernels compiled ahead of time for GPUs that are not there, as their launches would compile them.
+
+A wrapper is called with tensors of the host, and its launch is caught: what Triton's launcher would
+derive from the arguments (types, alignment, constants) is what is compiled.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
+from triton.compiler import ASTSource
+from triton.runtime import jit
+
+TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (80, 90, 100)}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch that a wrapper made.
+
+    Attributes:
+        kernel: what is launched.
+        args: its arguments, in order.
+        options: those of the compiler.
+        grid: programs on each axis.
+    """
+
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    grid: tuple[int, ...]
+
+    def variant(self, target: GPUTarget) -> tuple[Any, Any]:
+        """What the launcher derives from the arguments, and the options of the compiler."""
+        asked = {"debug": False, **self.options}
+        binder = jit.create_function_from_signature(
+            self.kernel.signature, self.kernel.params, CUDABackend(target)
+        )
+        _, specialization, options = binder(*self.args, **asked)
+        return specialization, options
+
+    def compile(self, target: GPUTarget) -> "Compiled":
+        """What runs on such a GPU."""
+        specialization, options = self.variant(target)
+        # What `JITFunction.run` does before it compiles.
+        bound = dict(zip(self.kernel.arg_names, self.args, strict=True))
+        options, signature, constants, attributes = self.kernel._pack_args(
+            CUDABackend(target),
+            {"debug": False, **self.options},
+            bound,
+            specialization,
+            options,
+        )
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=target, options=options.__dict__)
+        return Compiled(ptx=compiled.asm["ptx"], target=target)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel for one kind of GPU."""
+
+    ptx: str
+    target: GPUTarget
+
+    def count(self, instruction: str) -> int:
+        """How often an instruction occurs in the PTX, by a regular expression."""
+        return len(re.findall(rf"\b{instruction}\b", self.ptx))
+
+    @cached_property
+    def _report(self) -> str:
+        architecture = re.search(r"^\.target (\w+)", self.ptx, re.MULTILINE)
+        assert architecture
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.ptx"
+            path.write_text(self.ptx)
+            assembler = [get_ptxas(self.target.arch).path, "-v", f"-arch={architecture[1]}"]
+            result = subprocess.run(
+                [*assembler, path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True
+            )
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread."""
+        return max(map(int, re.findall(r"Used (\d+) registers", self._report)))
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that a thread keeps in memory for want of registers, and its stack."""
+        return sum(map(int, re.findall(r"(\d+) bytes (?:stack|spill)", self._report)))
+
+
+@contextmanager
+def launches() -> Iterator[list[Launch]]:
+    """What wrappers launch meanwhile; nothing runs."""
+    caught: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        caught.append(Launch(kernel, args, options, grid))
+
+    with mock.patch.object(jit.JITFunction, "run", run):
+        yield caught
+
+
+def launches_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Launch]:
+    """What one call launches."""
+    with launches() as caught:
+        function(*args, **kwargs)
+    return caught

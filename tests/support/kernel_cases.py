@@ -1,0 +1,329 @@
+"""Random cases for the Triton kernels, in Triton's interpreter, against the PyTorch operations.
+
+It needs TRITON_INTERPRET=1 before the kernels are imported. To and from bf16 the interpreter
+converts otherwise than a GPU: it truncates, and subnormal values become 0. There are none in sums
+of bf16, which are compared before they are rounded; `test_compiled_kernels.py` reads how.
+"""
+
+import os
+import random
+from dataclasses import dataclass
+
+import torch
+
+from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.exchange import copies as reference
+from monta_megatron.exchange import count_table
+from monta_megatron.exchange.copies import Copies, Parts
+from monta_megatron.exchange.kernels.duplicate import duplicate
+from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
+from monta_megatron.exchange.kernels.find_copies import find_copies
+from monta_megatron.exchange.kernels.reduce import reduce
+from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
+from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.payload import Columns, Payload
+from monta_megatron.exchange.sums import sum_parts, sum_rows
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
+
+HIDDEN_SIZES = (8, 9, 12, 40, 72, 136, 520, 1000, 1032, 2056, 4096, 7168)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1e-40, 65504.0)
+# Values of all rows: what a case costs.
+MOST_VALUES = 25_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is drawn from a seed.
+
+    Attributes:
+        num_rows: N.
+        hidden_size: H.
+        parts: of the experts.
+        num_experts: E; some may lie in no part.
+        routing: "random", or each row's experts: "none", "all", or the same "one" for all rows.
+        padding: places of a list beyond the longest one.
+        dtype: of the rows.
+        probs_dtype: of the probabilities; None if they do not travel.
+        packed: the columns of a row share a message.
+        in_place: copies are read by an index, or put into place, among other rows.
+        seed: of all values.
+    """
+
+    num_rows: int
+    hidden_size: int
+    parts: ExpertRange
+    num_experts: int
+    routing: str
+    padding: int
+    dtype: torch.dtype
+    probs_dtype: torch.dtype | None
+    packed: bool
+    in_place: bool
+    seed: int
+
+
+def case_of(seed: int) -> Case:
+    """The case of a seed."""
+    draw = random.Random(seed)
+    hidden_size = draw.choice(HIDDEN_SIZES)
+    most_rows = min(90, max(3, MOST_VALUES // hidden_size // 4))
+    parts = ExpertRange(
+        first=draw.choice((0, 0, 1, 8)),
+        size=draw.choice((1, 1, 2, 3, 8)),
+        num_parts=draw.choice((1, 2, 3, 4, 8, 17)),
+    )
+    dtype = draw.choice(DTYPES)
+    return Case(
+        num_rows=draw.choice((0, 1, 2, draw.randint(3, most_rows), min(60, most_rows))),
+        hidden_size=hidden_size,
+        parts=parts,
+        num_experts=parts.first + parts.size * parts.num_parts + draw.choice((0, 0, 1, 5)),
+        routing=draw.choice(("random", "random", "random", "one", "none", "all")),
+        padding=draw.choice((0, 0, 1, 9)),
+        dtype=dtype,
+        probs_dtype=draw.choice((torch.float32, dtype, None)),
+        packed=draw.random() < 0.7,
+        in_place=draw.random() < 0.5,
+        seed=seed,
+    )
+
+
+def check(first: int, end: int) -> None:
+    """Compare the kernels with the PyTorch operations on the cases of these seeds.
+
+    Raises:
+        AssertionError: names the case, the kernel and the column that differ.
+    """
+    for seed in range(first, end):
+        case = case_of(seed)
+        try:
+            _check(case)
+        except Exception as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def _check(case: Case) -> None:
+    torch.manual_seed(case.seed)
+    parts = case.parts
+    routing_map = _routing_map(case)
+    most = max(int(routing_map.sum(dim=1).max()) if case.num_rows else 0, 1) + case.padding
+    width = min(most, case.num_experts)
+    _, ids = count_table.expert_ids_of(routing_map, torch.zeros(routing_map.shape), width)
+    inside = routing_map[:, parts.first : parts.first + parts.size * parts.num_parts]
+    num_copies = int(inside.unflatten(1, (parts.num_parts, -1)).any(dim=2).sum())
+
+    # Columns before and after the copies; what a kernel does not write has to stay as it is.
+    before, _ = _message(case, case.num_rows, width, with_ids=True)
+    if before.ids is not None:
+        before.ids.copy_(ids)
+        ids = before.ids
+    copies, expected = (
+        Copies.empty(case.num_rows, num_copies, parts, ids.device) for _ in range(2)
+    )
+    most = case.num_rows, num_copies
+    reference.find_copies(ids, Parts.of(parts, *most, ids), expected)
+    find_copies(ids, parts, copies)
+    for name in ("row", "by_row", "row_starts", *(("place",) if parts.size == 1 else ())):
+        _same(f"find_copies, {name}", getattr(copies, name), getattr(expected, name))
+    _check_duplicate(case, before, expected, width)
+    if parts.size == 1:
+        _check_to_experts(case, before, expected)
+    _check_reduce(case, expected, width)
+    _check_reduce_parts(case, width)
+    _check_lists(case, routing_map, width)
+
+
+def _check_duplicate(case: Case, before: Columns, copies: Copies, width: int) -> None:
+    into, message = _message(case, len(copies.row), width, with_ids=before.ids is not None)
+    expected = _clone(into)
+    for target, column in zip(expected.tensors(), before.tensors(), strict=True):
+        target.copy_(column[copies.row])
+    duplicate(before, copies, into)
+    _same_columns("duplicate", into, expected)
+    # Whole messages, which are rows of bytes.
+    index = torch.randint(len(message), (case.num_rows,)) if len(message) else copies.row
+    back = message.new_empty(len(index), *message.shape[1:])
+    duplicate(Columns(rows=message), copies._replace(row=index), Columns(rows=back))
+    assert torch.equal(back.view(torch.uint8), message[index].view(torch.uint8)), "whole messages"
+
+
+def _check_to_experts(case: Case, before: Columns, copies: Copies) -> None:
+    num_copies = len(copies.row)
+    num_rows = num_copies + (3 if case.in_place else 0)
+    into, _ = _message(case, num_rows, width=None)
+    expected = _clone(into)
+    places = torch.randperm(num_rows)[:num_copies] if case.in_place else None
+    where = slice(None) if places is None else places
+    expected.rows[where] = before.rows[copies.row]
+    if before.probs is not None and expected.probs is not None:
+        expected.probs[where] = before.probs[copies.row, copies.place]
+    if places is None:
+        duplicate(before, copies, into)
+    else:
+        to_experts(before, copies, into, places)
+    _same_columns("to_experts", into, expected)
+
+
+def _check_reduce(case: Case, copies: Copies, width: int) -> None:
+    num_copies = len(copies.row)
+    dtype = torch.promote_types(torch.float32, case.dtype)
+    # Lists do not come from an index.
+    per_expert = case.parts.size == 1 and (case.in_place or case.seed % 2 == 0)
+    in_place = case.in_place and (per_expert or case.probs_dtype is None)
+    num_rows = num_copies + (5 if in_place else 0)
+    index = torch.randperm(num_rows)[:num_copies] if in_place else None
+    columns, _ = _message(case, num_rows, None if per_expert else width)
+    if case.dtype == torch.bfloat16:
+        is_subnormal = columns.rows.abs() < torch.finfo(torch.bfloat16).tiny
+        columns.rows.masked_fill_(is_subnormal, 0)
+    into, _ = _message(case, case.num_rows, width)
+    sums = copies.sum_by_row(columns.rows, dtype, index)
+    expected = _clone(into)
+    expected.rows.copy_(_narrowed(sums, case.dtype))
+    if columns.probs is not None and expected.probs is not None:
+        if per_expert:
+            shares = columns.probs if index is None else columns.probs[index]
+            expected.probs.zero_()[copies.row, copies.place] = shares
+        else:
+            # A probability is in the list of one copy; those of the others add 0.
+            chosen = torch.randint(1 << 30, columns.probs.shape)
+            most = chosen.new_zeros(case.num_rows, width)
+            most.scatter_reduce_(0, copies.row[:, None].expand(-1, width), chosen, "amax")
+            columns.probs.masked_fill_(chosen < most[copies.row], 0)
+            columns.probs.masked_fill_(columns.probs.abs() < 1e-30, 0)
+            expected.probs.copy_(sum_rows(columns.probs, copies.by_row, copies.row_starts))
+    # This rank's own rows, among those of a group.
+    first = case.num_rows // 3
+    unrounded = torch.full((case.num_rows - first, case.hidden_size), torch.nan, dtype=dtype)
+    reduce(columns, copies, into, dtype, index, unrounded, first)
+    _same_columns("reduce", into, expected, with_nan=True)
+    _same("reduce, unrounded", unrounded, sums[first:], with_nan=True)
+    everything = torch.full_like(sums, torch.nan)
+    reduce(columns, copies, Columns(rows=everything), dtype, index)
+    _same("reduce in the dtype of the sum", everything, sums, with_nan=True)
+
+
+def _check_reduce_parts(case: Case, width: int) -> None:
+    num_parts, parts_per_sum = ((1, 1), (2, 2), (5, 5), (4, 2), (6, 2), (9, 3))[case.seed % 6]
+    num_rows, rank = min(case.num_rows, 20), case.seed % num_parts
+    dtype = torch.promote_types(torch.float32, case.dtype)
+    of_list = None if case.in_place else width
+    columns, _ = _message(case, num_parts * num_rows, of_list)
+    into, _ = _message(case, num_rows, of_list)
+    kept = _values((num_rows, case.hidden_size), dtype) if dtype != case.dtype else None
+    for values in (columns.rows, columns.probs, kept):
+        if values is not None and torch.bfloat16 in (case.dtype, case.probs_dtype):
+            values.masked_fill_(values.abs() < torch.finfo(torch.bfloat16).tiny, 0)
+    sums = torch.empty(num_rows, case.hidden_size, dtype=dtype)
+    reduced = Columns(rows=torch.empty_like(sums))
+    sum_parts(sums, columns.rows, dtype, parts_per_sum, kept, rank)
+    reduce_parts(Columns(rows=columns.rows), reduced, dtype, parts_per_sum, kept, rank)
+    _same("reduce_parts in the dtype of the sum", reduced.rows, sums, with_nan=True)
+    expected = _clone(into)
+    expected.rows.copy_(_narrowed(sums, case.dtype))
+    if columns.probs is not None and expected.probs is not None:
+        wide = torch.promote_types(torch.float32, columns.probs.dtype)
+        shares = torch.empty(into.probs.shape, dtype=wide)
+        sum_parts(shares, columns.probs, wide, parts_per_sum)
+        expected.probs.copy_(_narrowed(shares, columns.probs.dtype))
+    reduce_parts(columns, into, dtype, parts_per_sum, kept, rank)
+    _same_columns("reduce_parts", into, expected, with_nan=True)
+
+
+def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
+    dtype = case.probs_dtype or torch.float32
+    classes = 2 if case.num_experts % 2 == 0 and case.seed % 2 == 0 else 1
+    if classes == 2:
+        # A token is of one class, or of none.
+        routing_map = routing_map.clone()
+        routing_map[:, 1::2] &= ~routing_map[:, ::2]
+    probs = [_values((case.num_rows, case.num_experts // classes), dtype) for _ in range(2)]
+    probs[1] = probs[0].clone()
+    gradient = _values((case.num_rows, width), dtype)
+    results = []
+    for function, leaf in zip((count_table.expert_ids_of, expert_ids_of), probs, strict=True):
+        leaf.requires_grad_()
+        lists, ids = function(routing_map, leaf, width)
+        lists.backward(gradient)
+        results.append({"lists": lists, "ids": ids, "gradient": leaf.grad})
+    expected, actual = results
+    for name in expected:
+        _same(f"expert_ids_of, {name}", actual[name].detach(), expected[name].detach())
+
+
+def _routing_map(case: Case) -> torch.Tensor:
+    shape = case.num_rows, case.num_experts
+    if case.routing == "random":
+        return torch.rand(shape) < random.Random(case.seed).choice((0.05, 0.3, 0.8))
+    routing_map = torch.full(shape, case.routing == "all")
+    if case.routing == "one":
+        routing_map[:, case.seed % case.num_experts] = True
+    return routing_map
+
+
+def _message(
+    case: Case, num_rows: int, width: int | None, with_ids: bool = False
+) -> tuple[Columns, torch.Tensor]:
+    """Columns full of random and special values, and the message of the rows.
+
+    There are [N] probabilities if there is no width.
+    """
+    columns = [_values((num_rows, case.hidden_size), case.dtype)]
+    if case.probs_dtype is not None:
+        shape = (num_rows,) if width is None else (num_rows, width)
+        columns.append(_values(shape, case.probs_dtype))
+        if with_ids and width is not None:
+            columns.append(torch.randint(99, shape, dtype=torch.int32))
+    payload = Payload.of(columns, packed=case.packed)
+    messages = payload.allocate(num_rows)
+    into = payload.columns(messages)
+    for target, values in zip(into.tensors(), columns, strict=True):
+        target.copy_(values)
+    return into, messages[0]
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(shape, dtype=torch.float32).to(dtype)
+    special = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), shape)].to(dtype)
+    return torch.where(torch.rand(shape) < 0.02, special, values)
+
+
+def _narrowed(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As the interpreter narrows: to bf16 it cuts off the lower half."""
+    if dtype != torch.bfloat16:
+        return sums.to(dtype)
+    return (sums.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _clone(columns: Columns) -> Columns:
+    return Columns(**{name: value.clone() for name, value in _by_name(columns).items()})
+
+
+def _by_name(columns: Columns) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(columns).items() if value is not None}
+
+
+def _same_columns(what: str, actual: Columns, expected: Columns, with_nan: bool = False) -> None:
+    for name, values in _by_name(expected).items():
+        _same(f"{what}, {name}", _by_name(actual)[name], values, with_nan)
+
+
+def _same(what: str, actual: torch.Tensor, expected: torch.Tensor, with_nan: bool = False) -> None:
+    """The same bits; of sums, NaN where NaN."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
+    differs = _bits(actual) != _bits(expected)
+    if with_nan:
+        differs &= ~(actual.isnan() & expected.isnan())
+    if differs.any():
+        first = tuple(differs.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(differs.sum())} of {differs.numel()} differ, the first at "
+            f"{list(first)}: {actual[first].item()}, expected {expected[first].item()}"
+        )
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.contiguous().view(integers[values.itemsize])
