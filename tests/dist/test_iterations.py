@@ -171,7 +171,8 @@ def test_a_rank_that_dies_between_iterations_is_named() -> None:
 
 def test_a_fixed_number_of_tokens_decides_before_the_counts(pools: Pools) -> None:
     """Until another number of tokens comes, and rows enter again if they have to be others."""
-    case = Case(tp=2, topk=2, options=AUTO | {"moe_monta_tune_steps": 0})
+    # The check of a chain's first use enters as well.
+    case = Case(tp=2, topk=2, options=AUTO | {"moe_monta_tune_steps": 0, "moe_monta_check": 0})
     for seen in pools[4].run(compare_changing_tokens, case, [1, 1, 4096, 4096, 1, 1]):
         chains, points, again = zip(*seen, strict=True)
         # The first iteration shows it.
