@@ -10,7 +10,8 @@ current when it was issued. The rules are CUDA's and NCCL's:
                  current stream wait for it, and nothing but the executor holds its tensors
     memory       belongs to the stream that was current at its allocation. Once freed it may be
                  reused as soon as that stream, and every stream named to `record_stream`, has done
-                 what it was issued before the free
+                 what it was issued before the free. So what is allocated may be in use until its
+                 stream has done what it was issued before the allocation
 
 Order is kept as vector clocks: stream -> how many of its operations have surely run. Two accesses
 are ordered if the later one's clock holds the earlier one.
@@ -261,7 +262,13 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         # Its weak reference keeps the key from being used again.
         if storage._cdata not in self._buffers:
-            buffer = Buffer(StorageWeakRef(storage), self.current, storage.nbytes())
+            tick = self.current.clock.get(self.current.name, 0)
+            buffer = Buffer(
+                StorageWeakRef(storage),
+                self.current,
+                storage.nbytes(),
+                write=Access(self.current.name, tick, "allocation"),
+            )
             self._buffers[storage._cdata] = buffer
             self.live_bytes += buffer.num_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -8,7 +8,7 @@ size, ETP = expert tensor parallel size, L = local experts per EP rank.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -73,6 +73,23 @@ class TokenCounts:
     for_node: RowCounts | None = None
     for_node_ranks: RowCounts | None = None
     classes: int = 1
+
+    def of_blocks(self, first: int, end: int) -> "TokenCounts":
+        """Those of the token blocks from `first` to before `end`."""
+
+        def cut(counts: RowCounts | None, axis: int) -> RowCounts | None:
+            return None if counts is None else counts.take(range(first, end), axis=axis)
+
+        return replace(
+            self,
+            tokens=self.tokens[:, first:end],
+            experts=self.experts[:, first:end],
+            sent_to_ranks=cut(self.sent_to_ranks, 0),
+            for_rank=cut(self.for_rank, 1),
+            sent_to_nodes=cut(self.sent_to_nodes, 0),
+            for_node=cut(self.for_node, 1),
+            for_node_ranks=cut(self.for_node_ranks, 1),
+        )
 
 
 def order_of_issue(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:

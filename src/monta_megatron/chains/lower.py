@@ -150,6 +150,7 @@ def _structure(
             for turn in range(1 if buffer.chunk is None else num_chunks)
         ]
     last = stamped.writes[work.output][-1]
+    trailing = (operation.number for operation in stamped.operations if operation.stream > 0)
     return Program(
         pass_=pass_,
         row=row,
@@ -158,6 +159,7 @@ def _structure(
         output=stamped.buffers[work.output][0],
         waits_at_end=(last,) if last >= 0 and stamped.operations[last].is_collective else (),
         num_streams=offsets[-1] + 1,
+        num_at_start=next(trailing, len(stamped.operations)),
     )
 
 

@@ -187,6 +187,8 @@ class Program:
         output: the buffer that holds the result.
         waits_at_end: operations that nothing has waited for, and that the output needs.
         num_streams: side streams that the operations name.
+        num_at_start: operations before the first that trails a collective: what a pass that is
+            started and ended apart issues when it starts.
     """
 
     pass_: Pass
@@ -196,6 +198,7 @@ class Program:
     output: int
     waits_at_end: tuple[int, ...]
     num_streams: int
+    num_at_start: int
 
     @cached_property
     def series(self) -> tuple[tuple[Operation, ...], ...]:

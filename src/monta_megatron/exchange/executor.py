@@ -28,9 +28,22 @@ def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
         program = state.bound.program
         state.streams.fork(program.num_streams)
         issue(state, program.operations)
-        state.wait(program.waits_at_end)
-        state.streams.join()
-        return state.columns(program.output)
+        return _end(state)
+
+
+def start(state: State) -> None:
+    """Begin a pass, whose caller goes on; its first collective is under way then."""
+    state.reserve()
+    program = state.bound.program
+    state.streams.fork(program.num_streams)
+    issue(state, program.operations[: program.num_at_start])
+
+
+def finish(state: State) -> Columns:
+    """End a pass that was begun, and return what `run` does."""
+    program = state.bound.program
+    issue(state, program.operations[program.num_at_start :])
+    return _end(state)
 
 
 def issue(state: State, operations: Iterable[Operation]) -> None:
@@ -45,3 +58,10 @@ def issue(state: State, operations: Iterable[Operation]) -> None:
                 state.issued(operation, OPERATIONS[operation.kind](state, operation))
     finally:
         streams.leave()
+
+
+def _end(state: State) -> Columns:
+    program = state.bound.program
+    state.wait(program.waits_at_end)
+    state.streams.join()
+    return state.columns(program.output)

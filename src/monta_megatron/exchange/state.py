@@ -51,6 +51,12 @@ class Exchange:
 class State:
     """One pass under way.
 
+    Args:
+        exchange: what moves.
+        pass_: the pass.
+        columns: see `executor.run`.
+        output: where the pass puts the result; None lets it allocate that.
+
     Attributes:
         exchange: what moves.
         bound: the program of the pass with this micro-batch's rows.
@@ -60,7 +66,9 @@ class State:
         payloads: how a row lies in the messages of each buffer.
     """
 
-    def __init__(self, exchange: Exchange, pass_: Pass, columns: Columns) -> None:
+    def __init__(
+        self, exchange: Exchange, pass_: Pass, columns: Columns, output: Columns | None = None
+    ) -> None:
         rows, probs, device = columns.rows, columns.probs, columns.rows.device
         width = exchange.max_experts_per_token
         self.exchange = exchange
@@ -89,6 +97,8 @@ class State:
         self._first = len(exchange.bound.stages) - 1 if pass_.transpose else 0
         self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
         self._columns: dict[int, Columns] = {0: columns}
+        if output is not None:
+            self._messages[self.bound.program.output] = output.tensors()
         self._slots: dict[int, list[torch.Tensor]] = {}
         self._parts: dict[int, Parts] = {}
         self._started: dict[int, Ready] = {}
@@ -112,6 +122,16 @@ class State:
             else:
                 self._messages[number] = self._allocate(buffer, num_rows)
         return self._messages[number]
+
+    def reserve(self) -> None:
+        """Allocate what is held until the join, for a pass whose caller goes on before it ends.
+
+        What is allocated after the caller has been given work may be in use by that work.
+        """
+        program = self.bound.program
+        for buffer in program.buffers:
+            if buffer.release in ("join", "window") or buffer.number == program.output:
+                self.allocate(buffer.number)
 
     def columns(self, number: int) -> Columns:
         """The columns of a buffer."""

@@ -1,0 +1,263 @@
+"""Dispatch, experts and combine of a micro-batch as one pipeline over chunks of its tokens.
+
+A chunk is an exchange of its own, with its own passes and its own rows at the experts. In step s
+
+    dispatch of chunk s starts | chunk s-1 is computed, its combine starts | combine of s-2 ends
+
+What starts a pass and what waits for it are nodes of the autograd graph, made in this order. The
+engine runs the ready node that was made last, so backward is the mirror image: the transpose of a
+start waits for the pass that the transpose of the wait has started. It sums a parameter's gradients
+of all chunks before its hooks run, once.
+
+Nodes that only order others are joined by tokens, tensors without values: rows lie in tensors of
+all chunks, of which each pass reads and writes its slice.
+
+Notation: C = number of chunks, T = tokens of this rank, H = hidden size, W = most experts of any
+token, N = rows of a chunk for the local experts.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.chains.program import (
+    COMBINE,
+    COMBINE_BACKWARD,
+    DISPATCH,
+    DISPATCH_BACKWARD,
+    Pass,
+)
+from monta_megatron.exchange.executor import finish, start
+from monta_megatron.exchange.payload import Columns
+from monta_megatron.exchange.state import Exchange, State
+
+# (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H]
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class BackgroundExperts(Protocol):
+    """Experts that compute beside the host: a call starts them, and `wait` ends it."""
+
+    def __call__(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        """Start to compute a chunk."""
+
+    def wait(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Wait for what a call returned."""
+
+
+def run_pipeline(
+    chunks: Sequence[Exchange],
+    rows: torch.Tensor,
+    probs: torch.Tensor,
+    ids: torch.Tensor,
+    experts: Experts | BackgroundExperts,
+) -> torch.Tensor:
+    """Exchange and compute all chunks; differentiable.
+
+    Args:
+        chunks: their exchanges, each bound with one chunk, in the order of their tokens.
+        rows: [T, H].
+        probs: [T, W].
+        ids: [T, W] experts of each token, ascending.
+        experts: called for every chunk.
+
+    Returns:
+        [T, H] sums of the experts' outputs by token.
+
+    Raises:
+        ExchangeError: a collective failed or timed out.
+    """
+    pipeline = _Pipeline(chunks)
+    wait = getattr(experts, "wait", None)
+    entered = _Enter.apply(pipeline, rows.contiguous(), probs.contiguous(), ids)
+    # What the latest step of each chunk has returned.
+    tokens: list[Any] = [entered] * len(chunks)
+
+    def compute(chunk: int) -> torch.Tensor:
+        chunk_rows, chunk_probs = tokens[chunk]
+        return experts(chunk_rows, pipeline.tokens_per_expert(chunk), chunk_probs)
+
+    steps: list[Callable[[int], Any]] = [
+        lambda chunk: _Start.apply(pipeline, chunk, tokens[chunk]),
+        lambda chunk: _Arrive.apply(pipeline, chunk, tokens[chunk]),
+        compute,
+        lambda chunk: tokens[chunk] if wait is None else wait(tokens[chunk]),
+        lambda chunk: _Leave.apply(pipeline, chunk, tokens[chunk]),
+        lambda chunk: _End.apply(pipeline, chunk, tokens[chunk]),
+    ]
+    # The host would only wait for experts that compute beside it, if it went on with their chunk.
+    offsets = (0, 1, 1, 1, 1, 2) if wait is None else (0, 1, 1, 2, 2, 3)
+    for step, chunk in order_of_issue(offsets, len(chunks)):
+        tokens[chunk] = steps[step](chunk)
+    return _Exit.apply(pipeline, *tokens)
+
+
+class _Pipeline:
+    """The passes under way, and the tensors of all chunks that they read and write."""
+
+    def __init__(self, chunks: Sequence[Exchange]) -> None:
+        self._chunks = chunks
+        ends = [0]
+        for chunk in chunks:
+            ends.append(ends[-1] + int(chunk.bound.num_source_rows))
+        self._tokens = [slice(*bounds) for bounds in pairwise(ends)]
+        self._states: dict[tuple[str, int], State] = {}
+        # By pass: what is read, and what is written.
+        self.sources: dict[str, Columns] = {}
+        self._results: dict[str, Columns] = {}
+
+    def tokens_per_expert(self, chunk: int) -> torch.Tensor:
+        """Rows of each local expert in a chunk, on the host."""
+        return torch.from_numpy(self._chunks[chunk].bound.rows_per_local_expert)
+
+    def start(self, pass_: Pass, chunk: int, columns: Columns | None = None) -> None:
+        """Start a pass for a chunk.
+
+        Args:
+            pass_: the pass.
+            chunk: the chunk.
+            columns: what it reads; None for the chunk's tokens of its source.
+        """
+        output = None
+        if columns is None:
+            columns = _of_tokens(self.sources[pass_.name], self._tokens[chunk])
+        else:
+            # Before the first of these passes forks its streams: memory that is made later may have
+            # been in use after that.
+            if pass_.name not in self._results:
+                self._results[pass_.name] = self._empty_like(columns)
+            output = _of_tokens(self._results[pass_.name], self._tokens[chunk])
+        state = State(self._chunks[chunk], pass_, columns, output)
+        start(state)
+        self._states[pass_.name, chunk] = state
+
+    def finish(self, pass_: Pass, chunk: int) -> Columns:
+        """End a pass for a chunk."""
+        return finish(self._states.pop((pass_.name, chunk)))
+
+    def result(self, pass_: Pass) -> Columns:
+        """What a pass has written for all chunks."""
+        return self._results.pop(pass_.name)
+
+    def _empty_like(self, columns: Columns) -> Columns:
+        num_tokens, probs = self._tokens[-1].stop, columns.probs
+        width = self._chunks[0].max_experts_per_token
+        return Columns(
+            rows=columns.rows.new_empty(num_tokens, columns.rows.shape[1]),
+            probs=None if probs is None else probs.new_empty(num_tokens, width),
+        )
+
+
+def _of_tokens(columns: Columns, tokens: slice) -> Columns:
+    probs, ids = (None if one is None else one[tokens] for one in (columns.probs, columns.ids))
+    return Columns(rows=columns.rows[tokens], probs=probs, ids=ids)
+
+
+class _Enter(torch.autograd.Function):
+    """What goes into the pipeline: tensors of all tokens, for a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pipeline: _Pipeline, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.pipeline = pipeline
+        pipeline.sources[DISPATCH.name] = Columns(rows=rows, probs=probs, ids=ids)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
+        ctx.pipeline.sources.clear()
+        gradients = ctx.pipeline.result(DISPATCH_BACKWARD)
+        return None, gradients.rows, gradients.probs, None
+
+
+class _Start(torch.autograd.Function):
+    """Dispatch of a chunk starts; its backward ends."""
+
+    @staticmethod
+    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, token: torch.Tensor) -> torch.Tensor:
+        ctx.pipeline, ctx.chunk = pipeline, chunk
+        pipeline.start(DISPATCH, chunk)
+        return torch.empty_like(token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        ctx.pipeline.finish(DISPATCH_BACKWARD, ctx.chunk)
+        return None, None, token
+
+
+class _Arrive(torch.autograd.Function):
+    """Dispatch of a chunk ends; its backward starts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pipeline: _Pipeline, chunk: int, token: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.pipeline, ctx.chunk = pipeline, chunk
+        columns = pipeline.finish(DISPATCH, chunk)
+        return columns.rows, columns.probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, rows: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[None, None, torch.Tensor]:
+        columns = Columns(rows=rows.contiguous(), probs=probs.contiguous())
+        ctx.pipeline.start(DISPATCH_BACKWARD, ctx.chunk, columns)
+        return None, None, rows.new_empty(0)
+
+
+class _Leave(torch.autograd.Function):
+    """Combine of a chunk starts; its backward ends."""
+
+    @staticmethod
+    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, rows: torch.Tensor) -> torch.Tensor:
+        ctx.pipeline, ctx.chunk = pipeline, chunk
+        pipeline.start(COMBINE, chunk, Columns(rows=rows.contiguous()))
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        return None, None, ctx.pipeline.finish(COMBINE_BACKWARD, ctx.chunk).rows
+
+
+class _End(torch.autograd.Function):
+    """Combine of a chunk ends; its backward starts."""
+
+    @staticmethod
+    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, token: torch.Tensor) -> torch.Tensor:
+        ctx.pipeline, ctx.chunk = pipeline, chunk
+        pipeline.finish(COMBINE, chunk)
+        return torch.empty_like(token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        ctx.pipeline.start(COMBINE_BACKWARD, ctx.chunk)
+        return None, None, token
+
+
+class _Exit(torch.autograd.Function):
+    """What comes out of it: the tokens of all chunks, for a tensor of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, pipeline: _Pipeline, *tokens: torch.Tensor) -> torch.Tensor:
+        ctx.pipeline, ctx.num_chunks = pipeline, len(tokens)
+        # Read by dispatch.
+        pipeline.sources.clear()
+        return pipeline.result(COMBINE).rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.pipeline.sources[COMBINE_BACKWARD.name] = Columns(rows=rows.contiguous())
+        return (None, *[rows.new_empty(0) for _ in range(ctx.num_chunks)])

@@ -1,0 +1,157 @@
+"""Streams, and the life of buffers, where experts compute between passes; see stream_recorder."""
+
+from itertools import pairwise
+
+import pytest
+import test_stream_safety
+import torch
+from stream_recorder import Recorder
+from test_stream_safety import (
+    CASES,
+    LAYOUTS,
+    NUM_BLOCKS,
+    PLAIN,
+    Routing,
+    count,
+    groups_of,
+    make_exchange,
+    make_inputs,
+    order_of,
+)
+
+from monta_megatron.chains import CHAINS, TokenCounts
+from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.pipeline import run_pipeline
+from monta_megatron.exchange.state import Exchange, State
+
+TOKEN_CASES = [(chain, layout) for chain, layout in CASES if CHAINS[chain].rows == "tokens"]
+
+
+def scaled(rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Experts, which give memory back while passes are under way."""
+    doubled = rows * 2
+    return doubled * probs[:, None]
+
+
+class Record:
+    """A layer in so many chunks, and what it issued; `known` when each chunk was computed.
+
+    Attributes:
+        recorder: what was issued to the device.
+        known: for each call of the experts, how many collectives of each group had surely run.
+        issued: likewise, how many had been issued.
+    """
+
+    def __init__(
+        self, chain_name: str, layout_name: str, num_chunks: int, routing: Routing = PLAIN
+    ) -> None:
+        chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
+        routing_map = routing.map(layout.num_experts)
+        counts, width = count(chain, layout, routing_map)
+        assert isinstance(counts, TokenCounts)
+        self.recorder = recorder = Recorder()
+        ends = [NUM_BLOCKS * chunk // num_chunks for chunk in range(num_chunks + 1)]
+        chunks = [
+            Exchange(
+                bound=chain.bind(layout, counts.of_blocks(*bounds), 1),
+                groups=groups_of(layout),
+                sum_dtype=torch.float32,
+                monitor=recorder.monitor,
+                max_experts_per_token=width,
+            )
+            for bounds in pairwise(ends)
+        ]
+        whole = Exchange(
+            bound=chain.bind(layout, counts, 1),
+            groups={},
+            sum_dtype=torch.float32,
+            monitor=recorder.monitor,
+            max_experts_per_token=width,
+        )
+        self.known: list[dict[str, int]] = []
+        self.issued: list[dict[str, int]] = []
+
+        def experts(rows: torch.Tensor, _: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+            self.known.append(dict(recorder.current.clock))
+            self.issued.append(
+                {
+                    name: stream.clock[stream.name]
+                    for name, stream in recorder._group_streams.items()
+                }
+            )
+            return scaled(rows, probs)
+
+        with recorder:
+            rows, probs, ids = make_inputs(whole, routing_map)
+            assert ids is not None
+            output = run_pipeline(chunks, rows * 1, probs * 1, ids, experts)
+            (output * 2).sum().backward()
+            assert rows.grad is not None and probs.grad is not None
+            _ = rows.grad + 1, probs.grad + 1
+            del chunks, whole, output, rows, probs, ids
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
+@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
+def test_every_access_is_ordered_and_memory_lives_long_enough(
+    chain_name: str, layout_name: str, num_chunks: int
+) -> None:
+    recorder = Record(chain_name, layout_name, num_chunks).recorder
+    assert recorder.findings == []
+    assert not [owner for owner in recorder.owners_of_live_memory() if owner != "caller"]
+    passes = {entry.step.pass_name for entry in recorder.collectives() if entry.step is not None}
+    assert passes == {"dispatch", "combine", "combine_backward", "dispatch_backward"}
+
+
+def test_memory_that_is_made_after_the_caller_went_on_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(State, "reserve", lambda state: None)
+    recorder = Record("hierarchical_alltoall", "ep4", 3).recorder
+    assert {finding.kind for finding in recorder.findings} == {"race"}
+    assert all("does not wait for allocation" in finding.text for finding in recorder.findings)
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
+def test_a_chunk_is_computed_while_the_next_one_travels(chain_name: str, layout_name: str) -> None:
+    first = next(stage.group for stage in CHAINS[chain_name].stages if hasattr(stage, "group"))
+    record = Record(chain_name, layout_name, 3)
+    for known, issued in list(zip(record.known, record.issued, strict=True))[:2]:
+        # The next chunk's is under way, and the experts do not wait for it.
+        assert known[f"group {first}"] < issued[first]
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
+def test_collectives_are_issued_in_one_order_whatever_the_data(
+    chain_name: str, layout_name: str
+) -> None:
+    expected = order_of(Record(chain_name, layout_name, 3).recorder)
+    for routing in (
+        Routing(num_tokens=0),
+        Routing(num_tokens=2),
+        Routing(num_tokens=23, one_expert=True),
+    ):
+        recorder = Record(chain_name, layout_name, 3, routing).recorder
+        assert order_of(recorder) == expected, routing
+        assert recorder.findings == [], routing
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
+def test_peak_is_at_most_two_chunks_above_the_unsplit_layer(
+    chain_name: str, layout_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows are most of the memory.
+    monkeypatch.setattr(test_stream_safety, "HIDDEN", 512)
+    chain, layout, routing = CHAINS[chain_name], LAYOUTS[layout_name], Routing(num_tokens=96)
+    split = Record(chain_name, layout_name, 3, routing).recorder
+    routing_map = routing.map(layout.num_experts)
+    recorder = Recorder()
+    exchange = make_exchange(chain, layout, routing_map, 3, recorder)
+    with recorder:
+        rows, probs, ids = make_inputs(exchange, routing_map)
+        expert_rows, expert_probs = dispatch(exchange, rows * 1, probs * 1, ids)
+        output = combine(exchange, scaled(expert_rows, expert_probs))
+        del expert_rows, expert_probs
+        (output * 2).sum().backward()
+    chunk_bytes = max(exchange.bound.rows_at[-1]) * 512 * 4
+    assert split.peak_bytes <= recorder.peak_bytes + 2 * chunk_bytes
