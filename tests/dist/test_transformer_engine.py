@@ -39,3 +39,20 @@ def test_te_spec_equals_stock(world_size: int) -> None:
         pool.run(compare, case, [1, 3])
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_experts_in_the_pipeline(world_size: int) -> None:
+    pool = Pool(world_size, backend="nccl")
+    case = Case(
+        ep=world_size,
+        num_local_experts=4,
+        dtype="bfloat16",
+        routing="router",
+        config={"moe_grouped_gemm": True, "moe_permute_fusion": True},
+        options={"moe_monta_chain": "alltoall_dedup", "moe_monta_overlap_experts": True},
+    )
+    try:
+        pool.run(compare, case, [2, 3])
+    finally:
+        pool.close()

@@ -29,6 +29,7 @@ BASE = (
     "--tokenizer-type NullTokenizer --vocab-size 16 --mock-data"
 )
 MOE = "--num-experts 4 --moe-token-dispatcher-type monta"
+OVERLAP = "--moe-monta-overlap-experts --moe-monta-chain alltoall_dedup"
 
 Parse = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -44,6 +45,7 @@ def print_parsed(words: list[str], environment: dict[str, str], version: str | N
     sys.argv[1:] = words
     args = parse_and_validate_args()
     print("parsed", args.moe_monta_chain, args.moe_monta_num_chunks)
+    print("overlap", args.moe_monta_overlap_experts)
 
 
 @contextmanager
@@ -75,12 +77,22 @@ def test_good_input_is_parsed(parse: Parse) -> None:
     result = parse(f"{MOE} --moe-monta-chain alltoall_allgather --moe-monta-num-chunks 3")
     assert result.returncode == 0, result.stderr
     assert "parsed alltoall_allgather 3" in result.stdout
+    assert "overlap None" in result.stdout
+    result = parse(f"{MOE} {OVERLAP}")
+    assert result.returncode == 0, result.stderr
+    assert "parsed alltoall_dedup" in result.stdout and "overlap True" in result.stdout
 
 
 def test_environment_variables_land_in_the_printed_arguments() -> None:
     with parser(MOE_MONTA_NUM_CHUNKS="5") as parse:
         result = parse(MOE)
     assert "parsed None 5" in result.stdout
+    with parser(MOE_MONTA_OVERLAP_EXPERTS="1", MOE_MONTA_CHAIN="allgather") as parse:
+        result = parse(MOE)
+    assert "overlap True" in result.stdout
+    with parser(MOE_MONTA_OVERLAP_EXPERTS="yes", MOE_MONTA_CHAIN="allgather") as parse:
+        result = parse(MOE)
+    assert "moe_monta_overlap_experts: got 'yes', must be a switch: 1 or 0" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -120,6 +132,22 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
         (
             "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-monta-num-chunks 2",
             ["moe_monta_num_chunks", "alltoall"],
+        ),
+        (
+            f"{MOE} --moe-monta-overlap-experts",
+            ["moe_monta_overlap_experts: given", "moe_monta_chain", "hierarchical_alltoall"],
+        ),
+        (
+            f"{MOE} --moe-monta-overlap-experts --moe-monta-chain alltoall",
+            ["moe_monta_overlap_experts: given with alltoall", "alltoall_dedup"],
+        ),
+        (
+            f"{MOE} {OVERLAP} --moe-monta-record here",
+            ["moe_monta_overlap_experts: given", "beside moe_monta_record"],
+        ),
+        (
+            f"{MOE} {OVERLAP} --use-megatron-fsdp",
+            ["use_megatron_fsdp: not supported with moe_monta_overlap_experts"],
         ),
         (f"{MOE} --cuda-graph-impl local", ["cuda_graph_impl: not supported", "leave 'moe'"]),
     ],

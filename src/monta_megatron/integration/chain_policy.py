@@ -120,6 +120,7 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         "moe_monta_beside_us": options.beside_us,
         "moe_monta_tune_steps": options.tune_steps,
         "moe_monta_plan_out": options.plan_out,
+        "moe_monta_overlap_experts": options.overlap_experts,
         "hidden_size": workload.hidden_size,
         "moe_router_topk": config.moe_router_topk,
         "moe_router_num_groups": config.moe_router_num_groups,

@@ -8,6 +8,9 @@
     token_combine          A2A(EP)                    the chain's transpose
     combine_postprocess    unpermute                  `leave`
 
+With moe_monta_overlap_experts, chain, experts and transpose run as one pipeline between
+token_dispatch and token_combine, which then do nothing (`compute`; `layer` calls it).
+
 What enters and leaves depends on what a chain's rows are (`strategies`). Once the counts are on the
 host, they become one `Exchange`, which both directions and their backward passes share.
 
@@ -18,7 +21,7 @@ EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N =
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -47,12 +50,16 @@ from monta_megatron.integration.reports import Report, reports_for_stage
 from monta_megatron.integration.self_check import check_first_use
 from monta_megatron.integration.strategies import (
     STRATEGIES,
+    WHOLE_TOKENS,
     PermutedTokens,
     WholeTokens,
     fill_to_capacity,
 )
 from monta_megatron.integration.supported_settings import check_supported
 from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy
+
+if TYPE_CHECKING:
+    from monta_megatron.exchange.pipeline import Experts
 
 # Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.
@@ -148,6 +155,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.exchange_counts: torch.Tensor | None = None
         self.num_out_tokens: int | None = None
         self._exchange: Exchange | None = None
+        # Those of its chunks, where the experts are in the pipeline.
+        self._chunks: list[Exchange] = []
         # What entered before the counts were known, see `token_dispatch`.
         self._entered_early: tuple[Rows, torch.Tensor] | None = None
         # Megatron reads every listed attribute, those too that our phases do not set.
@@ -188,8 +197,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
-        assert self._exchange is not None
         rows, row_probs = permutated_local_input_tokens, permuted_probs
+        if self.computes:
+            if self.shared_experts is not None:
+                self.shared_experts.linear_fc1_forward_and_act()
+            return rows, row_probs
+        assert self._exchange is not None
         if self._entered_early is not None:
             (entered, tokens), self._entered_early = self._entered_early, None
             if entered != self.chain.rows:
@@ -200,6 +213,22 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(rows)
         return rows, row_probs
+
+    @property
+    def computes(self) -> bool:
+        """Whether the experts of the micro-batch under way run in the pipeline, by `compute`."""
+        return bool(self._chunks)
+
+    def compute(
+        self, experts: "Experts", tokens: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        """Exchange and compute by chunks: [T, H], [T, E] -> [T, H], the experts' sums by token."""
+        from monta_megatron.exchange.pipeline import run_pipeline
+
+        chunks = self._chunks
+        row_probs, ids = self._strategy.columns(self, chunks[0], probs)
+        assert ids is not None, "only tokens are split with their experts"
+        return run_pipeline(chunks, tokens, row_probs, ids, experts)
 
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
@@ -225,9 +254,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
-        assert self._exchange is not None
-        rows = combine(self._exchange, hidden_states)
-        self._exchange = None
+        if self.computes:
+            rows, self._chunks = hidden_states, []
+        else:
+            assert self._exchange is not None
+            rows = combine(self._exchange, hidden_states)
+            self._exchange = None
         # Before 0.18, Megatron's own last phase does this, which only permuted tokens go through.
         if self.shared_experts is not None and (SHARED_EXPERTS_WAIT or self.chain.rows == "tokens"):
             self.shared_experts.linear_fc2_forward(rows)
@@ -270,17 +302,21 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if point == self.cuda_dtoh_point:
             self._counts.copy_to_host(self.exchange_counts, self.cuda_dtoh_stream)
         if point == self.cuda_sync_point:
-            self._exchange = self._bind(self._counts.read())
-            self.num_out_tokens = int(self._exchange.bound.num_source_rows)
+            self._bind(self._counts.read())
 
-    def _bind(self, counts: ExchangeCounts) -> Exchange:
+    def _bind(self, counts: ExchangeCounts) -> None:
         """Choose the chain for this micro-batch by what all ranks know, and bind it."""
         choice = self._choices.choose(counts, self.probs.device, self.cuda_dtoh_stream)
         self._take(choice, self._choices.news(choice, counts))
         self.monitor.choices[self.chain.name, self.num_chunks] += 1
         if self.options.check:
             check_first_use(self, self._stock_dispatcher, counts)
-        return self._strategy.bind(self, counts)
+        self._chunks = []
+        if self.options.overlap_experts and self.num_chunks > 1:
+            self._chunks = WHOLE_TOKENS.bind_chunks(self, counts)
+            return
+        self._exchange = self._strategy.bind(self, counts)
+        self.num_out_tokens = int(self._exchange.bound.num_source_rows)
 
     def _take(self, choice: ChainChoice, news: str) -> None:
         """Run it from here on; `news` is why, where that is to be said."""
@@ -288,7 +324,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if not news or not self._report.reports:
             return
         line = (
-            f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}, "
+            f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}"
+            f"{' with their experts' * (self.options.overlap_experts and self.num_chunks > 1)}, "
             f"EP {self.ep_size} x ETP {self.tp_size} over "
             f"{counted(self.layout.num_nodes, 'node')}: {news}"
         )

@@ -49,7 +49,19 @@ def _or_text(number: Callable[[str], T]) -> Callable[[str], T | str]:
 def _option(help_text: str, convert: Callable[[str], Any] = str) -> Any:
     # Megatron reads help texts from its class's source, which does not contain these fields.
     meta = {"help": help_text, "type": convert}
-    return field(default=None, metadata={"argparse_meta": meta})
+    return field(default=None, metadata={"argparse_meta": meta, "read": convert})
+
+
+def _switch(name: str, help_text: str) -> Any:
+    # Megatron would make `--no-...` of a field whose default is not False.
+    argument = f"--{name.replace('_', '-')}"
+    meta = {"help": help_text, "action": "store_true", "arg_names": [argument]}
+    return field(default=None, metadata={"argparse_meta": meta, "read": _yes_or_no})
+
+
+def _yes_or_no(text: str) -> bool | str | None:
+    """Reads a switch; what is neither stays a text, see `_or_text`."""
+    return {"1": True, "0": None}.get(text, text)
 
 
 @dataclass(kw_only=True)
@@ -122,6 +134,12 @@ class OptionFields:
         f"{DEFAULT_RECORD_ITERATION}).",
         _or_text(int),
     )
+    moe_monta_overlap_experts: Optional[bool] = _switch(  # noqa: UP045
+        "moe_monta_overlap_experts",
+        "Run dispatch, experts and combine of an MoE layer as one pipeline: while a chunk is "
+        "computed, the next one is dispatched and the last one combined. Needs --moe-monta-chain "
+        "or --moe-monta-plan, whose number of chunks it takes (environment: 1).",
+    )
 
 
 OPTION_NAMES = tuple(entry.name for entry in fields(OptionFields))
@@ -147,6 +165,7 @@ class Options:
         record_iteration: that iteration, the first one being 1.
         tune_steps: iterations of tuning; 0 for none.
         plan_out: file for the plan of the tuning, or None.
+        overlap_experts: whether the experts run in the pipeline, chunk by chunk.
     """
 
     chain: str = AUTO
@@ -163,6 +182,7 @@ class Options:
     record_iteration: int = DEFAULT_RECORD_ITERATION
     tune_steps: int = 0
     plan_out: str | None = None
+    overlap_experts: bool = False
 
     @property
     def named_chain(self) -> Chain | None:
@@ -246,6 +266,11 @@ class Options:
             given["num_chunks"] = chunks_of(
                 CHAINS[chain], given.get("num_chunks"), "moe_monta_num_chunks"
             )
+        check("overlap_experts", lambda value: type(value) is bool, "be a switch: 1 or 0")
+        if given.get("overlap_experts"):
+            from monta_megatron.integration.overlapped_experts import check_options
+
+            check_options(given["plan"].chain if "plan" in given else chain, "record" in given)
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
             from monta_megatron.common import presets
@@ -260,8 +285,7 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
     defaults: dict[str, Any] = {}
     for entry in fields(OptionFields):
         text = environ.get(entry.name.upper())
-        convert = entry.metadata["argparse_meta"]["type"]
-        defaults[entry.name] = convert(text) if text else None
+        defaults[entry.name] = entry.metadata["read"](text) if text else None
     return defaults
 
 

@@ -13,11 +13,13 @@ Notation: H = hidden size, T = tokens of this rank, E = experts, N = permuted to
 W = most experts of any token.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe import token_dispatcher as stock
 
+from monta_megatron.chains import TokenCounts
 from monta_megatron.exchange.count_table import ExchangeCounts, expert_ids_of
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import capacity_of
@@ -84,9 +86,23 @@ class WholeTokens:
     def bind(self, dispatcher: Any, counts: ExchangeCounts) -> Exchange:
         """This micro-batch's exchange."""
         assert counts.tokens is not None, "counted for chains of tokens"
-        layout = dispatcher.counted_layout
+        return self._exchange(dispatcher, counts, counts.tokens, dispatcher.num_chunks)
+
+    def bind_chunks(self, dispatcher: Any, counts: ExchangeCounts) -> list[Exchange]:
+        """The exchanges of its chunks, where experts compute one while others travel."""
+        assert counts.tokens is not None, "counted for chains of tokens"
+        num_blocks, num_chunks = counts.tokens.tokens.shape[1], dispatcher.num_chunks
+        ends = [num_blocks * chunk // num_chunks for chunk in range(num_chunks + 1)]
+        return [
+            self._exchange(dispatcher, counts, counts.tokens.of_blocks(first, end), 1)
+            for first, end in pairwise(ends)
+        ]
+
+    def _exchange(
+        self, dispatcher: Any, counts: ExchangeCounts, tokens: TokenCounts, num_chunks: int
+    ) -> Exchange:
         return Exchange(
-            bound=dispatcher.chain.bind(layout, counts.tokens, dispatcher.num_chunks),
+            bound=dispatcher.chain.bind(dispatcher.counted_layout, tokens, num_chunks),
             groups=dispatcher.groups,
             sum_dtype=torch.float32,
             monitor=dispatcher.monitor,
@@ -108,10 +124,11 @@ class WholeTokens:
         return output
 
 
+WHOLE_TOKENS = WholeTokens()
 # By `Chain.rows`.
 STRATEGIES: dict[str, PermutedTokens | WholeTokens] = {
     "permuted tokens": PermutedTokens(),
-    "tokens": WholeTokens(),
+    "tokens": WHOLE_TOKENS,
 }
 
 

@@ -76,9 +76,16 @@ def check_supported(config: Any) -> None:
     Raises:
         ValueError: names the setting and the reason.
     """
-    for unsupported in UNSUPPORTED:
+    _check(config, UNSUPPORTED, "moe_token_dispatcher_type='monta'")
+    if getattr(config, "moe_monta_overlap_experts", False):
+        from monta_megatron.integration.overlapped_experts import UNSUPPORTED_WITH_OVERLAP
+
+        _check(config, UNSUPPORTED_WITH_OVERLAP, "moe_monta_overlap_experts")
+
+
+def _check(config: Any, settings: tuple[Unsupported, ...], asked_for: str) -> None:
+    for unsupported in settings:
         if unsupported.is_set(config):
             raise ValueError(
-                f"{unsupported.setting}: not supported with moe_token_dispatcher_type='monta': "
-                f"{unsupported.reason}"
+                f"{unsupported.setting}: not supported with {asked_for}: {unsupported.reason}"
             )
