@@ -62,6 +62,23 @@ def bench(
     return report
 
 
+def test_experts_in_the_pipeline_are_rows_of_the_layer(ranks: ForkedRanks) -> None:
+    flags = "--num-chunks 1,2 --chains alltoall,hierarchical_alltoall --phase forward_backward"
+    report = bench(ranks, f"{SMALL} {flags} --layer --overlap-experts --expert-ms 20")
+    rows = {
+        (row["scope"], row["chain"], row["num_chunks"], row["experts_pipelined"]): row
+        for row in report["rows"]
+    }
+    assert [key for key in rows if key[3]] == [("layer", "hierarchical_alltoall", 2, True)]
+    split, whole = (rows["layer", "hierarchical_alltoall", 2, flag] for flag in (True, False))
+    # The same bytes, and the timer's 20 ms in each direction.
+    for name in ("inter_bytes", "intra_bytes"):
+        assert split[name] == whole[name] > 0
+    assert split["expert_ms"] == whole["expert_ms"] == 20
+    assert min(split["median_ms"], whole["median_ms"]) > 0.8 * 40
+    assert {row["expert_ms"] for key, row in rows.items() if key[0] == "exchange"} == {None}
+
+
 def test_report_holds_every_chain_and_field(ranks: ForkedRanks, tmp_path: Path) -> None:
     report = bench(ranks, f"{SMALL} --num-chunks 1,3 --layer --plot {tmp_path}")
     meta, rows = report["meta"], report["rows"]

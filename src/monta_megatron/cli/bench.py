@@ -75,6 +75,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
     parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
+    parser.add_argument(
+        "--overlap-experts",
+        action="store_true",
+        help="with --layer: time it with the experts inside the pipeline too",
+    )
     add_json(parser)
 
 

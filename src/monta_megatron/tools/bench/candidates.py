@@ -22,6 +22,7 @@ from monta_megatron.tools.bench.layer import (
     stock_dispatcher,
 )
 from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.timed_experts import TimedExperts
 from monta_megatron.tools.bench.traffic import Traffic
 from monta_megatron.tools.bench.workload import Batch
 
@@ -38,6 +39,7 @@ class Candidate:
         dispatcher: an object with Megatron's six phases.
         batches: its inputs, one for each exchange.
         tokens_here: where this rank's tokens lie in a batch.
+        overlaps: whether the experts run inside its pipeline.
         traffic: called with a batch and whether to include backward, gives the bytes that this
             rank's tokens cause; None where the dispatcher counts what it sends.
     """
@@ -47,6 +49,7 @@ class Candidate:
     dispatcher: Any
     batches: tuple[Batch, ...]
     tokens_here: slice = field(default_factory=lambda: slice(None))
+    overlaps: bool = False
     traffic: Callable[[Batch, bool], Traffic] | None = None
 
     def batch(self, exchange: int = 0) -> Batch:
@@ -64,7 +67,7 @@ class Candidate:
     def name(self) -> str:
         """The name used in messages."""
         chain, num_chunks = self.key
-        return f"{self.kind} {chain} x{num_chunks}"
+        return f"{self.kind} {chain} x{num_chunks}{' with experts' * self.overlaps}"
 
     @property
     def rows(self) -> Literal["permuted tokens", "tokens"]:
@@ -89,7 +92,7 @@ class Passed:
     """What came out of the dispatcher at both ends.
 
     Attributes:
-        expert_rows: [N, H].
+        expert_rows: [N, H]; here and in the next two, something else where experts overlap.
         tokens_per_expert: rows of each local expert.
         row_probs: [N].
         output: [T, 1, H].
@@ -149,6 +152,17 @@ def build_candidates(
             candidates.append(
                 Candidate(kind="monta", requested=name, dispatcher=dispatcher, batches=batches)
             )
+    candidates += [
+        Candidate(
+            kind="monta",
+            requested=name,
+            dispatcher=build_dispatcher(settings, cluster, name, num_chunks, overlap_experts=True),
+            batches=batches,
+            overlaps=True,
+        )
+        for name, num_chunks in settings.overlap_keys
+        if name not in left_out
+    ]
     return candidates, left_out
 
 
@@ -157,8 +171,9 @@ def build_dispatcher(
     cluster: Cluster | None,
     chain: str,
     num_chunks: int | None,
+    **options: Any,
 ) -> Any:
-    """Our dispatcher, with the benchmark's nodes and costs.
+    """Our dispatcher, with the benchmark's nodes and costs, and more options.
 
     Raises:
         ValueError: the chain cannot run here.
@@ -172,6 +187,7 @@ def build_dispatcher(
         tune_steps=settings.tune_steps if chain == AUTO else 0,
         # The benchmark compares more, see `checks`.
         check=0,
+        **options,
     )
 
 
@@ -203,10 +219,16 @@ def run_candidate(
 
     rows, row_probs = dispatcher.dispatch_preprocess(hidden, batch.routing_map, probs)
     rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
-    rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-    outputs = experts(rows, tokens_per_expert, row_probs)
-    combined = dispatcher.token_combine(dispatcher.combine_preprocess(outputs))
-    output = dispatcher.combine_postprocess(combined)
+    tokens_per_expert = torch.empty(0)
+    if candidate.overlaps:
+        sums = dispatcher.compute(experts, rows, row_probs)
+    else:
+        rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+        outputs = experts(rows, tokens_per_expert, row_probs)
+        if isinstance(experts, TimedExperts):
+            outputs = experts.wait(outputs)
+        sums = dispatcher.combine_preprocess(outputs)
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(sums))
 
     if backward:
         roots, gradients = [output], [batch.output_gradient]

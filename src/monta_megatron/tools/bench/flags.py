@@ -74,6 +74,12 @@ POINT_FLAGS = {
     "ffn-hidden": Flag(
         "N", "experts' intermediate size, for --layer (default: --hidden)", whole(1)
     ),
+    "expert-ms": Flag(
+        "X",
+        "instead of experts, for --layer: a timer that takes X ms for the rows of a rank, forward "
+        "and again backward, and no processor; on CPU ranks",
+        positive,
+    ),
     "repeats": Flag("N", "timed runs of each", whole(1), "10"),
     "warmup": Flag("N", "runs of each before that", whole(0), "2"),
     "tune-steps": Flag(

@@ -99,7 +99,8 @@ class Bench:
 
     def rows(self, scope: str, experts: Experts, phase: Phase) -> list[Row]:
         """Time all candidates in one phase; one row for each."""
-        task, candidates = self.task, self.candidates
+        task = self.task
+        candidates = [other for other in self.candidates if scope == "layer" or not other.overlaps]
         settings, emulated = task.settings, task.emulated
         backward = phase == "forward_backward"
         exchanges = [exchange_of(n) for n in range(-settings.warmup, settings.repeats)]
@@ -174,9 +175,11 @@ class Bench:
                     ratio_low=low,
                     ratio_high=high,
                     predicted_ms=predicted_ms.get(candidate.key) if is_ours else None,
-                    chosen=is_ours and candidate.key == chosen,
+                    chosen=is_ours and candidate.key == chosen and not candidate.overlaps,
                     picked_untuned=is_ours and candidate.key == untuned,
                     picked_observed=is_ours and candidate.key == observed,
+                    experts_pipelined=candidate.overlaps if scope == "layer" else None,
+                    expert_ms=settings.expert_ms if scope == "layer" else None,
                     repeats_ms=tuple(round(ms, 3) for ms in times_ms.tolist()),
                 )
             )

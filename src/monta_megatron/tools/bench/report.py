@@ -44,6 +44,8 @@ class Row:
         chosen: whether it is the pick: what `auto` ran or, without it, what the planner picks.
         picked_untuned, picked_observed: where `auto` was tuned, whether the planner picks it among
             the others before any traffic was seen, and for the traffic that was observed.
+        experts_pipelined: whether the experts run in the pipeline; None where none are computed.
+        expert_ms: what a timer took instead of the experts, or None; see `timed_experts`.
         repeats_ms: the slowest rank's time in each repeat, in order.
     """
 
@@ -78,6 +80,8 @@ class Row:
     chosen: bool = False
     picked_untuned: bool = False
     picked_observed: bool = False
+    experts_pipelined: bool | None = None
+    expert_ms: float | None = None
     repeats_ms: tuple[float, ...] = ()
 
     @property
@@ -87,6 +91,7 @@ class Row:
         name = f"megatron {self.chain}" if stock else f"{self.chain} x{self.num_chunks}"
         if self.requested == AUTO:
             return f"{AUTO} {name}"
+        name += " with experts" * bool(self.experts_pipelined)
         step = "" if self.step is None else f", step {self.step}"
         return f"{name}{step}{' *' if self.chosen else ''}"
 

@@ -20,6 +20,7 @@ from monta_megatron.tools.bench.point import Task, prepare
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.study import Study
 from monta_megatron.tools.bench.sweep import SweepPoint, settings_document
+from monta_megatron.tools.bench.timed_experts import TimedExperts
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 
@@ -93,6 +94,11 @@ def _run_benchmark(
 ) -> dict[str, Any]:
     """Check and time one point."""
     settings = task.settings
+    if settings.expert_ms is not None and device.type == "cuda":
+        raise ValueError(
+            f"--expert-ms: got {settings.expert_ms:g}, must be left out on GPUs, where experts "
+            "compute beside the host anyway"
+        )
     build = build_candidates if study is None else study.build
     bench = prepare(task, device, makes_groups, build)
     task.progress.phase(f"{task.name}checks of {counted(len(bench.candidates), 'dispatcher')}", 0)
@@ -103,7 +109,12 @@ def _run_benchmark(
     bench.tune()
     scopes: dict[str, Experts] = {"exchange": identity_experts}
     if settings.layer:
-        scopes["layer"] = build_experts(settings)
+        if settings.expert_ms is None:
+            scopes["layer"] = build_experts(settings)
+        else:
+            scopes["layer"] = TimedExperts(
+                settings.expert_ms, settings.tokens * settings.topk * settings.etp
+            )
     rows = [
         row
         for scope, experts in scopes.items()

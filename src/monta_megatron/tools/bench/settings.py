@@ -51,6 +51,8 @@ class Settings(LayerShape):
         stock: Megatron's dispatchers to compare; "alltoall" is always among them.
         phases: what is timed.
         layer: whether the layer with its experts is timed too.
+        overlap_experts: whether layers with their experts in the pipeline are among them.
+        expert_ms: time that stands for the experts, see `timed_experts`; None for Megatron's.
         repeats: timed runs of every candidate.
         warmup: untimed runs of every candidate before those.
         tune_steps: iterations of tuning, before "auto" is timed.
@@ -69,6 +71,8 @@ class Settings(LayerShape):
     stock: tuple[str, ...]
     phases: tuple[Phase, ...]
     layer: bool
+    overlap_experts: bool
+    expert_ms: float | None
     repeats: int
     warmup: int
     tune_steps: int
@@ -77,6 +81,18 @@ class Settings(LayerShape):
     cluster: str | None
     inter_rate_ratio: float
     world_size: int
+
+    @property
+    def overlap_keys(self) -> list[tuple[str, int]]:
+        """Chains and numbers of chunks that run with their experts in the pipeline."""
+        if not self.overlap_experts:
+            return []
+        return [
+            (name, num_chunks)
+            for name in self.chains
+            for num_chunks in self.num_chunks
+            if name != AUTO and CHAINS[name].rows == "tokens" and num_chunks > 1
+        ]
 
     @property
     def row_bytes(self) -> int:
@@ -120,7 +136,7 @@ def parse_settings(flags: Mapping[str, Any], world_size: int) -> Settings:
 
 def _read(texts: Mapping[str, Any]) -> dict[str, Any]:
     """All flags' values, by name as in `texts`; None where neither text nor default gives one."""
-    values: dict[str, Any] = {"layer": bool(texts.get("layer"))}
+    values: dict[str, Any] = {name: bool(texts.get(name)) for name in ("layer", "overlap_experts")}
     for name, flag in FLAGS.items():
         key = name.replace("-", "_")
         text = flag.default if texts.get(key) is None else str(texts[key])
@@ -154,6 +170,17 @@ def _check_together(settings: Settings) -> None:
     rule(ffn_hidden % etp == 0, "ffn_hidden", ffn_hidden, f"a multiple of --etp ({etp})")
     if settings.tune_steps and AUTO not in settings.chains:
         raise ValueError(f"--tune-steps: got {settings.tune_steps}, must come with --chains auto")
+    for name, value in (
+        ("overlap_experts", settings.overlap_experts),
+        ("expert_ms", settings.expert_ms),
+    ):
+        if value and not settings.layer:
+            raise ValueError(f"{_flag(name)}: given, must come with --layer")
+    if settings.overlap_experts and not settings.overlap_keys:
+        raise ValueError(
+            "--overlap-experts: given, must come with a chain whose rows are tokens and with more "
+            "than one chunk"
+        )
     if settings.cluster is None and settings.inter_rate_ratio != 1:
         ratio = settings.inter_rate_ratio
         raise ValueError(f"--inter-rate-ratio: got {ratio:g}, must come with --cluster")
