@@ -278,11 +278,12 @@ def make_source(case: Case, data: Data) -> Source:
 
     num_blocks = case.num_blocks if chain.rows == "tokens" else 1
     count_table = CountTable(chains=(chain,), layout=layout, num_blocks=num_blocks)
-    # What the ranks would gather.
-    table = torch.stack([count_table.count(routing_map) for routing_map in data.routing_maps])
-    gathered = count_table.read(count_table.select(table).numpy())
-    counts: Any = gathered.tokens if chain.rows == "tokens" else gathered.permuted_tokens
-    width = gathered.max_experts_per_token
+    # What the ranks would exchange.
+    counted = [count_table.count(routing_map) for routing_map in data.routing_maps]
+    received = torch.stack([messages[rank] for messages, _ in counted])
+    exchanged = count_table.read(count_table.join(received, counted[rank][1]).numpy())
+    counts: Any = exchanged.tokens if chain.rows == "tokens" else exchanged.permuted_tokens
+    width = exchanged.max_experts_per_token
     if chain.rows == "permuted tokens":
         # Megatron's permutation: [E, T] in order.
         expert, token = routing_map.T.nonzero(as_tuple=True)

@@ -11,7 +11,7 @@ from exchanges import ROUTINGS, Case, find_groups, make_data, make_source
 from test_exchange_properties import DTYPES, runnable
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.count_format import count_widths
+from monta_megatron.chains.count_format import message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch
@@ -125,12 +125,13 @@ def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_the_gathered_counts_are_as_many_as_planned(chain: str) -> None:
+def test_the_exchanged_counts_are_as_many_as_planned(chain: str) -> None:
     from monta_megatron.exchange.count_table import CountTable
 
     case = dataclasses.replace(Case(chain=chain), num_blocks=3)
     layout = case.layout(1)
-    expected = sum(count_widths((CHAINS[chain],), layout, case.num_blocks))
+    expected = message_size((CHAINS[chain],), layout, case.num_blocks)
     num_blocks = case.num_blocks if CHAINS[chain].rows == "tokens" else 1
     count_table = CountTable(chains=(CHAINS[chain],), layout=layout, num_blocks=num_blocks)
-    assert count_table.count(make_data(case).routing_maps[1]).shape == (expected,)
+    messages, _ = count_table.count(make_data(case).routing_maps[1])
+    assert messages.flatten(1).shape == (case.size, expected)

@@ -78,6 +78,7 @@ def exchanged_counts(
     """What this rank copies of the counts of all ranks, and its own map."""
     layout = count_table.layout
     maps = [routing_map(NUM_TOKENS - less, layout.num_experts, padded) for less in range(3)]
-    lines = [count_table.count(each) for each in maps]
-    table = torch.stack([lines[rank % 3] for rank in range(len(layout.nodes))])
-    return count_table.select(table), maps[layout.rank % 3]
+    counted = [count_table.count(each) for each in maps]
+    received = [counted[rank % 3][0][layout.rank] for rank in range(len(layout.nodes))]
+    _, sent = counted[layout.rank % 3]
+    return count_table.join(torch.stack(received), sent), maps[layout.rank % 3]

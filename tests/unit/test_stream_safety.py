@@ -100,16 +100,17 @@ def groups_of(layout: Layout) -> dict[str, PeerGroup]:
 def count(
     chain: Chain, layout: Layout, routing_map: torch.Tensor
 ) -> tuple[Counts | TokenCounts, int]:
-    """What the gather would bring, and the longest list."""
+    """What the exchange would bring if all ranks had this map, and the longest list."""
     if chain.rows == "permuted tokens":
         sent = routing_map.sum(dim=0).view(layout.ep, layout.num_local_experts)
         received = sent[layout.rank // layout.etp].expand(layout.etp, layout.ep, -1)
         return Counts(sent=sent.numpy(), received=received.numpy()), 0
     count_table = CountTable(chains=(chain,), layout=layout, num_blocks=NUM_BLOCKS)
-    table = count_table.count(routing_map).expand(len(layout.nodes), -1)
-    gathered = count_table.read(count_table.select(table).numpy())
-    assert gathered.tokens is not None
-    return gathered.tokens, gathered.max_experts_per_token
+    messages, sent = count_table.count(routing_map)
+    received = messages[layout.rank].expand_as(messages)
+    exchanged = count_table.read(count_table.join(received, sent).numpy())
+    assert exchanged.tokens is not None
+    return exchanged.tokens, exchanged.max_experts_per_token
 
 
 def make_exchange(

@@ -1,9 +1,16 @@
-"""What a rank counts before an exchange: one line of integers per rank.
+"""What ranks count before an exchange, and what of it each rank is sent.
 
-    tokens, most experts, hash | experts, by block | node parts, by block | rank parts, by block
+A rank counts all experts and the parts that the chains copy tokens for, by block. It sends every
+rank one message of int32, as large as any other, with these columns for each block:
 
-A section of parts exists only if one of the chains copies tokens for those parts. If no chain's
-rows are tokens, nothing is counted by block.
+    head                 tokens, most experts of one of them, a hash: the same to all, in all blocks
+    experts              token-expert pairs for each expert of that rank
+    for_node             tokens for its node
+    for_rank             tokens for itself; or, where tokens are copied for nodes first,
+    for_node_ranks       for each rank of its node
+
+Columns of parts exist only if one of the chains copies tokens for those parts. If no chain's rows
+are tokens, nothing is counted by block.
 """
 
 from collections.abc import Sequence
@@ -11,8 +18,11 @@ from collections.abc import Sequence
 from monta_megatron.chains.chain import Chain
 from monta_megatron.chains.layout import Layout
 
-# A rank's tokens, the most experts of one of them, and the hash of what the ranks agree on.
-HEAD_SIZE = 3
+# Tokens of a rank, most experts of one of them, and two columns of what the ranks agree on.
+HEAD_SIZE = 4
+# A count is of one rank's tokens, or of experts: what int32 cannot hold is never reached.
+COUNT_BYTES = 4
+MOST_TOKENS = 2**31 - 1
 
 
 def part_sizes(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
@@ -27,14 +37,23 @@ def num_counted_blocks(chains: Sequence[Chain], num_blocks: int) -> int:
     return num_blocks if any(chain.rows == "tokens" for chain in chains) else 1
 
 
-def count_widths(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> list[int]:
-    """Integers in each section of a rank's line.
+def message_columns(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
+    """Columns of a message by section, in order.
 
     Args:
         chains: the candidates, one of which will run.
         layout: any rank's place.
-        num_blocks: B, the number of token blocks.
     """
+    parts = part_sizes(chains, layout)
+    columns = {"head": HEAD_SIZE, "experts": layout.num_local_experts}
+    if "node" in parts:
+        columns["for_node"] = 1
+    if "rank" in parts:
+        columns |= {"for_node_ranks": layout.ranks_per_node} if "node" in parts else {"for_rank": 1}
+    return columns
+
+
+def message_size(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> int:
+    """Integers that a rank sends to each rank, for `num_blocks` token blocks."""
     blocks = num_counted_blocks(chains, num_blocks)
-    sections = (layout.num_experts, *part_sizes(chains, layout).values())
-    return [HEAD_SIZE, *(blocks * size for size in sections)]
+    return blocks * sum(message_columns(chains, layout).values())

@@ -1,15 +1,16 @@
-"""The metadata of an exchange: counted by each rank, gathered once, copied to the host once.
+"""The metadata of an exchange: counted by each rank, exchanged once, copied to the host once.
 
 The expert ids of tokens are made here too, since how many there are follows from the metadata.
 
-Notation: T = tokens of this rank, E = experts, B = token blocks, S = source ranks, L = local
-experts, EP = expert parallel size, R = ranks per node, W = most experts of any token.
+Notation: T = tokens of this rank, E = experts, B = token blocks, S = ranks of the exchange, L =
+local experts, EP and ETP = sizes of its groups, P = parts of the experts, X = columns of a message,
+W = most experts of any token.
 """
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,14 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.chains.count_format import count_widths, part_sizes
+from monta_megatron.chains.count_format import (
+    HEAD_SIZE,
+    MOST_TOKENS,
+    message_columns,
+    part_sizes,
+)
 from monta_megatron.chains.layout import Layout
-
-T = TypeVar("T", int, NDArray[np.int64])
+from monta_megatron.exchange.routing_counts import block_size, count_routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,7 @@ class ExchangeCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class CountTable:
-    """Counts what the candidate chains on one layout need, and no more.
+    """Counts what the candidate chains on one layout need, and no more; see `chains.count_format`.
 
     Attributes:
         chains: the candidates.
@@ -69,96 +74,106 @@ class CountTable:
         """Whether any chain's rows are tokens, which are counted by block."""
         return any(chain.rows == "tokens" for chain in self.chains)
 
-    def count(self, routing_map: torch.Tensor, agreement: int = 0) -> torch.Tensor:
-        """This rank's counts: [K] int64, on the device of the map, with no sync.
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """How many experts are counted, and how many parts of each kind, by name."""
+        return {"experts": self.layout.num_experts, **part_sizes(self.chains, self.layout)}
+
+    def count(
+        self, routing_map: torch.Tensor, agreement: int = 0
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Count on the device of the map, with no sync.
 
         Args:
             routing_map: [T, E] bool.
             agreement: hash of what all ranks have to agree on.
+
+        Returns:
+            The message to every rank, [S, B, X] int32; and what this rank sends in all, by the
+            names of `sizes`: [B, E] pairs, [B, P] tokens.
         """
-        num_tokens, num_experts = routing_map.shape
-        device = routing_map.device
-        experts_of_tokens = routing_map.sum(dim=1)
-        # The maximum over zero tokens is undefined, so a 0 is appended.
-        most_experts = torch.nn.functional.pad(experts_of_tokens, (0, 1)).amax(dim=0, keepdim=True)
-        block = _block_size(num_tokens, self.num_blocks)
-        padded = torch.nn.functional.pad(
-            routing_map, (0, 0, 0, self.num_blocks * block - num_tokens)
-        )
-        # [T, E] -> [B, T/B, E]
-        blocks = padded.view(self.num_blocks, block, num_experts)
-        counts = [
-            torch.full((1,), num_tokens, device=device),
-            most_experts,
-            torch.full((1,), agreement, device=device),
-            blocks.sum(dim=1).flatten(),
-        ]
-        for num_parts in part_sizes(self.chains, self.layout).values():
-            # [B, T/B, E] -> [B, T/B, P, E/P] -> [B, P]: tokens with an expert in each part
-            hits = blocks.unflatten(2, (num_parts, -1)).any(dim=3).sum(dim=1)
-            counts.append(hits.flatten())
-        return torch.cat(counts)
+        num_tokens, device, layout = len(routing_map), routing_map.device, self.layout
+        assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
+        parts = part_sizes(self.chains, layout)
+        sent = count_routing(routing_map, self.num_blocks, parts, self.by_block)
+        tokens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
+        most_experts = sent.pop("most experts", tokens)
+        # Two columns of int32.
+        hash_ = torch.full((1,), agreement, dtype=torch.int64, device=device).view(torch.int32)
 
-    def select(self, table: torch.Tensor) -> torch.Tensor:
-        """What this rank needs of all ranks' counts [S, K], as one tensor."""
-        return torch.cat([section.flatten() for section in self._sections(table).values()])
+        # The ranks of a group are sent the same: those of a node, or those of an EP rank.
+        num_nodes = layout.num_nodes if "node" in parts else 1
+        num_groups = {"node": num_nodes, "rank": num_nodes} if "node" in parts else {}
+        num_ranks = len(layout.nodes)
+        # [nodes, ranks of a node, B, columns]
+        shape = num_nodes, num_ranks // num_nodes, self.num_blocks, -1
+        sections = [column.expand(shape) for column in (tokens, most_experts, hash_)]
+        for name in self.sizes:
+            groups = num_groups.get(name, layout.ep)
+            # [B, groups * columns] -> [groups, 1, B, columns] -> [groups, ranks, B, columns]
+            by_group = sent[name].unflatten(1, (groups, -1)).transpose(0, 1).unsqueeze(1)
+            by_rank = by_group.expand(-1, num_ranks // groups, -1, -1)
+            sections.append(by_rank.reshape(shape))
+        return torch.cat(sections, dim=3).flatten(0, 1), sent
 
-    def read(self, selected: NDArray[np.int64]) -> ExchangeCounts:
-        """Read on the host what `select` returned."""
-        ends = np.cumsum([math.prod(shape) for shape in self._shapes.values()])
-        pieces = zip(np.split(selected, ends[:-1]), self._shapes.items(), strict=True)
-        sections = {name: piece.reshape(shape) for piece, (name, shape) in pieces}
-        head, sent, experts = (sections.pop(name) for name in ("head", "sent", "experts"))
-        layout = self.layout
+    def join(self, received: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The messages that came, [S, B, X], and what this rank sent, as one tensor: [K] int32."""
+        return torch.cat([received.flatten(), *(sent[name].flatten() for name in self.sizes)])
+
+    def read(self, joined: NDArray[np.int32]) -> ExchangeCounts:
+        """Read on the host what `join` returned."""
+        layout, num_blocks, num_ranks = self.layout, self.num_blocks, len(self.layout.nodes)
+        columns = message_columns(self.chains, layout)
+        num_received = num_ranks * num_blocks * sum(columns.values())
+        messages = joined[:num_received].reshape(num_ranks, num_blocks, -1)
+        # The head is the same in all blocks; the hash is its last two columns.
+        hashes = messages[:, 0, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
+        # Sums over ranks may take more bits than the counts of one.
+        received = _split(messages.astype(np.int64), columns)
+        num_tokens, most_experts = received.pop("head")[:, 0, :2].T
+        lengths = {name: num_blocks * size for name, size in self.sizes.items()}
+        sent = _split(joined[num_received:].astype(np.int64), lengths)
         # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
-        received = experts.sum(axis=1).reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2)
-        # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
-        num_tokens = head[:, :1]
-        block = _block_size(num_tokens, self.num_blocks)
-        tokens = np.clip(num_tokens - np.arange(self.num_blocks) * block, 0, block)
+        pairs = received["experts"].sum(axis=1).reshape(layout.ep, layout.etp, -1)
         return ExchangeCounts(
-            permuted_tokens=Counts(sent=sent.sum(axis=0).reshape(layout.ep, -1), received=received),
-            tokens=TokenCounts(tokens=tokens, experts=experts, classes=self.classes, **sections)
-            if self.by_block
-            else None,
-            num_tokens=head[:, 0],
-            max_experts_per_token=max(int(head[:, 1].max()), 1) if self.by_block else 0,
-            hashes=head[:, 2],
+            permuted_tokens=Counts(
+                # [B * E] -> [B, EP, L] -> [EP, L]
+                sent=sent["experts"].reshape(num_blocks, layout.ep, -1).sum(axis=0),
+                received=pairs.transpose(1, 0, 2),
+            ),
+            tokens=self._token_counts(num_tokens, received, sent) if self.by_block else None,
+            num_tokens=num_tokens,
+            max_experts_per_token=max(int(most_experts.max()), 1) if self.by_block else 0,
+            hashes=hashes,
         )
 
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what this rank needs, by name: those of an empty table."""
-        widths = count_widths(self.chains, self.layout, self.num_blocks)
-        table = torch.empty(len(self.layout.nodes), sum(widths), dtype=torch.int64)
-        return {name: tuple(section.shape) for name, section in self._sections(table).items()}
-
-    def _sections(self, table: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What this rank needs of all ranks' counts [S, K]; of parts, as `TokenCounts` says."""
-        layout, first = self.layout, self.layout.first_expert
-        widths = count_widths(self.chains, layout, self.num_blocks)
-        head, experts, *parts = table.split(widths, dim=1)
-        # [S, B, E]
-        experts = experts.unflatten(1, (-1, layout.num_experts))
-        sections = {
-            "head": head,
-            "sent": experts[layout.rank],
-            "experts": experts[:, :, first : first + layout.num_local_experts],
+    def _token_counts(
+        self,
+        num_tokens: NDArray[np.int64],
+        received: dict[str, NDArray[np.int64]],
+        sent: dict[str, NDArray[np.int64]],
+    ) -> TokenCounts:
+        """By the tokens [S] of every rank, the sections of the messages, and what was sent."""
+        # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
+        block = block_size(num_tokens[:, None], self.num_blocks)
+        tokens = np.clip(num_tokens[:, None] - np.arange(self.num_blocks) * block, 0, block)
+        fields = {
+            f"sent_to_{part}s": sent[part].reshape(self.num_blocks, -1)
+            for part in part_sizes(self.chains, self.layout)
         }
-        names = part_sizes(self.chains, layout)
-        for name, counts in zip(names, parts, strict=True):
-            # [S, B, P]
-            by_part = counts.unflatten(1, (self.num_blocks, -1))
-            # Copies per rank are made at ETP 1 only, where a rank is an EP rank.
-            here = layout.node if name == "node" else layout.rank
-            sections |= {
-                f"sent_to_{name}s": by_part[layout.rank],
-                f"for_{name}": by_part[..., here],
-            }
-            if name == "rank" and "node" in names:
-                on_node = by_part.unflatten(2, (layout.num_nodes, -1))
-                sections["for_node_ranks"] = on_node[:, :, layout.node]
-        return sections
+        if "for_node_ranks" in received:
+            here = slice(self.layout.position, self.layout.position + 1)
+            received["for_rank"] = received["for_node_ranks"][:, :, here]
+        for name in received.keys() & {"for_node", "for_rank"}:
+            # [S, B, 1] -> [S, B]
+            received[name] = received[name][:, :, 0]
+        return TokenCounts(tokens=tokens, classes=self.classes, **received, **fields)
+
+
+def _split(counts: NDArray[np.int64], widths: Mapping[str, int]) -> dict[str, NDArray[np.int64]]:
+    """By name, pieces of these widths along the last axis."""
+    pieces = np.split(counts, np.cumsum(list(widths.values()))[:-1], axis=-1)
+    return dict(zip(widths, pieces, strict=True))
 
 
 def expert_ids_of(
@@ -207,8 +222,3 @@ class _ExpertIds(torch.autograd.Function):
         if ctx.classes > 1:
             by_class = by_class.unflatten(1, (-1, ctx.classes)).sum(dim=2)
         return None, by_class, None
-
-
-def _block_size(num_tokens: T, num_blocks: int) -> T:
-    """Tokens in a full block."""
-    return -(-num_tokens // num_blocks)

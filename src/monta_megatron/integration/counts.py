@@ -1,6 +1,6 @@
 """Where the counts of a micro-batch come from: all ranks say theirs, or experts are always filled.
 
-Both sources give the counts in three steps: `gather` on the device (CUDA graphs may capture it),
+Both sources give the counts in three steps: `exchange` on the device (CUDA graphs may capture it),
 `copy_to_host` where Megatron copies its own metadata, and `read` where the host needs them.
 
 Notation: T = tokens of this rank, E = experts, K = integers that this rank needs.
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
 
 from monta_megatron.chains import Counts
@@ -33,26 +32,26 @@ class CountExchange:
     _copy: torch.Tensor | None = None
     _copied: torch.cuda.Event | None = None
 
-    def gather(
+    def exchange(
         self, routing_map: torch.Tensor, agreement: int
     ) -> tuple[torch.Tensor | None, int | None]:
-        """Gather what this rank needs: [T, E] bool -> [K] int64 on its device, with no sync.
+        """Bring what this rank needs: [T, E] bool -> [K] int32 on its device, with no sync.
 
         Returns:
             The counts, and the number of permuted tokens; None if only the counts tell it.
         """
-        counts = self.count_table.count(routing_map, agreement)
+        messages, sent = self.count_table.count(routing_map, agreement)
+        received = torch.empty_like(messages)
         with self._named():
-            # [n] -> [EP*ETP, n]
-            table = gather_from_sequence_parallel_region(counts, group=self.group)
-        selected = self.count_table.select(table.view(-1, len(counts)))
+            dist.all_to_all_single(received, messages, group=self.group)
+        counts = self.count_table.join(received, sent)
         is_dropless = self.config.moe_expert_capacity_factor is None
         if is_dropless and not self.config.moe_router_padding_for_quantization:
-            return selected, len(routing_map) * self.config.moe_router_topk
-        return selected, None
+            return counts, len(routing_map) * self.config.moe_router_topk
+        return counts, None
 
     def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
-        """Start to copy what `gather` returned: the only tensor that goes to the host."""
+        """Start to copy what `exchange` returned: the only tensor that goes to the host."""
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             self._copy = maybe_move_tensor_to_cpu(counts, record_stream=True)
@@ -78,7 +77,7 @@ class CapacityCounts:
     config: Any
     capacity: int = 0
 
-    def gather(
+    def exchange(
         self, routing_map: torch.Tensor, agreement: int
     ) -> tuple[torch.Tensor | None, int | None]:
         """Find the capacity, by [T, E]; returns None, and the number of permuted tokens."""

@@ -276,7 +276,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         The counts are waited for before the permutation if they decide whether there is one, or
         how many rows it makes.
         """
-        self.exchange_counts, self.num_out_tokens = self._counts.gather(
+        self.exchange_counts, self.num_out_tokens = self._counts.exchange(
             routing_map, self._choices.agreement
         )
         kinds = self._kinds_of_rows

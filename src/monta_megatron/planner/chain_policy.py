@@ -11,7 +11,7 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chunks import blocks_for
-from monta_megatron.chains.count_format import count_widths
+from monta_megatron.chains.count_format import message_size
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
@@ -136,7 +136,7 @@ class PlannedPolicy(ChainPolicy):
         """What is selected for `tokens` tokens per rank; see `Workload`."""
         # The chain is chosen after the exchange of counts, which therefore holds what any of the
         # chains needs.
-        widths = count_widths(self.chains, self.workload.layout, self.num_blocks)
+        size = message_size(self.chains, self.workload.layout, self.num_blocks)
         return select(
             replace(
                 self.workload,
@@ -149,7 +149,7 @@ class PlannedPolicy(ChainPolicy):
             num_chunks=self.num_chunks,
             memory_limit_bytes=self.memory_limit_bytes,
             or_least=True,
-            num_exchanged_counts=sum(widths),
+            num_exchanged_counts=size,
             beside_us=self.beside_us,
         )
 

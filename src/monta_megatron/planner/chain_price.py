@@ -6,7 +6,7 @@ from functools import cached_property
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.chunks import blocks_for
-from monta_megatron.chains.count_format import count_widths
+from monta_megatron.chains.count_format import message_size
 from monta_megatron.chains.program import (
     DISPATCH,
     DISPATCH_BACKWARD,
@@ -131,14 +131,14 @@ def price_chain(
         chain: what runs.
         num_chunks: in how many chunks.
         phase: whether the backward passes are priced too.
-        num_exchanged_counts: integers per rank in the exchange of counts; None for what the
-            chain needs.
+        num_exchanged_counts: integers to each rank in the exchange of counts; None for what
+            the chain needs.
         beside_us: other work that runs beside the exchange, as much of it beside each pass.
     """
     ranks = priced_ranks(workload.layout, workload.routing, cluster.ranks_per_nic)
     bound = [workload.bind(chain, num_chunks, layout) for layout in ranks.layouts]
     if num_exchanged_counts is None:
-        num_exchanged_counts = sum(count_widths((chain,), workload.layout, blocks_for(num_chunks)))
+        num_exchanged_counts = message_size((chain,), workload.layout, blocks_for(num_chunks))
     programs = [
         [workload.lower(of_rank, pass_, cluster.policy) for of_rank in bound]
         for pass_ in PASSES[phase]

@@ -117,8 +117,8 @@ def select(
         memory_limit_bytes: limit on what the executor holds at once on a rank, or None.
         or_least: where every chain holds more, choose the one that holds the least, and say so.
         margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
-        num_exchanged_counts: integers per rank in the exchange of counts, if the chain is chosen
-            after it; None for what each chain needs.
+        num_exchanged_counts: integers to each rank in the exchange of counts, if the chain is
+            chosen after it; None for what each chain needs.
         beside_bytes: chain -> what it takes beside its exchange, within the limit, if anything.
         beside_us: other work that runs beside the exchange, in all passes of the phase together.
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from monta_megatron.chains.count_format import COUNT_BYTES
 from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.program import BoundProgram, Kind, Resource
 from monta_megatron.chains.program import Operation as ProgramOperation
@@ -21,7 +22,6 @@ from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.curves import Operation
 
 COUNT_EXCHANGE = "exchange of counts"
-COUNT_BYTES = 8
 
 # About how many times finding copies sorts and scans expert ids, as int64 (exchange/copies.py);
 # twice as many if the copies keep their share of them.
@@ -109,7 +109,7 @@ def pass_traffic(
     Args:
         programs: [S] the program with the rows of each rank.
         num_tokens: tokens of a rank.
-        num_exchanged_counts: integers that every rank sends to all; see `chains.count_format`.
+        num_exchanged_counts: integers that every rank sends to each; see `chains.count_format`.
     """
     before, after = _around(programs, num_tokens, num_exchanged_counts)
     pipeline = tuple(
@@ -275,18 +275,18 @@ def _around(
     num_ranks = len(layouts[0].nodes)
     if pass_.ids and num_ranks > 1:
         resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
-        line = np.full((1, num_ranks), COUNT_BYTES * num_exchanged_counts)
-        gather = StageTraffic(
+        messages = np.full((1, num_ranks), COUNT_BYTES * num_exchanged_counts)
+        exchange = StageTraffic(
             stage=COUNT_EXCHANGE,
-            operation="allgather",
+            operation="alltoall",
             resource=resource,
             moved=_by_resource(
                 [peers_of(layout, "tp_ep") for layout in layouts],
-                [[line] * len(layouts)] * 2,
+                [[messages] * len(layouts)] * 2,
                 resource,
             ),
         )
-        before.append(gather)
+        before.append(exchange)
     if pass_.ids and not permutes:
         before.append(_in_memory("expert ids", "lists", LIST_MAP_BYTES * size_of_map))
     hidden_bytes = row.hidden_size * row.value_bytes

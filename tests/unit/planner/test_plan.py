@@ -13,7 +13,7 @@ import pytest
 from clusters import CONFIGS, LAUNCH, layout_of, link, preset, with_link, workload_of
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.count_format import count_widths
+from monta_megatron.chains.count_format import message_size
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.hashes import hash_of
@@ -254,10 +254,10 @@ def test_bytes_are_those_of_all_ranks_by_resource() -> None:
 def test_stages_add_up_to_the_candidate() -> None:
     found = plan(workload_of(16), A800)
     (choice,) = (entry for entry in found.candidates if entry.rejected is None)
-    gathers = [stage for stage in found.stages if stage.stage == "exchange of counts"]
+    of_counts = [stage for stage in found.stages if stage.stage == "exchange of counts"]
     for resource in ("inter_bytes", "intra_bytes"):
         total = sum(getattr(stage, resource) for stage in found.stages)
-        total -= sum(getattr(stage, resource) for stage in gathers)
+        total -= sum(getattr(stage, resource) for stage in of_counts)
         assert total == pytest.approx(getattr(choice, resource))
 
 
@@ -626,10 +626,21 @@ def test_messages_of_cpu_ranks_start_together_only_between_nodes(
 
 
 def test_auto_prices_the_counts_of_every_chain() -> None:
-    """By hand, EP 16 over 2 nodes, 64 experts: 3 + 8 blocks x (64 experts + 2 nodes + 16 ranks)."""
+    """By hand, EP 16 over 2 nodes, 64 experts; to each rank a head of 4 and its 4 experts.
+
+    With the hierarchy its node and the 8 ranks there too, for each of 8 blocks.
+    """
     chains = [CHAINS[name] for name in ("alltoall", "hierarchical_alltoall")]
-    assert count_widths(chains, layout_of(16, 1, 8, 64), 8) == [3, 8 * 64, 8 * 2, 8 * 16]
-    assert count_widths(chains[:1], layout_of(16, 1, 8, 64), 8) == [3, 64]
+    layout = layout_of(16, 1, 8, 64)
+    assert message_size(chains, layout, 8) == 8 * (4 + 4 + 1 + 8)
+    assert message_size(chains[:1], layout, 8) == 4 + 4
+    # In 4 bytes each: to 7 ranks of this node, and to the 8 of the other one.
+    for chain, size in (("alltoall", 8), ("hierarchical_alltoall", 8 * 17)):
+        price = price_chain(workload_of(16), A800, CHAINS[chain], 4, "forward")
+        (stage,) = (each for each in price.traffic[0].stages if each.stage == "exchange of counts")
+        assert stage.operation == "alltoall"
+        moved = {name: moved.num_bytes.max() for name, moved in stage.moved.items()}
+        assert moved == {"intra": 7 * 4 * size, "inter": 8 * 4 * size}
 
 
 def test_the_uncalibrated_cluster_has_the_nodes_of_the_exchange() -> None:

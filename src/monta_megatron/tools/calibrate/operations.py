@@ -87,11 +87,12 @@ def counts_of(nodes: tuple[int, ...], device: torch.device) -> Start:
     layout = count_table.layout
     generator = torch.Generator().manual_seed(1)
     ids = _draw_experts(NUM_TOKENS, layout.num_experts, generator)
-    counted = count_table.count(_routing_map(ids, layout.num_experts).to(device))
-    table = counted.expand(len(nodes), -1)
+    messages, sent = count_table.count(_routing_map(ids, layout.num_experts).to(device))
+    # All ranks are taken to send this one what it sends itself.
+    received = messages[layout.rank].expand_as(messages)
 
     def start() -> Callable[[], object]:
-        counts = count_table.read(count_table.select(table).cpu().numpy())
+        counts = count_table.read(count_table.join(received, sent).cpu().numpy())
         assert counts.tokens is not None, "chains of tokens are among them"
         bound = CHAINS["alltoall_dedup"].bind(layout, counts.tokens, 1)
         return lambda: bound

@@ -1,0 +1,137 @@
+"""What ranks count and send each other, and what each of them reads of it."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
+from monta_megatron.chains.chunks import NUM_BLOCKS
+from monta_megatron.chains.count_format import COUNT_BYTES, MOST_TOKENS, num_counted_blocks
+from monta_megatron.chains.layout import Layout
+from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
+from monta_megatron.planner.recorded_routing import RecordedRouting
+
+CANDIDATES = {**{name: (chain,) for name, chain in CHAINS.items()}, "auto": tuple(CHAINS.values())}
+# (EP, ETP, ranks per node)
+SHAPES = [(4, 1, 2), (4, 1, 4), (4, 1, 1), (6, 1, 3), (4, 2, 4), (2, 2, 2), (1, 2, 2), (1, 1, 1)]
+FOR_ETP_1 = ("alltoall_dedup", "hierarchical_alltoall")
+
+
+def table_of(
+    chains: tuple[Chain, ...],
+    shape: tuple[int, int, int],
+    rank: int,
+    num_local_experts: int,
+    num_blocks: int,
+) -> CountTable:
+    ep, etp, ranks_per_node = shape
+    layout = Layout(
+        ep=ep,
+        etp=etp,
+        num_local_experts=num_local_experts,
+        rank=rank,
+        nodes=tuple(other // ranks_per_node for other in range(ep * etp)),
+    )
+    chains = tuple(chain for chain in chains if chain.incompatibility(layout) is None)
+    blocks = num_counted_blocks(chains, num_blocks)
+    return CountTable(chains=chains, layout=layout, num_blocks=blocks)
+
+
+def exchange(tables: list[CountTable], maps: list[torch.Tensor]) -> list[ExchangeCounts]:
+    """What every rank reads; rank r says that the ranks agree on 2**62 + r."""
+    counted = [
+        table.count(routing_map, 2**62 + rank)
+        for rank, (table, routing_map) in enumerate(zip(tables, maps, strict=True))
+    ]
+    return [
+        table.read(table.join(torch.stack([to[rank] for to, _ in counted]), sent).numpy())
+        for rank, (table, (_, sent)) in enumerate(zip(tables, counted, strict=True))
+    ]
+
+
+def test_messages_by_hand() -> None:
+    """4 ranks on 2 nodes, an expert each, 3 tokens in 2 blocks.
+
+    block 0:  token 0 to experts 0 and 1, token 1 to expert 3     block 1:  token 2 to 2 and 3
+    """
+    table = table_of((CHAINS["hierarchical_alltoall"],), (4, 1, 2), 0, 1, 2)
+    routing_map = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1]], dtype=torch.bool)
+    messages, _ = table.count(routing_map, 5 + (7 << 32))
+    head = [3, 2, 5, 7]
+    # After it: to its expert, to its node, to the two ranks of its node.
+    by_hand = [
+        [[*head, 1, 1, 1, 1], [*head, 0, 0, 0, 0]],
+        [[*head, 1, 1, 1, 1], [*head, 0, 0, 0, 0]],
+        [[*head, 0, 1, 0, 1], [*head, 1, 1, 1, 1]],
+        [[*head, 1, 1, 0, 1], [*head, 1, 1, 1, 1]],
+    ]
+    assert torch.equal(messages, torch.tensor(by_hand, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (name, shape)
+        for name in CANDIDATES
+        for shape in SHAPES
+        if shape[1] == 1 or name not in FOR_ETP_1
+    ],
+)
+def test_every_rank_reads_what_a_recorded_routing_counts(
+    name: str, shape: tuple[int, int, int], num_blocks: int
+) -> None:
+    """Some ranks have no tokens, or fewer than blocks."""
+    num_ranks = shape[0] * shape[1]
+    tables = [table_of(CANDIDATES[name], shape, rank, 2, num_blocks) for rank in range(num_ranks)]
+    generator = torch.Generator().manual_seed(num_blocks)
+    lengths = [(12, 0, 5, 1, 40, 8)[rank % 6] for rank in range(num_ranks)]
+    maps = [
+        torch.rand(length, tables[0].layout.num_experts, generator=generator) < 0.3
+        for length in lengths
+    ]
+    routing = RecordedRouting(name="", routing_maps=tuple(each.numpy() for each in maps))
+    for table, counts in zip(tables, exchange(tables, maps), strict=True):
+        assert counts.num_tokens.tolist() == lengths
+        assert counts.hashes.tolist() == [2**62 + rank for rank in range(num_ranks)]
+        expected = routing.max_experts_per_token if table.by_block else 0
+        assert counts.max_experts_per_token == expected
+        for chain in table.chains:
+            check_counts(
+                counts.permuted_tokens if chain.rows == "permuted tokens" else counts.tokens,
+                routing.counts(chain, table.layout, 0, table.num_blocks),
+            )
+
+
+def check_counts(counts: Counts | TokenCounts | None, expected: Counts | TokenCounts) -> None:
+    """Those that the chain needs; for other candidates there may be more."""
+    assert type(counts) is type(expected)
+    for field in fields(expected):
+        value = getattr(expected, field.name)
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(getattr(counts, field.name), value, field.name)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_what_512_ranks_send_a_rank_is_half_a_megabyte_at_most(name: str) -> None:
+    """512 experts, 8 ranks on a node, as many blocks as `auto` counts.
+
+    By hand for `auto`: a head of 4, an expert, a node and its 8 ranks, in 8 blocks, 4 bytes each.
+    """
+    table = table_of(CANDIDATES[name], (512, 1, 8), 300, 1, NUM_BLOCKS)
+    messages, sent = table.count(torch.zeros(4, 512, dtype=torch.bool))
+    assert table.join(messages, sent).dtype == torch.int32
+    # As large as what it sends.
+    assert messages.nbytes <= 500_000
+    if name == "auto":
+        assert messages.nbytes == 512 * 8 * (4 + 1 + 1 + 8) * COUNT_BYTES == 229_376
+
+
+def test_sums_of_ranks_are_above_what_one_can_count() -> None:
+    table = table_of((CHAINS["alltoall"],), (2, 1, 1), 0, 1, 1)
+    most = torch.full((2, 1, 5), MOST_TOKENS, dtype=torch.int32)
+    counts = table.read(table.join(most, {"experts": most[0, :, :2]}).numpy())
+    assert counts.permuted_tokens.received.sum() == 2 * MOST_TOKENS
+    assert counts.permuted_tokens.sent.sum() == 2 * MOST_TOKENS
