@@ -20,7 +20,9 @@ from monta_megatron.chains.layout import Layout
 
 # Tokens of a rank, most experts of one of them, and two columns of what the ranks agree on.
 HEAD_SIZE = 4
-# A count is of one rank's tokens, or of experts: what int32 cannot hold is never reached.
+# A message counts tokens of one rank, which are checked to be at most so many, or experts of one
+# token, which are fewer than a row of the routing map has bytes: int32 holds both. Sums over ranks
+# are made on the host, in 64 bits.
 COUNT_BYTES = 4
 MOST_TOKENS = 2**31 - 1
 
