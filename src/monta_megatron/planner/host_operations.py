@@ -43,7 +43,7 @@ HOST_OPERATIONS: Mapping[Kernels, Mapping[Kind | Around, HostOperations]] = {
         "allgather": HostOperations(rows=1),
         "reduce_parts": HostOperations(rows=5, probs=8, block=4),
         "put": HostOperations(rows=1, probs=1, ids=2),
-        "count": HostOperations(ids=20),
+        "count": HostOperations(ids=12),
         "lists": HostOperations(ids=11),
         "permute": HostOperations(rows=1, ids=5),
         "unpermute": HostOperations(rows=2),
