@@ -14,6 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
@@ -93,6 +94,11 @@ def compare() -> None:
     with counted() as total:
         reduce_parts(parts, tokens, torch.float32, 4)
     _check("reduce_parts", total, 5 * NUM_TOKENS * (row + TOPK * 4))
+
+    many = routing_map.repeat(64, 1)
+    with counted() as total:
+        count_routing(many, 8, {"node": 2, "rank": 4}, True)
+    _check("count_routing", total, many.nbytes)
 
     probs = torch.rand(routing_map.shape).requires_grad_()
     with counted() as total:

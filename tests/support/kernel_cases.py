@@ -13,8 +13,9 @@ import torch
 
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange import copies as reference
-from monta_megatron.exchange import count_table
+from monta_megatron.exchange import count_table, routing_counts
 from monta_megatron.exchange.copies import Copies, Parts
+from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
@@ -30,7 +31,7 @@ HIDDEN_SIZES = (8, 9, 12, 40, 72, 136, 520, 1000, 1032, 2056, 4096, 7168)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1e-40, 65504.0)
 # Values of all rows: what a case costs.
-MOST_VALUES = 25_000
+MOST_VALUES = 16_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def case_of(seed: int) -> Case:
     """The case of a seed."""
     draw = random.Random(seed)
     hidden_size = draw.choice(HIDDEN_SIZES)
-    most_rows = min(90, max(3, MOST_VALUES // hidden_size // 4))
+    most_rows = min(60, max(3, MOST_VALUES // hidden_size // 4))
     parts = ExpertRange(
         first=draw.choice((0, 0, 1, 8)),
         size=draw.choice((1, 1, 2, 3, 8)),
@@ -76,7 +77,7 @@ def case_of(seed: int) -> Case:
     )
     dtype = draw.choice(DTYPES)
     return Case(
-        num_rows=draw.choice((0, 1, 2, draw.randint(3, most_rows), min(60, most_rows))),
+        num_rows=draw.choice((0, 1, 2, draw.randint(3, most_rows), min(40, most_rows))),
         hidden_size=hidden_size,
         parts=parts,
         num_experts=parts.first + parts.size * parts.num_parts + draw.choice((0, 0, 1, 5)),
@@ -133,6 +134,7 @@ def _check(case: Case) -> None:
     _check_reduce(case, expected, width)
     _check_reduce_parts(case, width)
     _check_lists(case, routing_map, width)
+    _check_counts(case, routing_map)
 
 
 def _check_duplicate(case: Case, before: Columns, copies: Copies, width: int) -> None:
@@ -207,7 +209,7 @@ def _check_reduce(case: Case, copies: Copies, width: int) -> None:
 
 def _check_reduce_parts(case: Case, width: int) -> None:
     num_parts, parts_per_sum = ((1, 1), (2, 2), (5, 5), (4, 2), (6, 2), (9, 3))[case.seed % 6]
-    num_rows, rank = min(case.num_rows, 20), case.seed % num_parts
+    num_rows, rank = min(case.num_rows, 9), case.seed % num_parts
     dtype = torch.promote_types(torch.float32, case.dtype)
     of_list = None if case.in_place else width
     columns, _ = _message(case, num_parts * num_rows, of_list)
@@ -251,6 +253,20 @@ def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
     expected, actual = results
     for name in expected:
         _same(f"expert_ids_of, {name}", actual[name].detach(), expected[name].detach())
+
+
+def _check_counts(case: Case, routing_map: torch.Tensor) -> None:
+    outer, inner, size = ((1, 1, 5), (2, 6, 3), (3, 3, 4), (4, 8, 1))[case.seed % 4]
+    shape = (case.seed * 7 % 140 if case.num_rows > 1 else case.num_rows, inner * size)
+    routing_map = torch.rand(shape) < (0.0, 0.1, 0.5, 1.0)[case.seed // 4 % 4]
+    parts = ({}, {"node": outer}, {"rank": inner}, {"node": outer, "rank": inner})
+    args = (1, 3, 8)[case.seed % 3], parts[case.seed // 3 % 4], True
+    expected = routing_counts.count_routing(routing_map, *args)
+    actual = count_routing(routing_map, *args)
+    assert actual.keys() == expected.keys(), "count_routing"
+    for name in expected:
+        assert actual[name].is_contiguous(), name
+        _same(f"count_routing, {name}", actual[name], expected[name])
 
 
 def _routing_map(case: Case) -> torch.Tensor:

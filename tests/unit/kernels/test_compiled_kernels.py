@@ -13,6 +13,7 @@ from compiled_kernels import TARGETS, Compiled, Launch, launches, launches_of
 
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
@@ -89,6 +90,12 @@ def launch_lists(num_experts: int, classes: int) -> list[Launch]:
     return caught
 
 
+def launch_counts(num_experts: int, num_nodes: int, num_ranks: int) -> list[Launch]:
+    routing_map = torch.empty(4096, num_experts, dtype=torch.bool)
+    parts = {"node": num_nodes, "rank": num_ranks}
+    return launches_of(count_routing, routing_map, 8, parts, True)
+
+
 # By kernel, dtype and H: how it is launched, and how many reads and writes of 16 bytes each thread
 # makes for the rows of a tile.
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -111,6 +118,7 @@ ROWS: dict[tuple[Callable[..., list[Launch]], torch.dtype, int], tuple[int, int]
 OTHERS: list[tuple[Callable[..., list[Launch]], object]] = [
     *((launch_find, num_parts) for num_parts in (2, 8, 64, 512)),
     *((launch_lists, *sizes) for sizes in ((8, 1), (256, 1), (512, 2))),
+    *((launch_counts, *sizes) for sizes in ((8, 1, 2), (160, 5, 40), (512, 64, 512))),
 ]
 
 

@@ -1,0 +1,176 @@
+"""Count a routing map by token block: pairs of each expert, tokens of each part of the experts.
+
+    experts[b, e]   = tokens of block b with expert e
+    parts[b, p]     = tokens of block b with an expert in part p, for two kinds of nested parts
+    most experts    = of any token
+
+The first launch counts runs of tokens that lie in one block each, the second adds up those of each
+block. A tile is [tokens, outer parts, inner parts, experts of an inner part].
+
+Bytes: the map is read once; a run of tokens takes 8 for each of its counts, written and read.
+Grid: [runs], then [B, counts / COLUMNS].
+
+Notation: T = tokens, E = experts, B = token blocks, O and I = outer parts, and inner ones of each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from monta_megatron.exchange.kernels.tiles import kernel, launch
+from monta_megatron.exchange.routing_counts import block_size
+
+# Values of a tile: 4 for each thread.
+TILE = 512
+# A run has at least so many tokens, so that its counts are few beside them, and there are at most
+# about so many runs, if tokens are many.
+RUN, MOST_RUNS = 128, 256
+COLUMNS = 256
+RUNS = tl.constexpr(8)
+
+
+def count_routing(
+    routing_map: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
+) -> dict[str, torch.Tensor]:
+    """Count by token block; see `routing_counts.count_routing`, whose arguments these are."""
+    num_tokens, num_experts = routing_map.shape
+    inner = max(part_sizes.values(), default=1)
+    outer = min(part_sizes.values(), default=1)
+    size = block_size(num_tokens, num_blocks)
+    in_outer = inner // outer
+    shape = [triton.next_power_of_2(n) for n in (outer, in_outer, num_experts // inner)]
+    tokens = max(1, TILE // (shape[0] * shape[1] * shape[2]))
+    tiles = triton.cdiv(max(RUN, triton.cdiv(num_tokens, MOST_RUNS)), tokens)
+    runs_per_block = triton.cdiv(size, tiles * tokens)
+    num_counts = num_experts + outer + inner + 1
+
+    runs = routing_map.new_empty(num_blocks * runs_per_block, num_counts, dtype=torch.int32)
+    counts = routing_map.new_empty(num_blocks * (num_counts - 1) + 1, dtype=torch.int32)
+    experts, by_outer, by_inner, most = counts.split(
+        [num_blocks * num_experts, num_blocks * outer, num_blocks * inner, 1]
+    )
+    launch(
+        _count_runs,
+        (len(runs),),
+        routing_map,
+        runs,
+        num_tokens,
+        size,
+        runs_per_block,
+        tiles,
+        routing_map.stride(0),
+        outer,
+        in_outer,
+        num_experts // inner,
+        tokens,
+        *shape,
+    )
+    launch(
+        _add_runs,
+        (num_blocks, triton.cdiv(num_counts, COLUMNS)),
+        runs,
+        counts,
+        num_blocks,
+        runs_per_block,
+        num_experts,
+        outer,
+        inner,
+        COLUMNS,
+    )
+    by_size = {outer: by_outer, inner: by_inner}
+    result = {"experts": experts.view(num_blocks, -1)}
+    if with_most:
+        result["most experts"] = most
+    for name, num_parts in part_sizes.items():
+        result[name] = by_size[num_parts].view(num_blocks, -1)
+    return result
+
+
+@kernel()
+def _count_runs(
+    routing_map: tl.tensor,
+    runs: tl.tensor,
+    num_tokens: tl.int32,
+    block_size: tl.int32,
+    runs_per_block: tl.int32,
+    tiles: tl.int32,
+    stride: tl.int32,
+    outer: tl.int32,
+    inner: tl.int32,
+    size: tl.int32,
+    TOKENS: tl.constexpr,
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    run = tl.program_id(0)
+    block = run // runs_per_block
+    end = tl.minimum((block + 1) * block_size, num_tokens)
+    # [OUTER, INNER, SIZE] and its first axes
+    o = tl.arange(0, OUTER)
+    i = tl.arange(0, INNER)
+    e = tl.arange(0, SIZE)
+    part = o[:, None] * inner + i[None, :]
+    is_part = (o < outer)[:, None] & (i < inner)[None, :]
+    expert = part[:, :, None] * size + e[None, None, :]
+    is_expert = is_part[:, :, None] & (e < size)[None, None, :]
+
+    by_expert = tl.zeros([OUTER, INNER, SIZE], tl.int32)
+    by_inner = tl.zeros([OUTER, INNER], tl.int32)
+    by_outer = tl.zeros([OUTER], tl.int32)
+    most = 0
+    first = block * block_size + (run % runs_per_block) * tiles * TOKENS
+    for tile in range(tiles):
+        token = first + tile * TOKENS + tl.arange(0, TOKENS)
+        at = token.to(tl.int64)[:, None, None, None] * stride + expert[None, :, :, :]
+        mask = (token < end)[:, None, None, None] & is_expert[None, :, :, :]
+        routed = tl.load(routing_map + at, mask, other=0).to(tl.int32)
+        by_expert += tl.sum(routed, 0)
+        in_inner = tl.sum(routed, 3)
+        by_inner += tl.sum((in_inner > 0).to(tl.int32), 0)
+        in_outer = tl.sum(in_inner, 2)
+        by_outer += tl.sum((in_outer > 0).to(tl.int32), 0)
+        most = tl.maximum(most, tl.max(tl.sum(in_outer, 1), 0))
+
+    num_inner = outer * inner
+    num_experts = num_inner * size
+    counts = runs + run.to(tl.int64) * (num_experts + outer + num_inner + 1)
+    tl.store(counts + expert, by_expert, is_expert)
+    tl.store(counts + num_experts + o, by_outer, o < outer)
+    tl.store(counts + num_experts + outer + part, by_inner, is_part)
+    tl.store(counts + num_experts + outer + num_inner, most)
+
+
+@kernel()
+def _add_runs(
+    runs: tl.tensor,
+    counts: tl.tensor,
+    num_blocks: tl.int32,
+    runs_per_block: tl.int32,
+    num_experts: tl.int32,
+    outer: tl.int32,
+    inner: tl.int32,
+    COLUMNS: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    num_sums = num_experts + outer + inner
+    total = tl.zeros([COLUMNS], tl.int32)
+    for run in range(block * runs_per_block, (block + 1) * runs_per_block):
+        at = run * (num_sums + 1).to(tl.int64) + column
+        total += tl.load(runs + at, column < num_sums, other=0)
+    # Counts lie by kind, and by block then.
+    first = tl.where(column < num_experts, 0, num_experts)
+    width = tl.where(column < num_experts, num_experts, outer)
+    first = tl.where(column < num_experts + outer, first, num_experts + outer)
+    width = tl.where(column < num_experts + outer, width, inner)
+    tl.store(counts + first * num_blocks + block * width + column - first, total, column < num_sums)
+
+    if block == 0 and tl.program_id(1) == 0:
+        num_runs = num_blocks * runs_per_block
+        most = tl.zeros([RUNS], tl.int32)
+        for begin in range(0, num_runs, RUNS):
+            other = begin + tl.arange(0, RUNS)
+            last = other.to(tl.int64) * (num_sums + 1) + num_sums
+            most = tl.maximum(most, tl.load(runs + last, other < num_runs, other=0))
+        tl.store(counts + num_blocks * num_sums, tl.max(most, 0))
