@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from kernel_cases import check
 
+BATCH = 100
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -26,9 +28,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.cases < 1:
         parser.error(f"--cases: got {arguments.cases}, must be at least 1")
-    began = time.monotonic()
+    began, end = time.monotonic(), arguments.first + arguments.cases
     try:
-        check(arguments.first, arguments.first + arguments.cases)
+        for first in range(arguments.first, end, BATCH):
+            check(first, min(first + BATCH, end))
+            print(f"seeds below {min(first + BATCH, end)}: none differs", file=sys.stderr)
     except AssertionError as error:
         print(error, file=sys.stderr)
         return 1
