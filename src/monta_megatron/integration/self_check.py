@@ -11,7 +11,8 @@ Notation: T = tokens of this rank, H = hidden size, E = experts, N = rows for th
 """
 
 import copy
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,8 @@ class SelfCheckError(RuntimeError):
     """A chain does not give what stock's dispatcher gives; names chain, ranks and coordinate."""
 
 
-class RoundTrip(NamedTuple):
+@dataclass(frozen=True)
+class RoundTrip:
     """What a dispatcher has brought to the experts, and back.
 
     Attributes:
@@ -101,7 +103,8 @@ def random_rows(dispatcher: Any) -> torch.Tensor:
 
 def difference(ours: RoundTrip, theirs: RoundTrip) -> str:
     """Where one round trip first differs from another; "" if it does not."""
-    for name, mine, other in zip(RoundTrip._fields, ours, theirs, strict=True):
+    for name in (entry.name for entry in fields(RoundTrip)):
+        mine, other = getattr(ours, name), getattr(theirs, name)
         if mine.shape != other.shape:
             return f"{name} has shape {list(mine.shape)}, stock's {list(other.shape)}"
         places = (mine != other).nonzero()
