@@ -39,6 +39,7 @@ from monta_megatron.cli import bench
 from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.tables import table
+from monta_megatron.exchange.count_table import ExchangeCounts
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import Candidate, build_dispatcher, stock_candidate
 from monta_megatron.tools.bench.layer import dispatcher_on, layer_config
@@ -97,8 +98,13 @@ def build(
     # The last one is the same chain, but no Permute of it overlaps a collective.
     numbers = [*sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks}), FIXED_NUM_CHUNKS]
     ours = [build_dispatcher(settings, cluster, CHAIN, number) for number in numbers]
-    bind = ours[-1]._bind
-    ours[-1]._bind = lambda *counts: replace(bind(*counts), order=order_with_permutes_apart)
+    serial, bind = ours[-1], ours[-1]._bind
+
+    def bind_in_order(counts: ExchangeCounts) -> None:
+        bind(counts)
+        serial._exchange = replace(serial._exchange, order=order_with_permutes_apart)
+
+    serial._bind = bind_in_order
     return [
         stock_candidate(settings, layout, batches, "alltoall"),
         whole_group,
