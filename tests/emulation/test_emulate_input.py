@@ -47,7 +47,7 @@ def changed(name: str, value: str) -> list[str]:
         ([*GOOD, "--", "-m", "a..b"], ["CMD", "'-m a..b'"]),
         ([*GOOD, "-m", "monta_megatron", "bench"], ["CMD", "`--` is missing", "-- -m monta_meg"]),
         ([*GOOD, "--", "monta", "bnech"], ["'bnech'", "did you mean bench?"]),
-        ([*GOOD, "--", "monta", "bench", "--expert", "few"], ["--experts", "'few'"]),
+        ([*GOOD, "--", "monta", "bench", "--experts", "few"], ["--experts", "'few'"]),
         ([*GOOD, "--", "-m", "monta_megatron.cli", "bench", "--top-k", "0"], ["--top-k", "'0'"]),
         ([*GOOD, "--", "monta", "bench"], ["--experts", "not given"]),
         ([*GOOD, "--", "monta", *BENCH, "--ep", "3"], ["--ep", "got 3", "divides the 4 ranks"]),

@@ -267,7 +267,7 @@ def test_the_benefit_is_of_one_stage_and_all_micro_batches() -> None:
     assert run.benefit.iteration == Iteration(
         num_moe_layers=12, num_stages=8, num_micro_batches=128
     )
-    assert run.benefit.ratio > 1.5 and run.benefit.chosen_us == run.plan.predicted_us
+    assert run.benefit.ratio > 1.3 and run.benefit.chosen_us == run.plan.predicted_us
     # A chain that is named may be slower than stock, which is said.
     named = ready(QUICKSTART).benefit
     assert named is not None and " loses " in named.text

@@ -174,7 +174,7 @@ def test_without_matplotlib_the_page_says_how_to_get_it(
     assert main(["report", "--out", str(out), *MODEL]) == 0
     page = Page(out)
     assert "no picture without matplotlib: pip install matplotlib" in page.text
-    assert "1.41x stock alltoall" in page.text and not page.sources
+    assert "1.52x stock alltoall" in page.text and not page.sources
 
 
 def test_bad_input_is_one_line_and_leaves_no_page(

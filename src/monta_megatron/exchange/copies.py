@@ -143,7 +143,7 @@ def _in_wide_values(into: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tenso
         return into, rows
     sizes = [rows.shape[1]]
     for tensor in (into, rows):
-        sizes += [tensor.stride(0), tensor.storage_offset()]
+        sizes += [tensor.stride(0), int(tensor.storage_offset())]
     if any(size * rows.element_size() % 16 for size in sizes):
         return into, rows
     return into.view(torch.complex128), rows.view(torch.complex128)

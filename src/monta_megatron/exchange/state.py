@@ -161,7 +161,7 @@ class State:
         return self.indices.rows(position, segments)[chunk]
 
     def parts(self, operation: Operation, ids: torch.Tensor) -> Parts:
-        """What a stage copies for: made for the first chunk, with expert ids like these."""
+        """What a stage copies for: held from the first chunk, with ids like these, to the last."""
         position = operation.position
         if position not in self._parts:
             bound = self.exchange.bound
@@ -169,6 +169,8 @@ class State:
             assert parts is not None, f"{operation.stage} has nothing to find"
             before, after = bound.rows_at[position : position + 2]
             self._parts[position] = Parts.of(parts, int(max(before)), int(max(after)), ids)
+        if operation.chunk == self.exchange.bound.num_chunks - 1:
+            return self._parts.pop(position)
         return self._parts[position]
 
     def group(self, operation: Operation) -> PeerGroup:
