@@ -47,7 +47,6 @@ from monta_megatron.integration.iteration import iteration_here
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.integration.reports import Report, reports_for_stage
-from monta_megatron.integration.self_check import check_first_use
 from monta_megatron.integration.strategies import (
     STRATEGIES,
     WHOLE_TOKENS,
@@ -309,7 +308,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         choice = self._choices.choose(counts, self.probs.device, self.cuda_dtoh_stream)
         self._take(choice, self._choices.news(choice, counts))
         self.monitor.choices[self.chain.name, self.num_chunks] += 1
-        if self.options.check:
+        if self.options.check and self.tp_ep_group.size() > 1:
+            from monta_megatron.integration.self_check import check_first_use
+
             check_first_use(self, self._stock_dispatcher, counts)
         self._chunks = []
         if self.options.overlap_experts and self.num_chunks > 1:

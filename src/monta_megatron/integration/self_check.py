@@ -68,7 +68,7 @@ def check_first_use(dispatcher: Any, stock_dispatcher: Any, counts: ExchangeCoun
     """
     group, chain, num_chunks = dispatcher.tp_ep_group, dispatcher.chain, dispatcher.num_chunks
     key = group, dispatcher.layout.num_experts, chain.name, num_chunks
-    if key in _checked or group.size() == 1:
+    if key in _checked:
         return
     _checked.add(key)
     with torch.no_grad():
