@@ -2,6 +2,7 @@
 """Count what a rank's host issues for the exchange of a MoE layer, forward and backward.
 
     python scripts/launch_budget.py --ep 16 --chain hierarchical_alltoall --num-chunks 4 --json
+    python scripts/launch_budget.py --chain alltoall_dedup --num-chunks 4 --fused
     python scripts/launch_budget.py --table    # docs/launch_budget.md
     python scripts/launch_budget.py --write    # into that file
 
@@ -14,12 +15,15 @@ import json
 import logging
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "launch_budget.md"
 SIZES = (16, 64)
 CHUNKS = (1, 4)
+KERNELS = ("torch", "fused")
+KEYS = ("chain", "EP", "chunks", "kernels")
 REPEATS = 30
 
 INTRODUCTION = """\
@@ -28,22 +32,24 @@ INTRODUCTION = """\
 Written by `scripts/launch_budget.py` from what the code issues; a test keeps it current.
 
 A GPU does nothing before its host has told it to. This page counts what the host of one rank issues
-for the exchange of one MoE layer, forward and backward, on the CUDA branch with PyTorch's
-operations: 8 ranks per node, 4 experts per rank, top-8, ETP 1.
+for the exchange of one MoE layer, forward and backward, on the CUDA branch: 8 ranks per node, 4
+experts per rank, top-8, ETP 1. Kernels: `torch`, PyTorch's operations; `fused`, Triton kernels
+(`--moe-monta-kernels`).
 
 """
 
 DEFINITIONS = {
     "tensor_operations": "operations of ATen that reach PyTorch's dispatcher, without views; "
-    "an allocation is one",
+    "an allocation is one, and a launch of a Triton kernel",
     "kernel_launches": "kernels of these, an estimate: none for an allocation, 5 for a sort, 4 for "
     "a top-k, 2 for a scan, else 1; those of collectives are not among them",
     "collectives": "calls of a process group, the exchange of counts among them",
     "stream_switches": "calls of `torch.cuda.set_stream`; a context `torch.cuda.stream` is two",
     "waits": "of a stream for an event or a collective, which do not hold up the host; what a "
     "process group itself issues is not counted",
-    "host_us": "host time with collectives and streams that do nothing, on tiny CPU tensors: "
-    "a figure of one machine, for ratios of interleaved runs only",
+    "host_us": "host time with collectives and streams that do nothing, on tiny CPU tensors, and "
+    "Triton's launch with a launcher that does nothing: a figure of one machine, for ratios of "
+    "interleaved runs only",
 }
 OUTSIDE = """\
 Megatron's own permutation, which permuted tokens go through before and behind the passes, is
@@ -61,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ep", type=int, choices=SIZES, default=16, help="expert parallel ranks")
     made.add_argument("--chain", default="hierarchical_alltoall", help="name of a chain")
     made.add_argument("--num-chunks", type=int, default=1, help="chunks of each pass")
-    made.add_argument("--fused", action="store_true", help="refused: there are no fused kernels")
+    made.add_argument("--fused", action="store_true", help="with Triton kernels; needs Triton")
     what = made.add_mutually_exclusive_group()
     what.add_argument("--json", action="store_true", help="print one JSON document")
     what.add_argument("--table", action="store_true", help="print the page: all chains")
@@ -77,24 +83,25 @@ def page() -> str:
 
     lines = [INTRODUCTION]
     lines += [f"- **{_words(name)}**: {DEFINITIONS[name]}\n" for name in FIELDS]
-    lines += [f"\n{OUTSIDE}\n", _line(["chain", "EP", "chunks", *map(_words, FIELDS)])]
-    lines.append(_line(["---"] * (3 + len(FIELDS))))
+    lines += [f"\n{OUTSIDE}\n", _line([*KEYS, *map(_words, FIELDS)])]
+    lines.append(_line(["---"] * (len(KEYS) + len(FIELDS))))
     for chain in CHAINS.values():
         for ep in SIZES:
             for num_chunks in CHUNKS[:1] if chain.serial else CHUNKS:
-                counts = count_launches(chain.name, ep, num_chunks)
-                totals = [sum(getattr(row, name) for row in counts.values()) for name in FIELDS]
-                lines.append(_line([f"`{chain.name}`", ep, num_chunks, *totals]))
+                for kernels in KERNELS:
+                    counts = count_launches(chain.name, ep, num_chunks, kernels)
+                    totals = [sum(getattr(row, name) for row in counts.values()) for name in FIELDS]
+                    lines.append(_line([f"`{chain.name}`", ep, num_chunks, kernels, *totals]))
     return "".join(lines)
 
 
-def budget(chain_name: str, ep: int, num_chunks: int) -> dict[str, object]:
+def budget(chain_name: str, ep: int, num_chunks: int, kernels: str) -> dict[str, object]:
     """What `--json` prints: `passes`, and `total` with the same fields."""
     from launch_counts import count_launches
     from launch_times import host_us
 
-    counts = count_launches(chain_name, ep, num_chunks)
-    us = host_us(chain_name, ep, num_chunks, REPEATS)
+    counts = count_launches(chain_name, ep, num_chunks, kernels)
+    us = host_us(chain_name, ep, num_chunks, REPEATS, kernels)
     passes = [
         {"name": name, **vars(row), "host_us": round(us[name], 1)} for name, row in counts.items()
     ]
@@ -107,8 +114,8 @@ def checked(arguments: argparse.Namespace) -> None:
     from monta_megatron.chains import CHAINS
 
     chain = CHAINS.get(arguments.chain)
-    if arguments.fused:
-        raise ValueError("--fused, got true, there are no fused kernels yet; leave it out")
+    if arguments.fused and find_spec("triton") is None:
+        raise ValueError("--fused, got true, must come with Triton, which is not installed")
     if chain is None:
         raise ValueError(f"--chain, got {arguments.chain}, must be one of {', '.join(CHAINS)}")
     most = 1 if chain.serial else 8
@@ -137,7 +144,8 @@ def main() -> int:
         elif arguments.table:
             print(page(), end="")
         else:
-            result = budget(arguments.chain, arguments.ep, arguments.num_chunks)
+            kernels = KERNELS[arguments.fused]
+            result = budget(arguments.chain, arguments.ep, arguments.num_chunks, kernels)
             if arguments.json:
                 print(json.dumps(result, indent=2))
             else:

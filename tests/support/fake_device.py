@@ -9,6 +9,7 @@ What torch's fake tensors do not see by themselves: `.cpu()`, `.to("cpu")`, torc
 as indices (all of them copies between devices), pageable and blocking copies, waits for events.
 """
 
+import importlib.util
 import sys
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ except (ImportError, RuntimeError, AssertionError) as error:
         allow_module_level=True,
     )
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 PACKAGE = "monta_megatron."
 COPIES = ("_to_copy", "copy_")
 INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put")
@@ -108,6 +110,10 @@ class FakeDevice(TorchDispatchMode):
         # Innermost first: the fake tensors, what is recorded of them, what is refused.
         self._context.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self._context.enter_context(self.recorder)
+        if HAS_TRITON:
+            from fake_kernels import recorded_launches
+
+            self._context.enter_context(recorded_launches(self.recorder.kernel))
         waits: Any = {"create": True, "synchronize": lambda *_: self._cross("waits for the device")}
         for patch in (
             # As on a device: chosen by where the rows are.

@@ -6,7 +6,8 @@ replaced by its sizes, so what it launches is not counted; it is the same for st
 
     tensor_operations  operations of ATen that reach the dispatcher, without views, without what
                        reads or changes metadata alone; an allocation is one
-    kernel_launches    of those, by `KERNELS`: an estimate. A collective's own are not among them
+    kernel_launches    of those, by `KERNELS`: an estimate. A collective's own are not among them.
+                       A launch of a Triton kernel is one of both
     collectives        calls of a process group
     stream_switches    calls of `torch.cuda.set_stream`; a context `torch.cuda.stream` is two
     waits              of a stream for an event or for a collective; the host's are none of them
@@ -131,8 +132,14 @@ class LaunchCounter(TorchDispatchMode):
         return self.counts[self._rows[-1]]
 
     def _read_queue(self) -> None:
-        """Count the waits since the last call; a group's own stream waits inside a collective."""
+        """Count the waits and Triton kernels since the last call.
+
+        A group's own stream waits inside a collective.
+        """
         new, self._num_read = self._recorder.queue[self._num_read :], len(self._recorder.queue)
+        num_launches = sum(each.name.startswith("triton ") for each in new)
+        self._here.tensor_operations += num_launches
+        self._here.kernel_launches += num_launches
         self._here.waits += sum(
             each.kind == "wait" and not each.stream.startswith("group ") for each in new
         )
@@ -145,16 +152,21 @@ def _moves_nothing(func: Any) -> bool:
     )
 
 
-def count_launches(chain_name: str, ep: int, num_chunks: int) -> dict[str, LaunchCounts]:
+def count_launches(
+    chain_name: str, ep: int, num_chunks: int, kernels: str = "torch"
+) -> dict[str, LaunchCounts]:
     """The counts of each of `ROWS`, for one layer's exchange, forward and backward.
 
     Args:
         chain_name: of `chains.CHAINS`.
         ep: expert parallel ranks; a layout of `fake_world.LAYOUTS`, with ETP 1.
         num_chunks: chunks of each pass, 1 for a serial chain.
+        kernels: what does the work, "torch" or "fused".
     """
+    # On the host, where the counts come from, "auto" is PyTorch.
+    options = {"moe_monta_kernels": "auto" if kernels == "fused" else "torch"}
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
-        made = make_dispatcher(chain_name, ep, moe_monta_num_chunks=num_chunks)
+        made = make_dispatcher(chain_name, ep, moe_monta_num_chunks=num_chunks, **options)
     copied, routed = exchanged_counts(made._counts.count_table)
     device = FakeDevice(listed=LISTED, host_values=copied.numpy())
     made.monitor = device.recorder.monitor

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,8 +28,9 @@ from launch_counts import (
 )
 from megatron.core.transformer.moe import token_dispatcher as stock
 
-from monta_megatron.exchange import operations, state, streams
+from monta_megatron.exchange import count_table, operations, state, streams
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather
+from monta_megatron.integration import strategies
 
 WARM_UP = 2
 
@@ -51,10 +53,17 @@ class _NoStream:
         pass
 
 
-def host_us(chain_name: str, ep: int, num_chunks: int, repeats: int) -> dict[str, float]:
-    """Median host time of each of `ROWS`, in microseconds, over so many layers."""
+def host_us(
+    chain_name: str, ep: int, num_chunks: int, repeats: int, kernels: str = "torch"
+) -> dict[str, float]:
+    """Median host time of each of `ROWS`, in microseconds, over so many layers.
+
+    Triton kernels go through Triton's own launch path; see `no_driver`.
+    """
+    # On the host, where the counts come from, "auto" is PyTorch.
+    options = {"moe_monta_kernels": "auto" if kernels == "fused" else "torch"}
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
-        made = make_dispatcher(chain_name, ep, moe_monta_num_chunks=num_chunks)
+        made = make_dispatcher(chain_name, ep, moe_monta_num_chunks=num_chunks, **options)
     copied, routed = exchanged_counts(made._counts.count_table)
     values = made._counts.count_table.read(copied.numpy())
     made.cuda_dtoh_stream = _NoStream()
@@ -63,7 +72,9 @@ def host_us(chain_name: str, ep: int, num_chunks: int, repeats: int) -> dict[str
     made._counts.read = lambda: values
     for name in ("preprocess", "_maybe_dtoh_and_synchronize"):
         setattr(made, name, times.in_counts(getattr(made, name)))
-    with _one_thread(), _no_device(), torch.no_grad():
+    is_fused = kernels == "fused"
+    driver = no_driver() if is_fused else nullcontext()
+    with _one_thread(), _no_device(is_fused), driver, torch.no_grad():
         for _ in range(WARM_UP + repeats):
             times.begin()
             run_layer(made, inputs, times.row)
@@ -109,7 +120,36 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _no_device() -> Iterator[None]:
+def no_driver() -> Iterator[None]:
+    """Context in which Triton compiles for a GPU that is not there, and its launcher does nothing.
+
+    All that Triton's launch does before the launcher of the driver is done as on a GPU: arguments
+    are bound and told apart, the compiled kernel is looked up.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    def launcher(source: Any, metadata: Any) -> Any:
+        return lambda *_: None
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+        # Module, function, registers, spills, threads of a program at most.
+        load_binary=lambda *_: (object(), object(), 0, 0, 1024),
+    )
+    nothing = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=launcher,
+        utils=utils,
+    )
+    with mock.patch.object(driver, "_active", nothing):
+        yield
+
+
+@contextmanager
+def _no_device(is_fused: bool) -> Iterator[None]:
     """Context in which the CPU's tensors take a device's path through the exchange."""
     stream = _NoStream()
     inside = nullcontext()
@@ -131,6 +171,10 @@ def _no_device() -> Iterator[None]:
             mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
             mock.patch.object(state, "streams_for", streams.CudaStreams),
             mock.patch.multiple(operations, **starts),
+            *(
+                mock.patch.object(module, "is_fused", lambda *_: is_fused)
+                for module in (strategies, count_table)
+            ),
             mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes),
         ):
             context.enter_context(patch)

@@ -222,6 +222,11 @@ class Recorder(TorchDispatchMode):
             self._run(self.current, Entry("kernel", self.current.name, name), read, written + new)
         return result
 
+    def kernel(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        """Record the launch of a kernel that is no operation of torch."""
+        self.find_freed()
+        self._run(self.current, Entry("kernel", self.current.name, name), read, written)
+
     def find_freed(self) -> None:
         """Check the memory that was freed since the last call.
 

@@ -11,11 +11,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fake_device import FakeDevice, HostWaitsError
+from fake_device import HAS_TRITON, FakeDevice, HostWaitsError
 from fake_world import LAYOUTS, TOPK, exchanged_counts, fake_world, megatron_groups
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.count_format import num_counted_blocks
+from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     COMBINE,
     COMBINE_BACKWARD,
@@ -24,6 +25,9 @@ from monta_megatron.chains.program import (
     FORWARD_BACKWARD,
     NOT_TIMED_US,
     Operation,
+    Policy,
+    Program,
+    RowFormat,
 )
 from monta_megatron.chains.stages import Permute
 from monta_megatron.exchange import executor
@@ -55,7 +59,12 @@ def world() -> Iterator[None]:
 
 
 def make_exchange(
-    chain_name: str, ep: int, etp: int, device: FakeDevice, padded: bool = False
+    chain_name: str,
+    ep: int,
+    etp: int,
+    device: FakeDevice,
+    padded: bool = False,
+    fused: bool = False,
 ) -> tuple[Exchange, torch.Tensor]:
     """A micro-batch's exchange, and its routing map on the host."""
     chain, layout = CHAINS[chain_name], LAYOUTS[ep, etp]
@@ -71,6 +80,7 @@ def make_exchange(
         sum_dtype=torch.float32,
         monitor=device.recorder.monitor,
         max_experts_per_token=gathered.max_experts_per_token,
+        fused=fused,
     )
     return exchange, routed
 
@@ -82,10 +92,20 @@ def source_lanes(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -
     if not exchange.max_experts_per_token:
         return Columns(rows=rows, probs=torch.empty(num_rows, device="cuda"))
     on_device = torch.empty(routed.shape, dtype=torch.bool, device="cuda")
-    probs, ids = expert_ids_of(
+    list_experts = expert_ids_of
+    if exchange.fused:
+        from monta_megatron.exchange.kernels.expert_lists import expert_ids_of as list_experts
+    probs, ids = list_experts(
         on_device, torch.empty(routed.shape, device="cuda"), exchange.max_experts_per_token
     )
     return Columns(rows=rows, probs=probs, ids=ids)
+
+
+def dispatch_program(exchange: Exchange, dtype: torch.dtype) -> Program:
+    row = RowFormat(HIDDEN, dtype.itemsize, 4, 4)
+    policy: Policy = "fused" if exchange.fused else "streams"
+    width = exchange.max_experts_per_token
+    return lower(exchange.bound, DISPATCH, row, width, policy).program
 
 
 def run_layer(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> None:
@@ -113,14 +133,19 @@ def expect(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dty
     assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("chain_name", "ep", "etp"), CASES)
 def test_the_host_waits_for_nothing(
-    chain_name: str, ep: int, etp: int, dtype: torch.dtype, padded: bool
+    chain_name: str, ep: int, etp: int, dtype: torch.dtype, padded: bool, fused: bool
 ) -> None:
+    if fused and not HAS_TRITON:
+        pytest.skip("needs triton, which comes with torch's GPU wheels")
     device = FakeDevice(listed=[ROW_INDICES])
-    exchange, routed = make_exchange(chain_name, ep, etp, device, padded)
+    exchange, routed = make_exchange(chain_name, ep, etp, device, padded, fused)
+    kinds = {series[0].kind for series in dispatch_program(exchange, dtype).series}
+    assert ("to_experts" in kinds) == (fused and CHAINS[chain_name].rows == "tokens")
     if exchange.max_experts_per_token:
         assert (exchange.max_experts_per_token > 2 * TOPK) == padded
     stages = exchange.bound.stages

@@ -1,6 +1,7 @@
 """What a pass holds at most: the liveness of its buffers is what the executor allocates."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
 import pytest
@@ -34,6 +35,7 @@ def measure(
     num_chunks: int,
     dtype: torch.dtype,
     streams: Callable[[torch.device], Streams] = CudaStreams,
+    fused: bool = False,
 ) -> tuple[dict[str, int], BoundChain, int]:
     """Bytes at the peak of each pass beyond its input; the bound chain; the longest list."""
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
@@ -47,8 +49,9 @@ def measure(
         peaks[way.name] = recorder.peak_bytes - before
         return outputs
 
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder)
+    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
     with (
+        _no_kernels(recorder) if fused else nullcontext(),
         mock.patch.object(autograd, "run", run),
         mock.patch.multiple(layers, HIDDEN=ROWS[dtype].hidden_size, DTYPE=dtype),
         recorder,
@@ -70,6 +73,28 @@ def test_peak_bytes(chain_name: str, layout_name: str, dtype: torch.dtype) -> No
         for name, peak in peaks.items():
             # Chunks of pairs are packed, where one of all pairs is sent as it lies.
             assert peak <= 1.55 * serial[name], (num_chunks, name)
+
+
+def _no_kernels(recorder: Recorder) -> AbstractContextManager[None]:
+    """Memory is allocated around kernels that do not run."""
+    from fake_kernels import recorded_launches
+
+    return recorded_launches(recorder.kernel)
+
+
+@each_dtype
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_fused_kernels_hold_less(chain_name: str, layout_name: str, dtype: torch.dtype) -> None:
+    """Rows are not in memory in two orders, nor are the terms of sums in fp32."""
+    pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
+    for num_chunks in (1,) if CHAINS[chain_name].serial else (1, 3):
+        peaks, bound, width = measure(chain_name, layout_name, num_chunks, dtype, fused=True)
+        for way in FORWARD_BACKWARD:
+            expected = peak_bytes(lower(bound, way, ROWS[dtype], width, "fused"))
+            assert expected <= peaks[way.name] <= 1.03 * expected, (num_chunks, way.name)
+            otherwise = peak_bytes(lower(bound, way, ROWS[dtype], width))
+            has_copies = CHAINS[chain_name].rows == "tokens"
+            assert expected < otherwise if has_copies else expected <= otherwise, way.name
 
 
 @each_dtype

@@ -114,7 +114,12 @@ def count(
 
 
 def make_exchange(
-    chain: Chain, layout: Layout, routing_map: torch.Tensor, num_chunks: int, recorder: Recorder
+    chain: Chain,
+    layout: Layout,
+    routing_map: torch.Tensor,
+    num_chunks: int,
+    recorder: Recorder,
+    fused: bool = False,
 ) -> Exchange:
     counts, width = count(chain, layout, routing_map)
     return Exchange(
@@ -123,6 +128,7 @@ def make_exchange(
         sum_dtype=torch.float32,
         monitor=recorder.monitor,
         max_experts_per_token=width,
+        fused=fused,
     )
 
 
@@ -190,6 +196,27 @@ def test_every_access_is_ordered_and_memory_lives_long_enough(
     assert passes == set(PASSES)
     assert sum(entry.kind == "kernel" for entry in recorder.queue) > 20
     assert {stream.priority for stream in recorder.side_streams} == {-1}, "not the caller's"
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+def test_fused_kernels_are_ordered_likewise(
+    chain_name: str, layout_name: str, num_chunks: int
+) -> None:
+    """What they read and write; they do not run."""
+    pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
+    from fake_kernels import recorded_launches
+
+    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
+    routing_map, recorder = PLAIN.map(layout.num_experts), Recorder()
+    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused=True)
+    with recorder, recorded_launches(recorder.kernel):
+        run_layer(exchange, routing_map)
+        del exchange
+    assert recorder.findings == []
+    launched = [each.name for each in recorder.queue if each.name.startswith("triton ")]
+    assert (launched != []) == (chain.rows == "tokens" or layout.etp > 1)
+    assert order_of(recorder) == order_of(sound(chain_name, layout_name, num_chunks))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ Order of issue: chunk i + 1's first collective has started before chunk i's seco
 for, in every pass. Collectives are issued in the same order on every rank, whatever the data: a
 chunk without rows is sent too.
 
-Memory of a chunk is used again by the chunk that comes W turns later ("streams"). W is the least
+Memory of a chunk is used again by the chunk that comes W turns later (on devices). W is the least
 number with which a single launch queue is not held up earlier: whatever waits for the buffer's
 readers anyway is issued before the operation that overwrites it. An operation may start later than
 with memory of its own; the planner prices that.
@@ -111,7 +111,7 @@ def _structure(
     in_order = shapes[::-1] if pass_.transpose else shapes
     offsets = pipeline_offsets(in_order, crossing, policy)
     packs = num_chunks > 1 or rows == "tokens"
-    work = one_chunk(in_order, offsets, rows, etp, crossing, pass_, row, packs)
+    work = one_chunk(in_order, offsets, rows, etp, crossing, pass_, row, packs, policy == "fused")
 
     # Step 2: the order of the chunks. Transposed passes take them from the last to the first, the
     # small one first, unless a single collective is followed by a copy alone: that could hide
@@ -154,6 +154,7 @@ def _structure(
     return Program(
         pass_=pass_,
         row=row,
+        policy=policy,
         operations=stamped.operations,
         buffers=tuple(buffers),
         output=stamped.buffers[work.output][0],

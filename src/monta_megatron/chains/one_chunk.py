@@ -7,7 +7,8 @@
     AllGather    allgather                            alltoall of parts; reduce parts, before what
                                                       reads them
 
-A stage that moves nothing has no operation: a group of one rank, rows that lie in order.
+A stage that moves nothing has no operation: a group of one rank, rows that lie in order. A fused
+kernel that copies or sums rows last writes them where `put` would: "to_experts", for each expert.
 The columns of a row share a message where a stage copies rows anyway and a collective comes next;
 elsewhere they are sent as they lie, column by column.
 """
@@ -64,6 +65,7 @@ def one_chunk(
     pass_: Pass,
     row: RowFormat,
     packs: bool,
+    is_fused: bool,
 ) -> OneChunk:
     """Go through the stages of a pass.
 
@@ -76,6 +78,7 @@ def one_chunk(
         pass_: the pass.
         row: the sizes of a row's values.
         packs: columns may share a message.
+        is_fused: kernels put rows into place, and sum them without memory of their own.
     """
     num_stages, back = len(shapes), pass_.transpose
     columns = _columns(rows, shapes[::-1] if back else shapes, pass_, row)
@@ -134,8 +137,18 @@ def one_chunk(
         operations.append(operation)
         return writes[0]
 
+    def puts(at: int) -> bool:
+        """Whether what this stage writes is put into place at once."""
+        placements = ("slice",) if back else ("slice", "index")
+        return is_fused and at + 2 == num_stages and shapes[-1].placement in placements
+
+    def output() -> int:
+        return buffer("output", boundary_after(num_stages - 1), release="caller", chunk=None)
+
     def message(at: int) -> int:
         """What a stage writes that copies rows anyway: packed, if a collective comes next."""
+        if puts(at):
+            return output()
         boundary = boundary_after(at)
         to_collective = isinstance(shapes[at + 1].stage, AllToAll | AllGather)
         packed = packs and to_collective and len(columns[boundary]) > 1
@@ -150,6 +163,8 @@ def one_chunk(
 
     def scratch(at: int, boundary: int, copies: int, of_sums: int, num_sums: int = 1) -> list[int]:
         """What a sum holds while it is made: its terms, if they are converted, and the sums."""
+        if is_fused:
+            return []
         sums = summed(at, of_sums, row.sum_bytes, num_sums)
         return [summed(at, boundary, row.sum_bytes, copies), sums] if is_rounded else [sums]
 
@@ -168,7 +183,8 @@ def one_chunk(
             parts, num_parts = buffers[current], buffers[current].copies
             first = parts_per_sum(etp, num_parts)
             sum_name = f"sum of {transposed.name}"
-            total = buffer(sum_name, parts.boundary, parts.columns, packed=parts.packed)
+            of, packed = parts.columns, parts.packed
+            total = output() if puts(at - 1) else buffer(sum_name, parts.boundary, of, packed)
             num_sums = 1 if first == num_parts else 2
             held = scratch(at, parts.boundary, num_parts, parts.boundary, num_sums)
             reads, writes = [current, *unrounded], [total, *held]
@@ -194,7 +210,7 @@ def one_chunk(
                 unrounded = [buffer(f"{name}, unrounded", boundary - 1, of)]
             before_it = boundary_after(at - 1)
             writes += [*unrounded, *scratch(at, before_it, 1, boundary)]
-            if is_rounded and current == 0 and shapes[0].placement == "index":
+            if is_rounded and not is_fused and current == 0 and shapes[0].placement == "index":
                 # What is read row by row is there in its own dtype before it is converted.
                 writes.append(summed(at, before_it, row.value_bytes, slot=writes[-1]))
             current = add("reduce", at, [current], writes, name, group=group)
@@ -204,16 +220,16 @@ def one_chunk(
                 reads.append(buffer(name, at, (), release="exchange"))
                 kind = "find_copies" if _is_per_expert(shape) else "find_lists"
                 add(kind, at, [current], reads[1:], name)
-            current = add("duplicate", at, reads, [message(at)], name)
+            kind = "to_experts" if puts(at) else "duplicate"
+            current = add(kind, at, reads, [message(at)], name)
         elif at == 0:
             # A sum reads each row once, so it can read it in place.
             if shape.placement == "index" and not isinstance(shapes[1].stage, Duplicate):
                 current = add("pack", at, [current], [message(at)], name)
         elif shape.placement == "none":
             buffers[current] = buffers[current]._replace(release="caller")
-        else:
-            output = buffer("output", boundary, release="caller", chunk=None)
-            current = add("put", at, [current], [output], name)
+        elif buffers[current].name != "output":
+            current = add("put", at, [current], [output()], name)
     return OneChunk(operations, buffers, current)
 
 

@@ -24,8 +24,9 @@ ID_BYTES = 4
 SUM_COLUMNS = 2048
 
 # How a program is executed: "host" on CPU ranks, where the host itself copies and waits; "streams"
-# on devices, to which it hands everything in advance.
-Policy: TypeAlias = Literal["host", "streams"]
+# on devices, to which it hands everything in advance; "fused" likewise, by kernels that copy rows
+# straight to where they belong, and sum them without memory of their own.
+Policy: TypeAlias = Literal["host", "streams", "fused"]
 # What an operation occupies: the network between nodes, the link inside a node, memory.
 Resource: TypeAlias = Literal["inter", "intra", "memory"]
 # Likewise, and the compute units: of work beside an exchange, no operation of which computes.
@@ -35,6 +36,7 @@ Kind: TypeAlias = Literal[
     "find_lists",
     "find_copies",
     "duplicate",
+    "to_experts",
     "reduce",
     "alltoall",
     "allgather",
@@ -182,6 +184,7 @@ class Program:
     Attributes:
         pass_: the pass.
         row: the sizes of a row's values.
+        policy: how it is executed.
         operations: in the order of issue, which is the same on every rank.
         buffers: the input comes first.
         output: the buffer that holds the result.
@@ -193,6 +196,7 @@ class Program:
 
     pass_: Pass
     row: RowFormat
+    policy: Policy
     operations: tuple[Operation, ...]
     buffers: tuple[Buffer, ...]
     output: int

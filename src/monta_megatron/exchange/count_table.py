@@ -25,6 +25,7 @@ from monta_megatron.chains.count_format import (
     part_sizes,
 )
 from monta_megatron.chains.layout import Layout
+from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.routing_counts import block_size, count_routing
 
 
@@ -62,12 +63,14 @@ class CountTable:
         num_blocks: B, the number of token blocks; 1 if all chains' rows are permuted
             tokens.
         classes: of permuted tokens, see `TokenCounts`.
+        kernels: what counts, see `kernel_choice`.
     """
 
     chains: tuple[Chain, ...]
     layout: Layout
     num_blocks: int
     classes: int = 1
+    kernels: str = "torch"
 
     @cached_property
     def by_block(self) -> bool:
@@ -95,7 +98,10 @@ class CountTable:
         num_tokens, device, layout = len(routing_map), routing_map.device, self.layout
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
         parts = part_sizes(self.chains, layout)
-        sent = count_routing(routing_map, self.num_blocks, parts, self.by_block)
+        count = count_routing
+        if is_fused(self.kernels, device.type):
+            from monta_megatron.exchange.kernels.count_routing import count_routing as count
+        sent = count(routing_map, self.num_blocks, parts, self.by_block)
         tokens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
         most_experts = sent.pop("most experts", tokens)
         # Two columns of int32.

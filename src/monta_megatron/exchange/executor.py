@@ -49,13 +49,15 @@ def finish(state: State) -> Columns:
 def issue(state: State, operations: Iterable[Operation]) -> None:
     """Issue operations of a pass; the caller's stream is the current one before and after."""
     streams, monitor = state.streams, state.exchange.monitor
-    chain = state.bound.bound.chain.name
+    chain, kinds = state.bound.bound.chain.name, OPERATIONS
+    if state.exchange.fused:
+        from monta_megatron.exchange.fused_operations import FUSED_OPERATIONS as kinds
     try:
         for operation in operations:
             streams.enter(operation.stream)
             with monitor.range(state.pass_name, chain, operation):
                 state.wait(operation.waits)
-                state.issued(operation, OPERATIONS[operation.kind](state, operation))
+                state.issued(operation, kinds[operation.kind](state, operation))
     finally:
         streams.leave()
 

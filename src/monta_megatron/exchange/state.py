@@ -11,7 +11,7 @@ import torch
 
 from monta_megatron.chains.chain import BoundChain, Order, order_of_issue
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import Buffer, Operation, Pass, RowFormat
+from monta_megatron.chains.program import Buffer, Operation, Pass, Policy, RowFormat
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.copies import Parts
 from monta_megatron.exchange.indices import Indices
@@ -36,6 +36,7 @@ class Exchange:
         monitor: counts bytes; tells its recorder, if it has one, what is issued.
         max_experts_per_token: W; 0 where rows are permuted tokens.
         order: the order of issue; see `lower`.
+        fused: Triton kernels do the work; see `kernel_choice`.
         shared: by device, the indices that all passes share; made by the first one.
     """
 
@@ -45,6 +46,7 @@ class Exchange:
     monitor: Monitor
     max_experts_per_token: int = 0
     order: Order = order_of_issue
+    fused: bool = False
     shared: dict[torch.device, Indices] = field(default_factory=dict)
 
 
@@ -80,8 +82,8 @@ class State:
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
         )
-        policy, order = self.streams.policy, exchange.order
-        self.bound = lower(exchange.bound, pass_, row, width, policy, order=order)
+        policy: Policy = "fused" if exchange.fused else self.streams.policy
+        self.bound = lower(exchange.bound, pass_, row, width, policy, order=exchange.order)
         dtypes = (
             ("rows", row.sum_bytes, self.sum_dtype),
             ("rows", row.value_bytes, rows.dtype),

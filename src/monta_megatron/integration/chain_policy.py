@@ -1,5 +1,6 @@
 """From a configuration to a chain policy, the same on all ranks of an exchange."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import bytes_of_gb, counted
+from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.integration.agreement import agree
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.planner.chain_policy import (
@@ -18,7 +20,6 @@ from monta_megatron.planner.chain_policy import (
 )
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.selection import NUM_CHUNKS
-from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload
 
 
@@ -35,6 +36,8 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         ValueError: the chain cannot run here, or a plan is for another layout.
     """
     chain, num_chunks, reason = options.named_chain, options.num_chunks, "as asked for"
+    # CPU ranks say that CUDA is there.
+    fused = is_fused(options.kernels, "cuda" if torch.accelerator.is_available() else "cpu")
     if options.plan is not None:
         from monta_megatron.planner.plan import exchange_of
 
@@ -49,7 +52,10 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason=reason)
-    cluster = options.cluster or uncalibrated(layout)
+    from monta_megatron.planner.uncalibrated import uncalibrated
+
+    # Priced as they run, so ranks have to agree on the kernels here; elsewhere the bits are alike.
+    cluster = replace(options.cluster or uncalibrated(layout), fused_kernels=fused)
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
             f"moe_monta_cluster: {cluster.name} has {counted(cluster.num_nodes, 'node')}, must "

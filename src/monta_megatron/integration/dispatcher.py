@@ -146,6 +146,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                     layout=self.counted_layout,
                     num_blocks=num_counted_blocks(chains, self.chain_policy.num_blocks),
                     classes=classes,
+                    kernels=self.options.kernels,
                 ),
                 config=config,
                 group=self.tp_ep_group,

@@ -120,6 +120,10 @@ class OptionFields:
         f"ep in --nccl-communicator-config-path, else {DEFAULT_MAX_CTAS}).",
         _or_text(int),
     )
+    moe_monta_kernels: Optional[str] = _option(  # noqa: UP045
+        "What copies and sums rows, to the same bits: torch (PyTorch's operations), fused (Triton "
+        "kernels) or auto (fused on a GPU where Triton can be imported, else torch; default)."
+    )
     moe_monta_check: Optional[int] = _option(  # noqa: UP045
         "1: the first exchange of each chain is compared with stock's, on random rows; a "
         "difference ends the run (default). 0: it is not.",
@@ -160,6 +164,7 @@ class Options:
         beside_us: other work beside an exchange; 0 for none.
         overlaps: the settings of Megatron by which other work runs beside it.
         max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
+        kernels: what copies and sums rows: "auto", "torch" or "fused".
         check: compare the first exchange of each chain with stock's.
         record: folder for what is recorded of an iteration, or None.
         record_iteration: that iteration, the first one being 1.
@@ -177,6 +182,7 @@ class Options:
     beside_us: float = 0.0
     overlaps: tuple[str, ...] = ()
     max_ctas: int | None = None
+    kernels: str = AUTO
     check: int = 1
     record: str | None = None
     record_iteration: int = DEFAULT_RECORD_ITERATION
@@ -225,6 +231,7 @@ class Options:
             lambda _: chain == AUTO and "plan" not in given,
             "be left out where a flag or a plan names the chain, which is used whatever it holds",
         )
+        check("kernels", lambda value: value in (AUTO, "torch", "fused"), "be auto, torch or fused")
         check("check", lambda value: type(value) is int and value in (0, 1), "be 0 or 1")
         overlaps = given["overlaps"] = _overlaps(source)
         check(

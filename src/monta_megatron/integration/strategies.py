@@ -20,7 +20,8 @@ import torch
 from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.chains import TokenCounts
-from monta_megatron.exchange.count_table import ExchangeCounts, expert_ids_of
+from monta_megatron.exchange.count_table import ExchangeCounts
+from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import capacity_of
 
@@ -47,14 +48,14 @@ class PermutedTokens:
 
     def bind(self, dispatcher: Any, counts: ExchangeCounts) -> Exchange:
         """This micro-batch's exchange."""
+        layout, num_chunks = dispatcher.layout, dispatcher.num_chunks
         return Exchange(
-            bound=dispatcher.chain.bind(
-                dispatcher.layout, counts.permuted_tokens, dispatcher.num_chunks
-            ),
+            bound=dispatcher.chain.bind(layout, counts.permuted_tokens, num_chunks),
             groups=dispatcher.groups,
             # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
             sum_dtype=torch.promote_types(dispatcher.probs.dtype, torch.float32),
             monitor=dispatcher.monitor,
+            fused=is_fused(dispatcher.options.kernels, dispatcher.probs.device.type),
         )
 
     def columns(
@@ -107,6 +108,7 @@ class WholeTokens:
             sum_dtype=torch.float32,
             monitor=dispatcher.monitor,
             max_experts_per_token=counts.max_experts_per_token,
+            fused=is_fused(dispatcher.options.kernels, dispatcher.probs.device.type),
         )
 
     def columns(
@@ -114,6 +116,10 @@ class WholeTokens:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What moves with the rows: [T, E] -> probabilities [T, W] and experts [T, W]."""
         with dispatcher.monitor.timed_copies(probs.device):
+            if exchange.fused:
+                from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
+            else:
+                from monta_megatron.exchange.count_table import expert_ids_of
             return expert_ids_of(dispatcher.routing_map, probs, exchange.max_experts_per_token)
 
     def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:

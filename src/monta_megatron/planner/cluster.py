@@ -101,6 +101,7 @@ class Cluster:
         launch: host time per operation.
         memory_gb_per_rank: 1e9 bytes that a rank may use; without it memory is not checked.
         copies_block_host: copies run on the host thread in program order, as on CPU ranks.
+        fused_kernels: ranks run the fused kernels; not where copies run on the host.
         links: each resource as a line, used where there is no curve.
         curves: one for each operation, resource and group size.
         contention: pairs that are not listed have factor 1, or 2 if both are the same resource.
@@ -118,6 +119,7 @@ class Cluster:
     launch: HostCosts
     memory_gb_per_rank: PositiveFloat | None = None
     copies_block_host: bool = False
+    fused_kernels: bool = False
     links: tuple[Link, ...] = ()
     curves: tuple[Curve, ...] = ()
     contention: tuple[Contention, ...] = ()
@@ -165,7 +167,7 @@ class Cluster:
     @property
     def policy(self) -> Policy:
         """How programs are executed on it."""
-        return "host" if self.copies_block_host else "streams"
+        return "host" if self.copies_block_host else "fused" if self.fused_kernels else "streams"
 
     @property
     def num_ranks(self) -> int:

@@ -1,17 +1,15 @@
 """How much a host hands to its device for each operation of a program, one table for all.
 
-Counted are PyTorch's operations on tensors without views, an allocation is one; a launch of a fused
-kernel would be one as well. `scripts/launch_budget.py` counts the same on the executor, and a test
+Counted are PyTorch's operations on tensors without views, an allocation is one; so is a launch of a
+fused kernel (`fused_work`). `scripts/launch_budget.py` counts the same on the executor, and a test
 compares the two.
 """
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-from monta_megatron.chains.program import SUM_COLUMNS, Kind, Pass, RowFormat
+from monta_megatron.chains.program import SUM_COLUMNS, Kind, Pass, Policy, RowFormat
 
-# What does the work on the device.
-Kernels: TypeAlias = Literal["torch", "fused"]
 # What comes before and after a program, as in `planner.traffic`; the exchange of counts is a kind.
 Around: TypeAlias = Literal["count", "lists", "permute", "unpermute"]
 
@@ -32,27 +30,25 @@ class HostOperations(NamedTuple):
     block: int = 0
 
 
-HOST_OPERATIONS: Mapping[Kernels, Mapping[Kind | Around, HostOperations]] = {
-    "torch": {
-        "pack": HostOperations(rows=2, probs=1, ids=1),
-        "find_lists": HostOperations(ids=9),
-        "find_copies": HostOperations(ids=11),
-        "duplicate": HostOperations(rows=1, ids=2),
-        "reduce": HostOperations(probs=3, block=4),
-        "alltoall": HostOperations(rows=1),
-        "allgather": HostOperations(rows=1),
-        "reduce_parts": HostOperations(rows=5, probs=8, block=4),
-        "put": HostOperations(rows=1, probs=1, ids=2),
-        "count": HostOperations(ids=12),
-        "lists": HostOperations(ids=11),
-        "permute": HostOperations(rows=1, ids=5),
-        "unpermute": HostOperations(rows=2),
-    },
+HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
+    "pack": HostOperations(rows=2, probs=1, ids=1),
+    "find_lists": HostOperations(ids=9),
+    "find_copies": HostOperations(ids=11),
+    "duplicate": HostOperations(rows=1, ids=2),
+    "reduce": HostOperations(probs=3, block=4),
+    "alltoall": HostOperations(rows=1),
+    "allgather": HostOperations(rows=1),
+    "reduce_parts": HostOperations(rows=5, probs=8, block=4),
+    "put": HostOperations(rows=1, probs=1, ids=2),
+    "count": HostOperations(ids=12),
+    "lists": HostOperations(ids=11),
+    "permute": HostOperations(rows=1, ids=5),
+    "unpermute": HostOperations(rows=2),
 }
 
 
 def num_host_operations(
-    kind: Kind | Around, pass_: Pass, row: RowFormat, kernels: Kernels = "torch"
+    kind: Kind | Around, pass_: Pass, row: RowFormat, policy: Policy = "streams"
 ) -> int:
     """How many operations a host hands over for one chunk.
 
@@ -60,9 +56,12 @@ def num_host_operations(
         kind: what is done.
         pass_: the pass that it is part of.
         row: the sizes of a row's values.
-        kernels: what does it.
+        policy: how the program is executed.
     """
-    of_kind = HOST_OPERATIONS[kernels][kind]
+    table = HOST_OPERATIONS
+    if policy == "fused":
+        from monta_megatron.planner.fused_work import HOST_OPERATIONS as table
+    of_kind = table[kind]
     is_rounded = row.sum_bytes > row.value_bytes
     num_blocks = -(-row.hidden_size // SUM_COLUMNS) if is_rounded else 1
     return (

@@ -96,7 +96,7 @@ def price_pass(
         return tuple(
             _work(
                 stage,
-                num_host_operations(kind, program.pass_, program.row),
+                num_host_operations(kind, program.pass_, program.row, program.policy),
                 cluster,
                 nic_starts,
                 stage_us,

@@ -122,7 +122,8 @@ def _moves(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation])
     """A copy reads what it writes."""
     first = series[0]
     # Writing to places all over a tensor is slower than reading from them.
-    is_put = first.kind == "put" and programs[0].bound.shapes[first.position].placement == "index"
+    position = {"put": first.position, "to_experts": first.position + 1}.get(first.kind)
+    is_put = position is not None and programs[0].bound.shapes[position].placement == "index"
     written = _bytes_of(programs, series, first.writes[0])
     return _in_memory(first.stage, "put" if is_put else "copy", 2 * written)
 
@@ -139,10 +140,13 @@ def _finds(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation])
     """Copies are found from the expert ids alone."""
     first = series[0]
     operation: Operation = "find" if first.kind == "find_copies" else "find_lists"
-    list_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * programs[0].max_experts_per_token
-    return _in_memory(
-        first.stage, operation, list_bytes * _rows_at(programs, series, first.position)
-    )
+    rows, copies = (_rows_at(programs, series, first.position + after) for after in (0, 1))
+    num_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * programs[0].max_experts_per_token * rows
+    if programs[0].program.policy == "fused":
+        from monta_megatron.planner.fused_work import find_bytes
+
+        num_bytes = find_bytes(programs[0], rows, copies)
+    return _in_memory(first.stage, operation, num_bytes)
 
 
 def _exchanges(
@@ -175,6 +179,7 @@ TRAFFIC: Mapping[
     "find_lists": _finds,
     "find_copies": _finds,
     "duplicate": _moves,
+    "to_experts": _moves,
     "reduce": _sums,
     "alltoall": _exchanges,
     "allgather": _exchanges,
@@ -270,8 +275,13 @@ def _around(
     rows = np.array([[program.bound.num_source_rows] for program in programs])  # [S, 1]
     tokens = np.full(rows.shape, num_tokens)
     size_of_map = layouts[0].num_experts * tokens
+    count_bytes, list_bytes = COUNT_MAP_BYTES * size_of_map, LIST_MAP_BYTES * size_of_map
+    if programs[0].program.policy == "fused":
+        from monta_megatron.planner.fused_work import around_bytes
+
+        count_bytes, list_bytes = around_bytes(programs[0], size_of_map, tokens)
     if pass_.ids:
-        before.append(_in_memory("count", "count", COUNT_MAP_BYTES * size_of_map))
+        before.append(_in_memory("count", "count", count_bytes))
     num_ranks = len(layouts[0].nodes)
     if pass_.ids and num_ranks > 1:
         resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
@@ -288,7 +298,7 @@ def _around(
         )
         before.append(exchange)
     if pass_.ids and not permutes:
-        before.append(_in_memory("expert ids", "lists", LIST_MAP_BYTES * size_of_map))
+        before.append(_in_memory("expert ids", "lists", list_bytes))
     hidden_bytes = row.hidden_size * row.value_bytes
     if permutes and pass_.transpose:
         after.append(_in_memory("unpermute", "unpermute", hidden_bytes * (rows + tokens)))

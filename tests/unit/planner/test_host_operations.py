@@ -1,7 +1,7 @@
 """The planner's table of host operations is what the executor hands to a device.
 
 A figure that is off is printed with what was counted: write that into
-`planner.host_operations.HOST_OPERATIONS`.
+`planner.host_operations.HOST_OPERATIONS`, or that of `planner.fused_work`.
 """
 
 from collections import defaultdict
@@ -14,16 +14,19 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
+pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
 
 import launch_counts
 from fake_world import fake_world
 from launch_counts import LaunchCounter, count_launches
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import Kind, Operation, Pass, RowFormat
-from monta_megatron.exchange import executor
+from monta_megatron.chains.program import Kind, Operation, Pass, Policy, RowFormat
+from monta_megatron.exchange import executor, fused_operations
+from monta_megatron.exchange.fused_operations import FUSED_OPERATIONS
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.exchange.state import State
+from monta_megatron.planner import fused_work
 from monta_megatron.planner.host_operations import HOST_OPERATIONS, num_host_operations
 
 EP, NUM_CHUNKS = 16, 4
@@ -43,8 +46,16 @@ def world() -> Iterator[None]:
         yield
 
 
+# By what does the work: the executor's table, and the policy of its programs.
+TABLES: dict[str, tuple[Any, str, Policy]] = {
+    "torch": (executor, "OPERATIONS", "streams"),
+    "fused": (fused_operations, "FUSED_OPERATIONS", "fused"),
+}
+each_kernels = pytest.mark.parametrize("kernels", TABLES)
+
+
 @cache
-def issued_by(chain: str) -> tuple[tuple[Issued, ...], int]:
+def issued_by(chain: str, kernels: str) -> tuple[tuple[Issued, ...], int]:
     """What every operation of a layer's programs took, and what the whole layer did."""
     counters: list[LaunchCounter] = []
     issued: list[Issued] = []
@@ -56,52 +67,57 @@ def issued_by(chain: str) -> tuple[tuple[Issued, ...], int]:
 
     def counted(do: Callable[..., Any]) -> Callable[..., Any]:
         def do_counted(state: State, operation: Operation) -> Any:
-            row = counters[0]._here
+            row, program = counters[0]._here, state.bound.program
+            counters[0]._read_queue()
             before = row.tensor_operations
             works = do(state, operation)
-            program = state.bound.program
+            counters[0]._read_queue()
             number = row.tensor_operations - before
             issued.append((operation.kind, program.pass_, program.row, number))
             return works
 
         return do_counted
 
-    operations = {kind: counted(do) for kind, do in OPERATIONS.items()}
+    module, table, _ = TABLES[kernels]
+    operations = {kind: counted(do) for kind, do in getattr(module, table).items()}
     with (
         mock.patch.object(launch_counts, "LaunchCounter", Counter),
         mock.patch.object(launch_counts, "HIDDEN", HIDDEN),
-        mock.patch.object(executor, "OPERATIONS", operations),
+        mock.patch.object(module, table, operations),
     ):
-        rows = count_launches(chain, EP, 1 if CHAINS[chain].serial else NUM_CHUNKS)
+        rows = count_launches(chain, EP, 1 if CHAINS[chain].serial else NUM_CHUNKS, kernels)
     return tuple(issued), sum(row.tensor_operations for row in rows.values())
 
 
-def test_every_kind_takes_what_the_table_says() -> None:
+@each_kernels
+def test_every_kind_takes_what_the_table_says(kernels: str) -> None:
     counted: dict[tuple[Kind, Pass, RowFormat], list[int]] = defaultdict(list)
     for chain, each in CHAINS.items():
         # One chunk has what later ones share.
         if not each.serial:
-            for kind, pass_, row, number in issued_by(chain)[0]:
+            for kind, pass_, row, number in issued_by(chain, kernels)[0]:
                 counted[kind, pass_, row].append(number)
     off = {
         f"{kind} in {pass_.name}": f"{table} in the table, {mean(numbers):.1f} counted"
         for (kind, pass_, row), numbers in counted.items()
-        for table in [num_host_operations(kind, pass_, row)]
+        for table in [num_host_operations(kind, pass_, row, TABLES[kernels][2])]
         if abs(table - mean(numbers)) > max(RELATIVE * mean(numbers), ABSOLUTE)
     }
     assert off == {}
 
 
+@each_kernels
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_layer_takes_what_the_table_says(chain: str) -> None:
-    issued, total = issued_by(chain)
-    planned = sum(num_host_operations(kind, pass_, row) for kind, pass_, row, _ in issued)
+def test_a_layer_takes_what_the_table_says(chain: str, kernels: str) -> None:
+    policy = TABLES[kernels][2]
+    issued, total = issued_by(chain, kernels)
+    planned = sum(num_host_operations(kind, pass_, row, policy) for kind, pass_, row, _ in issued)
     dispatch, row = next((pass_, row) for _, pass_, row, _ in issued if pass_.ids)
     around = ["count", "alltoall", *(["lists"] if CHAINS[chain].rows == "tokens" else [])]
-    planned += sum(num_host_operations(kind, dispatch, row) for kind in around)
+    planned += sum(num_host_operations(kind, dispatch, row, policy) for kind in around)
     assert abs(planned - total) <= max(RELATIVE_OF_LAYER * total, ABSOLUTE_OF_LAYER)
 
 
 def test_every_kind_is_there() -> None:
-    for of_kinds in HOST_OPERATIONS.values():
-        assert of_kinds.keys() >= OPERATIONS.keys()
+    assert HOST_OPERATIONS.keys() >= OPERATIONS.keys()
+    assert fused_work.HOST_OPERATIONS.keys() >= FUSED_OPERATIONS.keys()

@@ -1,0 +1,98 @@
+"""Launches of Triton kernels, recorded as a device's work: with nothing run, or in the interpreter.
+
+What a kernel reads and writes is in its source: it writes where it stores.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+
+from monta_megatron.exchange.kernels import (
+    count_routing,
+    duplicate,
+    expert_lists,
+    find_copies,
+    reduce,
+    reduce_parts,
+    tiles,
+    to_experts,
+)
+
+MODULES = (
+    count_routing,
+    duplicate,
+    expert_lists,
+    find_copies,
+    reduce,
+    reduce_parts,
+    to_experts,
+)
+# The functions that write, and the position of where.
+STORES = {"store": 0, "move_rows": 3}
+
+# (name of the kernel, what it reads, what it writes)
+Launched = Callable[[str, list[torch.Tensor], list[torch.Tensor]], None]
+
+
+@contextmanager
+def recorded_launches(launched: Launched, run: bool = False) -> Iterator[None]:
+    """Context in which launches are told to `launched`; they run if the interpreter is to."""
+
+    def launch(function: Any, grid: tuple[int, ...], *args: Any) -> None:
+        if 0 in grid:
+            return
+        stored, tensors = _stored(function), {}
+        for name, value in zip(_parameters(function), args, strict=True):
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+        launched(
+            f"triton {function.fn.__name__}",
+            [tensor for name, tensor in tensors.items() if name not in stored],
+            [tensor for name, tensor in tensors.items() if name in stored],
+        )
+        if run:
+            tiles.launch(function, grid, *args)
+
+    with ExitStack() as context:
+        for module in MODULES:
+            context.enter_context(mock.patch.object(module, "launch", launch))
+        yield
+
+
+@cache
+def _parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function.fn).parameters)
+
+
+@cache
+def _stored(function: Any) -> frozenset[str]:
+    """The parameters through which a kernel writes."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+    assigned = {
+        node.targets[0].id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+
+    def root(pointer: ast.expr) -> str:
+        while isinstance(pointer, ast.BinOp):
+            pointer = pointer.left
+        assert isinstance(pointer, ast.Name)
+        is_parameter = pointer.id in _parameters(function)
+        return pointer.id if is_parameter else root(assigned[pointer.id])
+
+    stored = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id  # type: ignore[attr-defined]
+            if name in STORES:
+                stored.add(root(node.args[STORES[name]]))
+    assert stored, f"{function.fn.__name__} writes nothing"
+    return frozenset(stored)

@@ -1,0 +1,121 @@
+"""Whole exchanges with Triton kernels, in Triton's interpreter, against PyTorch's operations.
+
+It needs TRITON_INTERPRET=1 before the kernels are imported. Rows are fp32 or fp16: the interpreter
+does not round to bf16 as a GPU does.
+"""
+
+import os
+from unittest import mock
+
+import test_stream_safety as layers
+import torch
+from fake_kernels import recorded_launches
+from stream_recorder import RecordedWork, Recorder
+from test_stream_safety import LAYOUTS, Routing, make_exchange
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.program import (
+    COMBINE,
+    COMBINE_BACKWARD,
+    DISPATCH,
+    DISPATCH_BACKWARD,
+)
+from monta_megatron.exchange import count_table
+from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange.count_table import CountTable
+from monta_megatron.exchange.executor import run
+from monta_megatron.exchange.kernels import expert_lists
+from monta_megatron.exchange.payload import Columns
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
+
+HIDDEN = 40
+TOPK = 3
+DTYPES = (torch.float32, torch.float16)
+
+
+class MovingRecorder(Recorder):
+    """Rows that come from other ranks are rows of this one, where those of all ranks differ."""
+
+    def collective(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        share: torch.Tensor | None,
+        group: PeerGroup,
+    ) -> RecordedWork:
+        work = super().collective(output, input_, share, group)
+        if share is None and len(input_) > 0:
+            with self.muted():
+                output.copy_(input_[(7 * torch.arange(len(output)) + 3) % len(input_)])
+        return work
+
+
+def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int) -> None:
+    """Every pass, its counts and its lists of experts, in both kinds of kernels.
+
+    Raises:
+        AssertionError: names the pass and the column that differ.
+    """
+    layout = LAYOUTS[layout_name]
+    routing_map = Routing(num_tokens=num_tokens, topk=TOPK).map(layout.num_experts)
+    _compare_counts(chain_name, layout_name, routing_map)
+    for dtype in DTYPES:
+        expected, actual = (
+            _passes(chain_name, layout_name, num_chunks, routing_map, dtype, fused)
+            for fused in (False, True)
+        )
+        for name, column in expected.items():
+            assert torch.equal(actual[name], column), f"{dtype}, {name} differs"
+
+
+def _compare_counts(chain_name: str, layout_name: str, routing_map: torch.Tensor) -> None:
+    table = CountTable(
+        chains=(CHAINS[chain_name],), layout=LAYOUTS[layout_name], num_blocks=layers.NUM_BLOCKS
+    )
+    expected, _ = table.count(routing_map, agreement=5)
+    with mock.patch.object(count_table, "is_fused", lambda *_: True):
+        actual, _ = table.count(routing_map, agreement=5)
+    assert torch.equal(actual, expected), "counts differ"
+
+
+def _passes(
+    chain_name: str,
+    layout_name: str,
+    num_chunks: int,
+    routing_map: torch.Tensor,
+    dtype: torch.dtype,
+    fused: bool,
+) -> dict[str, torch.Tensor]:
+    """By pass and column, what comes out of it."""
+    recorder = MovingRecorder()
+    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
+    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
+    torch.manual_seed(0)
+    num_rows, num_expert_rows = (
+        int(rows) for rows in (exchange.bound.num_source_rows, exchange.bound.num_expert_rows)
+    )
+    width = exchange.max_experts_per_token
+    probs, ids = torch.rand(num_rows), None
+    if width:
+        list_experts = expert_lists.expert_ids_of if fused else count_table.expert_ids_of
+        probs, ids = list_experts(routing_map, torch.rand(routing_map.shape), width)
+    rows, gradients = torch.randn(2, num_rows, HIDDEN).to(dtype)
+    outputs = torch.randn(num_expert_rows, HIDDEN).to(dtype)
+    prob_gradients = torch.rand(num_expert_rows)
+    results = {}
+    with recorder, recorded_launches(recorder.kernel, run=True):
+        for pass_, columns in (
+            (DISPATCH, Columns(rows=rows, probs=probs, ids=ids)),
+            (COMBINE, Columns(rows=outputs)),
+            (COMBINE_BACKWARD, Columns(rows=gradients)),
+            (DISPATCH_BACKWARD, Columns(rows=outputs, probs=prob_gradients)),
+        ):
+            result = run(exchange, pass_, columns)
+            results[f"rows of {pass_.name}"] = result.rows
+            if pass_.probs and result.probs is not None:
+                results[f"probs of {pass_.name}"] = result.probs
+    launched = any(each.name.startswith("triton ") for each in recorder.queue)
+    assert launched == (fused and (chain.rows == "tokens" or layout.etp > 1)), "what was launched"
+    assert recorder.findings == []
+    return results
