@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime import jit
+from triton.runtime.driver import driver
 
 TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (80, 90, 100)}
 
@@ -100,6 +102,32 @@ class Compiled:
     def spilled_bytes(self) -> int:
         """Bytes that a thread keeps in memory for want of registers, and its stack."""
         return sum(map(int, re.findall(r"(\d+) bytes (?:stack|spill)", self._report)))
+
+
+@contextmanager
+def no_driver(launched: Callable[..., None] = lambda *_: None) -> Iterator[None]:
+    """Context in which Triton compiles for a GPU that is not there, and its launcher does nothing.
+
+    All that a launch does before the launcher of the driver is done as on a GPU: arguments are
+    bound and told apart, the compiled kernel is looked up.
+
+    Args:
+        launched: called with what the launcher would be called with.
+    """
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+        # Module, function, registers, spills, threads of a program at most.
+        load_binary=lambda *_: (object(), object(), 0, 0, 1024),
+    )
+    nothing = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGETS["sm_90"],
+        launcher_cls=lambda source, metadata: launched,
+        utils=utils,
+    )
+    with mock.patch.object(driver, "_active", nothing):
+        yield
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -58,7 +57,7 @@ def host_us(
 ) -> dict[str, float]:
     """Median host time of each of `ROWS`, in microseconds, over so many layers.
 
-    Triton kernels go through Triton's own launch path; see `no_driver`.
+    Triton kernels go through Triton's own launch path; see `compiled_kernels.no_driver`.
     """
     # On the host, where the counts come from, "auto" is PyTorch.
     options = {"moe_monta_kernels": "auto" if kernels == "fused" else "torch"}
@@ -72,8 +71,11 @@ def host_us(
     made._counts.read = lambda: values
     for name in ("preprocess", "_maybe_dtoh_and_synchronize"):
         setattr(made, name, times.in_counts(getattr(made, name)))
-    is_fused = kernels == "fused"
-    driver = no_driver() if is_fused else nullcontext()
+    is_fused, driver = kernels == "fused", nullcontext()
+    if is_fused:
+        from compiled_kernels import no_driver
+
+        driver = no_driver()
     with _one_thread(), _no_device(is_fused), driver, torch.no_grad():
         for _ in range(WARM_UP + repeats):
             times.begin()
@@ -117,35 +119,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(number)
-
-
-@contextmanager
-def no_driver() -> Iterator[None]:
-    """Context in which Triton compiles for a GPU that is not there, and its launcher does nothing.
-
-    All that Triton's launch does before the launcher of the driver is done as on a GPU: arguments
-    are bound and told apart, the compiled kernel is looked up.
-    """
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
-
-    def launcher(source: Any, metadata: Any) -> Any:
-        return lambda *_: None
-
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
-        # Module, function, registers, spills, threads of a program at most.
-        load_binary=lambda *_: (object(), object(), 0, 0, 1024),
-    )
-    nothing = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        launcher_cls=launcher,
-        utils=utils,
-    )
-    with mock.patch.object(driver, "_active", nothing):
-        yield
 
 
 @contextmanager

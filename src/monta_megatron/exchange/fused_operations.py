@@ -31,11 +31,12 @@ def find(state: State, operation: Operation) -> Works:
 def duplicate(state: State, operation: Operation) -> Works:
     """Copy each row for every part that it goes to: [N, H] -> [M, H], with its list."""
     read, written = operation.reads[0], operation.writes[0]
-    columns, into = state.read(operation)[0], _written(state, operation)
-    if state.payloads[read] == state.payloads[written] and state.payloads[read].packed:
+    if state.payloads[read].packed and state.payloads[read] == state.payloads[written]:
         # Messages of the same layout are copied with all of their columns at once.
         (message,), (target,) = state.messages(operation), state.allocate(written)
         columns, into = Columns(rows=message), Columns(rows=target)
+    else:
+        columns, into = state.read(operation)[0], _written(state, operation)
     copies = state.indices.copies[operation.position, operation.chunk]
     duplicates.duplicate(columns, copies, into)
     return []

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from monta_megatron.exchange.kernels.tiles import kernel, launch
+from monta_megatron.exchange.kernels.tiles import blocks_of, kernel, launch
 from monta_megatron.exchange.routing_counts import block_size
 
 # Values of a tile: 4 for each thread.
@@ -40,8 +40,8 @@ def count_routing(
     in_outer = inner // outer
     shape = [triton.next_power_of_2(n) for n in (outer, in_outer, num_experts // inner)]
     tokens = max(1, TILE // (shape[0] * shape[1] * shape[2]))
-    tiles = triton.cdiv(max(RUN, triton.cdiv(num_tokens, MOST_RUNS)), tokens)
-    runs_per_block = triton.cdiv(size, tiles * tokens)
+    tiles = blocks_of(max(RUN, blocks_of(num_tokens, MOST_RUNS)), tokens)
+    runs_per_block = blocks_of(size, tiles * tokens)
     num_counts = num_experts + outer + inner + 1
 
     runs = routing_map.new_empty(num_blocks * runs_per_block, num_counts, dtype=torch.int32)
@@ -67,7 +67,7 @@ def count_routing(
     )
     launch(
         _add_runs,
-        (num_blocks, triton.cdiv(num_counts, COLUMNS)),
+        (num_blocks, blocks_of(num_counts, COLUMNS)),
         runs,
         counts,
         num_blocks,

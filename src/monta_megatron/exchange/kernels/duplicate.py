@@ -8,13 +8,13 @@ Grid: [M / rows of a tile, row / units of a tile]; the programs of the first uni
 Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
 """
 
-import triton
 import triton.language as tl
 
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     LIST,
     MOVED,
+    blocks_of,
     kernel,
     launch,
     move_rows,
@@ -47,7 +47,7 @@ def duplicate(columns: Columns, copies: Copies, into: Columns) -> None:
     num_copies = copies.row.shape[0]
     launch(
         _duplicate,
-        (triton.cdiv(num_copies, tile.rows), triton.cdiv(num_units, tile.units)),
+        (blocks_of(num_copies, tile.rows), blocks_of(num_units, tile.units)),
         rows,
         probs if into.probs is not None else None,
         ids if into.ids is not None else None,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from monta_megatron.exchange.kernels.tiles import LIST, kernel, launch
+from monta_megatron.exchange.kernels.tiles import LIST, blocks_of, kernel, launch
 
 # Tokens of a tile, and tokens times experts: 8 for each thread.
 MOST_TOKENS, TILE = 32, 1024
@@ -56,7 +56,7 @@ class _ExpertIds(torch.autograd.Function):
         all_experts, tokens = _tile(num_experts)
         launch(
             _list,
-            (triton.cdiv(num_tokens, tokens),),
+            (blocks_of(num_tokens, tokens),),
             routing_map,
             probs,
             lists,
@@ -84,7 +84,7 @@ class _ExpertIds(torch.autograd.Function):
         all_experts, tokens = _tile(num_experts)
         launch(
             _unlist,
-            (triton.cdiv(num_tokens, tokens),),
+            (blocks_of(num_tokens, tokens),),
             routing_map,
             gradient,
             into,

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.copies import Copies
-from monta_megatron.exchange.kernels.tiles import kernel, launch
+from monta_megatron.exchange.kernels.tiles import blocks_of, kernel, launch
 
 MOST_BLOCKS = 128
 # Rows of a tile, and rows times parts: 4 for each thread.
@@ -45,9 +45,9 @@ def find_copies(ids: torch.Tensor, parts: ExpertRange, copies: Copies) -> None:
         return
     all_parts = triton.next_power_of_2(parts.num_parts)
     rows = max(1, min(MOST_ROWS, TILE // all_parts))
-    num_tiles = triton.cdiv(num_rows, rows)
-    tiles_per_block = triton.cdiv(num_tiles, MOST_BLOCKS)
-    num_blocks = triton.cdiv(num_tiles, tiles_per_block)
+    num_tiles = blocks_of(num_rows, rows)
+    tiles_per_block = blocks_of(num_tiles, MOST_BLOCKS)
+    num_blocks = blocks_of(num_tiles, tiles_per_block)
     counts = torch.empty(num_blocks, parts.num_parts, dtype=torch.int32, device=ids.device)
     of_rows = (num_rows, width, ids.stride(0), tiles_per_block)
     of_parts = (parts.first, parts.size, parts.num_parts, rows, all_parts)

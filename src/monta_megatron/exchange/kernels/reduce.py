@@ -14,13 +14,13 @@ Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     LIST,
     SUMMED,
+    blocks_of,
     kernel,
     launch,
     stride_of,
@@ -59,7 +59,7 @@ def reduce(
     end_unrounded = first_unrounded + (0 if unrounded is None else unrounded.shape[0])
     launch(
         _reduce,
-        (into.rows.shape[0], triton.cdiv(num_units, units)),
+        (into.rows.shape[0], blocks_of(num_units, units)),
         rows,
         probs if into.probs is not None else None,
         index,

@@ -13,11 +13,11 @@ Notation: N = rows, P = parts of each, H = hidden size, W = most experts of any 
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from monta_megatron.exchange.kernels.tiles import (
     LIST,
+    blocks_of,
     kernel,
     launch,
     stride_of,
@@ -55,7 +55,7 @@ def reduce_parts(
     width = 0 if probs is None else 1 if probs.dim() == 1 else probs.shape[1]
     launch(
         _reduce_parts,
-        (num_rows, triton.cdiv(num_units, UNITS)),
+        (num_rows, blocks_of(num_units, UNITS)),
         rows,
         probs,
         into.rows,

@@ -6,7 +6,8 @@ the compiler knows of that multiple without a variant for each size.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,11 @@ import triton.language as tl
 
 UNIT_BYTES = 16
 WARPS = 4
+# Of each kernel: positions of its tensors, of those that are rows, and of its constants, by which
+# its variants are told apart; and the variants that were launched.
+_VARIANTS: dict[int, tuple[list[int], list[int], list[int], dict[Hashable, Any]]] = {}
+# Earlier releases launch a variant with other arguments than its kernel.
+LAUNCHES_VARIANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
 # Values of an expert list that are worked on at a time.
 LIST = tl.constexpr(16)
 
@@ -50,31 +56,67 @@ def kernel(*rows: str) -> Callable[[Callable[..., None]], Any]:
         parameters = inspect.signature(function).parameters.items()
         by_type = {
             kind: [name for name, parameter in parameters if parameter.annotation is kind]
-            for kind in (tl.int32, tl.tensor)
+            for kind in (tl.int32, tl.tensor, tl.constexpr)
         }
-        return triton.jit(
+        made = triton.jit(
             function,
             do_not_specialize=by_type[tl.int32],
             do_not_specialize_on_alignment=[x for x in by_type[tl.tensor] if x not in rows],
         )
+        names = list(inspect.signature(function).parameters)
+        _VARIANTS[id(made)] = (
+            [names.index(name) for name in by_type[tl.tensor]],
+            [names.index(name) for name in rows],
+            [names.index(name) for name in by_type[tl.constexpr]],
+            {},
+        )
+        return made
 
     return decorate
 
 
 def launch(function: Any, grid: tuple[int, ...], *args: Any) -> None:
-    """Run a kernel on a grid of programs, if there are any. No product is fused into a sum."""
-    if 0 not in grid:
-        function[grid](*args, num_warps=WARPS, enable_fp_fusion=False)
+    """Run a kernel on a grid of programs, if there are any. No product is fused into a sum.
+
+    Triton binds the arguments once for a variant; that takes it most of a launch.
+    """
+    if 0 in grid:
+        return
+    tensors, rows, constants, variants = _VARIANTS[id(function)]
+    key = (
+        args[0].device,
+        *[None if args[at] is None else args[at].dtype for at in tensors],
+        *[None if args[at] is None else args[at].data_ptr() % UNIT_BYTES for at in rows],
+        *[args[at] for at in constants],
+    )
+    variant = variants.get(key)
+    if variant is not None:
+        variant[(*grid, 1, 1)](*args)
+        return
+    variant = function[grid](*args, num_warps=WARPS, enable_fp_fusion=False)
+    # The interpreter returns none.
+    if variant is not None and LAUNCHES_VARIANTS:
+        variants[key] = variant
+
+
+def blocks_of(number: int, size: int) -> int:
+    """How many blocks of a size it takes. Triton's own takes a microsecond."""
+    return -(-number // size)
 
 
 def values_per_unit(*rows: torch.Tensor | None) -> int:
     """Values in a unit of these rows, all [any number, H]."""
-    tensors = [tensor for tensor in rows if tensor is not None]
-    values = UNIT_BYTES // min(tensor.itemsize for tensor in tensors)
-    sizes = [size for tensor in tensors for size in (tensor.shape[1], tensor.stride(0))]
-    return 1 if any(size % values for size in sizes) else values
+    least, sizes = UNIT_BYTES, 0
+    for tensor in rows:
+        if tensor is not None:
+            least = min(least, tensor.itemsize)
+            # A power of two divides all numbers if it divides their bits.
+            sizes |= tensor.shape[1] | tensor.stride(0)
+    values = UNIT_BYTES // least
+    return 1 if sizes % values else values
 
 
+@cache
 def tile_for(units: int, tiles: tuple[Tile, ...]) -> Tile:
     """The tile for rows of so many units."""
     return next((tile for tile in tiles if units <= tile.units), tiles[-1])

@@ -12,12 +12,12 @@ Notation: N = rows, M = copies, H = hidden size, W = most experts of any row, R 
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     MOVED,
+    blocks_of,
     kernel,
     launch,
     move_rows,
@@ -46,7 +46,7 @@ def to_experts(
     num_copies = copies.row.shape[0]
     launch(
         _to_experts,
-        (triton.cdiv(num_copies, tile.rows), triton.cdiv(num_units, tile.units)),
+        (blocks_of(num_copies, tile.rows), blocks_of(num_units, tile.units)),
         rows,
         probs if into.probs is not None else None,
         copies.row,
