@@ -4,6 +4,7 @@ import sys
 from unittest import mock
 
 import pytest
+import torch
 
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.integration.options import Options
@@ -43,3 +44,23 @@ def test_other_kernels_are_refused() -> None:
     source = mock.Mock(spec=["moe_monta_kernels"], moe_monta_kernels="cuda")
     with pytest.raises(ValueError, match=r"kernels: got 'cuda', must be auto, torch or fused$"):
         Options.of(source)
+
+
+@pytest.mark.parametrize(("choice", "expected"), [("auto", "fused"), ("torch", "streams")])
+def test_a_training_on_gpus_prices_what_it_runs(choice: str, expected: str) -> None:
+    """Ranks that differ in it would choose otherwise: it is part of what they agree on."""
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
+    from test_choice import LAYOUT, config
+
+    from monta_megatron.integration.chain_policy import policy_for
+    from monta_megatron.planner.chain_policy import PlannedPolicy
+
+    options = Options(kernels=choice)
+    on_cpus = policy_for(options, config(), LAYOUT, permuted_only=False)
+    with mock.patch.object(torch.accelerator, "is_available", lambda: True):
+        on_gpus = policy_for(options, config(), LAYOUT, permuted_only=False)
+    assert isinstance(on_cpus, PlannedPolicy) and isinstance(on_gpus, PlannedPolicy)
+    assert on_cpus.cluster.policy == "streams"
+    assert on_gpus.cluster.policy == expected
+    assert (on_gpus.rule() == on_cpus.rule()) == (choice == "torch")

@@ -101,7 +101,7 @@ class Cluster:
         launch: host time per operation.
         memory_gb_per_rank: 1e9 bytes that a rank may use; without it memory is not checked.
         copies_block_host: copies run on the host thread in program order, as on CPU ranks.
-        fused_kernels: ranks run the fused kernels; not where copies run on the host.
+        fused_kernels: price the fused kernels; a training prices what it runs.
         links: each resource as a line, used where there is no curve.
         curves: one for each operation, resource and group size.
         contention: pairs that are not listed have factor 1, or 2 if both are the same resource.

@@ -235,3 +235,37 @@ def test_the_peak_is_of_the_fullest_rank_in_its_fullest_pass(chain: str) -> None
     cluster = preset("h100_8x_ndr")
     price = price_chain(workload, cluster, CHAINS[chain], num_chunks, "forward_backward")
     assert price.peak_bytes == max(peaks) > min(peaks)
+
+
+def test_fused_kernels_are_priced_as_they_run() -> None:
+    """Rows go to their places in expert order at once: one write and one read of them are saved."""
+    workload, chain = workload_of(16), CHAINS["hierarchical_alltoall"]
+    cluster = preset("h100_8x_ndr")
+    fused = dataclasses.replace(cluster, fused_kernels=True)
+    torch_price, fused_price = (
+        price_chain(workload, each, chain, 4, "forward_backward") for each in (cluster, fused)
+    )
+    by_name = [
+        {
+            stage.stage: (stage.operation, stage.moved["memory"].num_bytes.sum())
+            for stage in price.traffic[2].pipeline
+            if "memory" in stage.moved
+        }
+        for price in (torch_price, fused_price)
+    ]
+    separate, at_once = by_name
+    assert separate.keys() - at_once.keys() == {"order"}
+    # Writing to places all over a tensor costs what it costs the operation that did it before.
+    assert at_once["copy per expert"] == separate["order"]
+    assert separate["copy per expert"][1] == separate["order"][1]
+    # Chunks of sums lie in the output at once, too.
+    assert "split" in {stage.stage for stage in torch_price.traffic[1].pipeline}
+    assert "split" not in {stage.stage for stage in fused_price.traffic[1].pipeline}
+    assert fused_price.peak_bytes < 0.9 * torch_price.peak_bytes
+    for before, after in zip(torch_price.passes, fused_price.passes, strict=True):
+        assert after.total_us < before.total_us, after.pass_name
+    # Where the host copies there are none.
+    on_host = [
+        dataclasses.replace(each, copies_block_host=True).policy for each in (cluster, fused)
+    ]
+    assert on_host == ["host", "host"]
