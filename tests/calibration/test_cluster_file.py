@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 from linear_pipeline import Stage, operation_of
 
-from monta_megatron.planner.cluster_file import dump_measured, load_cluster
-from monta_megatron.planner.curves import Curve
-from monta_megatron.planner.host_operations import num_host_operations
-from monta_megatron.planner.schedule import Work, simulate
-from monta_megatron.tools.calibrate.cluster_file import (
+from monta_megatron.chains.calibration_tasks import (
+    COUNTS,
+    MESSAGE_ROW_BYTES,
+    PASSES,
+    PASSES_IN_CHUNKS,
+    Pair,
+    Point,
+    Sample,
+)
+from monta_megatron.planner.calibration.cluster import (
     AS_EXECUTED,
     ROW,
     Machine,
@@ -19,21 +24,20 @@ from monta_megatron.tools.calibrate.cluster_file import (
     make_cluster,
     slowdowns,
 )
-from monta_megatron.tools.calibrate.doubts import doubts_of
-from monta_megatron.tools.calibrate.fit import fit
-from monta_megatron.tools.calibrate.points import (
-    COUNTS,
-    MESSAGE_ROW_BYTES,
+from monta_megatron.planner.calibration.doubts import doubts_of
+from monta_megatron.planner.calibration.fit import fit
+from monta_megatron.planner.calibration.points import (
     NUM_SIZES,
-    PASSES,
-    PASSES_IN_CHUNKS,
-    Pair,
-    Point,
     Shape,
     all_points,
     choose_pairs,
+    series_of_cluster,
 )
-from monta_megatron.tools.calibrate.record import Record, Sample, alone
+from monta_megatron.planner.cluster_file import dump_measured, load_cluster
+from monta_megatron.planner.curves import Curve
+from monta_megatron.planner.host_operations import num_host_operations
+from monta_megatron.planner.schedule import Work, simulate
+from monta_megatron.tools.calibrate.record import Record, alone
 
 SHAPE = Shape(num_nodes=2, ranks_per_node=4)
 MACHINE = Machine(
@@ -47,6 +51,11 @@ MACHINE = Machine(
     source="by hand",
 )
 LAUNCH_US = 20.0
+
+
+def points_on(device: str) -> list[Point]:
+    """Those of a cluster of this shape."""
+    return all_points(series_of_cluster(SHAPE), NUM_SIZES[device])
 
 
 def time_us(point: Point) -> float:
@@ -65,10 +74,7 @@ def samples_of(points: list[Point]) -> list[Sample]:
 
 def test_groups_are_those_that_layouts_give() -> None:
     """Rails, EP beside ETP 2, the whole exchange; ETP 2 and nodes."""
-    groups = {
-        (point.operation, point.resource, point.group_size)
-        for point in all_points(SHAPE, NUM_SIZES["cpu"])
-    }
+    groups = {(point.operation, point.resource, point.group_size) for point in points_on("cpu")}
     assert {
         size for name, resource, size in groups if (name, resource) == ("alltoall", "inter")
     } == {
@@ -84,7 +90,7 @@ def test_groups_are_those_that_layouts_give() -> None:
 def test_a_point_counts_the_bytes_that_leave_a_rank() -> None:
     # 2 nodes of 4 ranks: by resource and group size, the number of peers reached through it.
     peers = {("inter", 2): 1, ("inter", 4): 2, ("inter", 8): 4, ("intra", 2): 1, ("intra", 4): 3}
-    collectives = [p for p in all_points(SHAPE, NUM_SIZES["cpu"]) if p.is_collective]
+    collectives = [p for p in points_on("cpu") if p.is_collective]
     assert {(point.resource, point.group_size) for point in collectives} == set(peers)
     for point in collectives:
         to_peer_bytes = MESSAGE_ROW_BYTES * point.num_rows
@@ -96,16 +102,16 @@ def test_the_second_of_a_pair_ends_long_before_or_after() -> None:
         second, first_us = pair.second, time_us(pair.first.point)
         return second.repeats * time_us(second.point) / first_us
 
-    points = all_points(SHAPE, NUM_SIZES["cpu"])
-    for contenders in choose_pairs(points, [time_us(point) for point in points]):
+    points = points_on("cpu")
+    for contenders in choose_pairs({point: time_us(point) for point in points}):
         assert second_over_first(contenders.short) < 0.7
         assert second_over_first(contenders.long) > 1.5
 
 
 def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
     """What host and operation take adds up to what was measured."""
-    points = all_points(SHAPE, NUM_SIZES["cpu"])
-    pairs = choose_pairs(points, [time_us(point) for point in points])
+    points = points_on("cpu")
+    pairs = choose_pairs({point: time_us(point) for point in points})
     # Two rounds, the second one twice as slow throughout, and as much slower together.
     together = [
         Sample(task=task.name, us=us * slower, launch_us=LAUNCH_US)
@@ -155,8 +161,8 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
 
 def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
     """A small `put` may be over before a `copy` has been launched."""
-    points = all_points(SHAPE, NUM_SIZES["cuda"])
-    pairs = choose_pairs(points, [time_us(point) for point in points])
+    points = points_on("cuda")
+    pairs = choose_pairs({point: time_us(point) for point in points})
     alone = [task for contenders in pairs for task in contenders.tasks]
     samples = [
         Sample(task=name, us=us, launch_us=us)
@@ -176,8 +182,8 @@ def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
 
 
 def test_the_copy_of_the_counts_is_not_counted_twice() -> None:
-    points = all_points(SHAPE, NUM_SIZES["cuda"])
-    pairs = choose_pairs(points, [time_us(point) for point in points])
+    points = points_on("cuda")
+    pairs = choose_pairs({point: time_us(point) for point in points})
     alone = [task for contenders in pairs for task in contenders.tasks]
     samples = samples_of(points) + [
         Sample(task=task.name, us=100.0, launch_us=LAUNCH_US)
@@ -246,7 +252,7 @@ def test_record_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 
 def test_doubts_are_kept_in_the_file(tmp_path: Path) -> None:
-    points = all_points(SHAPE, NUM_SIZES["cpu"])
+    points = points_on("cpu")
     host_work = [
         Sample(task=task.name, us=100.0, launch_us=LAUNCH_US)
         for task in (COUNTS, PASSES, PASSES_IN_CHUNKS)
@@ -255,7 +261,7 @@ def test_doubts_are_kept_in_the_file(tmp_path: Path) -> None:
     samples = [*samples_of(points), *host_work]
     made = make_cluster(MACHINE, points, [], samples)
     assert made.doubts == (
-        "calibrated in 3 rounds, medians need 5: calibrate again with more --budget-seconds",
+        "calibrated in 3 rounds, medians need 5: give a calibration more seconds",
     )
     assert make_cluster(MACHINE, points, [], samples * 2).doubts == ()
     path = tmp_path / "c.yaml"

@@ -43,6 +43,20 @@ Kind: TypeAlias = Literal[
     "reduce_parts",
     "put",
 ]
+# What a calibration times and a curve gives the costs of.
+PricedOperation: TypeAlias = Literal[
+    "alltoall",
+    "allgather",
+    "copy",
+    "put",
+    "sum",
+    "find",
+    "find_lists",
+    "count",
+    "lists",
+    "permute",
+    "unpermute",
+]
 COLLECTIVES: tuple[Literal["alltoall", "allgather"], ...] = ("alltoall", "allgather")
 # When a buffer's memory is given back: to the next chunk but W - 1 once it was read ("window"), at
 # the end of the pass ("join"), once it was read for the last time ("last read"); a "caller" has its

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import linear_regression
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
-from monta_megatron.chains.program import Resource
+from monta_megatron.chains.program import PricedOperation, Resource
 from monta_megatron.common.rules import (
     NonNegativeFloat,
     PositiveFloat,
@@ -24,19 +24,7 @@ from monta_megatron.common.rules import (
 )
 from monta_megatron.planner.rate import Rate
 
-Operation: TypeAlias = Literal[
-    "alltoall",
-    "allgather",
-    "copy",
-    "put",
-    "sum",
-    "find",
-    "find_lists",
-    "count",
-    "lists",
-    "permute",
-    "unpermute",
-]
+Operation: TypeAlias = PricedOperation
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 # Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
 Kind: TypeAlias = Literal["measured", "datasheet"]

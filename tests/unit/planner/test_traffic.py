@@ -7,6 +7,7 @@ import pytest
 from clusters import preset, workload_of
 
 from monta_megatron.chains import CHAINS, BoundChain
+from monta_megatron.chains.calibration_tasks import HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 from monta_megatron.chains.program import (
     COMBINE,
     DISPATCH,
@@ -15,13 +16,13 @@ from monta_megatron.chains.program import (
     offsets_bytes,
 )
 from monta_megatron.planner import traffic as program_traffic
+from monta_megatron.planner.calibration.points import BYTES_PER_ROW
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.recorded_routing import RecordedRouting
 from monta_megatron.planner.search import sent_bytes
 from monta_megatron.planner.traffic import PassTraffic
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.calibrate.points import BYTES_PER_ROW, HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 
 
 def pass_traffic(

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from monta_megatron.chains.calibration_tasks import Sample
 from monta_megatron.common.files import add_json_line, read_json_lines
 
 
@@ -60,21 +61,6 @@ def _locked(path: Path) -> BinaryIO:
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One run of one task: times of the slowest rank, or, where cores are shared, of a core.
-
-    Attributes:
-        task: its name.
-        us: from the start to the result; see `measure` for ranks that share cores.
-        launch_us: the part of it until the host was free again.
-    """
-
-    task: str
-    us: float
-    launch_us: float
 
 
 @dataclass(kw_only=True)

@@ -12,33 +12,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains.calibration_tasks import HOST_WORK, NUM_EXPERTS, Point, Sample, Task
+from monta_megatron.chains.layout import Layout
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
+from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
 from monta_megatron.exchange.groups import find_nodes, gather_objects
-from monta_megatron.planner.cluster import Cluster
-from monta_megatron.tools.calibrate.cluster_file import Machine, make_cluster
-from monta_megatron.tools.calibrate.measure import MAX_ROUNDS, RUN_US, first_runs, measure_rounds
-from monta_megatron.tools.calibrate.operations import (
-    COLD_BYTES,
-    counts_of,
-    make_groups,
-    operation_of,
-    passes_of,
-)
-from monta_megatron.tools.calibrate.points import (
-    COUNTS,
-    NUM_PASS_CHUNKS,
+from monta_megatron.integration.permutation import PERMUTATION
+from monta_megatron.planner.calibration.cluster import Machine, make_cluster
+from monta_megatron.planner.calibration.points import (
     NUM_SIZES,
-    PASSES,
-    PASSES_IN_CHUNKS,
-    Point,
     Shape,
-    Task,
     all_points,
     choose_pairs,
+    series_of_cluster,
 )
-from monta_megatron.tools.calibrate.record import Record, Sample
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.tools.calibrate.groups import make_groups
+from monta_megatron.tools.calibrate.record import Record
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 
@@ -84,14 +77,14 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
         ValueError: the cluster cannot be calibrated, or the record is of another one.
     """
     device = join(local_rank)
-    end_s = time.monotonic() + settings.budget_s
+    begin_s = time.perf_counter()
     # Step 1: the machine.
     world = dist.group.WORLD
     assert world is not None, "it has been joined"
     nodes = find_nodes(world, settings.ranks_per_node)
     shape = shape_of(nodes)
     machine = _machine(settings, shape, device)
-    points = all_points(shape, NUM_SIZES[device.type])
+    points = all_points(series_of_cluster(shape), NUM_SIZES[device.type])
     ranks_per_core = _ranks_per_core() if machine.on_cpu else 1.0
 
     # Step 2: what an earlier calibration has left.
@@ -100,33 +93,34 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
 
     # Step 3: first runs, whose times also decide which points are paired.
     progress.phase(f"first runs of {counted(len(points), 'point')}", len(points))
-    groups = make_groups(shape, nodes)
     # Where operations are mixed, others run between two runs of one and leave its buffers cold.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
-    starts = {
-        point.name: operation_of(point, groups, nodes, device, cold_bytes) for point in points
-    }
-    starts[COUNTS.name] = counts_of(nodes, device)
-    starts[PASSES.name] = passes_of(device, 1)
-    starts[PASSES_IN_CHUNKS.name] = passes_of(device, NUM_PASS_CHUNKS)
-    host_work = [COUNTS, PASSES, PASSES_IN_CHUNKS]
+    num_experts = max(NUM_EXPERTS // len(nodes), 1)
+    layout = Layout(
+        ep=len(nodes), etp=1, num_local_experts=num_experts, rank=dist.get_rank(), nodes=nodes
+    )
+    groups = make_groups(shape, nodes)
+    start_of = starts_of(groups, layout, device, cold_bytes, PERMUTATION)
+    timer = Timer(world, device, start_of, ranks_per_core, begin_s)
 
     def keep_first(point: Point, us: float | None) -> None:
         progress.step()
         if us is not None and dist.get_rank() == 0:
             record.add_first(point.name, us)
 
-    expected_us = first_runs(points, starts, record.first_us, keep_first)
-    pairs = choose_pairs(points, expected_us)
+    times_us = timer.first_runs(points, record.first_us, keep_first)
+    pairs = choose_pairs(times_us)
 
     # Step 4: rounds, each kept as it is measured.
     together = [task for contenders in pairs for task in contenders.tasks]
-    tasks: list[Task] = [*points, *together, *host_work]
     # A pair takes long enough not to be repeated within a run; the host's work, too, is done only
     # once in a real exchange.
-    expected_us += [RUN_US] * (len(tasks) - len(points))
+    tasks: list[tuple[Task, float]] = [
+        *times_us.items(),
+        *((task, RUN_US) for task in (*together, *HOST_WORK)),
+    ]
     taken = Counter(sample.task for sample in record.samples)
-    names = {task.name for task in tasks}
+    names = {task.name for task, _ in tasks}
     progress.phase("rounds", sum(max(MAX_ROUNDS - taken[name], 0) for name in names))
 
     def keep(sample: Sample) -> None:
@@ -137,7 +131,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
         else:
             record.samples.append(sample)
 
-    measure_rounds(tasks, starts, expected_us, ranks_per_core, taken, end_s, keep)
+    timer.rounds(tasks, taken, settings.budget_s, keep)
 
     # Step 5: the cluster.
     counts = Counter(sample.task for sample in record.samples)

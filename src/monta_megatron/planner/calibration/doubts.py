@@ -22,7 +22,7 @@ def doubts_of(rounds: int, curves: Iterable[Curve]) -> Iterator[str]:
     if rounds < LEAST_ROUNDS:
         yield (
             f"calibrated in {counted(rounds, 'round')}, medians need "
-            f"{LEAST_ROUNDS}: calibrate again with more --budget-seconds"
+            f"{LEAST_ROUNDS}: give a calibration more seconds"
         )
     for curve in curves:
         fault = _fault_of(curve)

@@ -4,23 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from monta_megatron.chains.program import (
-    COLLECTIVES,
-    DISPATCH,
-    DISPATCH_BACKWARD,
-    FORWARD_BACKWARD,
-    Kind,
-    Pass,
-    RowFormat,
-)
-from monta_megatron.planner.cluster import Cluster, Contention
-from monta_megatron.planner.curves import Curve, Operation
-from monta_megatron.planner.host_costs import FINDS, HostCosts
-from monta_megatron.planner.host_operations import Around, num_host_operations
-from monta_megatron.tools.calibrate.doubts import doubts_of
-from monta_megatron.tools.calibrate.fit import fit
-from monta_megatron.tools.calibrate.points import (
-    BYTES_PER_ROW,
+from monta_megatron.chains.calibration_tasks import (
     COUNTS,
     HIDDEN_ROW_BYTES,
     NUM_PASS_CHUNKS,
@@ -30,8 +14,24 @@ from monta_megatron.tools.calibrate.points import (
     Contenders,
     Pair,
     Point,
+    Sample,
 )
-from monta_megatron.tools.calibrate.record import Sample
+from monta_megatron.chains.program import (
+    COLLECTIVES,
+    DISPATCH,
+    DISPATCH_BACKWARD,
+    FORWARD_BACKWARD,
+    Kind,
+    Pass,
+    RowFormat,
+)
+from monta_megatron.planner.calibration.doubts import doubts_of
+from monta_megatron.planner.calibration.fit import fit
+from monta_megatron.planner.calibration.points import BYTES_PER_ROW
+from monta_megatron.planner.cluster import Cluster, Contention
+from monta_megatron.planner.curves import Curve, Operation
+from monta_megatron.planner.host_costs import FINDS, HostCosts
+from monta_megatron.planner.host_operations import Around, num_host_operations
 
 # A curve may hold no time of 0, as an operation would have that ends before its start returns.
 LEAST_US = 0.1
