@@ -52,6 +52,8 @@ class Link:
         rate: in one direction; that of memory counts reads and writes together.
         kind: whether it was measured on this cluster.
         source: where it was published.
+        cross_rail_rate: of inter, between ranks with different positions on their nodes; none for
+            the same as `rate`.
     """
 
     resource: Resource
@@ -59,8 +61,41 @@ class Link:
     rate: Rate
     kind: Kind
     source: Text
+    cross_rail_rate: Rate | None = None
 
     OLD_KEYS: ClassVar[dict[str, str]] = OLD_RATE
+
+    def __post_init__(self) -> None:
+        across = self.cross_rail_rate
+        if across is not None:
+            is_less = self.resource == "inter" and across.gbytes_per_s <= self.rate.gbytes_per_s
+            rule = f"be of inter and at most rate, {self.rate.in_both_units}"
+            require(is_less, "cross_rail_rate", f"{across} of {self.resource}", rule)
+
+    def mean_rate(self, ranks_on_node: int) -> float:
+        """GB/s of an AllToAll with so many ranks on a node: bytes to one of them cross no rail."""
+        if self.cross_rail_rate is None:
+            return self.rate.gbytes_per_s
+        crossing = (ranks_on_node - 1) / self.cross_rail_rate.gbytes_per_s
+        return ranks_on_node / (1 / self.rate.gbytes_per_s + crossing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSizes:
+    """Ranks and network interfaces of a node.
+
+    Attributes:
+        ranks: on each node.
+        nics: network interfaces that they share evenly.
+    """
+
+    ranks: PositiveInt
+    nics: PositiveInt
+
+    def load(self, operation: Operation, ranks_on_node: int) -> float:
+        """Bytes through a network interface for a byte of each rank, in groups of all ranks."""
+        # A ring crosses once per node, not once per rank that the group has on it.
+        return self.ranks / self.nics / (ranks_on_node if operation == "allgather" else 1)
 
 
 Slowdown = Annotated[float, Rule("a number >= 1", lambda value: value >= 1)]
@@ -108,6 +143,8 @@ class Cluster:
         doubts: what the calibration found wanting in itself; every plan notes it.
         network_faster_than_node_link: whether a rank's share of the network may have a higher rate
             than its node link, which is refused otherwise: most such numbers are bits.
+        calibrated_node: for which the curves of inter hold; bytes of other nodes are converted to
+            those that load a network interface as much. None for this cluster's nodes.
     """
 
     name: Text
@@ -125,6 +162,7 @@ class Cluster:
     contention: tuple[Contention, ...] = ()
     doubts: tuple[Text, ...] = ()
     network_faster_than_node_link: bool = False
+    calibrated_node: NodeSizes | None = None
 
     def __post_init__(self) -> None:
         _refuse_twice("links", (link.resource for link in self.links))
@@ -213,6 +251,11 @@ class Cluster:
         while named is not None:
             curves = self._curves.get((named, resource))
             if curves:
+                node = self.calibrated_node
+                if node is not None and resource == "inter":
+                    # All ranks of a node were in a calibrated AllGather.
+                    num_bytes *= self._node.load(operation, ranks_on_node)
+                    num_bytes /= node.load(operation, node.ranks)
                 return _from_curves(curves, num_bytes, group_size)
             named = STANDS_IN.get(named)
         link = self._links.get(resource)
@@ -222,12 +265,14 @@ class Cluster:
             )
         gbytes_per_s = link.rate.gbytes_per_s
         if resource == "inter":
-            gbytes_per_s *= self.nics_per_node / self.ranks_per_node
-            if operation == "allgather":
-                # A ring crosses once per node, not once per rank of it: each rank's network
-                # interface carries its share.
-                gbytes_per_s *= ranks_on_node
+            if operation == "alltoall":
+                gbytes_per_s = link.mean_rate(ranks_on_node)
+            num_bytes *= self._node.load(operation, ranks_on_node)
         return Time(link.alpha_us + num_bytes / (gbytes_per_s * 1e3))
+
+    @cached_property
+    def _node(self) -> NodeSizes:
+        return NodeSizes(ranks=self.ranks_per_node, nics=self.nics_per_node)
 
     @cached_property
     def _links(self) -> dict[Resource, Link]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from monta_megatron.common.rules import require
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster import Cluster, Link
 from monta_megatron.planner.curves import Curve
 
 
@@ -22,13 +22,22 @@ def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:
         # This is what the ratio is for.
         network_faster_than_node_link=True,
         links=tuple(
-            replace(link, rate=link.rate.times(rate_ratio)) if link.resource == "inter" else link
+            _link_scaled(link, rate_ratio) if link.resource == "inter" else link
             for link in cluster.links
         ),
         curves=tuple(
             scaled(curve, rate_ratio) if curve.resource == "inter" else curve
             for curve in cluster.curves
         ),
+    )
+
+
+def _link_scaled(link: Link, rate_ratio: float) -> Link:
+    across = link.cross_rail_rate
+    return replace(
+        link,
+        rate=link.rate.times(rate_ratio),
+        cross_rail_rate=None if across is None else across.times(rate_ratio),
     )
 
 

@@ -55,6 +55,8 @@ def _rates(cluster: Cluster) -> Iterator[ResourceRate]:
         else:
             link = links[resource]
             share = f"per NIC, {cluster.nics_per_node} for {cluster.ranks_per_node} ranks"
+            if link.cross_rail_rate is not None:
+                share += f", {link.cross_rail_rate} across rails"
             yield ResourceRate(
                 resource=resource,
                 rate=link.rate,

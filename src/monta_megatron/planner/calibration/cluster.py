@@ -28,7 +28,7 @@ from monta_megatron.chains.program import (
 from monta_megatron.planner.calibration.doubts import doubts_of
 from monta_megatron.planner.calibration.fit import fit
 from monta_megatron.planner.calibration.points import BYTES_PER_ROW
-from monta_megatron.planner.cluster import Cluster, Contention
+from monta_megatron.planner.cluster import Cluster, Contention, NodeSizes
 from monta_megatron.planner.curves import Curve, Operation
 from monta_megatron.planner.host_costs import FINDS, HostCosts
 from monta_megatron.planner.host_operations import Around, num_host_operations
@@ -100,6 +100,7 @@ def make_cluster(
         curves=curves,
         contention=tuple(_contention(machine, contenders, by_task) for contenders in pairs),
         doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),
+        calibrated_node=NodeSizes(ranks=machine.ranks_per_node, nics=machine.nics_per_node),
     )
 
 

@@ -12,7 +12,6 @@ from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model, with_batch
 from monta_megatron.planner.model_workload import workloads_of
-from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import (
     TrainingMemory,
@@ -22,7 +21,12 @@ from monta_megatron.planner.training_memory import (
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
 from monta_megatron.tools.estimate.assumptions import Assumptions, assumptions_of, gpu_of
-from monta_megatron.tools.estimate.exchange import ExchangeTime, exchange_time, of_price
+from monta_megatron.tools.estimate.exchange import (
+    ExchangeTime,
+    exchange_time,
+    flat_network,
+    of_price,
+)
 from monta_megatron.tools.estimate.flex import BACKENDS
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration
 from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of
@@ -236,8 +240,8 @@ def _chosen_time(
     if plan.chain == STOCK:
         plain = replace(settings, dispatcher="alltoall")
         return exchange_time(model, plain, cluster, assumed)
-    share = 1.0 if plan.chain.startswith("hierarchical") else assumed["alltoall_network_share"]
-    where = cluster if share == 1 else with_inter_rate(cluster, share)
+    is_flat = not plan.chain.startswith("hierarchical")
+    where = flat_network(cluster, assumed) if is_flat else cluster
     return of_price(
         price_chain(workload, where, CHAINS[plan.chain], plan.num_chunks, "forward_backward")
     )

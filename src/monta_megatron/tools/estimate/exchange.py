@@ -67,15 +67,21 @@ def of_price(price: ChainPrice) -> ExchangeTime:
     )
 
 
+def flat_network(cluster: Cluster, assumed: Assumptions) -> Cluster:
+    """The cluster as flat chains find it; a fitted share of its network has crossed rails in it."""
+    share = assumed["alltoall_network_share"]
+    if share == 1:
+        return cluster
+    links = tuple(replace(link, cross_rail_rate=None) for link in cluster.links)
+    return with_inter_rate(replace(cluster, links=links), share)
+
+
 def _alltoall_time(
     model: Architecture, settings: TrainingSettings, cluster: Cluster, assumed: Assumptions
 ) -> ExchangeTime:
     """Stock's alltoall: the planner's price of that chain, at what it gets of the network."""
-    priced = of_price(
-        _price_alltoall(
-            workload_of(model, settings, cluster), cluster, assumed["alltoall_network_share"]
-        )
-    )
+    workload = workload_of(model, settings, cluster)
+    priced = of_price(_price_alltoall(workload, flat_network(cluster, assumed)))
     if settings.permute_fusion:
         return priced
     permuted = settings.tokens_per_rank * model.router_topk * model.hidden_size * VALUE_BYTES
@@ -87,10 +93,9 @@ def _alltoall_time(
 
 
 @lru_cache(maxsize=1024)
-def _price_alltoall(workload: Workload, cluster: Cluster, network_share: float) -> ChainPrice:
-    slower = cluster if network_share == 1 else with_inter_rate(cluster, network_share)
+def _price_alltoall(workload: Workload, cluster: Cluster) -> ChainPrice:
     # What stock's own code takes the host is part of a layer's `host_layer_us`.
-    without_host = replace(slower, launch=NO_HOST)
+    without_host = replace(cluster, launch=NO_HOST)
     return price_chain(workload, without_host, ALLTOALL, 1, "forward_backward")
 
 
