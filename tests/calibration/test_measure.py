@@ -10,8 +10,11 @@ import torch
 from test_cluster_file import SHAPE, points_on
 
 from monta_megatron.chains.calibration_tasks import Pair, Point, Repeated, Sample
+from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.calibration import timer
 from monta_megatron.exchange.calibration.timer import Timer
+from monta_megatron.planner.calibration.points import series_of_exchange
+from monta_megatron.planner.chain_policy import chains_for
 from monta_megatron.tools.calibrate import groups as groups_of_cluster
 
 
@@ -99,6 +102,57 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(timer.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(timer.torch.cuda, "synchronize", lambda: None)
     return clock
+
+
+@pytest.mark.parametrize(
+    ("ep", "etp", "series"),
+    [
+        # Rails are EP groups here, and nodes are ETP groups.
+        (
+            2,
+            4,
+            {
+                ("alltoall", "inter", 2, 1),
+                ("alltoall", "inter", 8, 4),
+                ("allgather", "inter", 8, 4),
+                ("alltoall", "intra", 4, 4),
+                ("allgather", "intra", 4, 4),
+            },
+        ),
+        (
+            4,
+            2,
+            {
+                ("alltoall", "inter", 2, 1),
+                ("alltoall", "inter", 4, 2),
+                ("alltoall", "inter", 8, 4),
+                ("allgather", "inter", 8, 4),
+                ("alltoall", "intra", 2, 2),
+                ("allgather", "intra", 2, 2),
+                ("alltoall", "intra", 4, 4),
+                ("allgather", "intra", 4, 4),
+            },
+        ),
+    ],
+)
+def test_an_exchange_is_measured_in_its_own_groups(
+    ep: int, etp: int, series: set[tuple[Any, ...]]
+) -> None:
+    """2 nodes of 4 ranks."""
+    layout = Layout(ep=ep, etp=etp, num_local_experts=1, rank=0, nodes=(0,) * 4 + (1,) * 4)
+    found = series_of_exchange(chains_for(layout), layout)
+    assert set(found) == series
+    for entry, group in found.items():
+        members = layout.members(group, layout.rank)
+        assert entry.group_size == len(members)
+        nodes = [layout.nodes[member] for member in members]
+        assert entry.ranks_on_node == nodes.count(nodes[0])
+
+
+def test_uneven_groups_are_not_measured() -> None:
+    layout = Layout(ep=3, etp=1, num_local_experts=1, rank=0, nodes=(0, 0, 1))
+    with pytest.raises(ValueError, match="the ranks of its ep groups lie unevenly on the nodes"):
+        series_of_exchange(chains_for(layout), layout)
 
 
 def points_of(operation: str) -> list[Point]:

@@ -23,7 +23,7 @@ from monta_megatron.planner.uncalibrated import uncalibrated
 
 def uncalibrated_cluster(ranks_per_node: int) -> Cluster:
     nodes = tuple(rank // ranks_per_node for rank in range(4))
-    return uncalibrated(Layout(ep=4, etp=1, num_local_experts=1, rank=0, nodes=nodes))
+    return uncalibrated(Layout(ep=4, etp=1, num_local_experts=1, rank=0, nodes=nodes), "H100")
 
 
 def found_nodes(

@@ -16,6 +16,7 @@ from monta_megatron.integration.options import Options
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.search import plan
+from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -99,9 +100,10 @@ def test_a_plan_for_another_model_is_refused(changes: dict[str, Any], said: str)
 
 def test_a_memory_limit() -> None:
     large = config(hidden_size=4096)
+    costs = uncalibrated(LAYOUT, "H100")
 
     def chosen(limit_gb: float | None) -> tuple[str, str]:
-        options = Options(memory_limit_gb=limit_gb)
+        options = Options(memory_limit_gb=limit_gb, cluster=costs)
         choice = policy_for(options, large, LAYOUT, permuted_only=False).choose(4096)
         return choice.chain.name, choice.reason
 

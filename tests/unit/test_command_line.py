@@ -183,7 +183,7 @@ def test_a_plan_for_something_else_is_refused(
         routing=UniformRouting(num_experts=4, topk=2),
         tokens_per_rank=8,
     )
-    plan(workload, uncalibrated(layout)).save(tmp_path / "plan.yaml")
+    plan(workload, uncalibrated(layout, "H100")).save(tmp_path / "plan.yaml")
     result = parse(f"{MOE} --moe-monta-plan {tmp_path}/plan.yaml {arguments}")
     assert result.returncode == (0 if said is None else 2), result.stderr
     if said is not None:

@@ -55,8 +55,9 @@ def test_a_training_on_gpus_prices_what_it_runs(choice: str, expected: str) -> N
 
     from monta_megatron.integration.chain_policy import policy_for
     from monta_megatron.planner.chain_policy import PlannedPolicy
+    from monta_megatron.planner.cluster_file import load_cluster
 
-    options = Options(kernels=choice)
+    options = Options(kernels=choice, cluster=load_cluster("h100_8x_ndr"))
     on_cpus = policy_for(options, config(), LAYOUT, permuted_only=False)
     with mock.patch.object(torch.accelerator, "is_available", lambda: True):
         on_gpus = policy_for(options, config(), LAYOUT, permuted_only=False)

@@ -52,10 +52,14 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason=reason)
-    from monta_megatron.planner.uncalibrated import uncalibrated
+    cluster = options.cluster
+    if cluster is None:
+        from monta_megatron.integration.hardware import gpu_name
+        from monta_megatron.planner.uncalibrated import uncalibrated
 
+        cluster = uncalibrated(layout, gpu_name())
     # Priced as they run, so ranks have to agree on the kernels here; elsewhere the bits are alike.
-    cluster = replace(options.cluster or uncalibrated(layout), fused_kernels=fused)
+    cluster = replace(cluster, fused_kernels=fused)
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
             f"moe_monta_cluster: {cluster.name} has {counted(cluster.num_nodes, 'node')}, must "

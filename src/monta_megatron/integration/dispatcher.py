@@ -105,6 +105,11 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             config,
             pg_collection,
         )
+        self._megatron_groups: dict[str, dist.ProcessGroup] = {
+            "ep": self.ep_group,
+            "etp": self.tp_group,
+            "tp_ep": self.tp_ep_group,
+        }
         self._report = Report(reports_for_stage(self.tp_ep_group, pg_collection))
         replicas = getattr(pg_collection, "expt_dp", None)
         self.layout, self.chain_policy, rule = on_every_exchange(
@@ -123,7 +128,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.groups = peer_groups(
             chains,
             self.layout,
-            {"ep": self.ep_group, "etp": self.tp_group, "tp_ep": self.tp_ep_group},
+            self._megatron_groups,
             self.options.max_ctas,
         )
         _share_time_limit(self.groups)
@@ -360,8 +365,14 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation,
         # there has to be one. In both cases "auto" may choose only chains of permuted tokens.
         permuted_only = self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1"
+        options = self.options
+        if options.calibrate_seconds > 0 and layout.num_nodes > 1:
+            from monta_megatron.integration.self_calibration import self_calibrated
+
+            costs = self_calibrated(options, layout, self._megatron_groups, self._report)
+            options = replace(options, cluster=costs)
         chain_policy, rule = agreed_policy(
-            self.options, self.config, layout, permuted_only, self.tp_ep_group
+            options, self.config, layout, permuted_only, self.tp_ep_group
         )
         return layout, chain_policy, rule
 

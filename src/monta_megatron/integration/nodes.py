@@ -14,7 +14,7 @@ from monta_megatron.chains.nodes import (
 from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.integration.agreement import check_same_rule
-from monta_megatron.integration.options import Options
+from monta_megatron.integration.options import AUTO, Options
 
 
 def nodes_of_exchange(
@@ -40,6 +40,9 @@ def nodes_of_exchange(
         ranks_per_node = cluster.ranks_per_node
     rule = {
         "monta_megatron": __version__,
+        # Those that calibrate do it together, before they agree on how they choose.
+        "chain": AUTO if options.named_chain is None else options.named_chain.name,
+        "moe_monta_calibrate_seconds": options.calibrate_seconds,
         "ranks_per_node": ranks_per_node,
         # Only its nodes are held against the hosts, which all ranks do or none does.
         "the cluster of ranks_per_node": None if cluster is None else cluster.name,

@@ -28,6 +28,7 @@ AUTO = "auto"
 # Late enough for memory and communicators to be there.
 DEFAULT_RECORD_ITERATION = 10
 DEFAULT_TUNE_STEPS = 20
+DEFAULT_CALIBRATE_S = 10.0
 # The settings by which Megatron runs other work beside an exchange.
 OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
 # A chain's name or a file; code may pass a cluster itself.
@@ -88,6 +89,13 @@ class OptionFields:
     )
     moe_monta_cluster: Optional[str] = _option(  # noqa: UP045
         "Cluster file, made by `monta calibrate`, or preset by which the planner chooses."
+    )
+    moe_monta_calibrate_seconds: Optional[float] = _option(  # noqa: UP045
+        "Time in which auto measures the groups of its exchange at the start, over more than one "
+        "node and without --moe-monta-cluster; kept in --save or the user's cache for the next "
+        f"start. 0 takes the nearest preset (default: {DEFAULT_CALIBRATE_S:g}, and 0 on CPU ranks "
+        "and in deterministic mode).",
+        _or_text(float),
     )
     moe_monta_plan: Optional[str] = _option(  # noqa: UP045
         "Plan file, made by `monta plan`, whose chain and number of chunks are used."
@@ -159,6 +167,7 @@ class Options:
         ranks_per_node: ranks joined by the node link; None leaves it to MONTA_NODE, the cluster,
             the launcher or host names.
         cluster: costs by which the planner chooses, or None if no file gives them.
+        calibrate_seconds: time to measure the costs in their absence; 0 takes the nearest preset.
         plan: a plan that was made before, or None.
         memory_limit_gb: limit for the planner, or None.
         beside_us: other work beside an exchange; 0 for none.
@@ -177,6 +186,7 @@ class Options:
     num_chunks: int | None = None
     ranks_per_node: int | None = None
     cluster: Cluster | None = None
+    calibrate_seconds: float = 0.0
     plan: "Plan | None" = None
     memory_limit_gb: float | None = None
     beside_us: float = 0.0
@@ -250,6 +260,11 @@ class Options:
             f"be 0 or left out without {' or '.join(OVERLAPS)}, as nothing hides the exchange then",
         )
         check("record_iteration", lambda _: "record" in given, "come with moe_monta_record")
+        needs_costs = _is_auto(given) and "cluster" not in given
+        if needs_costs or "calibrate_seconds" in given:
+            from monta_megatron.integration.calibration_time import calibrate_seconds
+
+            given["calibrate_seconds"] = calibrate_seconds(source, needs_costs)
         tune_steps = given.setdefault("tune_steps", _default_tune_steps(source, given))
         check(
             "tune_steps",
@@ -298,8 +313,12 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
 
 def _default_tune_steps(source: object, given: Mapping[str, Any]) -> int:
     """Deterministic mode is to do the same in every run, which times never do."""
-    is_auto = given.get("chain", AUTO) == AUTO and "plan" not in given
-    return DEFAULT_TUNE_STEPS if is_auto and not getattr(source, "deterministic_mode", False) else 0
+    deterministic = getattr(source, "deterministic_mode", False)
+    return DEFAULT_TUNE_STEPS if _is_auto(given) and not deterministic else 0
+
+
+def _is_auto(given: Mapping[str, Any]) -> bool:
+    return given.get("chain", AUTO) == AUTO and "plan" not in given
 
 
 def _overlaps(source: object) -> tuple[str, ...]:

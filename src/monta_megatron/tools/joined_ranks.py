@@ -6,6 +6,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from monta_megatron.integration.hardware import device_of_ranks
+
 T = TypeVar("T")
 
 
@@ -19,8 +21,7 @@ def join(local_rank: int) -> torch.device:
         raise ValueError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    # The CPU where CPU ranks stand in for GPUs.
-    return torch.empty(0, device="cuda").device
+    return device_of_ranks()
 
 
 def wait_for_all() -> None:

@@ -644,6 +644,6 @@ def test_auto_prices_the_counts_of_every_chain() -> None:
 
 
 def test_the_uncalibrated_cluster_has_the_nodes_of_the_exchange() -> None:
-    guess = uncalibrated(layout_of(16, 1, 8, 64))
+    guess = uncalibrated(layout_of(16, 1, 8, 64), "NVIDIA H100 80GB HBM3")
     assert (guess.num_nodes, guess.ranks_per_node, guess.nics_per_node) == (2, 8, 8)
     assert guess.memory_gb_per_rank is None

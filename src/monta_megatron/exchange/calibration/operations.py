@@ -5,7 +5,7 @@ Notation: N = rows, W = most experts of a token, H = hidden size, E = experts.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from typing import TypeAlias
 
@@ -18,6 +18,7 @@ from monta_megatron.chains import calibration_tasks as tasks
 from monta_megatron.chains.calibration_tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Point, Task
 from monta_megatron.chains.chunks import NUM_BLOCKS
 from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.program import Resource
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
@@ -39,8 +40,8 @@ Prepare: TypeAlias = Callable[[Point, torch.device], Callable[[], object]]
 
 
 def starts_of(
-    groups: Mapping[tuple[str, int], PeerGroup],
-    layout: Layout,
+    groups: Mapping[tuple[Resource, int], PeerGroup],
+    nodes: tuple[int, ...],
     device: torch.device,
     cold_bytes: int,
     more: Mapping[str, Prepare],
@@ -54,16 +55,15 @@ def starts_of(
 
     Args:
         groups: by resource and size, this rank's group.
-        layout: an exchange of all ranks that calibrate, whose counts are bound.
+        nodes: node of every rank that calibrates, in order.
         device: device that it runs on.
         cold_bytes: bytes of buffers to take turns with; 0 for one set of buffers.
         more: by its name, an operation in memory that is none of the exchange's own.
     """
-    prepared: dict[str, Prepare] = {
-        **IN_MEMORY,
-        "count": lambda point, device: _count(point, device, layout),
-        **more,
-    }
+    # An exchange of all of them, in which every chain can run; all bind the same counts.
+    experts = max(NUM_EXPERTS // len(nodes), 1)
+    layout = Layout(ep=len(nodes), etp=1, num_local_experts=experts, rank=0, nodes=nodes)
+    prepared: dict[str, Prepare] = {**IN_MEMORY, "count": partial(_count, layout=layout), **more}
 
     @cache
     def start_of(task: Task) -> Start:
@@ -180,7 +180,8 @@ def _columns(num_rows: int, device: torch.device) -> tuple[list[torch.Tensor], t
     probs = torch.ones(num_rows, TOPK, device=device)
     # Small, but operations of their own.
     columns = [rows_of(num_rows, device), probs, probs.to(torch.int32)]
-    return columns, torch.randperm(num_rows, generator=_generator()).to(device)
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1))
+    return columns, order.to(device)
 
 
 def _sum(point: Point, device: torch.device) -> Callable[[], object]:
@@ -225,21 +226,20 @@ def _lists(point: Point, device: torch.device) -> Callable[[], object]:
     return lambda: expert_ids_of(on_device, probs, TOPK)
 
 
-IN_MEMORY: dict[str, Prepare] = {
-    **{"copy": _copy, "put": _put, "sum": _sum, "lists": _lists},
-    **{"find": _find, "find_lists": _find},
-}
+OPERATIONS = (("copy", _copy), ("put", _put), ("sum", _sum), ("lists", _lists))
+IN_MEMORY: dict[str, Prepare] = dict((*OPERATIONS, ("find", _find), ("find_lists", _find)))
 
 
 def rows_of(num_rows: int, device: torch.device) -> torch.Tensor:
     """[N, H]: CPUs sum fp32 rows; on GPUs rows are mostly bf16."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.ones(num_rows, tasks.HIDDEN_ROW_BYTES // dtype.itemsize, dtype=dtype).to(device)
+    shape = num_rows, tasks.HIDDEN_ROW_BYTES // dtype.itemsize
+    return torch.ones(shape, dtype=dtype, device=device)
 
 
 def draw_experts(num_rows: int, num_experts: int) -> torch.Tensor:
     """[N, W] ascending experts of each row."""
-    scores = torch.rand(num_rows, num_experts, generator=_generator())
+    scores = torch.rand(num_rows, num_experts, generator=torch.Generator().manual_seed(1))
     return scores.topk(TOPK, dim=1).indices.sort(dim=1).values
 
 
@@ -247,7 +247,3 @@ def routing_map(num_rows: int, num_experts: int) -> torch.Tensor:
     """[N, E] bool: drawn experts, as Megatron's router has them."""
     ids = draw_experts(num_rows, num_experts)
     return torch.zeros(num_rows, num_experts, dtype=torch.bool).scatter(1, ids, True)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(1)

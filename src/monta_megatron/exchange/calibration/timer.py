@@ -118,12 +118,11 @@ class Timer:
                 times_s += runs_s[0]
             names.append(task.name)
             times_s += runs_s[-1]
-        of_all_us = [
-            s * 1e6 * self._ranks_per_core for s in self._reduce(times_s, dist.ReduceOp.SUM)
-        ]
+        of_core_us = 1e6 * self._ranks_per_core
+        of_all = iter(self._reduce(times_s, dist.ReduceOp.SUM))
         return [
-            Sample(task=name, us=us, launch_us=launch_us)
-            for name, us, launch_us in zip(names, of_all_us[::2], of_all_us[1::2], strict=True)
+            Sample(task=name, us=run_s * of_core_us, launch_us=launch_s * of_core_us)
+            for name, run_s, launch_s in zip(names, of_all, of_all, strict=True)
         ]
 
     def first_runs(
@@ -135,7 +134,8 @@ class Timer:
     ) -> dict[Point, float]:
         """About how long each point takes, not counting a run that makes connections and buffers.
 
-        The cheapest ones come first, so that every curve grows while there is time.
+        All curves grow together, each while there is time: none is left with sizes so small that
+        they say nothing of its rate.
 
         Args:
             points: all of them; those of a curve in the order of their sizes.
@@ -144,34 +144,33 @@ class Timer:
             budget_s: time for these runs and the rounds that follow; larger sizes that leave none
                 for `LEAST_ROUNDS` rounds are left out. None leaves out none.
         """
-        curves: dict[object, list[Point]] = {}
-        for point in points:
-            curves.setdefault(point.curve, []).append(point)
-        sizes = list(curves.values())
+        sizes = [[p for p in points if p.curve == curve] for curve in {p.curve: 0 for p in points}]
         times_us: dict[Point, float] = {}
         round_us = 0.0
-        # Expected us, curve, size.
-        waiting = [(0.0, curve, 0) for curve in range(len(sizes))]
+        # Bytes, curve, size, expected us.
+        waiting = [(of[0].num_bytes, curve, 0, 0.0) for curve, of in enumerate(sizes)]
         while waiting:
-            expected_us, curve, size = heapq.heappop(waiting)
+            _, curve, size, expected_us = heapq.heappop(waiting)
             all_us = expected_us + LEAST_ROUNDS * (round_us + _run_us(expected_us))
             late = budget_s is not None and self.elapsed_s + all_us / 1e6 > budget_s
             if late and size >= LEAST_SIZES:
                 continue
             point = sizes[curve][size]
-            us = None if point.name in kept_us else self._first_run_us(point)
+            us = None if point.name in kept_us else self._first_run_us(point, expected_us)
             times_us[point] = kept_us[point.name] if us is None else us
             on_point(point, us)
             round_us += _run_us(times_us[point])
-            if size + 1 < len(sizes[curve]):
-                growth = sizes[curve][size + 1].num_bytes / point.num_bytes
-                heapq.heappush(waiting, (times_us[point] * growth, curve, size + 1))
+            for larger in sizes[curve][size + 1 : size + 2]:
+                expected_us = times_us[point] * larger.num_bytes / point.num_bytes
+                heapq.heappush(waiting, (larger.num_bytes, curve, size + 1, expected_us))
         return times_us
 
-    def _first_run_us(self, point: Point) -> float:
-        us = self.run(point).us
-        # What making connections and buffers takes is little of a long run.
-        return us if us > RUN_US else min(self.run(point).us for _ in range(2))
+    def _first_run_us(self, point: Point, expected_us: float) -> float:
+        # What connections and fresh memory take is little of a long run.
+        if expected_us < RUN_US:
+            self.run(point)
+        is_mixed = self._ranks_per_core > 1 and _stays_on_node(point)
+        return (self.run_mixed([(point, 1)])[0] if is_mixed else self.run(point)).us
 
     def rounds(
         self,
@@ -223,12 +222,11 @@ class Timer:
 
 
 def _repeats(us: float) -> int:
-    return min(max(int(RUN_US / us), 1), MAX_REPEATS_IN_RUN)
+    return min(max(int(RUN_US / max(us, 1.0)), 1), MAX_REPEATS_IN_RUN)
 
 
 def _run_us(us: float) -> float:
-    """Of a run with its repeats."""
-    return us * _repeats(us) if us > 0 else 0.0
+    return us * _repeats(us)
 
 
 def _stays_on_node(task: Task) -> bool:

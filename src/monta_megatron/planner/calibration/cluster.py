@@ -28,7 +28,7 @@ from monta_megatron.chains.program import (
 from monta_megatron.planner.calibration.doubts import doubts_of
 from monta_megatron.planner.calibration.fit import fit
 from monta_megatron.planner.calibration.points import BYTES_PER_ROW
-from monta_megatron.planner.cluster import Cluster, Contention, NodeSizes
+from monta_megatron.planner.cluster import Cluster, Contention, Link, NodeSizes
 from monta_megatron.planner.curves import Curve, Operation
 from monta_megatron.planner.host_costs import FINDS, HostCosts
 from monta_megatron.planner.host_operations import Around, num_host_operations
@@ -78,8 +78,9 @@ def make_cluster(
     points: Sequence[Point],
     pairs: Sequence[Contenders],
     samples: Sequence[Sample],
+    links: tuple[Link, ...] = (),
 ) -> Cluster:
-    """A cluster from the medians of all samples."""
+    """A cluster from the medians of all samples; `links` are of resources without points."""
     by_task: dict[str, list[Sample]] = {}
     for sample in samples:
         by_task.setdefault(sample.task, []).append(sample)
@@ -97,6 +98,7 @@ def make_cluster(
         launch=launch,
         memory_gb_per_rank=machine.memory_gb_per_rank,
         copies_block_host=machine.on_cpu,
+        links=links,
         curves=curves,
         contention=tuple(_contention(machine, contenders, by_task) for contenders in pairs),
         doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),

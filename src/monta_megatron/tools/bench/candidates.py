@@ -185,6 +185,7 @@ def build_dispatcher(
         ranks_per_node=settings.ranks_per_node,
         cluster=cluster,
         tune_steps=settings.tune_steps if chain == AUTO else 0,
+        calibrate_seconds=settings.calibrate_seconds if chain == AUTO else 0,
         # The benchmark compares more, see `checks`.
         check=0,
         **options,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.common.dtypes import DTYPE_BYTES, torch_name
-from monta_megatron.common.flags import listed, name_of, positive, whole
+from monta_megatron.common.flags import listed, name_of, not_negative, positive, whole
 from monta_megatron.planner.routing_names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
@@ -93,6 +93,12 @@ LAUNCH_FLAGS = {
         "N", "ranks joined by the node link (default: what the launcher says)", whole(1)
     ),
     "cluster": Flag("FILE", "costs by which the planner predicts and chooses", str),
+    "calibrate-seconds": Flag(
+        "X",
+        "without --cluster: time in which auto measures the costs itself, as a training does",
+        not_negative,
+        "0",
+    ),
     "inter-rate-ratio": Flag("X", "rate of this network over that of --cluster", positive, "1"),
 }
 FLAGS = POINT_FLAGS | LAUNCH_FLAGS

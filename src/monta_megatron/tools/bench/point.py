@@ -1,7 +1,7 @@
 """One point of a benchmark: what was asked for, the dispatchers on its data, and their rows."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -278,9 +278,14 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
         )
     layout = exchange_layout(settings, nodes)
     batches = make_batches(settings, layout, task.this_rank.rank, device)
-    # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
-    costs = default_costs(task.emulated) if cluster is None and task.emulated else cluster
+    costs = cluster
+    if cluster is None and task.emulated is not None and settings.calibrate_seconds == 0:
+        # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
+        costs = default_costs(task.emulated)
     candidates, skipped = build(settings, costs, layout, batches)
+    if settings.calibrate_seconds > 0:
+        (auto,) = (candidate for candidate in candidates if candidate.requested == AUTO)
+        task = replace(task, cluster=auto.dispatcher.chain_policy.cluster)
     return Bench(
         task=task,
         nodes=nodes,

@@ -59,6 +59,7 @@ class Settings(LayerShape):
         seed: seed of the data.
         ranks_per_node: ranks joined by the node link, or None where the launcher knows.
         cluster: file of the costs by which the planner chooses, or None.
+        calibrate_seconds: time in which "auto" measures them instead; 0 for none.
         inter_rate_ratio: this network's rate over the cluster file's; the costs are scaled by it.
         world_size: ranks of the launch.
     """
@@ -79,6 +80,7 @@ class Settings(LayerShape):
     seed: int
     ranks_per_node: int | None
     cluster: str | None
+    calibrate_seconds: float
     inter_rate_ratio: float
     world_size: int
 
@@ -170,6 +172,12 @@ def _check_together(settings: Settings) -> None:
     rule(ffn_hidden % etp == 0, "ffn_hidden", ffn_hidden, f"a multiple of --etp ({etp})")
     if settings.tune_steps and AUTO not in settings.chains:
         raise ValueError(f"--tune-steps: got {settings.tune_steps}, must come with --chains auto")
+    if settings.calibrate_seconds > 0:
+        seconds = f"--calibrate-seconds: got {settings.calibrate_seconds:g}"
+        if settings.cluster is not None:
+            raise ValueError(f"{seconds}, must be left out with --cluster, which has the costs")
+        if AUTO not in settings.chains:
+            raise ValueError(f"{seconds}, must come with --chains auto")
     for name, value in (
         ("overlap_experts", settings.overlap_experts),
         ("expert_ms", settings.expert_ms),

@@ -2,12 +2,13 @@
 
 import torch.distributed as dist
 
+from monta_megatron.chains.program import Resource
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.groups import new_local_group
 from monta_megatron.planner.calibration.points import Shape
 
 
-def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[str, int], PeerGroup]:
+def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[Resource, int], PeerGroup]:
     """(resource, ranks) -> the group of this rank, made by all ranks in the same order.
 
     Args:
@@ -16,11 +17,11 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[str, int], P
     """
     rank, on_node = dist.get_rank(), shape.ranks_per_node
     node, position = divmod(rank, on_node)
-    groups = {}
+    groups: dict[tuple[Resource, int], PeerGroup] = {}
     for part in shape.parts:
         stride = on_node // part
         # inter: the same positions on every node, `stride` apart; intra: neighbours on this node.
-        members = {
+        members: dict[Resource, list[int]] = {
             "inter": [r for r in range(len(nodes)) if r % on_node % stride == position % stride],
             "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
         }

@@ -1,6 +1,5 @@
 """One calibration on one rank: groups, estimates, rounds, and the cluster they give."""
 
-import os
 import platform
 import time
 from collections import Counter
@@ -12,14 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains.calibration_tasks import HOST_WORK, NUM_EXPERTS, Point, Sample, Task
-from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Task
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
-from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
-from monta_megatron.exchange.groups import find_nodes, gather_objects
+from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.integration.hardware import (
+    counts_to_host_us,
+    find_nics_per_node,
+    find_ranks_per_core,
+    hardware_name,
+)
 from monta_megatron.integration.permutation import PERMUTATION
 from monta_megatron.planner.calibration.cluster import Machine, make_cluster
 from monta_megatron.planner.calibration.points import (
@@ -85,7 +88,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     shape = shape_of(nodes)
     machine = _machine(settings, shape, device)
     points = all_points(series_of_cluster(shape), NUM_SIZES[device.type])
-    ranks_per_core = _ranks_per_core() if machine.on_cpu else 1.0
+    ranks_per_core = find_ranks_per_core(world)
 
     # Step 2: what an earlier calibration has left.
     identity = _identity(machine, ranks_per_core)
@@ -95,12 +98,8 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     progress.phase(f"first runs of {counted(len(points), 'point')}", len(points))
     # Where operations are mixed, others run between two runs of one and leave its buffers cold.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
-    num_experts = max(NUM_EXPERTS // len(nodes), 1)
-    layout = Layout(
-        ep=len(nodes), etp=1, num_local_experts=num_experts, rank=dist.get_rank(), nodes=nodes
-    )
     groups = make_groups(shape, nodes)
-    start_of = starts_of(groups, layout, device, cold_bytes, PERMUTATION)
+    start_of = starts_of(groups, nodes, device, cold_bytes, PERMUTATION)
     timer = Timer(world, device, start_of, ranks_per_core, begin_s)
 
     def keep_first(point: Point, us: float | None) -> None:
@@ -163,36 +162,20 @@ def shape_of(nodes: tuple[int, ...]) -> Shape:
 
 
 def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
-    emulated = EmulatedCluster.from_environment()
-    on_cpu = device.type == "cpu"
-    if emulated is not None:
-        kind, nics_per_node = f"emulated at {emulated.inter_mbit:g} Mbit/s", emulated.nics_per_node
-    else:
-        kind, nics_per_node = "CPU ranks", shape.ranks_per_node
-        if not on_cpu:
-            kind = torch.cuda.get_device_name(device)
+    kind, on_cpu = hardware_name(), device.type == "cpu"
     day = datetime.now(timezone.utc).date().isoformat()
     return Machine(
         name=settings.name or f"{kind}, {shape.num_nodes} x {shape.ranks_per_node}",
         num_nodes=shape.num_nodes,
         ranks_per_node=shape.ranks_per_node,
-        nics_per_node=settings.nics_per_node or nics_per_node,
+        nics_per_node=settings.nics_per_node or find_nics_per_node(shape.ranks_per_node),
         memory_gb_per_rank=None
         if on_cpu
         else torch.cuda.get_device_properties(device).total_memory / 1e9,
         on_cpu=on_cpu,
-        counts_to_host_us=0.0 if on_cpu else _counts_to_host_us(device),
+        counts_to_host_us=counts_to_host_us(device),
         source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
     )
-
-
-def _ranks_per_core() -> float:
-    """Ranks per core that they may use, over all emulated nodes of a machine; at least 1."""
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-    by_machine: dict[str, list[set[int]]] = {}
-    for name, cores in gather_objects((machine, os.sched_getaffinity(0))):
-        by_machine.setdefault(name, []).append(cores)
-    return max(1.0, *(len(ranks) / len(set().union(*ranks)) for ranks in by_machine.values()))
 
 
 def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
@@ -208,13 +191,3 @@ def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": platform.node() if on_cpu else torch.cuda.get_device_name(),
     }
-
-
-def _counts_to_host_us(device: torch.device) -> float:
-    num_runs = 20
-    counts = torch.zeros(1024, dtype=torch.int64, device=device)
-    counts.cpu()
-    begin_s = time.perf_counter()
-    for _ in range(num_runs):
-        counts.cpu()
-    return (time.perf_counter() - begin_s) * 1e6 / num_runs

@@ -1,0 +1,251 @@
+"""Calibrates the exchange of a training that has no cluster file, when its dispatcher is built.
+
+The ranks of the exchange measure on their own groups, as all exchanges of a job do at about the
+same time, and nobody waits for another exchange: stages without MoE layers never get here. What one
+exchange has found is kept for the next start, in one file that its first rank reads and writes:
+
+    SAVE/monta/cluster_ep8_etp1_rank_0.yaml              SAVE: Megatron's --save, the run's folder
+    CACHE/monta_megatron/HARDWARE_2x4/cluster_....yaml   without it, in the user's cache
+
+It is a cluster file like any other, and its source says what it was measured on.
+"""
+
+import os
+import re
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from datetime import date, datetime, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron import __version__
+from monta_megatron.chains.calibration_tasks import HOST_WORK, Sample, Task
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.program import Resource
+from monta_megatron.common.files import make_folder, write_whole
+from monta_megatron.common.quantities import counted, size_text
+from monta_megatron.exchange.calibration.operations import starts_of
+from monta_megatron.exchange.calibration.timer import RUN_US, Timer
+from monta_megatron.exchange.groups import gather_objects, peer_groups
+from monta_megatron.integration.hardware import (
+    counts_to_host_us,
+    device_of_ranks,
+    find_nics_per_node,
+    find_ranks_per_core,
+    gpu_name,
+    hardware_name,
+)
+from monta_megatron.integration.options import Options
+from monta_megatron.integration.permutation import PERMUTATION
+from monta_megatron.integration.reports import Report
+from monta_megatron.planner.calibration.cluster import Machine, make_cluster
+from monta_megatron.planner.calibration.points import (
+    PAIR_US,
+    all_points,
+    choose_pairs,
+    series_of_exchange,
+)
+from monta_megatron.planner.chain_policy import chains_for
+from monta_megatron.planner.chain_price import RESOURCE_NAMES
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import dump_measured, load_cluster
+from monta_megatron.planner.uncalibrated import uncalibrated
+
+# Sizes in steps of 4x from 5 KiB, in memory from 20 KiB: up to 80 MiB on a GPU, whose memory is to
+# be given back to a training.
+NUM_SIZES: dict[str, dict[Resource, int]] = {
+    "cpu": {"inter": 6, "intra": 7, "memory": 7},
+    "cuda": {"inter": 8, "intra": 8, "memory": 7},
+}
+# The largest size is at most this part of a rank's free memory: all buffers together hold less.
+PART_OF_FREE_MEMORY = 1 / 64
+# Part of the time for points; pairs of them and the host's work take the rest.
+PART_FOR_POINTS = 0.7
+PAIR_PART = 1 / 500
+# Links and drivers change, and whoever shares the network does.
+MOST_DAYS = 30
+MEASURED = "; measured "
+
+# What was found for an exchange of this process, for its other layers.
+_found: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], int], Cluster | None] = {}
+
+
+def self_calibrated(
+    options: Options, layout: Layout, groups: dict[str, dist.ProcessGroup], report: Report
+) -> Cluster | None:
+    """The costs of an exchange, kept from an earlier start or measured now.
+
+    Args:
+        options: of the dispatcher, alike on all ranks.
+        layout: the exchange, over more than one node.
+        groups: Megatron's "ep", "etp" and "tp_ep"; all ranks of the last one call this.
+        report: prints a message.
+
+    Returns:
+        The costs, the same on all ranks; None where they cannot be measured, which is said.
+    """
+    group = groups["tp_ep"]
+    ranks = dist.get_process_group_ranks(group)
+    key = dist.group.WORLD, tuple(ranks), layout.etp
+    if key not in _found:
+        _found[key] = _find(options, layout, groups, _path(layout, ranks[0]), report)
+    return _found[key]
+
+
+def _find(
+    options: Options,
+    layout: Layout,
+    groups: dict[str, dist.ProcessGroup],
+    path: Path,
+    report: Report,
+) -> Cluster | None:
+    group, identity = groups["tp_ep"], _identity(layout)
+    is_first = layout.rank == 0
+    # Step 1: what an earlier start has left, as the first rank sees it.
+    kept = gather_objects(_read(path, identity) if is_first else None, group)[0]
+    if isinstance(kept, Cluster):
+        report(f"calibrated before: {path}, {kept.source.rpartition(MEASURED)[2]}")
+        return kept
+    if kept is not None:
+        report(f"{path}: not taken: {kept}; calibrates again")
+
+    # Step 2: measure.
+    try:
+        # By the layout alone, so all ranks refuse or none does.
+        series_of_exchange(chains_for(layout), layout)
+    except ValueError as error:
+        report(f"not calibrated: {error}")
+        return None
+    # A model may be built without memory or gradients: Megatron's are made on "meta" first.
+    with torch.device("cpu"), torch.enable_grad():
+        made, said = _measure(options, layout, groups, identity)
+    cluster = gather_objects(made if is_first else None, group)[0]
+    assert cluster is not None, "the first rank has sent its own"
+
+    # Step 3: keep it.
+    if is_first:
+        try:
+            make_folder(path.parent, "moe_monta_calibrate_seconds")
+            write_whole(path, dump_measured(cluster))
+            said += f"; kept in {path}"
+        except ValueError as error:
+            said += f"; not kept for the next start: {error}"
+    report(said)
+    return cluster
+
+
+def _measure(
+    options: Options, layout: Layout, groups: dict[str, dist.ProcessGroup], identity: str
+) -> tuple[Cluster, str]:
+    """What this rank makes of what all have measured, and what is said of it."""
+    begin_s, seconds = time.perf_counter(), options.calibrate_seconds
+    device, group = device_of_ranks(), groups["tp_ep"]
+    on_cpu = device.type == "cpu"
+    reserved_bytes, allocated_bytes = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+
+    # Step 1: the points of the groups in which chains could run here.
+    chains = chains_for(layout)
+    peers = peer_groups(chains, layout, groups, options.max_ctas)
+    series = series_of_exchange(chains, layout)
+    on_groups = {(each.resource, each.group_size): peers[name] for each, name in series.items()}
+    free_bytes = sys.maxsize if on_cpu else torch.cuda.mem_get_info()[0]
+    most_bytes = min(gather_objects(free_bytes, group)) * PART_OF_FREE_MEMORY
+    every_point = all_points(list(series), NUM_SIZES[device.type])
+    points = [point for point in every_point if point.num_bytes <= most_bytes]
+
+    # Step 2: as many of their sizes as there is time for, then rounds over these. Other operations
+    # run between two runs of one, and leave its buffers cold.
+    start_of = starts_of(on_groups, layout.nodes, device, 0, PERMUTATION)
+    timer = Timer(group, device, start_of, find_ranks_per_core(group), begin_s)
+    times_us = timer.first_runs(points, {}, lambda *_: None, seconds * PART_FOR_POINTS)
+    pairs = choose_pairs(times_us, min(PAIR_US, seconds * 1e6 * PAIR_PART))
+    together = [task for contenders in pairs for task in contenders.tasks]
+    more: list[tuple[Task, float]] = [(task, RUN_US) for task in (*together, *HOST_WORK)]
+    samples: list[Sample] = []
+    timer.rounds([*times_us.items(), *more], Counter(), seconds, samples.append)
+
+    # Step 3: give the memory back, and only where some was taken.
+    peak_bytes = max(torch.cuda.max_memory_allocated() - allocated_bytes, 0)
+    del start_of, timer
+    if not on_cpu and torch.cuda.memory_reserved() > reserved_bytes:
+        torch.cuda.empty_cache()
+
+    # Step 4: the cluster. A resource without points, as where nodes are of one rank, is a preset's.
+    machine = Machine(
+        name=f"{hardware_name()}, {layout.num_nodes} x {layout.ranks_per_node}, self-calibrated",
+        num_nodes=layout.num_nodes,
+        ranks_per_node=layout.ranks_per_node,
+        nics_per_node=min(find_nics_per_node(layout.ranks_per_node), layout.ranks_per_node),
+        memory_gb_per_rank=None,
+        on_cpu=on_cpu,
+        counts_to_host_us=counts_to_host_us(device),
+        source=f"{identity}{MEASURED}{_today()}",
+    )
+    most: dict[Resource, str] = {}
+    for point in sorted(times_us, key=lambda point: point.num_bytes):
+        most[point.resource] = size_text(point.num_bytes)
+    links = tuple(x for x in uncalibrated(layout, gpu_name()).links if x.resource not in most)
+    cluster = make_cluster(machine, list(times_us), pairs, samples, links)
+    rounds = min(Counter(sample.task for sample in samples).values())
+    return cluster, (
+        f"calibrated for want of a cluster file, in {time.perf_counter() - begin_s:.1f} s: "
+        f"{counted(len(cluster.curves), 'curve')} in {counted(rounds, 'round')}, "
+        f"{', '.join(f'{name} to {most[r]}' for r, name in RESOURCE_NAMES.items() if r in most)} "
+        "per rank; "
+        f"{counted(len(every_point) - len(times_us), 'larger size')} left out, extrapolated; "
+        f"held up to {size_text(peak_bytes)}, given back"
+    )
+
+
+def _today() -> date:
+    return datetime.now(timezone.utc).date()
+
+
+def _identity(layout: Layout) -> str:
+    """What was measured, and by which versions: the costs of another are not taken."""
+    nccl = "Gloo"
+    if gpu_name() is not None:
+        nccl = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return (
+        f"{hardware_name()}, {layout.num_nodes} x {layout.ranks_per_node} ranks, EP {layout.ep} x "
+        f"ETP {layout.etp}, torch {torch.__version__}, {nccl}, monta-megatron {__version__}"
+    )
+
+
+def _path(layout: Layout, first_rank: int) -> Path:
+    """The file of an exchange."""
+    # Nothing of Megatron's training is imported for it: without it there is no --save.
+    training = sys.modules.get("megatron.training.global_vars")
+    save = None
+    with suppress(AssertionError):
+        # It refuses where nothing was parsed.
+        save = None if training is None else training.get_args().save
+    if save:
+        folder = Path(save) / "monta"
+    else:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        hardware = re.sub(r"[^a-z0-9]+", "_", hardware_name().lower())
+        folder = Path(cache) / "monta_megatron"
+        folder /= f"{hardware}_{layout.num_nodes}x{layout.ranks_per_node}"
+    return folder / f"cluster_ep{layout.ep}_etp{layout.etp}_rank_{first_rank}.yaml"
+
+
+def _read(path: Path, identity: str) -> Cluster | str | None:
+    """The costs in a file, or why they are not taken; None if there is no file."""
+    if not path.exists():
+        return None
+    try:
+        cluster = load_cluster(path)
+        of_file, _, day = cluster.source.rpartition(MEASURED)
+        age_days = (_today() - date.fromisoformat(day)).days
+    except ValueError as error:
+        return f"no costs of a calibration: {error}"
+    if of_file != identity:
+        return f"measured on {of_file}, and here is {identity}"
+    if age_days > MOST_DAYS:
+        return f"measured {age_days} days ago, at most {MOST_DAYS} are trusted"
+    return cluster

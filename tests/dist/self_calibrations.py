@@ -1,0 +1,52 @@
+"""Functions that run on the ranks of a pool: dispatchers that calibrate themselves."""
+
+import contextlib
+import io
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from layers import Case, build_layer, initialize
+
+from monta_megatron.common.hashes import hash_of
+
+
+def calibrated(
+    case: Case, cache_of_rank: list[str], hardware: str | None = None
+) -> tuple[int, list[str], float]:
+    """Builds two layers in a process that has not calibrated.
+
+    Args:
+        case: the layer.
+        cache_of_rank: the user's cache of each rank.
+        hardware: what the ranks run on; None for what they do.
+
+    Returns:
+        a hash of the costs, what this rank prints, and the seconds it took.
+    """
+    from monta_megatron.integration import reports, self_calibration
+
+    initialize(case)
+    reports._reported.clear()
+    self_calibration._found.clear()
+    environment = {"XDG_CACHE_HOME": cache_of_rank[dist.get_rank()]}
+    patch: Any = contextlib.nullcontext()
+    if hardware is not None:
+        patch = mock.patch.object(self_calibration, "hardware_name", lambda: hardware)
+    with (
+        mock.patch.dict(os.environ, environment),
+        patch,
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
+        begin_s = time.monotonic()
+        first = build_layer(case, "monta")
+        elapsed_s = time.monotonic() - begin_s
+        state = torch.get_rng_state()
+        build_layer(case, "monta")
+    # The training's random numbers are those of one that has not calibrated.
+    assert torch.equal(torch.get_rng_state(), state)
+    costs = first.token_dispatcher.chain_policy.cluster
+    return hash_of({"costs": repr(costs)}), said.getvalue().splitlines(), elapsed_s
