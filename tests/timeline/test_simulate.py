@@ -75,6 +75,21 @@ def test_table_in_80_columns_and_picture(
     assert (tmp_path / "simulate_tokens.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_limit_ends_the_chains_that_hold_more(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--ep", "16", "--sweep", "tokens=4096", "--memory-limit-gb"]
+    (free,) = points(capsys, *flags, "100")
+    # The chain that holds the least is left alone, at its own limit and below it.
+    chain, least = min(free["least_bytes"].items(), key=lambda entry: entry[1])
+    for limit_gb in (least / 1e9, least / 2e9):
+        (limited,) = points(capsys, *flags, str(limit_gb))
+        assert limited["chain"] == chain
+        assert limited["memory"]["exchange_bytes"] == least
+        assert ("over the limit" in limited["reason"]) == (limit_gb < least / 1e9)
+    assert main(["simulate", *FLAGS, *flags, str(least / 1e9)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("over" in line.split() for line in lines) == len(CHAINS) - 1
+
+
 @pytest.mark.parametrize(
     ("sweep", "words"),
     [

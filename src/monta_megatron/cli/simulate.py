@@ -12,6 +12,7 @@ from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.flags import positive, whole
 from monta_megatron.common.names import one_of
+from monta_megatron.common.quantities import bytes_of_gb
 
 EXAMPLE = """\
 examples:
@@ -59,6 +60,9 @@ def add_parser(commands: Any) -> None:
         required=True,
         help="; ".join(f"{name}: {text}" for name, (_, text) in FACTORS.items()),
     )
+    parser.add_argument(
+        "--memory-limit-gb", metavar="X", type=positive, help="what the exchange may hold"
+    )
     parser.add_argument("--plot", metavar="DIR", help="draw it there; needs matplotlib")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -66,9 +70,11 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Plan at every value."""
+    from monta_megatron.chains import CHAINS
     from monta_megatron.tools.pictures import check_can_plot
     from monta_megatron.tools.plan.simulation import (
         benefit_line,
+        best_within,
         plan_at,
         simulation_tables,
         simulation_title,
@@ -77,7 +83,8 @@ def run(parsed: argparse.Namespace) -> int:
     request, inputs = planning.read(parsed)
     sweep: _Sweep = parsed.sweep
     check_can_plot(parsed.plot)
-    planned = [plan_at(request, inputs, sweep.factor, value) for value in sweep.values]
+    limit_bytes = bytes_of_gb(parsed.memory_limit_gb)
+    planned = [plan_at(request, inputs, sweep.factor, value, limit_bytes) for value in sweep.values]
     plans = [plan for plan, _, _ in planned]
     title = simulation_title(request, inputs, sweep.factor)
     if parsed.json:
@@ -92,6 +99,7 @@ def run(parsed: argparse.Namespace) -> int:
                     "predicted_us": plan.predicted_us,
                     "reason": plan.reason,
                     "best_us": plan.best_us(),
+                    "least_bytes": {chain: best_within(plan, chain)[1] for chain in CHAINS},
                     "notes": list(plan.notes),
                     "memory": memory.document(),
                     "benefit": None if benefit is None else benefit.document(),
@@ -104,10 +112,12 @@ def run(parsed: argparse.Namespace) -> int:
         most = max((memory for _, memory, _ in planned), key=lambda memory: memory.needed_bytes)
         about = [*textwrap.wrap(title, WIDTH), *textwrap.wrap(f"needs {most.describe()}", WIDTH)]
         notes = dict.fromkeys(note for plan in plans for note in plan.notes)
-        tables = simulation_tables(sweep.factor, sweep.values, plans)
+        with_memory = [(plan, memory) for plan, memory, _ in planned]
+        tables = simulation_tables(sweep.factor, sweep.values, with_memory, limit_bytes)
         gain = benefit_line(sweep.factor, sweep.values, [benefit for _, _, benefit in planned])
         after = [
-            "us, each chain in its best number of chunks; * the choice; - cannot run",
+            "us, each chain in its best number of chunks; * the choice; - cannot run;",
+            "over: holds more than it may in any number of chunks",
             *([] if gain is None else textwrap.wrap(gain, WIDTH)),
             *(line for note in notes for line in textwrap.wrap(f"note: {note}", WIDTH)),
         ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.common.tables import table
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.layout import ParallelLayout
@@ -22,7 +22,11 @@ VALUES_PER_TABLE = 4
 
 
 def plan_at(
-    request: PlanRequest, inputs: PlanInputs, factor: str, value: float
+    request: PlanRequest,
+    inputs: PlanInputs,
+    factor: str,
+    value: float,
+    memory_limit_bytes: float | None = None,
 ) -> tuple[Plan, TrainingMemory, Benefit | None]:
     """The plan with this value of the factor, everything else as requested; memory and benefit.
 
@@ -31,12 +35,14 @@ def plan_at(
         inputs: model, cluster and layout.
         factor: "tokens", "ranks", "top-k", "chunks" or "inter-rate-ratio".
         value: what it is.
+        memory_limit_bytes: what the exchange may hold; where every chain holds more, the plan is
+            the one that holds the least.
 
     Raises:
         ValueError: the factor cannot have that value here, or no chain can run.
     """
     model, cluster = inputs.model, inputs.cluster
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"memory_limit_bytes": memory_limit_bytes, "or_least": True}
     if factor == "tokens":
         request = replace(request, tokens=int(value))
     elif factor == "inter-rate-ratio":
@@ -90,24 +96,55 @@ def simulation_title(request: PlanRequest, inputs: PlanInputs, factor: str) -> s
     return ", ".join(parts)
 
 
-def simulation_tables(factor: str, values: Sequence[float], plans: Sequence[Plan]) -> list[str]:
+def simulation_tables(
+    factor: str,
+    values: Sequence[float],
+    planned: Sequence[tuple[Plan, TrainingMemory]],
+    memory_limit_bytes: float | None = None,
+) -> list[str]:
     """Chains down, values across, a few in each table so that 80 columns hold it."""
 
-    def cell(plan: Plan, chain: str) -> str:
-        best_us = plan.best_us()[chain]
+    def cell(plan: Plan, memory: TrainingMemory, chain: str) -> str:
+        limits = [limit for limit in (memory_limit_bytes, memory.left_bytes) if limit is not None]
         mark = "*" if plan.chain == chain else " "
-        return f"{'-' if best_us is None else f'{best_us:,.0f}'}{mark}"
+        best_us, least_bytes = best_within(plan, chain, min(limits, default=math.inf))
+        if least_bytes is None:
+            return f"-{mark}"
+        return f"{'over' if best_us is None else f'{best_us:,.0f}'}{mark}"
 
     tables = []
-    for first in range(0, len(plans), VALUES_PER_TABLE):
-        part = slice(first, first + VALUES_PER_TABLE)
-        chunks = ["chunks of the choice", *(f"{plan.num_chunks} " for plan in plans[part])]
-        benefits = [plan.benefit for plan in plans[part]]
+    for first in range(0, len(planned), VALUES_PER_TABLE):
+        part = planned[first : first + VALUES_PER_TABLE]
+        benefits = [plan.benefit for plan, _ in part]
         ratios = ["-" if benefit is None else f"{benefit.ratio:.2f}x " for benefit in benefits]
-        rows = [[chain, *(cell(plan, chain) for plan in plans[part])] for chain in CHAINS]
-        columns = [factor, *(f">{_shown(value)} " for value in values[part])]
-        tables.append(table(columns, [*rows, chunks, ["times stock alltoall", *ratios]]))
+        rows = [[chain, *(cell(plan, memory, chain) for plan, memory in part)] for chain in CHAINS]
+        of_choice = [
+            ["chunks of the choice", *(f"{plan.num_chunks} " for plan, _ in part)],
+            ["times stock alltoall", *ratios],
+            ["its exchange holds", *(f"{size_text(memory.exchange_bytes)} " for _, memory in part)],
+            ["a rank needs", *(f"{size_text(memory.needed_bytes)} " for _, memory in part)],
+        ]
+        columns = [factor, *(f">{_shown(value)} " for value in values[first : first + len(part)])]
+        tables.append(table(columns, [*rows, *of_choice]))
     return tables
+
+
+def best_within(
+    plan: Plan, chain: str, limit_bytes: float = math.inf
+) -> tuple[float | None, float | None]:
+    """A chain's time in its best number of chunks that holds no more, and the least that it holds.
+
+    Either is None where there is none.
+    """
+    candidates = [
+        (candidate.predicted_us, candidate.peak_bytes)
+        for candidate in plan.candidates
+        if candidate.chain == chain
+        and candidate.predicted_us is not None
+        and candidate.peak_bytes is not None
+    ]
+    within_us = [time_us for time_us, peak_bytes in candidates if peak_bytes <= limit_bytes]
+    return min(within_us, default=None), min((peak for _, peak in candidates), default=None)
 
 
 def benefit_line(
