@@ -6,7 +6,6 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.common import presets, strict_yaml
-from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
@@ -21,12 +20,7 @@ from monta_megatron.planner.training_memory import (
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
 from monta_megatron.tools.estimate.assumptions import Assumptions, assumptions_of, gpu_of
-from monta_megatron.tools.estimate.exchange import (
-    ExchangeTime,
-    exchange_time,
-    flat_network,
-    of_price,
-)
+from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time
 from monta_megatron.tools.estimate.flex import BACKENDS
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration
 from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of
@@ -141,12 +135,12 @@ def estimate(request: EstimateRequest) -> Estimate:
     plan, workload, memory = _plan(
         planned, settings, cluster, arguments, config, file, request.ignore_memory
     )
-    chosen = _chosen_time(plan, workload, cluster, model, settings, assumed)
 
     # Step 3: an iteration with each.
     plain = replace(settings, overlap=False, dispatcher="alltoall")
     overlapped, notes = _overlapped(plain)
     stock = exchange_time(model, plain, cluster, assumed)
+    chosen = chosen_time(stock, workload, cluster, assumed, CHAINS[plan.chain], plan.num_chunks)
     iterations = {
         STOCK: estimate_iteration(model, plain, cluster, assumed, stock),
         CHOSEN: estimate_iteration(model, plain, cluster, assumed, chosen),
@@ -226,25 +220,6 @@ def _plan(
         ignore_memory=ignore_memory,
     )
     return plan_within_memory(workloads, cluster, memory, where=f"{file}: layout", or_least=True)
-
-
-def _chosen_time(
-    plan: Plan,
-    workload: Workload,
-    cluster: Cluster,
-    model: Architecture,
-    settings: TrainingSettings,
-    assumed: Assumptions,
-) -> ExchangeTime:
-    """What the planner's choice takes; flat chains get no more of the network than stock does."""
-    if plan.chain == STOCK:
-        plain = replace(settings, dispatcher="alltoall")
-        return exchange_time(model, plain, cluster, assumed)
-    is_flat = not plan.chain.startswith("hierarchical")
-    where = flat_network(cluster, assumed) if is_flat else cluster
-    return of_price(
-        price_chain(workload, where, CHAINS[plan.chain], plan.num_chunks, "forward_backward")
-    )
 
 
 def _overlapped(settings: TrainingSettings) -> tuple[TrainingSettings, list[str]]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from monta_megatron.chains import Chain
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
@@ -57,6 +58,36 @@ def exchange_time(
     if settings.dispatcher == "alltoall":
         return _alltoall_time(model, settings, cluster, assumed)
     return _flex_time(model, settings, cluster, assumed, settings.dispatcher)
+
+
+def chosen_time(
+    stock: ExchangeTime,
+    workload: Workload,
+    cluster: Cluster,
+    assumed: Assumptions,
+    chain: Chain,
+    num_chunks: int,
+) -> ExchangeTime:
+    """What the planner's choice takes; flat chains get no more of the network than stock does."""
+    flat = flat_network(cluster, assumed)
+    where = cluster if chain.name.startswith("hierarchical") else flat
+    alltoall = price_chain(workload, flat, ALLTOALL, 1, "forward_backward")
+    chosen = price_chain(workload, where, chain, num_chunks, "forward_backward")
+    return less_saved(stock, alltoall, chosen)
+
+
+def less_saved(stock: ExchangeTime, alltoall: ChainPrice, chosen: ChainPrice) -> ExchangeTime:
+    """Stock's time, less what a choice saves of it by the planner's prices.
+
+    Both prices have the host's time in them; stock's time here has not, as it is a part of its
+    layer's.
+    """
+    before, after = of_price(alltoall), of_price(chosen)
+    return ExchangeTime(
+        forward_us=stock.forward_us + after.forward_us - before.forward_us,
+        backward_us=stock.backward_us + after.backward_us - before.backward_us,
+        num_chunks=chosen.num_chunks,
+    )
 
 
 def of_price(price: ChainPrice) -> ExchangeTime:
