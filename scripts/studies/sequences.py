@@ -38,16 +38,6 @@ class Setting:
     ep: int
     etp: int
 
-    @property
-    def command(self) -> str:
-        """The command that prints the same."""
-        tokens = ",".join(str(length // self.tp) for length in SEQUENCES)
-        return (
-            f"monta simulate --model {self.model} --cluster {self.cluster} --world-size 16 \\\n"
-            f"        --tp {self.tp} --ep {self.ep} --etp {self.etp} --ignore-memory \\\n"
-            f"        --memory-limit-gb {LIMIT_GB} --sweep tokens={tokens}"
-        )
-
 
 SETTINGS = (
     Setting(
@@ -102,7 +92,7 @@ def page() -> str:
     ]
     lines = []
     for setting in SETTINGS:
-        parts.append(f"\n## {setting.title}\n\n    {setting.command}\n\n")
+        parts.append(f"\n## {setting.title}\n\n")
         rows = []
         for length, plan in zip(SEQUENCES, plans(setting), strict=True):
             rows.append(
