@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from options_page import table
-from studies.common import begin, paragraph, run
+from studies.common import Section, begin, paragraph, run
 from studies.monta_claims import draw, saving, speedup
 
 from monta_megatron.planner.cluster import Cluster
@@ -25,6 +25,7 @@ __all__ = ["draw", "page"]
 
 # Parts of a layer that are neither computation nor what other ranks wait for.
 NO_COMPUTATION = (EXCHANGE, HIDDEN, HOST)
+CLAIMED_HYBRID_PCT = 14
 # Copies of a token, and seconds of the matching: OLMoE, 64 experts, top-8, 4 GPUs.
 OCCULT = {
     "uniform": (3.68, 15.93),
@@ -36,6 +37,8 @@ OCCULT = {
 
 def page() -> str:
     """The whole page."""
+    sections = (speedup(), saving(), _occult(), _shares())
+    head = ("claim", "claimed", "predicted", "measured, emulated", "difference", "constants")
     parts = [
         begin("What papers claim, and what is predicted of it", "claims"),
         "\n",
@@ -45,15 +48,14 @@ def page() -> str:
             "ranks of an emulated cluster. Where a paper leaves something open, the prediction is "
             "a range."
         ),
-        speedup(),
-        saving(),
-        _occult(),
-        _shares(),
+        "\n",
+        table(head, [row for section in sections for row in section.rows]),
+        *(section.text for section in sections),
     ]
     return "".join(parts)
 
 
-def _occult() -> str:
+def _occult() -> Section:
     groups = 4
     uniform = UniformRouting(num_experts=64, topk=8)
     predicted: dict[str, float | None] = {
@@ -82,7 +84,7 @@ def _occult() -> str:
         )
     head = ("experts of a token", "copies, claimed", "predicted", "difference", "s, claimed",
             "predicted", "difference")  # fmt: skip
-    return "".join(
+    text = "".join(
         [
             "\n## Occult: copies of a token\n\n",
             paragraph(
@@ -102,6 +104,29 @@ def _occult() -> str:
             ),
         ]
     )
+    claims = [
+        (
+            f"Occult, copies of a token: {row[0]}",
+            *row[1:3],
+            "-",
+            row[3],
+            "none" if row[2] != "-" else "the trace is not public",
+        )
+        for row in rows
+    ]
+    claims += [
+        (
+            f"Occult, time: {row[0]}",
+            f"{row[4]} s",
+            f"{row[5]} s",
+            "-",
+            row[6],
+            "the other two times",
+        )
+        for row in rows
+        if row[6] != "-"
+    ]
+    return Section(text, tuple(claims))
 
 
 def _copies_of_groups(topk: int) -> float:
@@ -109,7 +134,7 @@ def _copies_of_groups(topk: int) -> float:
     return float(routing.hits(4).sum())
 
 
-def _shares() -> str:
+def _shares() -> Section:
     model, settings = run("deepseek_v3")
     cluster = load_cluster("h800_8x_ndr")
     assumed = assumptions_of("H800", cluster.name)
@@ -130,8 +155,12 @@ def _shares() -> str:
         )
     head = ("dispatcher", "computation : exchange in a layer", "exchange in an iteration", "s")
     gains = [_hybrid_gain_pct(model, settings, hosts) for hosts in (True, False)]
-    nearer = "first" if abs(gains[0] - 14) < abs(gains[1] - 14) else "second"
-    return "".join(
+    nearer = (
+        "first"
+        if abs(gains[0] - CLAIMED_HYBRID_PCT) < abs(gains[1] - CLAIMED_HYBRID_PCT)
+        else "second"
+    )
+    text = "".join(
         [
             "\n## DeepSeek-V3: the share of communication\n\n",
             paragraph(
@@ -159,6 +188,32 @@ def _shares() -> str:
             "\nConstants: the presets, `configs/estimate/assumptions.yaml`. Not measured.\n",
         ]
     )
+    constants = "`h800_8x_ndr`, assumptions"
+    balance = (
+        "DeepSeek-V3, computation : communication",
+        "1 : 1",
+        f"{rows[0][1]} (`alltoall`), {rows[1][1]} (DeepEP)",
+        "-",
+        " and ".join(f"{float(row[1].split()[0]) - 1:+.0%}" for row in rows[:2]),
+        constants,
+    )
+    share = (
+        "Hybrid-EP, communication of an iteration that nothing optimizes",
+        "above 50%",
+        f"{rows[0][2]} (`alltoall`)",
+        "-",
+        f"{float(rows[0][2].rstrip('%')) - 50:+.0f} points",
+        constants,
+    )
+    over_deepep = (
+        "Hybrid-EP over DeepEP, TFLOP/s",
+        f"{CLAIMED_HYBRID_PCT}%",
+        f"{gains[1]:.0f}% or {gains[0]:.0f}%",
+        "-",
+        f"{min((gain - CLAIMED_HYBRID_PCT for gain in gains), key=abs):+.0f} points at the nearest",
+        "`gb200_nvl72`, assumptions",
+    )
+    return Section(text, (balance, share, over_deepep))
 
 
 def _hybrid_gain_pct(

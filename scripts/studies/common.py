@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from monta_megatron.common import presets
 from monta_megatron.planner.chain_price import ChainPrice
@@ -20,6 +21,19 @@ from monta_megatron.tools.launch.prepare import read_run
 WIDTH_INCHES, DPI = 8.3, 200
 WIDTH = 100
 DOCS = Path(__file__).parents[2] / "docs"
+
+
+class Section(NamedTuple):
+    """A part of the page of claims.
+
+    Attributes:
+        text: the section.
+        rows: [claims] (claim, claimed, predicted, measured on the emulated cluster, difference of
+            prediction and claim, constants).
+    """
+
+    text: str
+    rows: tuple[tuple[str, ...], ...]
 
 
 def begin(title: str, name: str) -> str:

@@ -86,7 +86,9 @@ def page() -> str:
             "One sequence in a micro-batch, which TP 8 shares, so a rank has an eighth of its "
             "tokens. Dispatch and combine of one layer, forward and backward, in bf16; what else "
             "training holds is not looked at: of the GPU's 80 GB the exchange may have "
-            f"{LIMIT_GB}. A chain ends where it holds more in any of 1, 2, 4 and 8 chunks."
+            f"{LIMIT_GB}. A chain ends where it holds more in any of 1, 2, 4 and 8 chunks. "
+            f"`monta simulate --sweep tokens=... --memory-limit-gb {LIMIT_GB} --ignore-memory` "
+            "prints such a table for any setting."
         ),
         "\n![Time and memory against the sequence](../pictures/sequences.png)\n",
     ]
