@@ -80,6 +80,10 @@ KNOWN = (
         r"|timeline --model .*)"
     ),
     Known(pattern=r"mkdir .*|monta completion .*"),
+    Known(
+        pattern=r"monta place --(trace trace|apply \w+) .*",
+        run_by="tests/unit/place/test_place_command.py",
+    ),
     Known(pattern=r"monta launch .* --dry-run"),
     Known(
         pattern=rf"{EMULATE} calibrate --out cluster.yaml", sizes=SMALL, more="--budget-seconds 1"

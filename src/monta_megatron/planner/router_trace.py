@@ -13,11 +13,11 @@ Notation: T = tokens of a rank, E = experts, N = tokens of a layer in a file.
 
 import json
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 from monta_megatron.common.quantities import counted
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.recorded_routing import Exchange, RecordedRouting, typical_exchange
+
+# Block, index of an MTP head, layer: as the tracer has them.
+LayerName: TypeAlias = tuple[str, str, str]
 
 # Enough for dozens of exchanges; the rest of a long trace is not read.
 MAX_TOKENS_PER_FILE = 32768
@@ -80,7 +83,7 @@ class RouterTrace:
     """
 
     folder: str
-    rows: Mapping[int, Mapping[Hashable, NDArray[np.bool_]]]
+    rows: Mapping[int, Mapping[LayerName, NDArray[np.bool_]]]
 
     @property
     def num_tokens(self) -> int:
@@ -208,10 +211,10 @@ def _too_few(folder: str, num_tokens: int, router: TracedRouter) -> str:
     )
 
 
-def _rows(path: Path, router: TracedRouter, most_tokens: int) -> dict[Hashable, NDArray[np.bool_]]:
+def _rows(path: Path, router: TracedRouter, most_tokens: int) -> dict[LayerName, NDArray[np.bool_]]:
     """Layer -> its rows, [N, E], in the order of the file."""
     num_tokens = 0
-    by_layer: dict[Hashable, list[NDArray[np.bool_]]] = {}
+    by_layer: dict[LayerName, list[NDArray[np.bool_]]] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if num_tokens >= most_tokens:
@@ -231,7 +234,7 @@ def _rows(path: Path, router: TracedRouter, most_tokens: int) -> dict[Hashable, 
             routing_map = np.zeros((len(indices), router.num_experts), dtype=np.bool_)
             np.put_along_axis(routing_map, indices, True, axis=1)
             num_tokens += len(indices)
-            layer = tuple(str(record.get(name)) for name in ("block", "mtp_idx", "layer"))
+            layer = (str(record.get("block")), str(record.get("mtp_idx")), str(record.get("layer")))
             by_layer.setdefault(layer, []).append(routing_map)
     return {layer: np.concatenate(maps) for layer, maps in by_layer.items()}
 
