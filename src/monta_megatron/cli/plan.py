@@ -3,12 +3,15 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.flags import fraction, not_negative, positive
 from monta_megatron.common.quantities import bytes_of_gb
+
+if TYPE_CHECKING:
+    from monta_megatron.tools.plan.request import PlanInputs
 
 EXAMPLE = """\
 examples:
@@ -80,6 +83,7 @@ def run(parsed: argparse.Namespace) -> int:
     plan, workload, memory = plan_request(request, inputs, beside_us=parsed.beside_us, **settings)
     benefit = benefit_of_plan(request, inputs, plan)
     programs = program_of(plan, workload, inputs.cluster) if parsed.program else {}
+    collaboration = _collaboration(parsed.routing, inputs)
     if parsed.out is not None:
         plan.save(parsed.out)
         print(f"monta plan: wrote {parsed.out}", file=sys.stderr)
@@ -88,6 +92,8 @@ def run(parsed: argparse.Namespace) -> int:
         document["memory"] = memory.document()
         document["benefit"] = None if benefit is None else benefit.document()
         document["layouts"] = None if inputs.ranking is None else strict_yaml.plain(inputs.ranking)
+        if collaboration is not None:
+            document["collaboration"] = collaboration[0]
         if parsed.program:
             document["operations"] = programs
         print_json(document)
@@ -102,7 +108,25 @@ def run(parsed: argparse.Namespace) -> int:
                 *layout_lines(inputs.ranking, memory, benefit),
             ]
         )
+        if collaboration is not None:
+            lines += ["", *collaboration[1]]
         if parsed.program:
             lines += ["", *program_lines(programs)]
         print("\n".join([f"{inputs.model.name} on {inputs.cluster.name}", "", *lines]))
     return 0
+
+
+def _collaboration(routing: str, inputs: "PlanInputs") -> tuple[Any, list[str]] | None:
+    """Of a trace: which experts tokens choose together, for --json and to print."""
+    if not Path(routing).is_dir():
+        return None
+    from monta_megatron.tools.place.report import (
+        collaboration_document,
+        collaboration_lines,
+        collaboration_of_trace,
+    )
+
+    layers = collaboration_of_trace(routing, inputs.model, inputs.cluster, inputs.layout)
+    if isinstance(layers, str):
+        return {"unknown": layers}, [f"collaboration of experts: not shown: {layers}"]
+    return collaboration_document(layers), collaboration_lines(layers)
