@@ -651,6 +651,22 @@ def reported(case: Case) -> list[str]:
     return said.getvalue().splitlines()
 
 
+def nodes_of_tokens(case: Case) -> tuple[int, int, list[str]]:
+    """In a step with Megatron's router: tokens, the most nodes of one, and what was printed."""
+    from monta_megatron.integration import reports
+
+    initialize(case)
+    reports._reported.clear()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        layer = build_layer(case, "monta")
+    maps: list[torch.Tensor] = []
+    layer.router.register_forward_hook(lambda *results: maps.append(results[-1][1]))
+    forward_backward(case, layer)
+    (routing_map,) = maps
+    nodes = routing_map.unflatten(1, (layer.token_dispatcher.layout.num_nodes, -1)).any(dim=2)
+    return len(nodes), int(nodes.sum(dim=1).max()), said.getvalue().splitlines()
+
+
 def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], int]:
     """What a rank prints in steps of two layers, and the exchanges that its last layer counts."""
     from megatron.core import num_microbatches_calculator as calculator

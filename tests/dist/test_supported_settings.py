@@ -17,6 +17,7 @@ from layers import (
     compare_under_overlap_schedule,
     compare_width,
     compare_without_gradient,
+    nodes_of_tokens,
     options_survive_copies,
     replay_cuda_graph_attributes,
 )
@@ -76,6 +77,21 @@ def test_capacity_factor(pools: Pools, case: Case) -> None:
 def test_pad_to_capacity(pools: Pools, case: Case, factor: float) -> None:
     case = dataclasses.replace(case, routing="router")
     check(pools, case, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=True)
+
+
+def test_tokens_on_few_nodes(pools: Pools) -> None:
+    """Each of 24 tokens stays on one node of two; it is said once that this changes the model."""
+    case = dataclasses.replace(
+        CASES[-1],
+        routing="router",
+        topk=3,
+        options={**CASES[-1].options, "moe_monta_max_nodes_per_token": 1},
+    )
+    (first, *others) = pools[4].run(nodes_of_tokens, case)
+    assert first[:2] == (24, 1)
+    assert "experts of a token limited to 1 of 2 nodes: this changes the model" in first[2][-1]
+    assert [other[:2] for other in others] == [(24, 1)] * 3
+    assert not any(other[2] for other in others)
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)

@@ -135,6 +135,8 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         "moe_router_topk": config.moe_router_topk,
         "moe_router_num_groups": config.moe_router_num_groups,
         "moe_router_group_topk": config.moe_router_group_topk,
+        "moe_monta_max_nodes_per_token": options.max_nodes_per_token,
+        "moe_monta_max_ranks_per_token": options.max_ranks_per_token,
         "value_bytes": workload.value_bytes,
         "prob_bytes": workload.prob_bytes,
         "moe_monta_max_ctas": getattr(config, "moe_monta_max_ctas", None),
@@ -153,11 +155,22 @@ def _workload(config: Any, layout: Layout) -> Workload:
         hidden_size=getattr(config, "moe_latent_size", None) or config.hidden_size,
         value_bytes=value_bytes,
         prob_bytes={"fp32": 4, "fp64": 8}.get(str(router_dtype), value_bytes),
-        routing=UniformRouting(
-            num_experts=config.num_moe_experts,
-            topk=config.moe_router_topk,
-            num_groups=config.moe_router_num_groups or 1,
-            group_topk=config.moe_router_group_topk or 1,
-        ),
+        routing=_uniform_routing(config, layout),
         tokens_per_rank=1,
+    )
+
+
+def _uniform_routing(config: Any, layout: Layout) -> UniformRouting:
+    """Within the router's groups, or within the finest places to which its tokens are limited."""
+    num_groups, group_topk = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
+    if Options.of(config).limits_routing:
+        from monta_megatron.integration.limited_routing import limits_of
+
+        limits = limits_of(config, layout).limits
+        num_groups, group_topk = max(limits.items(), default=(num_groups, group_topk))
+    return UniformRouting(
+        num_experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        num_groups=num_groups,
+        group_topk=group_topk,
     )

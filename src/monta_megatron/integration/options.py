@@ -152,6 +152,15 @@ class OptionFields:
         "computed, the next one is dispatched and the last one combined. Needs --moe-monta-chain "
         "or --moe-monta-plan, whose number of chunks it takes (environment: 1).",
     )
+    moe_monta_max_nodes_per_token: Optional[int] = _option(  # noqa: UP045
+        "Nodes on which the experts of a token may lie, at most: its best experts name them, and "
+        "the others are chosen there. It changes the model (default: no limit).",
+        _or_text(int),
+    )
+    moe_monta_max_ranks_per_token: Optional[int] = _option(  # noqa: UP045
+        "The same for expert parallel ranks.",
+        _or_text(int),
+    )
 
 
 OPTION_NAMES = tuple(entry.name for entry in fields(OptionFields))
@@ -180,6 +189,8 @@ class Options:
         tune_steps: iterations of tuning; 0 for none.
         plan_out: file for the plan of the tuning, or None.
         overlap_experts: whether the experts run in the pipeline, chunk by chunk.
+        max_nodes_per_token: nodes on which the experts of a token may lie; None for all.
+        max_ranks_per_token: EP ranks, likewise.
     """
 
     chain: str = AUTO
@@ -199,12 +210,19 @@ class Options:
     tune_steps: int = 0
     plan_out: str | None = None
     overlap_experts: bool = False
+    max_nodes_per_token: int | None = None
+    max_ranks_per_token: int | None = None
 
     @property
     def named_chain(self) -> Chain | None:
         """The chain that a flag or a plan names; None where the planner chooses."""
         name = self.chain if self.plan is None else self.plan.chain
         return None if name == AUTO else CHAINS[name]
+
+    @property
+    def limits_routing(self) -> bool:
+        """Whether the places of a token's experts are limited."""
+        return (self.max_nodes_per_token, self.max_ranks_per_token) != (None, None)
 
     @classmethod
     def of(cls, source: object) -> "Options":
@@ -229,7 +247,8 @@ class Options:
             check(name, lambda value: value and isinstance(value, _FILE_TYPES), f"be {what}")
         chain = given.get("chain", AUTO)
         check_chain(chain, "moe_monta_chain", also=(AUTO,))
-        for name in ("num_chunks", "ranks_per_node", "max_ctas", "record_iteration"):
+        limits = ("max_nodes_per_token", "max_ranks_per_token")
+        for name in ("num_chunks", "ranks_per_node", "max_ctas", "record_iteration", *limits):
             check(name, lambda value: type(value) is int and value >= 1, "be an integer >= 1")
         check(
             "memory_limit_gb",

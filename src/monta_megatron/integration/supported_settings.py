@@ -81,6 +81,11 @@ def check_supported(config: Any) -> None:
         from monta_megatron.integration.overlapped_experts import UNSUPPORTED_WITH_OVERLAP
 
         _check(config, UNSUPPORTED_WITH_OVERLAP, "moe_monta_overlap_experts")
+    for option in ("moe_monta_max_nodes_per_token", "moe_monta_max_ranks_per_token"):
+        if getattr(config, option, None) is not None:
+            from monta_megatron.integration.limited_routing import UNSUPPORTED_WITH_LIMITS
+
+            _check(config, UNSUPPORTED_WITH_LIMITS, option)
 
 
 def _check(config: Any, settings: tuple[Unsupported, ...], asked_for: str) -> None:
