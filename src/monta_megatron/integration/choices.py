@@ -31,7 +31,7 @@ from monta_megatron.integration.agreement import agree, check_same_rule
 from monta_megatron.integration.observation import Received, traffic_of
 from monta_megatron.integration.optimizer_steps import after_optimizer_steps
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.reports import Report, report_tuning
+from monta_megatron.integration.reports import Report
 from monta_megatron.planner.chain_policy import (
     ChainChoice,
     ChainPolicy,
@@ -236,6 +236,8 @@ class Iterations(Choices):
         summary = tuning.summary()
         summaries = [summary] if alone else gather_objects(summary, self.replicas)
         selection = self.decision.settle(summaries)
+        from monta_megatron.integration.tuning_end import report_tuning
+
         report_tuning(tuning, selection, self._most[0], self.report, self._plan_out)
         self._decided()
 
