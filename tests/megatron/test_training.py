@@ -8,12 +8,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+import torch
 from forked_ranks import ForkedRanks
+from torch.distributed.checkpoint import FileSystemReader
 
 from monta_megatron.cli import main
+from monta_megatron.tools.place.checkpoint import iteration_folder
 from monta_megatron.tools.timeline.training import load_training
 
 if importlib.util.find_spec("megatron.training") is None:
@@ -213,6 +217,73 @@ def test_a_training_goes_on_in_the_middle_of_tuning(
     stored = json.loads((checkpoint / f"monta/iter_{iterations:07d}/rank_0.json").read_text())
     assert len(stored["decision"]["tuning"]["steps"]) == 5
     assert (tmp_path / "plan.yaml").exists()
+
+
+# Layers in one tensor, an optimizer by parameter; layers apart, a distributed optimizer that can be
+# sharded anew.
+PLACED = {
+    "layers_together": """
+        --moe-router-score-function sigmoid --moe-router-enable-expert-bias --swiglu
+    """,
+    "layers_apart": """
+        --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --moe-layer-freq ([0,1])
+    """,
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PLACED)
+def test_a_training_goes_on_with_placed_experts(
+    name: str, ranks: ForkedRanks, data_prefix: Path, tmp_path: Path
+) -> None:
+    """Experts change ranks between two iterations, which changes the order of fp32 sums alone."""
+    saved, placed, undone = (tmp_path / folder for folder in ("saved", "placed", "undone"))
+    settings = f"""{PLACED[name]} {BITWISE} --num-layers 2 --expert-model-parallel-size 2
+        --global-batch-size 8 --eval-iters 0 --ckpt-format torch_dist --no-save-rng --no-load-rng"""
+
+    def losses_of(run: str, more: str) -> list[float]:
+        (tmp_path / run).mkdir()
+        record = train(ranks, "monta", f"{settings} {more}", data_prefix, tmp_path / run)
+        return [entry["loss"] for entry in record if "loss" in entry]
+
+    losses_of("first", f"--save {saved} --save-interval 2 --exit-interval 2")
+    layers = ["1"] if name == "layers_apart" else ["0", "1"]
+    document = {"model": "toy", "num_experts": 4}
+    document["placement"] = {layer: [3, 0, 2, 1] for layer in layers}  # type: ignore[assignment]
+    (tmp_path / "placement.json").write_text(json.dumps(document))
+    apply = ["place", "--placement", f"{tmp_path}/placement.json", "--apply"]
+    assert main([*apply, str(saved), "--out", str(placed)]) == 0
+    # Applied and undone: the tensors and the objects of the checkpoint, bit for bit.
+    assert main([*apply, str(placed), "--undo", "--out", str(undone)]) == 0
+    before, after, back = map(stored, (saved, placed, undone))
+    moved = [key for key in before if before[key] != after[key]]
+    assert moved and all("mlp.router" in key or "mlp.experts" in key for key in moved)
+    assert before == back
+    assert main([*apply, str(undone), "--replace"]) == 0
+    assert stored(undone) == after
+    # What is there is kept.
+    assert main([*apply, str(saved), "--out", str(placed)]) == 2
+    if name == "layers_together":
+        went_on = losses_of("went_on", f"--load {saved}")
+        with_placed = losses_of("with_placed", f"--load {placed}")
+        assert len(went_on) == len(with_placed) == 2
+        assert with_placed == pytest.approx(went_on, rel=1e-6)
+        print(went_on, with_placed)
+
+
+def stored(checkpoint: Path) -> dict[str, bytes]:
+    """Piece of a checkpoint -> the bytes of its tensor, or of its object."""
+    folder = iteration_folder(checkpoint)
+    content = {}
+    for key, info in FileSystemReader(folder).read_metadata().storage_data.items():
+        with (folder / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            piece = file.read(info.length)
+        if key.offset is not None:
+            tensor = torch.load(BytesIO(piece))
+            piece = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        content[f"{key.fqn} {key.offset}"] = piece
+    return content
 
 
 # Attention, MoE and MLP layers, in an order of its own on each of two pipeline stages.
