@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from monta_megatron.chains.layout import Layout
 from monta_megatron.integration.limited_routing import (
     LimitedTopk,
+    groups_of,
     limit_routing,
     limits_of,
 )
@@ -105,27 +106,26 @@ def config_of(**settings: Any) -> Any:
 
 
 def test_what_is_said() -> None:
-    limits = limits_of(
-        config_of(moe_monta_max_nodes_per_token=2, moe_monta_max_ranks_per_token=8), LAYOUT
-    )
-    assert limits.limits == {4: 2}
-    assert limits.text == (
+    config = config_of(moe_monta_max_nodes_per_token=2, moe_monta_max_ranks_per_token=8)
+    assert limits_of(config, LAYOUT).limits == {4: 2}
+    assert groups_of(config, LAYOUT) == (4, 2)
+    router, said = SimpleNamespace(router_replay=None), list[str]()
+    limit_routing(router, config, LAYOUT, said.append)
+    assert isinstance(router.router_replay, LimitedTopk)
+    assert said == [
         "experts of a token limited to 8 of 8 ranks, which is all of them: nothing changes; to "
         "2 of 4 nodes: this changes the model, as a token whose best experts lie on more goes to "
         "others"
-    )
-    router = SimpleNamespace(router_replay=None)
-    limit_routing(router, limits)
-    assert isinstance(router.router_replay, LimitedTopk)
+    ]
 
 
 def test_groups_of_the_router_already_limit() -> None:
     groups = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-    limits = limits_of(config_of(moe_monta_max_nodes_per_token=2, **groups), LAYOUT)
-    assert not limits.limits and "already does: nothing changes" in limits.text
-    router = SimpleNamespace(router_replay=None)
-    limit_routing(router, limits)
-    assert router.router_replay is None
+    config = config_of(moe_monta_max_nodes_per_token=2, **groups)
+    router, said = SimpleNamespace(router_replay=None), list[str]()
+    limit_routing(router, config, LAYOUT, said.append)
+    assert router.router_replay is None and groups_of(config, LAYOUT) == (4, 2)
+    assert "already does: nothing changes" in said[0]
 
 
 @pytest.mark.parametrize(

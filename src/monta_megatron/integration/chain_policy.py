@@ -150,27 +150,21 @@ def _workload(config: Any, layout: Layout) -> Workload:
     """What a layer exchanges, as far as its configuration says: all but the number of tokens."""
     value_bytes = torch.empty(0, dtype=config.params_dtype).element_size()
     router_dtype = getattr(config, "moe_router_dtype", None)
+    groups, group_topk = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
+    if Options.of(config).limits_routing:
+        from monta_megatron.integration.limited_routing import groups_of
+
+        groups, group_topk = groups_of(config, layout)
     return Workload(
         layout=layout,
         hidden_size=getattr(config, "moe_latent_size", None) or config.hidden_size,
         value_bytes=value_bytes,
         prob_bytes={"fp32": 4, "fp64": 8}.get(str(router_dtype), value_bytes),
-        routing=_uniform_routing(config, layout),
+        routing=UniformRouting(
+            num_experts=config.num_moe_experts,
+            topk=config.moe_router_topk,
+            num_groups=groups,
+            group_topk=group_topk,
+        ),
         tokens_per_rank=1,
-    )
-
-
-def _uniform_routing(config: Any, layout: Layout) -> UniformRouting:
-    """Within the router's groups, or within the finest places to which its tokens are limited."""
-    num_groups, group_topk = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
-    if Options.of(config).limits_routing:
-        from monta_megatron.integration.limited_routing import limits_of
-
-        limits = limits_of(config, layout).limits
-        num_groups, group_topk = max(limits.items(), default=(num_groups, group_topk))
-    return UniformRouting(
-        num_experts=config.num_moe_experts,
-        topk=config.moe_router_topk,
-        num_groups=num_groups,
-        group_topk=group_topk,
     )

@@ -105,11 +105,10 @@ def build_with_monta(
     except ValueError as error:
         refuse(error, reports_for_stage(groups.tp_ep, groups))
     if dispatcher.options.limits_routing:
-        from monta_megatron.integration.limited_routing import limit_routing, limits_of
+        from monta_megatron.integration.limited_routing import limit_routing
 
-        limits = limits_of(config, dispatcher.layout)
-        limit_routing(layer.router, limits)
-        Report(reports_for_stage(groups.tp_ep, groups))(limits.text)
+        report = Report(reports_for_stage(groups.tp_ep, groups))
+        limit_routing(layer.router, config, dispatcher.layout, report)
     if layer.token_dispatcher.shared_experts is not None:
         dispatcher.set_shared_experts(layer.token_dispatcher.shared_experts)
     if hasattr(layer, "_training_token_dispatcher"):

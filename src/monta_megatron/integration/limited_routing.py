@@ -140,10 +140,19 @@ def limits_of(config: Any, layout: Layout) -> Limits:
     return Limits(limits=limits, text=f"experts of a token limited to {'; to '.join(texts)}")
 
 
-def limit_routing(router: Any, limits: Limits) -> None:
-    """Let Megatron's TopKRouter choose within the limits."""
+def groups_of(config: Any, layout: Layout) -> tuple[int, int]:
+    """How the planner takes the limits: groups of a router and how many of them a token may use."""
+    own = (config.moe_router_num_groups or 1, config.moe_router_group_topk or 1)
+    # The finest places say most.
+    return max(limits_of(config, layout).limits.items(), default=own)
+
+
+def limit_routing(router: Any, config: Any, layout: Layout, report: Callable[[str], Any]) -> None:
+    """Let Megatron's TopKRouter choose within the limits, and say so."""
+    limits = limits_of(config, layout)
     if limits.limits:
         router.router_replay = LimitedTopk(limits.limits)
+    report(limits.text)
 
 
 def _num_places(option: str, places: str, most: int, topk: int, layout: Layout) -> int:

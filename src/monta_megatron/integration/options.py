@@ -153,13 +153,12 @@ class OptionFields:
         "or --moe-monta-plan, whose number of chunks it takes (environment: 1).",
     )
     moe_monta_max_nodes_per_token: Optional[int] = _option(  # noqa: UP045
-        "Nodes on which the experts of a token may lie, at most: its best experts name them, and "
-        "the others are chosen there. It changes the model (default: no limit).",
+        "Nodes on which the experts of a token may lie, at most: its best experts name them. This "
+        "changes the model (default: no limit).",
         _or_text(int),
     )
     moe_monta_max_ranks_per_token: Optional[int] = _option(  # noqa: UP045
-        "The same for expert parallel ranks.",
-        _or_text(int),
+        "The same for expert parallel ranks.", _or_text(int)
     )
 
 
@@ -189,8 +188,7 @@ class Options:
         tune_steps: iterations of tuning; 0 for none.
         plan_out: file for the plan of the tuning, or None.
         overlap_experts: whether the experts run in the pipeline, chunk by chunk.
-        max_nodes_per_token: nodes on which the experts of a token may lie; None for all.
-        max_ranks_per_token: EP ranks, likewise.
+        max_nodes_per_token, max_ranks_per_token: limits for a token's experts, or None.
     """
 
     chain: str = AUTO
@@ -221,7 +219,7 @@ class Options:
 
     @property
     def limits_routing(self) -> bool:
-        """Whether the places of a token's experts are limited."""
+        """Whether the experts of a token may lie on few nodes or ranks only."""
         return (self.max_nodes_per_token, self.max_ranks_per_token) != (None, None)
 
     @classmethod
