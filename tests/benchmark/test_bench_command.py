@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from forked_ranks import ForkedRanks
@@ -46,8 +48,10 @@ MONTA_BENCH = ("-m", "monta_megatron.cli", "bench")
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("monta_megatron.tools.bench.run")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRanks]:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache}):
+        ranks = ForkedRanks("monta_megatron.tools.bench.run")
     yield ranks
     ranks.close()
 
@@ -170,6 +174,17 @@ def test_auto_is_timed_after_its_tuning(ranks: ForkedRanks) -> None:
     assert auto["chosen"] and len(auto["repeats_ms"]) == 2
     for name in ("picked_untuned", "picked_observed"):
         assert len({(row["chain"], row["num_chunks"]) for row in rows if row[name]}) == 1
+
+
+def test_auto_calibrates_itself(ranks: ForkedRanks) -> None:
+    arguments = f"{SMALL} --chains alltoall,auto --num-chunks 1 --phase forward --json"
+    result = ranks.run(*MONTA_BENCH, *arguments.split(), "--calibrate-seconds", "1")
+    assert result.returncode == 0, result.stderr
+    # On a busy machine a second may be too short.
+    assert re.search("monta: (calibrated for want|not calibrated: 1 s told no rate)", result.stderr)
+    rows = [row for row in json.loads(result.stdout)["rows"] if row["dispatcher"] == "monta"]
+    assert all(row["predicted_ms"] > 0 for row in rows)
+    assert [row["chosen"] for row in rows if row["requested"] == "auto"] == [True]
 
 
 def test_a_chain_that_is_left_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,9 +83,11 @@ OPTIONS = {
     "mixed_layers_in_a_pipeline": f"""
         {BITWISE} --moe-monta-record {{folder}}/timeline --moe-monta-record-iteration 2
     """,
-    "dense_first_stage_and_asynchronous_checkpoint": HIERARCHY,
-    # The planner chooses.
+    # The planner chooses; below, by what the second stage alone measures.
     "overlapped_micro_batches": "--moe-monta-ranks-per-node 1",
+    "dense_first_stage_and_asynchronous_checkpoint": """
+        --moe-monta-ranks-per-node 1 --moe-monta-calibrate-seconds 3
+    """,
     "overlapped_micro_batches_in_a_pipeline": HIERARCHY,
 }
 
@@ -153,6 +155,8 @@ def test_training_settings(
     assert ours[-1]["dispatcher"] == ["MontaTokenDispatcher"]
     assert stock[-1]["dispatcher"] == ["MoEAlltoAllTokenDispatcher"]
     assert sum(ours[-1]["bytes"].values()) > 0
+    for kept in tmp_path.glob("monta/checkpoint/monta/*.yaml"):
+        assert kept.name == "cluster_ep2_etp1_rank_2.yaml"
     for saved in tmp_path.glob("*/checkpoint"):
         assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
     for recorded in tmp_path.glob("*/timeline"):
@@ -195,7 +199,8 @@ def test_a_training_goes_on_in_the_middle_of_tuning(
 ) -> None:
     checkpoint, stop, iterations = tmp_path / "checkpoint", 3, 8
     auto = f"""{TUNING} --moe-monta-tune-steps 5 --moe-monta-ranks-per-node 2
-        --moe-monta-plan-out {tmp_path}/plan.yaml --save {checkpoint} --save-interval {stop}"""
+        --moe-monta-plan-out {tmp_path}/plan.yaml --moe-monta-calibrate-seconds 8
+        --save {checkpoint} --save-interval {stop}"""
 
     def losses_of(name: str, dispatcher: str, settings: str) -> list[float]:
         (tmp_path / name).mkdir()
@@ -208,6 +213,8 @@ def test_a_training_goes_on_in_the_middle_of_tuning(
     first = losses_of("first", "monta", f"{auto} --exit-interval {stop}")
     assert len(stock) == iterations and len(first) == stop
     stored = json.loads((checkpoint / f"monta/iter_{stop:07d}/rank_0.json").read_text())
+    # Where costs had been measured again, nothing would be gone on with.
+    assert (checkpoint / "monta/cluster_ep4_etp1_rank_0.yaml").exists()
     # Of two steps the last one's result was not known yet.
     assert stored["decision"]["number"] == stop
     assert len(stored["decision"]["tuning"]["steps"]) == stop - 2

@@ -48,6 +48,17 @@ def test_what_is_no_whole_file_is_not_taken(tmp_path: Path) -> None:
     assert str(path) in why and "\n" not in why
 
 
+def test_starts_alone_are_no_costs() -> None:
+    cluster = load_cluster(CALIBRATED)
+    assert self_calibration._without_rate(cluster) == ""
+    curves = list(cluster.curves)
+    at = next(at for at, each in enumerate(curves) if each.resource == "inter")
+    curve = curves[at]
+    curves[at] = replace(curve, sizes_bytes=curve.sizes_bytes[:2], times_us=(3000.0, 3300.0))
+    expected = f"{curve.operation} in {curve.group_size} ranks"
+    assert self_calibration._without_rate(replace(cluster, curves=tuple(curves))) == expected
+
+
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [

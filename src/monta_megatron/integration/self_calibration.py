@@ -66,6 +66,8 @@ PART_OF_FREE_MEMORY = 1 / 64
 # Part of the time for points; pairs of them and the host's work take the rest.
 PART_FOR_POINTS = 0.7
 PAIR_PART = 1 / 500
+# The largest messages take so many times as long as the smallest, if their bytes are what counts.
+LEAST_GROWTH = 2
 # Links and drivers change, and whoever shares the network does.
 MOST_DAYS = 30
 MEASURED = "; measured "
@@ -125,6 +127,13 @@ def _find(
         made, said = _measure(options, layout, groups, identity)
     cluster = gather_objects(made if is_first else None, group)[0]
     assert cluster is not None, "the first rank has sent its own"
+    unknown = _without_rate(cluster)
+    if unknown:
+        report(
+            f"not calibrated: {options.calibrate_seconds:g} s told no rate between nodes of "
+            f"{unknown}; give --moe-monta-calibrate-seconds more"
+        )
+        return None
 
     # Step 3: keep it.
     if is_first:
@@ -198,6 +207,18 @@ def _measure(
         "per rank; "
         f"{counted(len(every_point) - len(times_us), 'larger size')} left out, extrapolated; "
         f"held up to {size_text(peak_bytes)}, given back"
+    )
+
+
+def _without_rate(cluster: Cluster) -> str:
+    """The collectives between nodes of which only starts were measured, whatever their bytes.
+
+    What they take for more bytes would be a guess, by which a chain may seem ten times too fast.
+    """
+    return ", ".join(
+        f"{curve.operation} in {counted(curve.group_size, 'rank')}"
+        for curve in cluster.curves
+        if curve.resource == "inter" and curve.times_us[-1] < LEAST_GROWTH * curve.times_us[0]
     )
 
 
