@@ -45,7 +45,7 @@ def last_chunk_skipped() -> Any:
             return put(now, operation)
         return []
 
-    return mock.patch.object(executor, "OPERATIONS", {**operations.OPERATIONS, "put": skip})
+    return mock.patch.object(operations, "OPERATIONS", {**operations.OPERATIONS, "put": skip})
 
 
 def probability_gradients_dropped() -> Any:

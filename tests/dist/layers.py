@@ -595,18 +595,18 @@ def failure_of_step(case: Case, layer: Any) -> tuple[str, float]:
 
 def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, float]:
     """One rank is killed between two chunks; what the others say, and after how long."""
-    from monta_megatron.exchange import executor
+    from monta_megatron.exchange import operations
 
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     forward_backward(case, layer)
-    original = executor.OPERATIONS
+    original = operations.OPERATIONS
 
     def alltoall(state: Any, operation: Any) -> Any:
         if operation.chunk == 1 and dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         return original["alltoall"](state, operation)
 
-    with mock.patch.object(executor, "OPERATIONS", {**original, "alltoall": alltoall}):
+    with mock.patch.object(operations, "OPERATIONS", {**original, "alltoall": alltoall}):
         return failure_of_step(case, layer)
 
 

@@ -7,7 +7,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -42,8 +42,13 @@ Launched = Callable[[str, list[torch.Tensor], list[torch.Tensor]], None]
 
 
 @contextmanager
-def recorded_launches(launched: Launched, run: bool = False) -> Iterator[None]:
-    """Context in which launches are told to `launched`; they run if the interpreter is to."""
+def recorded_launches(
+    launched: Launched, run: Callable[[], AbstractContextManager[Any]] | None = None
+) -> Iterator[None]:
+    """Context in which launches are told to `launched`; they run inside `run`, if it is given.
+
+    The interpreter copies all of the memory that an argument lies in, and back.
+    """
 
     def launch(function: Any, grid: tuple[int, ...], *args: Any) -> None:
         if 0 in grid:
@@ -57,8 +62,9 @@ def recorded_launches(launched: Launched, run: bool = False) -> Iterator[None]:
             [tensor for name, tensor in tensors.items() if name not in stored],
             [tensor for name, tensor in tensors.items() if name in stored],
         )
-        if run:
-            tiles.launch(function, grid, *args)
+        if run is not None:
+            with run():
+                tiles.launch(function, grid, *args)
 
     with ExitStack() as context:
         for module in MODULES:

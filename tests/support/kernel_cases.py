@@ -318,7 +318,7 @@ def _clone(columns: Columns) -> Columns:
 
 
 def _by_name(columns: Columns) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(columns).items() if value is not None}
+    return {name: value for name, value in columns._asdict().items() if value is not None}
 
 
 def _same_columns(what: str, actual: Columns, expected: Columns, with_nan: bool = False) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from fake_world import exchanged_counts
 from launch_counts import (
     ROWS,
@@ -27,8 +26,9 @@ from launch_counts import (
 )
 from megatron.core.transformer.moe import token_dispatcher as stock
 
+from monta_megatron.common import torch_private
 from monta_megatron.exchange import count_table, operations, state, streams
-from monta_megatron.exchange.collectives import PeerGroup, start_all_gather
+from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.integration import strategies
 
 WARM_UP = 2
@@ -127,7 +127,7 @@ def _no_device(is_fused: bool) -> Iterator[None]:
     stream = _NoStream()
     inside = nullcontext()
     starts = {
-        "start_all_to_all": _zeroed(operations.start_all_to_all),
+        "start_all_to_all": _zeroed(_start_all_to_all),
         "start_all_gather": _zeroed(_start_all_gather),
     }
     streams._drawn.cache_clear()
@@ -155,6 +155,17 @@ def _no_device(is_fused: bool) -> Iterator[None]:
     streams._drawn.cache_clear()
 
 
+def _start_all_to_all(
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    receive: list[int],
+    send: list[int],
+    group: PeerGroup,
+) -> Any:
+    """As on a device, where `collectives.start_all_to_all` asks where the rows are."""
+    return torch_private.start_all_to_all(group.process_group, output, input_, receive, send)
+
+
 def _start_all_gather(
     output: torch.Tensor,
     input_: torch.Tensor,
@@ -162,12 +173,12 @@ def _start_all_gather(
     send: list[int],
     group: PeerGroup,
 ) -> Any:
-    """As on a device, where `collectives.start_all_gather` asks where the rows are."""
+    """Likewise."""
     if len(set(receive)) == 1:
-        return start_all_gather(output, input_, receive, send, group)
+        return torch_private.start_all_gather(group.process_group, output, input_)
     outputs = list(output.split(receive))
     # A fake group copies a message to itself, which has to fit.
-    return dist.all_to_all(outputs, outputs, group=group.process_group, async_op=True)
+    return torch_private.start_all_to_all_of_lists(group.process_group, outputs, outputs)
 
 
 def _zeroed(start: Any) -> Any:

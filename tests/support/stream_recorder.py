@@ -77,15 +77,34 @@ class Access:
 
 
 @dataclass(eq=False)
+class Piece:
+    """Bytes of a buffer that an operation has touched, and the accesses to them."""
+
+    write: Access | None = None
+    reads: dict[str, Access] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class Buffer:
-    """A piece of memory, the accesses to it, and the streams that hold it back from reuse."""
+    """Memory of one allocation, its pieces, and the streams that hold it back from reuse.
+
+    Attributes:
+        pieces: by their first byte and the one behind the last; they may overlap.
+    """
 
     memory: StorageWeakRef
     owner: "RecordedStream"
     num_bytes: int
-    write: Access | None = None
-    reads: dict[str, Access] = field(default_factory=dict)
+    pieces: dict[tuple[int, int], Piece]
     recorded: "set[RecordedStream]" = field(default_factory=set)
+
+    def overlapping(self, span: tuple[int, int]) -> list[Piece]:
+        """The pieces that share bytes with a span, which is one of them from now on."""
+        self.pieces.setdefault(span, Piece())
+        begin, end = span
+        return [
+            piece for (first, last), piece in self.pieces.items() if first < end and begin < last
+        ]
 
 
 @dataclass(frozen=True)
@@ -258,10 +277,11 @@ class Recorder(TorchDispatchMode):
         for stream in (buffer.owner, *buffer.recorded):
             for name, tick in stream.clock.items():
                 reuse[name] = max(reuse.get(name, 0), tick)
-        for access in (buffer.write, *buffer.reads.values()):
-            if access is not None and not access.is_in(reuse):
-                text = f"memory of {buffer.owner.name} may be reused before {access} has run"
-                self.findings.append(Finding("reuse", text))
+        for piece in buffer.pieces.values():
+            for access in (piece.write, *piece.reads.values()):
+                if access is not None and not access.is_in(reuse):
+                    text = f"memory of {buffer.owner.name} may be reused before {access} has run"
+                    self.findings.append(Finding("reuse", text))
 
     def _buffer_of(self, tensor: torch.Tensor) -> Buffer:
         storage = tensor.untyped_storage()
@@ -272,7 +292,7 @@ class Recorder(TorchDispatchMode):
                 StorageWeakRef(storage),
                 self.current,
                 storage.nbytes(),
-                write=Access(self.current.name, tick, "allocation"),
+                {(0, storage.nbytes()): Piece(Access(self.current.name, tick, "allocation"))},
             )
             self._buffers[storage._cdata] = buffer
             self.live_bytes += buffer.num_bytes
@@ -289,13 +309,21 @@ class Recorder(TorchDispatchMode):
         tick = stream.clock.get(stream.name, 0) + 1
         stream.clock[stream.name] = tick
         access = Access(stream.name, tick, entry.name)
-        for buffer in {self._buffer_of(tensor) for tensor in read}:
-            self._check_order(stream, buffer, access, [buffer.write])
-            buffer.reads[stream.name] = access
-        for buffer in {self._buffer_of(tensor) for tensor in written}:
-            self._check_order(stream, buffer, access, [buffer.write, *buffer.reads.values()])
-            buffer.write, buffer.reads = access, {}
+        for buffer, span in self._touched(read):
+            earlier = [piece.write for piece in buffer.overlapping(span)]
+            self._check_order(stream, buffer, access, earlier)
+            buffer.pieces[span].reads[stream.name] = access
+        for buffer, span in self._touched(written):
+            pieces = buffer.overlapping(span)
+            earlier = [one for piece in pieces for one in (piece.write, *piece.reads.values())]
+            self._check_order(stream, buffer, access, earlier)
+            buffer.pieces[span] = Piece(access)
         stream.issue(entry)
+
+    def _touched(self, tensors: list[torch.Tensor]) -> set[tuple[Buffer, tuple[int, int]]]:
+        return {
+            (self._buffer_of(tensor), span_bytes(tensor)) for tensor in tensors if tensor.numel()
+        }
 
     def _check_order(
         self, stream: RecordedStream, buffer: Buffer, access: Access, before: list[Access | None]
@@ -370,6 +398,15 @@ class Recorder(TorchDispatchMode):
 
     def muted(self) -> AbstractContextManager[Any]:
         return mock.patch.object(self, "_is_muted", True)
+
+
+def span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's first byte lies in its memory, and the one behind its last."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    steps = (
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return begin, begin + (sum(steps) + 1) * tensor.itemsize
 
 
 def _written_and_read(

@@ -104,7 +104,7 @@ def test_a_memory_limit() -> None:
 
     def chosen(limit_gb: float | None) -> tuple[str, str]:
         options = Options(memory_limit_gb=limit_gb, cluster=costs)
-        choice = policy_for(options, large, LAYOUT, permuted_only=False).choose(4096)
+        choice = policy_for(options, large, LAYOUT, permuted_only=False).choose(8192)
         return choice.chain.name, choice.reason
 
     def held_gb(reason: str) -> float:

@@ -6,6 +6,7 @@ maps; the rows are fake tensors on "cuda" (see fake_device), the process groups 
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -30,7 +31,7 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.chains.stages import Permute
-from monta_megatron.exchange import executor
+from monta_megatron.exchange import operations as torch_operations
 from monta_megatron.exchange.collectives import start_all_gather
 from monta_megatron.exchange.count_table import CountTable, expert_ids_of
 from monta_megatron.exchange.executor import run
@@ -255,7 +256,7 @@ FAULTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_wait_is_found(fault: str) -> None:
     plant, message = FAULTS[fault]
-    duplicate = executor.OPERATIONS["duplicate"]
+    duplicate = torch_operations.OPERATIONS["duplicate"]
 
     def with_fault(state: State, operation: Operation) -> list[dist.Work]:
         plant(state.read(operation)[0].rows)
@@ -263,23 +264,24 @@ def test_a_planted_wait_is_found(fault: str) -> None:
 
     device = FakeDevice(listed=[ROW_INDICES])
     exchange, routed = make_exchange("hierarchical_alltoall", 16, 1, device)
-    operations = {**executor.OPERATIONS, "duplicate": with_fault}
+    operations = {**torch_operations.OPERATIONS, "duplicate": with_fault}
     with (
-        mock.patch.object(executor, "OPERATIONS", operations),
+        mock.patch.object(torch_operations, "OPERATIONS", operations),
         pytest.raises(HostWaitsError, match=message),
         device,
     ):
         run_layer(exchange, routed, torch.bfloat16)
 
 
+# Of torch.distributed, and of a process group itself.
 GATHERS = ("all_gather_into_tensor", "all_gather", "all_to_all")
 
 
 @pytest.mark.parametrize(
     ("on_device", "num_more", "issued"),
     [
-        (True, 0, "all_gather_into_tensor"),
-        (True, 1, "all_to_all"),
+        (True, 0, "_allgather_base"),
+        (True, 1, "alltoall"),
         (False, 0, "all_gather_into_tensor"),
         (False, 1, "all_gather"),
     ],
@@ -291,16 +293,19 @@ def test_how_rows_are_gathered(on_device: bool, num_more: int, issued: str) -> N
     receive = [3 + num_more * (peer == group.rank) for peer in range(group.size)]
     send = [receive[group.rank]] * group.size
     calls = {name: mock.Mock() for name in GATHERS}
+    process_group = mock.Mock(spec=("_allgather_base", "alltoall"))
+    group = replace(group, process_group=process_group)
     with FakeDevice() if on_device else nullcontext(), mock.patch.multiple(dist, **calls):
         message = torch.empty(send[0], HIDDEN, device="cuda" if on_device else "cpu")
         output = message.new_empty(sum(receive), HIDDEN)
         start_all_gather(output, message, receive, send, group)
+    calls |= {name: getattr(process_group, name) for name in ("_allgather_base", "alltoall")}
     assert {name: call.call_count for name, call in calls.items() if call.called} == {issued: 1}
-    outputs, inputs = calls[issued].call_args.args
-    if issued != "all_gather_into_tensor":
+    outputs, inputs, *_ = calls[issued].call_args.args
+    if num_more:
         assert [len(each) for each in outputs] == receive
         assert all(each._base is output for each in outputs)
-    if issued == "all_to_all":
+    if issued == "alltoall":
         assert len(inputs) == group.size and all(each is message for each in inputs)
     else:
         assert inputs is message

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,7 +22,7 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll
-from monta_megatron.exchange import executor, operations
+from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
@@ -229,10 +228,9 @@ def deterministic() -> Iterator[None]:
 class NoWaitForFills(CudaStreams):
     """Stages do not wait for what an allocation has issued on the caller's stream."""
 
-    @contextmanager
-    def on_caller(self) -> Iterator[None]:
+    def on_caller(self, allocate: Any, number: int) -> Any:
         with torch.cuda.stream(self._caller):
-            yield
+            return allocate(number)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
@@ -291,8 +289,8 @@ class NoKeep(CudaStreams):
 class AllocatesOnStages(CudaStreams):
     """Held until the join, but of the stage's own memory."""
 
-    def on_caller(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def on_caller(self, allocate: Any, number: int) -> Any:
+        return allocate(number)
 
 
 class WaitAtOnce(CudaStreams):
@@ -515,7 +513,7 @@ def test_a_chunk_that_is_left_out_because_it_is_empty_is_found() -> None:
     start = operations.OPERATIONS["alltoall"]
     with_rows = {**operations.OPERATIONS, "alltoall": start_if_rows}
     expected = order_of(sound("hierarchical_alltoall", "ep4", 5))
-    with mock.patch.object(executor, "OPERATIONS", with_rows):
+    with mock.patch.object(operations, "OPERATIONS", with_rows):
         few = record("hierarchical_alltoall", LAYOUTS["ep4"], 5, Routing(num_tokens=2))
     assert order_of(few) != expected
 

@@ -6,8 +6,6 @@ It wins where few ranks share the experts and top-k is close to their number, so
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
 """
 
-import numpy as np
-
 from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
@@ -15,6 +13,7 @@ from monta_megatron.chains.tokens import (
     ORDER,
     SPLIT,
     TO_EXPERTS,
+    arrival,
     bind_experts,
     bind_split,
     by_chunk,
@@ -30,7 +29,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
     return (
         bind_split(layout, counts, num_chunks),
         gather,
-        *bind_experts(layout, counts, gather, np.arange(len(layout.nodes))),
+        *bind_experts(layout, counts, gather, arrival(len(layout.nodes), layout.etp)),
     )
 
 

@@ -6,8 +6,6 @@ It wins where EP lies on one node and top-k > 1 (Occult, arXiv 2505.13345). Its 
 one partial sum per (token, rank): one hop.
 """
 
-import numpy as np
-
 from monta_megatron.chains.chain import Chain, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
@@ -16,6 +14,7 @@ from monta_megatron.chains.tokens import (
     SPLIT,
     TO_EXPERTS,
     TO_RANKS,
+    arrival,
     bind_copies,
     bind_experts,
     bind_split,
@@ -47,7 +46,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
         split,
         bind_copies(TO_RANKS, split.receive[:, 0], send, parts),
         exchange,
-        *bind_experts(layout, counts, exchange, np.arange(layout.ep)),
+        *bind_experts(layout, counts, exchange, arrival(layout.ep, layout.etp)),
     )
 
 

@@ -4,6 +4,8 @@ Notation: C = number of chunks, B = number of token blocks, S = source ranks, L 
 EP rank.
 """
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,6 +45,7 @@ def blocks_for(num_chunks: int) -> int:
     return 1 if num_chunks == 1 else max(NUM_BLOCKS, num_chunks)
 
 
+@cache
 def first_blocks(num_blocks: int, num_chunks: int) -> NDArray[np.int64]:
     """[C] the first block of each chunk, where chunks are made of whole blocks; see `split`."""
     first = np.rint(2 * num_blocks * np.arange(num_chunks) / (2 * num_chunks - 1))
@@ -55,7 +58,7 @@ def starts_of(lengths: RowCounts) -> RowCounts:
     return (np.cumsum(flat) - flat).reshape(lengths.shape)
 
 
-def expert_order(runs: RowCounts, source_order: list[int], classes: int) -> Segments:
+def expert_order(runs: RowCounts, source_order: NDArray[np.int64], classes: int) -> Segments:
     """Where the rows of each chunk belong in stock's order on the experts' side.
 
     Args:

@@ -16,7 +16,7 @@ from monta_megatron.chains.tokens import (
     SPLIT,
     TO_EXPERTS,
     TO_NODES,
-    arrival_on_node,
+    arrival,
     bind_experts,
     bind_node_exchange,
     by_chunk,
@@ -35,7 +35,9 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
     return (
         *bind_node_exchange(layout, counts, num_chunks),
         gather,
-        *bind_experts(layout, counts, gather, arrival_on_node(layout)),
+        *bind_experts(
+            layout, counts, gather, arrival(len(layout.nodes), layout.etp, layout.ranks_per_node)
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from monta_megatron.chains.tokens import (
     TO_EXPERTS,
     TO_NODES,
     TO_RANKS,
-    arrival_on_node,
+    arrival,
     bind_copies,
     bind_experts,
     bind_node_exchange,
@@ -55,7 +55,7 @@ def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[B
         along_rail,
         bind_copies(TO_RANKS, along_rail.receive.sum(axis=1), send, parts),
         exchange,
-        *bind_experts(layout, counts, exchange, arrival_on_node(layout)),
+        *bind_experts(layout, counts, exchange, arrival(len(layout.nodes), layout.etp, num_ranks)),
     )
 
 

@@ -44,8 +44,8 @@ class OneChunk(NamedTuple):
     """What is done for a chunk that stands for all.
 
     Attributes:
-        operations: in order. `series` is their place here; `reads` and `writes` are places in
-            `buffers`. What depends on the chunk, or on the others, is left open.
+        operations: in order. `series` is their place here, as of buffers; `reads` and `writes` are
+            places in `buffers`. What depends on the chunk, or on the others, is left open.
         buffers: the input comes first. `chunk` is None for those that hold the rows of all chunks;
             `slot` is the place here of the buffer whose memory is used.
         output: the buffer in which the rows are at the end.
@@ -103,7 +103,10 @@ def one_chunk(
     ) -> int:
         number, of = len(buffers), columns[boundary] if of is None else of
         slot = number if slot is None else slot
-        buffers.append(Buffer(number, name, chunk, boundary, copies, of, packed, release, slot, -1))
+        made = Buffer(
+            number, name, chunk, boundary, copies, of, packed, release, slot, -1, series=number
+        )
+        buffers.append(made)
         return number
 
     def add(

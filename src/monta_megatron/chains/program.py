@@ -131,6 +131,7 @@ class Buffer(NamedTuple):
         release: when its memory is given back.
         slot: buffers with the same slot use the same memory, one after the other.
         last_read: the last operation that reads it.
+        series: buffers that hold the same of other chunks have the same number here.
     """
 
     number: int
@@ -143,6 +144,7 @@ class Buffer(NamedTuple):
     release: Release
     slot: int
     last_read: int
+    series: int
 
 
 class Operation(NamedTuple):
@@ -231,6 +233,24 @@ class Program:
         return frozenset(number for numbers in (*waits, self.waits_at_end) for number in numbers)
 
     @cached_property
+    def allocations(self) -> tuple[tuple[tuple[Buffer, ...], ...], ...]:
+        """By number of a buffer, what is allocated with it, by slot.
+
+        Those of all chunks, if they are given back at the end of the pass; else it alone.
+        """
+        together: dict[int, dict[int, tuple[Buffer, ...]]] = {}
+        for buffer in self.buffers:
+            if buffer.release in ("join", "window"):
+                by_slot = together.setdefault(buffer.series, {})
+                by_slot[buffer.slot] = (*by_slot.get(buffer.slot, ()), buffer)
+        return tuple(
+            tuple(together[buffer.series].values())
+            if buffer.release in ("join", "window")
+            else ((buffer,),)
+            for buffer in self.buffers
+        )
+
+    @cached_property
     def slots(self) -> dict[int, list[Buffer]]:
         """slot -> the buffers that use it."""
         by_slot: dict[int, list[Buffer]] = {}
@@ -283,8 +303,11 @@ class BoundProgram:
 
     def splits(self, operation: Operation) -> tuple[list[int], list[int]]:
         """Rows that a collective sends to each peer, and rows that it receives from each."""
-        send, receive = (side[operation.chunk].tolist() for side in self.sides(operation.position))
-        return send, receive
+        stage, chunk = self.bound.stages[operation.position], operation.chunk
+        send, receive = stage.splits
+        if self.program.pass_.transpose:
+            send, receive = receive, send
+        return send[chunk], receive[chunk]
 
 
 def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:

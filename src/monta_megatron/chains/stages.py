@@ -13,6 +13,7 @@ Notation: C = number of chunks, P = ranks of the stage's group.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -144,6 +145,11 @@ class BoundStage:
     receive: RowCounts
     segments: Segments | None = None
     parts: ExpertRange | None = None
+
+    @cached_property
+    def splits(self) -> tuple[list[list[int]], list[list[int]]]:
+        """[C][P] of `send` and `receive`, as integers of Python."""
+        return self.send.tolist(), self.receive.tolist()
 
     @property
     def rows_before(self) -> RowCounts:

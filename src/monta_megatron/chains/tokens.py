@@ -1,5 +1,8 @@
 """What chains whose rows are tokens share: splitting tokens, and ordering them for the experts."""
 
+from functools import cache
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,14 +69,32 @@ def bind_node_exchange(
     )
 
 
-def arrival_on_node(layout: Layout) -> NDArray[np.int64]:
-    """[S] sources in the order of their tokens on a node: by position on the node, then by node."""
-    # This is the order after the node's ranks have shared what their rails brought.
-    return np.arange(len(layout.nodes)).reshape(-1, layout.ranks_per_node).T.ravel()
+class Arrival(NamedTuple):
+    """The sources whose tokens lie in a chunk; the same for all micro-batches.
+
+    Attributes:
+        sources: [S'] in the order of their tokens.
+        stock_order: [S'] positions in `sources`, in stock's order: by ETP rank, then EP rank.
+    """
+
+    sources: NDArray[np.int64]
+    stock_order: NDArray[np.int64]
+
+
+@cache
+def arrival(num_sources: int, etp: int, ranks_per_node: int = 1) -> Arrival:
+    """Sources by position on their node, then by node; in their own order, if nodes have one rank.
+
+    That is the order after the ranks of a node have shared what their rails brought.
+    """
+    sources = np.arange(num_sources).reshape(-1, ranks_per_node).T.ravel()
+    # Ranks are numbered with ETP fastest.
+    ep_ranks, etp_ranks = np.divmod(sources, etp)
+    return Arrival(sources, np.lexsort((ep_ranks, etp_ranks)))
 
 
 def bind_experts(
-    layout: Layout, counts: TokenCounts, arrived: BoundStage, arrival: NDArray[np.int64]
+    layout: Layout, counts: TokenCounts, arrived: BoundStage, order: Arrival
 ) -> tuple[BoundStage, BoundStage]:
     """The copies for the local experts, and their places in stock's order.
 
@@ -81,14 +102,11 @@ def bind_experts(
         layout: this rank's place.
         counts: by token block.
         arrived: the collective that brought the tokens.
-        arrival: [S'] the sources whose tokens lie in a chunk, in the order of their tokens.
+        order: whose tokens lie in a chunk.
     """
     rows = arrived.receive.sum(axis=1)  # [C]
     # [S, B, L] -> [C, L, S'] in the order in which a chunk's copies lie
-    runs = by_chunk(counts.experts[arrival], len(rows), axis=1).transpose(1, 2, 0)
-    # Stock orders sources by ETP rank, then EP rank; ranks are numbered with ETP fastest.
-    ep_ranks, etp_ranks = np.divmod(arrival, layout.etp)
-    source_order = np.lexsort((ep_ranks, etp_ranks)).tolist()
+    runs = by_chunk(counts.experts[order.sources], len(rows), axis=1).transpose(1, 2, 0)
     experts = ExpertRange(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
     copies = runs.sum(axis=2)
     total = copies.sum(axis=1)
@@ -98,6 +116,6 @@ def bind_experts(
             stage=ORDER,
             send=total[:, None],
             receive=total[:, None],
-            segments=expert_order(runs, source_order, counts.classes),
+            segments=expert_order(runs, order.stock_order, counts.classes),
         ),
     )

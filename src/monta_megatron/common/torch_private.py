@@ -28,6 +28,10 @@ PRIVATE_NAMES = {
     "which ours take over",
     "torch.distributed.ProcessGroupGloo._Options._timeout": "of any backend's options: the group's "
     "time limit, which ours take over",
+    "torch.distributed.ProcessGroup.alltoall_base": "starts an AllToAll with options made before: "
+    "the public function takes its host twice as long",
+    "torch.distributed.ProcessGroup._allgather_base": "likewise an AllGather of equal parts",
+    "torch.distributed.ProcessGroup.alltoall": "likewise an AllToAll of lists of tensors",
     "torch.autograd.profiler._is_profiler_enabled": "says whether a profile is being taken, so "
     "that a pass names its operations only then",
     # The CPU ranks'.
@@ -41,6 +45,43 @@ PRIVATE_NAMES = {
     "torch.autograd._engine_run_backward(t_outputs, *args, **kwargs)": "wrapped: the mode that "
     "puts CPU in the place of CUDA is off inside torch.autograd.backward",
 }
+
+
+def _beside_the_current_stream(options: Any) -> Any:
+    """The options with which torch's functions start what they do not wait for."""
+    # Releases that do not have it always do so.
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return options
+
+
+_ALL_TO_ALL = _beside_the_current_stream(distributed_c10d.AllToAllOptions())
+_ALL_GATHER = _beside_the_current_stream(distributed_c10d.AllgatherOptions())
+
+
+def start_all_to_all(
+    group: dist.ProcessGroup,
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    receive: list[int],
+    send: list[int],
+) -> dist.Work:
+    """`all_to_all_single` with `async_op`, of contiguous tensors of one dtype."""
+    return group.alltoall_base(output, input_, receive, send, _ALL_TO_ALL)
+
+
+def start_all_to_all_of_lists(
+    group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> dist.Work:
+    """`all_to_all` with `async_op`, of contiguous tensors of one dtype."""
+    return group.alltoall(outputs, inputs, _ALL_TO_ALL)
+
+
+def start_all_gather(
+    group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor
+) -> dist.Work:
+    """`all_gather_into_tensor` with `async_op`, of contiguous tensors of one dtype."""
+    return group._allgather_base(output, input_, _ALL_GATHER)
 
 
 def is_profiling() -> bool:

@@ -1,10 +1,16 @@
-"""The two collectives of a chain, started without waiting for them, and the groups they run in."""
+"""The two collectives of a chain, started without waiting for them, and the groups they run in.
+
+On a device the process group is called itself: what torch's functions look up and check each time
+takes the host as long as the call. CPU ranks call those functions, which their emulation replaces.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
+
+from monta_megatron.common import torch_private
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,8 @@ def start_all_to_all(
     group: PeerGroup,
 ) -> dist.Work:
     """Send `send[p]` rows to every peer p and receive `receive[p]` rows from it."""
+    if output.is_cuda:
+        return torch_private.start_all_to_all(group.process_group, output, input_, receive, send)
     work = dist.all_to_all_single(
         output,
         input_,
@@ -65,13 +73,15 @@ def start_all_gather(
     group: PeerGroup,
 ) -> dist.Work:
     """Send the same rows to everyone and receive `receive[p]` rows from every peer p."""
-    process_group = group.process_group
-    if len(set(receive)) == 1:
-        work = dist.all_gather_into_tensor(output, input_, group=process_group, async_op=True)
-    elif output.is_cuda:
+    process_group, is_equal = group.process_group, len(set(receive)) == 1
+    if output.is_cuda:
+        if is_equal:
+            return torch_private.start_all_gather(process_group, output, input_)
         # NCCL gathers unequal parts by one broadcast after the other.
         outputs, inputs = list(output.split(receive)), [input_] * group.size
-        work = dist.all_to_all(outputs, inputs, group=process_group, async_op=True)
+        return torch_private.start_all_to_all_of_lists(process_group, outputs, inputs)
+    if is_equal:
+        work = dist.all_gather_into_tensor(output, input_, group=process_group, async_op=True)
     else:
         outputs = list(output.split(receive))
         work = dist.all_gather(outputs, input_, group=process_group, async_op=True)

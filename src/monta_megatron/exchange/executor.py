@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from monta_megatron.chains.program import Operation, Pass
-from monta_megatron.exchange.operations import OPERATIONS
+from monta_megatron.exchange.monitor import NOTHING
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
 
@@ -49,13 +49,16 @@ def finish(state: State) -> Columns:
 def issue(state: State, operations: Iterable[Operation]) -> None:
     """Issue operations of a pass; the caller's stream is the current one before and after."""
     streams, monitor = state.streams, state.exchange.monitor
-    chain, kinds = state.bound.bound.chain.name, OPERATIONS
+    is_named = monitor.names_operations()
+    chain = state.bound.bound.chain.name
     if state.exchange.fused:
         from monta_megatron.exchange.fused_operations import FUSED_OPERATIONS as kinds
+    else:
+        from monta_megatron.exchange.operations import OPERATIONS as kinds
     try:
         for operation in operations:
             streams.enter(operation.stream)
-            with monitor.range(state.pass_name, chain, operation):
+            with monitor.range(state.pass_name, chain, operation) if is_named else NOTHING:
                 state.wait(operation.waits)
                 state.issued(operation, kinds[operation.kind](state, operation))
     finally:

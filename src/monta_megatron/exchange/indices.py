@@ -1,6 +1,6 @@
 """What the passes of an exchange share: where rows belong, and what is copied for whom.
 
-It is memory of the stream that calls the first pass, a piece for each stage.
+It is one piece of memory, of the stream that calls the first pass.
 
 Notation: C = number of chunks, N = runs of a chunk.
 """
@@ -19,30 +19,33 @@ class Indices:
     """Row indices, written at their first use, and copies, written by dispatch.
 
     Attributes:
-        memory: [any number] int64, what they lie in, of each stage that has any.
+        memory: [any number] int64, what they lie in; None if there are none.
         copies: by position in the chain and chunk.
     """
 
     def __init__(self, bound: BoundChain, device: torch.device) -> None:
-        self.memory: list[torch.Tensor] = []
+        self.memory: torch.Tensor | None = None
         self.copies: dict[tuple[int, int], Copies] = {}
         self._of_permutes: dict[int, torch.Tensor] = {}
         self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
+        # By position and chunk, or by position: how many numbers it takes.
+        copies: dict[tuple[int, int], list[int]] = {}
+        permutes: dict[int, int] = {}
         for position, stage in enumerate(bound.stages):
             before, after = bound.rows_at[position : position + 2]
             if stage.parts is not None:
-                ends = zip(before, after, strict=True)
-                sizes = [Copies.sizes(int(rows), int(copies), stage.parts) for rows, copies in ends]
-                memory = torch.empty(sum(map(sum, sizes)), dtype=torch.int64, device=device)
-                pieces = iter(memory.split([*chain.from_iterable(sizes)]))
-                for chunk, of_chunk in enumerate(sizes):
-                    self.copies[position, chunk] = Copies(*islice(pieces, len(of_chunk)))
+                for chunk, (rows, num_copies) in enumerate(zip(before, after, strict=True)):
+                    copies[position, chunk] = Copies.sizes(int(rows), int(num_copies), stage.parts)
             elif stage.segments is not None and not stage.segments.is_slice:
-                memory = torch.empty(int(sum(after)), dtype=torch.int64, device=device)
-                self._of_permutes[position] = memory
-            else:
-                continue
-            self.memory.append(memory)
+                permutes[position] = int(sum(after))
+        sizes = [*chain.from_iterable(copies.values()), *permutes.values()]
+        if not sizes:
+            return
+        self.memory = torch.empty(sum(sizes), dtype=torch.int64, device=device)
+        pieces = iter(self.memory.split_with_sizes(sizes))
+        for at, of_chunk in copies.items():
+            self.copies[at] = Copies(*islice(pieces, len(of_chunk)))
+        self._of_permutes = dict(zip(permutes, pieces, strict=True))
 
     def rows(self, position: int, segments: Segments) -> tuple[torch.Tensor, ...]:
         """[C][rows of the chunk] where the `Permute` at `position` takes or puts them."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from monta_megatron.exchange.pass_times import PassTimes
 
 Action = Literal["begin", "start", "wait", "ready", "end"]
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 class Step(NamedTuple):
@@ -90,12 +90,12 @@ class Monitor:
     def timed_pass(self, device: torch.device) -> AbstractContextManager[object]:
         """Context around a pass on this device."""
         times = self._times
-        return _NOTHING if times is None else times.of_pass(device)
+        return NOTHING if times is None else times.of_pass(device)
 
     def timed_copies(self, device: torch.device) -> AbstractContextManager[object]:
         """Context around copies that a chain needs beside its passes, in the forward."""
         times = self._times
-        return _NOTHING if times is None else times.of_copies(device)
+        return NOTHING if times is None else times.of_copies(device)
 
     @property
     def _times(self) -> "PassTimes | None":
@@ -103,16 +103,13 @@ class Monitor:
         layer = self.layer()
         return self.pass_times if layer is None or layer.training else None
 
-    def range(
-        self, pass_name: str, chain: str, operation: Operation
-    ) -> AbstractContextManager[object]:
-        """Context that names an operation in a profile (NVTX with `emit_nvtx`) and times it."""
-        if self.recorder is None and not is_profiling():
-            return _NOTHING
-        return self._range(pass_name, chain, operation)
+    def names_operations(self) -> bool:
+        """Whether `range` does anything now."""
+        return self.recorder is not None or is_profiling()
 
     @contextmanager
-    def _range(self, pass_name: str, chain: str, operation: Operation) -> Iterator[None]:
+    def range(self, pass_name: str, chain: str, operation: Operation) -> Iterator[None]:
+        """Context that names an operation in a profile (NVTX with `emit_nvtx`) and times it."""
         name = f"monta {pass_name}: {chain}, {operation.stage}, chunk {operation.chunk}"
         with profiler.record_function(name):
             self.note("begin", pass_name, operation)

@@ -150,7 +150,7 @@ def _start(state: State, operation: Operation, start: Callable[..., dist.Work]) 
     group, monitor = state.group(operation), state.exchange.monitor
     send, receive = state.bound.splits(operation)
     num_rows = {
-        resource: sum(send[peer] for peer in peers) for resource, peers in group.peers.items()
+        resource: sum(map(send.__getitem__, peers)) for resource, peers in group.peers.items()
     }
     messages = state.messages(operation)
     outputs = state.allocate(operation.writes[0])

@@ -14,14 +14,14 @@ a token with 8 experts it is 8 * (4 + 4) = 64 bytes (0.8%) in dispatch and 32 by
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
 from monta_megatron.chains.program import Buffer, Column, Program, offsets_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
+class Columns(NamedTuple):
     """The columns of one pass, for all rows or for the rows of a chunk.
 
     Attributes:
@@ -40,10 +40,11 @@ class Columns:
 
     def of_rows(self, rows: slice) -> "Columns":
         """The columns of some rows."""
+        probs, ids = self.probs, self.ids
         return Columns(
-            rows=self.rows[rows],
-            probs=None if self.probs is None else self.probs[rows],
-            ids=None if self.ids is None else self.ids[rows],
+            self.rows[rows],
+            None if probs is None else probs[rows],
+            None if ids is None else ids[rows],
         )
 
 
@@ -86,14 +87,14 @@ class Payload:
     def columns(self, messages: Sequence[torch.Tensor]) -> Columns:
         """The columns inside `messages`, as views."""
         if not self.packed:
-            return Columns(**dict(zip(("rows", "probs", "ids"), messages, strict=False)))
+            return Columns(*messages)
         views = []
         offsets = self._offsets_bytes
         for shape, dtype, offset in zip(self.shapes, self.dtypes, offsets, strict=False):
             num_bytes = shape[0] * dtype.itemsize if shape else dtype.itemsize
             view = messages[0][:, offset : offset + num_bytes].view(dtype)
             views.append(view if shape else view[:, 0])
-        return Columns(**dict(zip(("rows", "probs", "ids"), views, strict=False)))
+        return Columns(*views)
 
     @cached_property
     def _offsets_bytes(self) -> list[int]:

@@ -6,6 +6,7 @@ Notation: W = most experts of any token.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -94,14 +95,15 @@ class State:
         if device not in exchange.shared:
             exchange.shared[device] = Indices(exchange.bound, device)
         self.indices = exchange.shared[device]
-        for memory in self.indices.memory:
-            self.streams.keep(memory)
+        if self.indices.memory is not None:
+            self.streams.keep(self.indices.memory)
         self._first = len(exchange.bound.stages) - 1 if pass_.transpose else 0
         self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
         self._columns: dict[int, Columns] = {0: columns}
         if output is not None:
             self._messages[self.bound.program.output] = output.tensors()
-        self._slots: dict[int, list[torch.Tensor]] = {}
+        # By buffer whose columns share a message: what holds those of other chunks too.
+        self._wholes: dict[int, _Whole] = {}
         self._parts: dict[int, Parts] = {}
         self._started: dict[int, Ready] = {}
 
@@ -113,16 +115,16 @@ class State:
     def allocate(self, number: int) -> list[torch.Tensor]:
         """The messages of a buffer that is about to be written."""
         if number not in self._messages:
-            buffer = self.bound.program.buffers[number]
-            num_rows = self._num_rows(buffer)
-            if buffer.release == "window":
-                if buffer.slot not in self._slots:
-                    most_rows = max(map(self._num_rows, self.bound.program.slots[buffer.slot]))
-                    self._slots[buffer.slot] = self._allocate(buffer, most_rows)
-                whole = self._slots[buffer.slot]
-                self._messages[number] = [message[:num_rows] for message in whole]
+            payload, slots = self.payloads[number], self.bound.program.allocations[number]
+            rows = [[int(self.bound.rows(buffer)) for buffer in buffers] for buffers in slots]
+            messages = self.streams.on_caller(payload.allocate, sum(map(max, rows)))
+            if len(slots) == len(slots[0]) == 1:
+                self._messages[number] = messages
             else:
-                self._messages[number] = self._allocate(buffer, num_rows)
+                whole = _Whole(slots, rows, messages)
+                self._messages |= whole.by_buffer(messages)
+                if payload.packed:
+                    self._wholes |= dict.fromkeys(whole.numbers, whole)
         return self._messages[number]
 
     def reserve(self) -> None:
@@ -138,7 +140,13 @@ class State:
     def columns(self, number: int) -> Columns:
         """The columns of a buffer."""
         if number not in self._columns:
-            self._columns[number] = self.payloads[number].columns(self._messages[number])
+            payload = self.payloads[number]
+            if number in self._wholes:
+                whole = self._wholes[number]
+                views = whole.by_buffer(payload.columns(whole.messages).tensors())
+                self._columns |= {buffer: Columns(*tensors) for buffer, tensors in views.items()}
+            else:
+                self._columns[number] = payload.columns(self._messages[number])
         return self._columns[number]
 
     def read(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
@@ -219,12 +227,36 @@ class State:
                 self._messages.pop(number, None)
                 self._columns.pop(number, None)
 
-    def _allocate(self, buffer: Buffer, num_rows: int) -> list[torch.Tensor]:
-        with self.streams.on_caller():
-            return self.payloads[buffer.number].allocate(num_rows)
 
-    def _num_rows(self, buffer: Buffer) -> int:
-        return int(self.bound.rows(buffer))
+class _Whole(NamedTuple):
+    """What was allocated for the buffers of several chunks.
+
+    Attributes:
+        slots: the buffers, by the memory that they use one after the other.
+        rows: of each of them.
+        messages: the memory of one slot after the other.
+    """
+
+    slots: tuple[tuple[Buffer, ...], ...]
+    rows: list[list[int]]
+    messages: list[torch.Tensor]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the buffers."""
+        return [buffer.number for buffers in self.slots for buffer in buffers]
+
+    def by_buffer(self, tensors: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """By number of a buffer, its rows of tensors that lie as the messages do."""
+        sizes = [max(rows) for rows in self.rows]
+        by_slot = zip(*[tensor.split_with_sizes(sizes) for tensor in tensors], strict=True)
+        return {
+            buffer.number: [part if num_rows == size else part[:num_rows] for part in parts]
+            for buffers, rows, size, parts in zip(
+                self.slots, self.rows, sizes, by_slot, strict=True
+            )
+            for buffer, num_rows in zip(buffers, rows, strict=True)
+        }
 
 
 @cache

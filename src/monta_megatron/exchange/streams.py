@@ -20,14 +20,15 @@ the host waits for it where its result is first needed. Either way the executor 
 calls; what differs lies in the program (`chains.lower`).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from monta_megatron.chains.program import Policy
+
+T = TypeVar("T")
 
 # As many as torch makes for each priority of a device (c10/cuda/CUDAStream.cpp).
 STREAMS_IN_POOL = 32
@@ -57,15 +58,15 @@ class Streams:
     def leave(self) -> None:
         """Issue what follows on the caller's stream."""
 
-    def on_caller(self) -> AbstractContextManager[Any]:
-        """Context in which the memory of messages and outputs is allocated.
+    def on_caller(self, allocate: Callable[[int], T], number: int) -> T:
+        """Allocate memory of messages or outputs, for so many rows.
 
         Since the fork the caller's stream has been given nothing to do but what an allocation does
         itself, so memory freed on it can be used at once. Memory allocated on a side stream could
         be reused by passes only. What is held until the join may be reused from then on, since the
         caller's stream then comes after every use.
         """
-        return nullcontext()
+        return allocate(number)
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         """Called once an operation was issued; returns what others call to wait for it."""
@@ -108,18 +109,18 @@ class CudaStreams(Streams):
     def leave(self) -> None:
         self._set(self._caller)
 
-    @contextmanager
-    def on_caller(self) -> Iterator[None]:
+    def on_caller(self, allocate: Callable[[int], T], number: int) -> T:
         inside = self._current
         self._set(self._caller)
         try:
-            yield
+            memory = allocate(number)
         finally:
             self._set(inside)
         # The first write must come after the NaN with which deterministic mode fills the memory,
         # and after the allocation itself if that is one of the stream's operations.
         if torch.are_deterministic_algorithms_enabled() or _allocates_in_order():
             inside.wait_stream(self._caller)
+        return memory
 
     def ready(self, works: list[torch.distributed.Work]) -> Ready:
         if not works:

@@ -19,7 +19,7 @@ HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     **host_operations.HOST_OPERATIONS,
     "find_lists": HostOperations(ids=3),
     "find_copies": HostOperations(ids=3),
-    "duplicate": HostOperations(rows=2),
+    "duplicate": HostOperations(rows=1, once=1),
     "to_experts": HostOperations(rows=1, ids=2),
     "reduce": HostOperations(rows=1),
     "reduce_parts": HostOperations(rows=1),

@@ -56,7 +56,7 @@ class HostCosts:
                 "operation_us: missing, must be given, or copy_us, sum_us and find_us instead"
             )
 
-    def start_us(self, operation: Operation, num_host_operations: int) -> float:
+    def start_us(self, operation: Operation, num_host_operations: float) -> float:
         """Host time to start one operation that consists of so many on tensors."""
         of_operations_us = (self.operation_us or 0.0) * num_host_operations
         if operation in COLLECTIVES:

@@ -22,12 +22,14 @@ class HostOperations(NamedTuple):
         probs: as many more in a pass that carries probabilities.
         ids: as many more in a pass that carries expert ids too.
         block: as many more for each block of columns that is summed at a time.
+        once: as many more for all chunks together: what is allocated for all of them.
     """
 
     rows: int = 0
     probs: int = 0
     ids: int = 0
     block: int = 0
+    once: int = 0
 
 
 HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
@@ -36,8 +38,8 @@ HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "find_copies": HostOperations(ids=11),
     "duplicate": HostOperations(rows=1, ids=2),
     "reduce": HostOperations(probs=3, block=4),
-    "alltoall": HostOperations(rows=1),
-    "allgather": HostOperations(rows=1),
+    "alltoall": HostOperations(once=1),
+    "allgather": HostOperations(once=1),
     "reduce_parts": HostOperations(rows=5, probs=8, block=4),
     "put": HostOperations(rows=1, probs=1, ids=2),
     "count": HostOperations(ids=12),
@@ -48,8 +50,12 @@ HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
 
 
 def num_host_operations(
-    kind: Kind | Around, pass_: Pass, row: RowFormat, policy: Policy = "streams"
-) -> int:
+    kind: Kind | Around,
+    pass_: Pass,
+    row: RowFormat,
+    policy: Policy = "streams",
+    num_chunks: int = 1,
+) -> float:
     """How many operations a host hands over for one chunk.
 
     Args:
@@ -57,6 +63,7 @@ def num_host_operations(
         pass_: the pass that it is part of.
         row: the sizes of a row's values.
         policy: how the program is executed.
+        num_chunks: C, which share what is made once.
     """
     table = HOST_OPERATIONS
     if policy == "fused":
@@ -69,4 +76,5 @@ def num_host_operations(
         + of_kind.probs * pass_.probs
         + of_kind.ids * pass_.ids
         + of_kind.block * num_blocks
+        + of_kind.once / num_chunks
     )

@@ -28,8 +28,8 @@ def peak_bytes(bound: BoundProgram) -> float:
         for number in operation.waits:
             end(program.operations[number])
         for number in operation.writes:
-            slot = program.buffers[number].slot
-            live.setdefault(slot, sizes[slot])
+            for slot in (buffers[0].slot for buffers in program.allocations[number]):
+                live.setdefault(slot, sizes[slot])
         peak = max(peak, sum(live.values()))
         if not operation.is_collective:
             end(operation)

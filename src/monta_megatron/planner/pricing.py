@@ -91,12 +91,15 @@ def price_pass(
     notes: dict[str, None] = {}
 
     def priced(
-        stages: Sequence[StageTraffic], kinds: Iterable[Kind | Around], stage_us: float = 0.0
+        stages: Sequence[StageTraffic],
+        kinds: Iterable[Kind | Around],
+        num_chunks: int = 1,
+        stage_us: float = 0.0,
     ) -> tuple[Work, ...]:
         return tuple(
             _work(
                 stage,
-                num_host_operations(kind, program.pass_, program.row, program.policy),
+                num_host_operations(kind, program.pass_, program.row, program.policy, num_chunks),
                 cluster,
                 nic_starts,
                 stage_us,
@@ -110,7 +113,8 @@ def price_pass(
         for around in (traffic.before, traffic.after)
     )
     kinds = [series[0].kind for series in program.series]
-    pipeline = priced(traffic.pipeline, kinds, cluster.launch.stage_us)
+    num_chunks = len(program.series[0]) if program.series else 1
+    pipeline = priced(traffic.pipeline, kinds, num_chunks, cluster.launch.stage_us)
     host_us = cluster.launch.pass_us + (cluster.launch.counts_us if program.pass_.ids else 0.0)
     return PassPrice(
         program=program,
@@ -125,7 +129,7 @@ def price_pass(
 
 def _work(
     stage: StageTraffic,
-    host_operations: int,
+    host_operations: float,
     cluster: Cluster,
     nic_starts: Sequence[int],
     stage_us: float,

@@ -22,7 +22,7 @@ from launch_counts import LaunchCounter, count_launches
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Kind, Operation, Pass, Policy, RowFormat
-from monta_megatron.exchange import executor, fused_operations
+from monta_megatron.exchange import fused_operations, operations
 from monta_megatron.exchange.fused_operations import FUSED_OPERATIONS
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.exchange.state import State
@@ -48,7 +48,7 @@ def world() -> Iterator[None]:
 
 # By what does the work: the executor's table, and the policy of its programs.
 TABLES: dict[str, tuple[Any, str, Policy]] = {
-    "torch": (executor, "OPERATIONS", "streams"),
+    "torch": (operations, "OPERATIONS", "streams"),
     "fused": (fused_operations, "FUSED_OPERATIONS", "fused"),
 }
 each_kernels = pytest.mark.parametrize("kernels", TABLES)
@@ -100,7 +100,7 @@ def test_every_kind_takes_what_the_table_says(kernels: str) -> None:
     off = {
         f"{kind} in {pass_.name}": f"{table} in the table, {mean(numbers):.1f} counted"
         for (kind, pass_, row), numbers in counted.items()
-        for table in [num_host_operations(kind, pass_, row, TABLES[kernels][2])]
+        for table in [num_host_operations(kind, pass_, row, TABLES[kernels][2], NUM_CHUNKS)]
         if abs(table - mean(numbers)) > max(RELATIVE * mean(numbers), ABSOLUTE)
     }
     assert off == {}
@@ -111,7 +111,10 @@ def test_every_kind_takes_what_the_table_says(kernels: str) -> None:
 def test_a_layer_takes_what_the_table_says(chain: str, kernels: str) -> None:
     policy = TABLES[kernels][2]
     issued, total = issued_by(chain, kernels)
-    planned = sum(num_host_operations(kind, pass_, row, policy) for kind, pass_, row, _ in issued)
+    num_chunks = 1 if CHAINS[chain].serial else NUM_CHUNKS
+    planned = sum(
+        num_host_operations(kind, pass_, row, policy, num_chunks) for kind, pass_, row, _ in issued
+    )
     dispatch, row = next((pass_, row) for _, pass_, row, _ in issued if pass_.ids)
     around = ["count", "alltoall", *(["lists"] if CHAINS[chain].rows == "tokens" else [])]
     planned += sum(num_host_operations(kind, dispatch, row, policy) for kind in around)

@@ -8,6 +8,7 @@ the compiler knows of that multiple without a variant for each size.
 import inspect
 from collections.abc import Callable, Hashable
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ UNIT_BYTES = 16
 WARPS = 4
 # Of each kernel: positions of its tensors, of those that are rows, and of its constants, by which
 # its variants are told apart; and the variants that were launched.
-_VARIANTS: dict[int, tuple[list[int], list[int], list[int], dict[Hashable, Any]]] = {}
+_VARIANTS: dict[int, tuple[list[int], list[int], Callable[..., Any], dict[Hashable, Any]]] = {}
 # Earlier releases launch a variant with other arguments than its kernel.
 LAUNCHES_VARIANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
 # Values of an expert list that are worked on at a time.
@@ -67,7 +68,7 @@ def kernel(*rows: str) -> Callable[[Callable[..., None]], Any]:
         _VARIANTS[id(made)] = (
             [names.index(name) for name in by_type[tl.tensor]],
             [names.index(name) for name in rows],
-            [names.index(name) for name in by_type[tl.constexpr]],
+            itemgetter(*[names.index(name) for name in by_type[tl.constexpr]]),
             {},
         )
         return made
@@ -85,9 +86,9 @@ def launch(function: Any, grid: tuple[int, ...], *args: Any) -> None:
     tensors, rows, constants, variants = _VARIANTS[id(function)]
     key = (
         args[0].device,
-        *[None if args[at] is None else args[at].dtype for at in tensors],
-        *[None if args[at] is None else args[at].data_ptr() % UNIT_BYTES for at in rows],
-        *[args[at] for at in constants],
+        *[None if (tensor := args[at]) is None else tensor.dtype for at in tensors],
+        *[None if (tensor := args[at]) is None else tensor.data_ptr() % UNIT_BYTES for at in rows],
+        constants(args),
     )
     variant = variants.get(key)
     if variant is not None:
@@ -105,13 +106,14 @@ def blocks_of(number: int, size: int) -> int:
 
 
 def values_per_unit(*rows: torch.Tensor | None) -> int:
-    """Values in a unit of these rows, all [any number, H]."""
-    least, sizes = UNIT_BYTES, 0
+    """Values in a unit of these rows, all [any number, H]; the first are no `None`."""
+    assert rows[0] is not None, "there are rows"
+    least, sizes = UNIT_BYTES, rows[0].shape[1]
     for tensor in rows:
         if tensor is not None:
             least = min(least, tensor.itemsize)
             # A power of two divides all numbers if it divides their bits.
-            sizes |= tensor.shape[1] | tensor.stride(0)
+            sizes |= tensor.stride(0)
     values = UNIT_BYTES // least
     return 1 if sizes % values else values
 
