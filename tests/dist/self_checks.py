@@ -1,6 +1,7 @@
 """Functions that run on the ranks of a pool: the first use of a chain, checked against stock's."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from layers import Case, build_layer, forward_backward
 
-from monta_megatron.integration import self_check
+from monta_megatron.integration import kernel_check, self_check
 
 FAULTY_RANK = 1
 
@@ -56,3 +57,21 @@ def random_numbers_are_left_alone(case: Case) -> None:
     before = torch.get_rng_state()
     forward_backward(case, layer)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def kernel_error(difference: str) -> str:
+    """The error of a check of kernels that differ on one rank, or ""."""
+    dispatcher = SimpleNamespace(
+        tp_ep_group=dist.group.WORLD,
+        hidden_shape=(3, 1, 64),
+        config=SimpleNamespace(params_dtype=torch.bfloat16),
+        options=SimpleNamespace(kernels="auto"),
+    )
+    here = difference if dist.get_rank() == FAULTY_RANK else ""
+    replaced = {"_difference": lambda *_: here, "_identity": lambda *_: "a GPU", "_checked": set()}
+    with mock.patch.multiple(kernel_check, is_fused=lambda *_: True, **replaced):
+        try:
+            kernel_check.check_kernels(dispatcher, torch.device("cuda"))
+        except self_check.SelfCheckError as error:
+            return str(error)
+    return ""

@@ -10,7 +10,12 @@ import pytest
 import torch
 from conftest import Pools
 from layers import Case
-from self_checks import error_with, random_numbers_are_left_alone, round_trips
+from self_checks import (
+    error_with,
+    kernel_error,
+    random_numbers_are_left_alone,
+    round_trips,
+)
 
 from monta_megatron.integration.self_check import RoundTrip, difference, random_rows
 
@@ -31,6 +36,17 @@ def test_a_fault_is_named_on_every_rank(pools: Pools) -> None:
 
 def test_a_fault_at_the_experts_is_one(pools: Pools) -> None:
     assert "on rank 1 rows differs at [" in pools[4].run(error_with, CASE, "dispatch")[0]
+
+
+def test_a_kernel_that_differs_on_one_rank_ends_all(pools: Pools) -> None:
+    errors = pools[4].run(kernel_error, "kernel reduce: rows differs at [1, 2]")
+    assert len(set(errors)) == 1
+    for text in (
+        "on rank 1 of the ranks 0, 1, 2, 3; on rank 1 kernel reduce: rows differs at [1, 2]",
+        "moe_monta_kernels torch",
+    ):
+        assert text in errors[0]
+    assert set(pools[4].run(kernel_error, "")) == {""}
 
 
 def test_it_can_be_switched_off(pools: Pools) -> None:

@@ -281,6 +281,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         The counts are waited for before the permutation if they decide whether there is one, or
         how many rows it makes.
         """
+        if self.options.check and routing_map.is_cuda and self.options.kernels != "torch":
+            from monta_megatron.integration.kernel_check import check_kernels
+
+            check_kernels(self, routing_map.device)
         self.exchange_counts, self.num_out_tokens = self._counts.exchange(
             routing_map, self._choices.agreement
         )

@@ -133,8 +133,8 @@ class OptionFields:
         "kernels) or auto (fused on a GPU where Triton can be imported, else torch; default)."
     )
     moe_monta_check: Optional[int] = _option(  # noqa: UP045
-        "1: the first exchange of each chain is compared with stock's, on random rows; a "
-        "difference ends the run (default). 0: it is not.",
+        "1: the first exchange of each chain is compared with stock's, on random rows, and each "
+        "fused kernel with PyTorch's operations; a difference ends the run (default). 0: neither.",
         _or_text(int),
     )
     moe_monta_record: Optional[str] = _option(  # noqa: UP045

@@ -11,6 +11,7 @@ Notation: T = tokens of this rank, H = hidden size, E = experts, N = rows for th
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,7 +34,7 @@ _checked: set[tuple[dist.ProcessGroup, int, str, int]] = set()
 
 
 class SelfCheckError(RuntimeError):
-    """A chain does not give what stock's dispatcher gives; names chain, ranks and coordinate."""
+    """What runs gives something else than what it stands for; names it, ranks and coordinate."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,35 @@ def check_first_use(dispatcher: Any, stock_dispatcher: Any, counts: ExchangeCoun
         tokens = random_rows(dispatcher)
         ours = _our_round_trip(dispatcher, tokens, counts)
         theirs = _stock_round_trip(stock_dispatcher(), dispatcher, tokens)
-    differences = gather_objects(difference(ours, theirs), group)
+    what = (
+        f"chain {chain.name} in {counted(num_chunks, 'chunk')} does not give what stock's "
+        f"dispatcher gives"
+    )
+    advice = "Report it, and train with moe_token_dispatcher_type alltoall"
+    end_if_any(gather_objects(difference(ours, theirs), group), group, what, advice)
+
+
+def end_if_any(
+    differences: Sequence[str], group: dist.ProcessGroup, what: str, advice: str
+) -> None:
+    """End the run on all ranks of an exchange if there is a difference on one.
+
+    Args:
+        differences: of each rank; "" where there is none.
+        group: the ranks.
+        what: what is wrong then.
+        advice: what to do.
+
+    Raises:
+        SelfCheckError: there is a difference.
+    """
     ranks = dist.get_process_group_ranks(group)
     lines = {rank: line for rank, line in zip(ranks, differences, strict=True) if line}
     if lines:
         rank, line = next(iter(lines.items()))
         raise SelfCheckError(
-            f"moe_monta_check: chain {chain.name} in {counted(num_chunks, 'chunk')} does not give "
-            f"what stock's dispatcher gives, on rank {', '.join(map(str, lines))} of the ranks "
-            f"{', '.join(map(str, ranks))}; on rank {rank} {line}. Report it, and train with "
-            f"moe_token_dispatcher_type alltoall"
+            f"moe_monta_check: {what}, on rank {', '.join(map(str, lines))} of the ranks "
+            f"{', '.join(map(str, ranks))}; on rank {rank} {line}. {advice}"
         )
 
 
