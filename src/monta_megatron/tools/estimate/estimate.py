@@ -18,7 +18,7 @@ from monta_megatron.planner.training_memory import (
     training_memory,
 )
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
+from monta_megatron.tools.estimate.architecture import architecture_of
 from monta_megatron.tools.estimate.assumptions import Assumptions, assumptions_of, gpu_of
 from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time
 from monta_megatron.tools.estimate.flex import BACKENDS
