@@ -161,6 +161,7 @@ def test_only_chains_know_the_kinds_of_stages() -> None:
         and stages & {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
     }
     assert found == {
+        "chains/calibration_tasks.py",
         "chains/chain.py",
         "chains/communicator_memory.py",
         "chains/lower.py",

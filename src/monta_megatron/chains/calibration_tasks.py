@@ -4,10 +4,16 @@ A point is one operation at one size, by all ranks at once, as in a real exchang
 the same time, every node at the same time. A pair is two points that run at once.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
+from monta_megatron.chains.chain import Chain
+from monta_megatron.chains.layout import GroupName
 from monta_megatron.chains.program import PricedOperation, Resource
+from monta_megatron.chains.stages import AllGather, AllToAll
+
+Collective: TypeAlias = Literal["alltoall", "allgather"]
 
 # A message is made of rows of this size, so that it can be split for any number of peers.
 MESSAGE_ROW_BYTES = 16
@@ -156,3 +162,14 @@ class Sample:
     task: str
     us: float
     launch_us: float
+
+
+def collectives_of(chains: Iterable[Chain]) -> dict[GroupName, set[Collective]]:
+    """The groups of some chains, and what is done in each, forward or transposed."""
+    found: dict[GroupName, set[Collective]] = {}
+    for stage in (stage for chain in chains for stage in chain.stages):
+        if isinstance(stage, AllToAll | AllGather):
+            # The transpose of a gather is an exchange of parts.
+            found.setdefault(stage.group, {"alltoall"})
+            found[stage.group] |= {"allgather"} if isinstance(stage, AllGather) else set()
+    return found

@@ -10,7 +10,7 @@ Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.calibration_tasks import (
@@ -19,14 +19,15 @@ from monta_megatron.chains.calibration_tasks import (
     NUM_COPIES,
     NUM_EXPERTS,
     TOPK,
+    Collective,
     Contenders,
     Pair,
     Point,
     Repeated,
+    collectives_of,
 )
 from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.program import Resource
-from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.planner.curves import Operation
 from monta_megatron.planner.host_costs import FINDS
 from monta_megatron.planner.traffic import (
@@ -99,7 +100,7 @@ class Series(NamedTuple):
         ranks_on_node: how many of them are on each node.
     """
 
-    operation: Literal["alltoall", "allgather"]
+    operation: Collective
     resource: Resource
     group_size: int
     ranks_on_node: int
@@ -125,11 +126,8 @@ def series_of_exchange(chains: Iterable[Chain], layout: Layout) -> dict[Series, 
     Raises:
         ValueError: the groups of one name differ in how they lie on the nodes.
     """
-    # The transpose of a gather is an exchange of parts.
-    gathers = {s.group for chain in chains for s in chain.stages if isinstance(s, AllGather)}
-    exchanges = {s.group for chain in chains for s in chain.stages if isinstance(s, AllToAll)}
     series: dict[Series, GroupName] = {}
-    for group in sorted(gathers | exchanges):
+    for group, operations in sorted(collectives_of(chains).items()):
         on_node = {
             tuple(sorted(map(nodes.count, set(nodes))))
             for rank in range(len(layout.nodes))
@@ -141,9 +139,8 @@ def series_of_exchange(chains: Iterable[Chain], layout: Layout) -> dict[Series, 
         if sum(ranks) == 1:
             continue
         resource: Resource = "inter" if len(ranks) > 1 else "intra"
-        series.setdefault(Series("alltoall", resource, sum(ranks), ranks[0]), group)
-        if group in gathers:
-            series.setdefault(Series("allgather", resource, sum(ranks), ranks[0]), group)
+        for operation in sorted(operations):
+            series.setdefault(Series(operation, resource, sum(ranks), ranks[0]), group)
     return series
 
 
