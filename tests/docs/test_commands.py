@@ -76,13 +76,17 @@ class Known:
 EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
 KNOWN = (
     Known(
-        pattern=r"monta (doctor|estimate .*|new .*|plan .*|report .*|simulate .*"
+        pattern=r"monta (doctor|estimate .*|new .*|plan (?!.* traces/).*|report .*|simulate .*"
         r"|timeline --model .*)"
     ),
     Known(pattern=r"mkdir .*|monta completion .*"),
     Known(
         pattern=r"monta place --(trace trace|apply \w+) .*",
         run_by="tests/unit/place/test_place_command.py",
+    ),
+    Known(
+        pattern=r"python benchmarks/clustered_traces\.py .*|monta (place|plan) .* traces/.*",
+        run_by="tests/unit/place/test_clustered_traces.py",
     ),
     Known(pattern=r"monta launch .* --dry-run"),
     Known(

@@ -27,7 +27,7 @@ def draw_co_activation(
         ValueError: the file cannot be written.
     """
     together = co_activation(routing_map)
-    np.fill_diagonal(together, 0)
+    np.fill_diagonal(together, np.nan)
     with figure(path, (9.0, 4.4)) as drawn:
         axes = drawn.subplots(1, 2)
         placed = together[np.ix_(order, order)]

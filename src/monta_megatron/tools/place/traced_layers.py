@@ -1,6 +1,7 @@
 """The tokens of each layer in a router trace, and those that judge what was learned from others."""
 
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,9 @@ def read_layers(folder: str, model: Model, pp: int) -> dict[int, tuple[Routings,
         ValueError: one line that names the folder, or the file and its line, and the rule.
     """
     router = router_of(model)
-    trace = read_trace(folder, router, TOKENS_OF_LAYER * model.num_layers // pp)
+    # What is kept of a file is shared by the layers of its stage, what of a layer by its files.
+    num_files = len(list(Path(folder).glob("router_trace_rank*.jsonl")))
+    trace = read_trace(folder, router, TOKENS_OF_LAYER * model.num_layers // max(num_files, pp))
     layers = {}
     for layer, rows in traced_layers(trace, model, pp).items():
         num_tokens = sum(map(len, rows))
