@@ -241,7 +241,11 @@ PLACED = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PLACED)
 def test_a_training_goes_on_with_placed_experts(
-    name: str, ranks: ForkedRanks, data_prefix: Path, tmp_path: Path
+    name: str,
+    ranks: ForkedRanks,
+    data_prefix: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Experts change ranks between two iterations, which changes the order of fp32 sums alone."""
     saved, placed, undone = (tmp_path / folder for folder in ("saved", "placed", "undone"))
@@ -255,8 +259,8 @@ def test_a_training_goes_on_with_placed_experts(
 
     losses_of("first", f"--save {saved} --save-interval 2 --exit-interval 2")
     layers = ["1"] if name == "layers_apart" else ["0", "1"]
-    document = {"model": "toy", "num_experts": 4}
-    document["placement"] = {layer: [3, 0, 2, 1] for layer in layers}  # type: ignore[assignment]
+    document: dict[str, object] = {"model": "toy", "num_experts": 4}
+    document["placement"] = {layer: [3, 0, 2, 1] for layer in layers}
     (tmp_path / "placement.json").write_text(json.dumps(document))
     apply = ["place", "--placement", f"{tmp_path}/placement.json", "--apply"]
     assert main([*apply, str(saved), "--out", str(placed)]) == 0
@@ -268,14 +272,20 @@ def test_a_training_goes_on_with_placed_experts(
     assert before == back
     assert main([*apply, str(undone), "--replace"]) == 0
     assert stored(undone) == after
-    # What is there is kept.
+    # What is there is kept; and a placement of another model moves nothing.
     assert main([*apply, str(saved), "--out", str(placed)]) == 2
+    content = sorted(tmp_path.rglob("*"))
+    for layer, experts, says in (("0", 8, "must be the 8 of the placement"), ("2", 4, "layer 2")):
+        document |= {"num_experts": experts, "placement": {layer: list(range(experts))}}
+        (tmp_path / "placement.json").write_text(json.dumps(document))
+        capsys.readouterr()
+        assert main([*apply, str(saved), "--replace"]) == 2
+        assert says in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == content
     if name == "layers_together":
         went_on = losses_of("went_on", f"--load {saved}")
         with_placed = losses_of("with_placed", f"--load {placed}")
         assert len(went_on) == len(with_placed) == 2
         assert with_placed == pytest.approx(went_on, rel=1e-6)
-        print(went_on, with_placed)
 
 
 def stored(checkpoint: Path) -> dict[str, bytes]:
