@@ -14,7 +14,7 @@ from typing import Any
 from options_page import main, table
 
 from monta_megatron.common.field_texts import field_texts
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.expert_curve import ClusterWithExperts
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -38,7 +38,7 @@ FILES: dict[str, tuple[type[Any], str]] = {
         "`config.json` of Hugging Face takes its place.",
     ),
     "Cluster": (
-        Cluster,
+        ClusterWithExperts,
         "For `--cluster`, `--moe-monta-cluster` and the `cluster` of a run file. Presets are in\n"
         "`configs/clusters/`; `monta calibrate` measures one, whose last line is a `checksum`\n"
         "([calibration.md](calibration.md)).",

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from monta_megatron.tools.estimate.assumptions import SHARES, Assumption, read_assumptions
+from monta_megatron.planner.assumptions import SHARES, Assumption, read_assumptions
 from monta_megatron.tools.estimate.validation import Checked, Predictor
 
 # (name, where) -> what was expected before the first fit.

@@ -12,6 +12,7 @@ from studies.common import DOCS, DPI, WIDTH_INCHES, Section, paragraph, run, wor
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.layout import Layout
+from monta_megatron.planner.assumptions import assumptions_of
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
@@ -19,7 +20,6 @@ from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools import pictures
-from monta_megatron.tools.estimate.assumptions import assumptions_of
 from monta_megatron.tools.estimate.estimate import MFU_SETS
 from monta_megatron.tools.estimate.exchange import NO_HOST, exchange_time, less_saved, of_price
 from monta_megatron.tools.estimate.iteration import (

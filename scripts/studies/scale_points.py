@@ -7,6 +7,7 @@ from itertools import product
 
 from studies.common import run
 
+from monta_megatron.planner.assumptions import Assumptions, assumptions_of
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
@@ -18,7 +19,6 @@ from monta_megatron.planner.training_memory import training_memory
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate import communication
 from monta_megatron.tools.estimate.architecture import Architecture
-from monta_megatron.tools.estimate.assumptions import Assumptions, assumptions_of
 from monta_megatron.tools.estimate.exchange import ExchangeTime, exchange_time, less_saved
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration
 from monta_megatron.tools.estimate.settings import TrainingSettings

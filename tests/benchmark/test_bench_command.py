@@ -83,6 +83,17 @@ def test_experts_in_the_pipeline_are_rows_of_the_layer(ranks: ForkedRanks) -> No
     assert {row["expert_ms"] for key, row in rows.items() if key[0] == "exchange"} == {None}
 
 
+def test_auto_splits_experts_or_does_not(ranks: ForkedRanks) -> None:
+    """A timer that takes far longer than the exchange hides under 3%; real experts are timed."""
+    flags = "--num-chunks 2 --chains auto --stock alltoall --phase forward_backward"
+    for experts, is_split in (("--expert-ms 200", False), ("", None)):
+        report = bench(ranks, f"{SMALL} {flags} --layer --overlap-experts {experts}")
+        alone, chosen = (row for row in report["rows"][2:] if row["requested"] == "auto")
+        assert [row["scope"] for row in (alone, chosen)] == ["layer", "layer"]
+        assert alone["experts_pipelined"] is False
+        assert is_split in (chosen["experts_pipelined"], None)
+
+
 def test_report_holds_every_chain_and_field(ranks: ForkedRanks, tmp_path: Path) -> None:
     report = bench(ranks, f"{SMALL} --num-chunks 1,3 --layer --plot {tmp_path}")
     meta, rows = report["meta"], report["rows"]

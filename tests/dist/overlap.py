@@ -10,6 +10,7 @@ from layers import (
     HIDDEN,
     Case,
     assert_close,
+    assert_same_results,
     build_layer,
     compare,
     force,
@@ -23,6 +24,18 @@ def compare_split(case: Case, chunks: list[int]) -> None:
     for num_chunks in chunks:
         report = compare(case, [num_chunks])
         assert (report["tokens"] == 0) == (num_chunks > 1), "they did not run in the pipeline"
+
+
+def compare_chosen(case: Case, tokens: list[list[int]]) -> list[bool]:
+    """Steps of a layer whose planner chooses, against stock: whether its experts were split."""
+    layer, stock = build_layer(case, "monta"), build_layer(case, "alltoall")
+    pipelined = []
+    for step, of_ranks in enumerate(tokens):
+        case = dataclasses.replace(case, num_tokens=of_ranks[dist.get_rank()], seed=step)
+        results = [forward_backward(case, each) for each in (layer, stock)]
+        assert_same_results(*results, False, f"step {step}")
+        pipelined.append(layer.token_dispatcher.experts_pipelined)
+    return pipelined
 
 
 def compare_frozen(case: Case, num_chunks: int) -> None:

@@ -1,6 +1,7 @@
 """Experts inside the pipeline (--moe-monta-overlap-experts), against stock's layer."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import Pools
 from layers import (
+    HIDDEN,
     Case,
     compare_steps,
     compare_width,
@@ -16,19 +18,31 @@ from layers import (
     replay_cuda_graph_attributes,
 )
 from overlap import (
+    compare_chosen,
     compare_frozen,
     compare_recomputed,
     compare_split,
     compare_trainings,
+    refusal,
     state_dict_keys,
 )
 
+from monta_megatron.chains import CHAINS
+from monta_megatron.integration.options import Options
 from monta_megatron.integration.overlapped_experts import (
     RUNS_WITH_OVERLAP,
     UNSUPPORTED_WITH_OVERLAP,
     check_experts,
+    is_pipelined,
 )
 from monta_megatron.integration.supported_settings import RUNS, check_supported
+from monta_megatron.planner.chain_policy import ChainChoice
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.experts import ExpertSizes, with_timer
+from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.model import load_model
+from monta_megatron.planner.model_workload import with_experts, workloads_of
+from monta_megatron.planner.search import plan
 
 pytestmark = pytest.mark.old_end
 
@@ -141,6 +155,83 @@ def test_training_with_other_chunks_in_every_step(pools: Pools) -> None:
     differences = pools[4].run(compare_trainings, case, chunks, 3)
     # Gradients that differ in their last bits; Adam's steps are as large for small gradients.
     assert max(differences) < 1e-4, differences
+
+
+def with_timer_of(us: float) -> dict[str, Any]:
+    """Options with which the planner chooses, by experts that take so long for 64 rows of each."""
+    sizes = ExpertSizes(num_local_experts=2, hidden_size=HIDDEN, ffn_hidden_size=16, value_bytes=4)
+    cluster = load_cluster("emulated_2x4_500mbit")
+    links = tuple(replace(link, alpha_us=link.alpha_us / 30) for link in cluster.links)
+    launch = replace(cluster.launch, collective_us=5.0, pass_us=0.0, stage_us=0.0)
+    return {
+        "moe_monta_chain": "auto",
+        "moe_monta_cluster": with_timer(
+            replace(cluster, links=links, launch=launch), sizes, us / 1e3, 64
+        ),
+        "moe_monta_ranks_per_node": 2,
+        "moe_monta_overlap_experts": True,
+    }
+
+
+def test_the_planner_splits_where_it_pays(pools: Pools) -> None:
+    """Every rank alike, with other tokens in every step; few of them are not worth two chunks."""
+    tokens = [[2000, 0, 1, 100], [1, 1, 0, 1], [2000, 0, 1, 100], [2, 1, 0, 1]]
+    case = Case(ep=4, num_local_experts=2, options=with_timer_of(500.0))
+    by_rank = pools[4].run(compare_chosen, case, tokens)
+    assert by_rank == [[True, False, True, False]] * 4
+
+
+def test_the_planner_does_not_split_where_it_does_not_pay(pools: Pools) -> None:
+    case = Case(ep=4, num_local_experts=2, options=with_timer_of(1e-3))
+    assert pools[4].run(compare_chosen, case, [[24] * 4, [2, 1, 0, 3]]) == [[False, False]] * 4
+
+
+def test_padding_to_capacity_needs_a_named_chain(pools: Pools) -> None:
+    config = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    case = Case(ep=4, num_local_experts=2, options=with_timer_of(500.0), config=config)
+    for refused in pools[4].run(refusal, case):
+        assert refused.startswith("moe_monta_chain: got auto, must name a chain of tokens")
+
+
+def test_options_that_do_not_go_together() -> None:
+    def options(**given: Any) -> Options:
+        named = {f"moe_monta_{name}": value for name, value in given.items()}
+        return Options.of(SimpleNamespace(moe_monta_overlap_experts=True, **named))
+
+    # Tuning, which is on by default, is off.
+    assert options().tune_steps == 0 and Options.of(SimpleNamespace()).tune_steps > 0
+    with pytest.raises(ValueError, match="moe_monta_tune_steps: got 3, must be 0 or left out"):
+        options(tune_steps=3)
+    with pytest.raises(ValueError, match="given with alltoall, must be with one of"):
+        options(chain="alltoall")
+    with pytest.raises(ValueError, match="beside moe_monta_record, which records no compute"):
+        options(record="folder")
+
+
+def test_a_plan_says_whether_its_experts_are_split(tmp_path: Path) -> None:
+    def saved(**settings: Any) -> dict[str, Any]:
+        """Options that use the plan of a layer."""
+        model, cluster = load_model("deepseek_v3"), load_cluster("h100_8x_ndr")
+        layout = ParallelLayout(world_size=64, ep=64)
+        (workload,) = workloads_of(model, layout, cluster.ranks_per_node)
+        planned = plan(with_experts(workload, model, cluster), cluster, **settings)
+        planned.save(tmp_path / "plan.yaml")
+        return {"moe_monta_plan": str(tmp_path / "plan.yaml")}
+
+    split = saved()
+    with pytest.raises(ValueError, match="moe_monta_overlap_experts: not given, must be with"):
+        Options.of(SimpleNamespace(**split))
+    options = Options.of(SimpleNamespace(**split, moe_monta_overlap_experts=True))
+    fixed = ChainChoice(chain=CHAINS["hierarchical_alltoall"], num_chunks=4, reason="")
+    assert options.plan is not None and is_pipelined(fixed, options.plan)
+    # A plan of a chain of permuted tokens, with the experts whole, is used as it is.
+    whole = Options.of(
+        SimpleNamespace(**saved(chains=["alltoall"]), moe_monta_overlap_experts=True)
+    )
+    assert whole.plan is not None and not is_pipelined(fixed, whole.plan)
+    # One without prices of experts says nothing of them.
+    alone = replace(whole.plan, key=replace(whole.plan.key, experts=None))
+    assert is_pipelined(fixed, alone)
 
 
 def test_every_setting_has_its_line() -> None:

@@ -108,7 +108,7 @@ CASES = [
     (f"{BENCH} --overlap-experts", ["--overlap-experts", "with --layer"]),
     (f"{BENCH} --expert-ms 5", ["--expert-ms", "with --layer"]),
     (f"{BENCH} --layer --expert-ms 0", ["--expert-ms", "'0'", "> 0"]),
-    (f"{BENCH} --layer --overlap-experts --chains auto", ["--overlap-experts", "are tokens"]),
+    (f"{BENCH} --layer --overlap-experts --chains alltoall", ["--overlap-experts", "are tokens"]),
     (f"{BENCH} --routing even", ["--routing", "'even'", "uniform", "folder"]),
     (f"{BENCH} --routing {CONFIGS}", ["configs", "no router_trace_rank*.jsonl", "folder"]),
     (f"{BENCH} --routing W8", ["--routing", "'W8'", "W7"]),

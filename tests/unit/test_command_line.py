@@ -134,8 +134,8 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
             ["moe_monta_num_chunks", "alltoall"],
         ),
         (
-            f"{MOE} --moe-monta-overlap-experts",
-            ["moe_monta_overlap_experts: given", "moe_monta_chain", "hierarchical_alltoall"],
+            f"{MOE} --moe-monta-overlap-experts --moe-monta-tune-steps 5",
+            ["moe_monta_tune_steps: got 5", "left out with moe_monta_overlap_experts"],
         ),
         (
             f"{MOE} --moe-monta-overlap-experts --moe-monta-chain alltoall",

@@ -20,9 +20,13 @@ from test_stream_safety import (
 )
 
 from monta_megatron.chains import CHAINS, TokenCounts
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.pipelined_layer import BoundLayer, blocks_of_chunks, layer_program
+from monta_megatron.chains.program import RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.pipeline import run_pipeline
 from monta_megatron.exchange.state import Exchange, State
+from monta_megatron.planner.layer_price import DIRECTIONS, layer_peak_bytes
 
 TOKEN_CASES = [(chain, layout) for chain, layout in CASES if CHAINS[chain].rows == "tokens"]
 
@@ -137,6 +141,62 @@ def test_collectives_are_issued_in_one_order_whatever_the_data(
 
 
 @pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
+def test_the_planner_prices_the_order_of_issue(chain_name: str, layout_name: str) -> None:
+    """The collectives of a layer's program are those that are issued, pass by pass and chunk."""
+    issued = [
+        (pass_name, stage)
+        for pass_name, _, stage, _ in order_of(Record(chain_name, layout_name, 3).recorder)
+    ]
+    planned = []
+    for layer in layers_of(chain_name, layout_name, 3):
+        num_first = len(layer.program.first.series)
+        for operation in layer.program.operations:
+            half = layer.program.first if operation.series < num_first else layer.program.second
+            if operation.is_collective:
+                messages = layer.message_bytes(layer.program.buffers[operation.writes[0]])
+                planned += [(half.pass_.name, operation.stage)] * len(messages)
+    assert issued == planned
+
+
+def layers_of(
+    chain_name: str, layout_name: str, num_chunks: int, routing: Routing = PLAIN
+) -> list[BoundLayer]:
+    """The programs of a layer in so many chunks, forward and backward."""
+    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
+    counts, width = count(chain, layout, routing.map(layout.num_experts))
+    assert isinstance(counts, TokenCounts)
+    chunks = tuple(
+        chain.bind(layout, counts.of_blocks(*blocks), 1)
+        for blocks in blocks_of_chunks(NUM_BLOCKS, num_chunks)
+    )
+    layers = []
+    for passes in DIRECTIONS["forward_backward"]:
+        first, second = (
+            lower(
+                chunks[0],
+                pass_,
+                RowFormat(
+                    hidden_size=test_stream_safety.HIDDEN,
+                    value_bytes=4,
+                    prob_bytes=4 * pass_.probs,
+                    sum_bytes=4,
+                ),
+                width,
+            )
+            for pass_ in passes
+        )
+        layers.append(
+            BoundLayer(
+                program=layer_program(first.program, second.program, num_chunks),
+                bound=chunks[0],
+                max_experts_per_token=width,
+                chunks=chunks,
+            )
+        )
+    return layers
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
 def test_peak_is_at_most_two_chunks_above_the_unsplit_layer(
     chain_name: str, layout_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,3 +215,11 @@ def test_peak_is_at_most_two_chunks_above_the_unsplit_layer(
         (output * 2).sum().backward()
     chunk_bytes = max(exchange.bound.rows_at[-1]) * 512 * 4
     assert split.peak_bytes <= recorder.peak_bytes + 2 * chunk_bytes
+    # By the liveness of buffers likewise, against a layer in one chunk.
+    for of_split, of_whole in zip(
+        *(layers_of(chain_name, layout_name, chunks, routing) for chunks in (3, 1)), strict=True
+    ):
+        assert layer_peak_bytes(of_split) <= layer_peak_bytes(of_whole) + 2 * chunk_bytes
+    # What the experts themselves hold, and the tensors around the layer, are not counted.
+    held_bytes = max(map(layer_peak_bytes, layers_of(chain_name, layout_name, 3, routing)))
+    assert held_bytes <= split.peak_bytes

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from monta_megatron.chains.chain import Chain
 from monta_megatron.chains.layout import GroupName
-from monta_megatron.chains.program import PricedOperation, Resource
+from monta_megatron.chains.program import PricedOperation, ResourceOrCompute
 from monta_megatron.chains.stages import AllGather, AllToAll
 
 Collective: TypeAlias = Literal["alltoall", "allgather"]
@@ -23,6 +23,10 @@ NUM_EXPERTS = 64
 TOPK = 8
 # Copies of a row that a sum adds up.
 NUM_COPIES = 2
+
+
+# A call of a rank's experts: forward, or forward and backward.
+ExpertCall: TypeAlias = Literal["experts", "experts_both"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +42,8 @@ class Point:
         num_bytes: bytes per rank that it sends through it, or that it reads and writes.
     """
 
-    operation: PricedOperation
-    resource: Resource
+    operation: PricedOperation | ExpertCall
+    resource: ResourceOrCompute
     group_size: int
     ranks_on_node: int
     num_rows: int
@@ -58,10 +62,10 @@ class Point:
     @property
     def is_collective(self) -> bool:
         """Whether other ranks take part."""
-        return self.resource != "memory"
+        return self.resource in ("inter", "intra")
 
     @property
-    def curve(self) -> tuple[Resource, PricedOperation, int]:
+    def curve(self) -> tuple[str, str, int]:
         """What it has in common with the points of the same curve."""
         return self.resource, self.operation, self.group_size
 
@@ -78,7 +82,7 @@ class Repeated:
 
     point: Point
     repeats: int
-    other: Resource
+    other: ResourceOrCompute
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ SUM_COLUMNS = 2048
 Policy: TypeAlias = Literal["host", "streams", "fused"]
 # What an operation occupies: the network between nodes, the link inside a node, memory.
 Resource: TypeAlias = Literal["inter", "intra", "memory"]
-# Likewise, and the compute units: of work beside an exchange, no operation of which computes.
+# Likewise, and the compute units: of experts, or of work beside an exchange.
 ResourceOrCompute: TypeAlias = Literal[Resource, "compute"]
 Kind: TypeAlias = Literal[
     "pack",
@@ -42,6 +42,8 @@ Kind: TypeAlias = Literal[
     "allgather",
     "reduce_parts",
     "put",
+    # Of a whole layer's program alone, see `pipelined_layer`.
+    "experts",
 ]
 # What a calibration times and a curve gives the costs of.
 PricedOperation: TypeAlias = Literal[
@@ -178,7 +180,7 @@ class Operation(NamedTuple):
     series: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    resource: Resource
+    resource: ResourceOrCompute
     group: GroupName | None
     stream: int
     waits: tuple[int, ...]

@@ -11,6 +11,7 @@ from monta_megatron.common.flags import positive, printable, whole
 from monta_megatron.common.quantities import counted
 
 if TYPE_CHECKING:
+    from monta_megatron.tools.bench.settings import LayerShape
     from monta_megatron.tools.calibrate.run import Calibration
 
 EXAMPLE = """\
@@ -58,6 +59,18 @@ def add_parser(commands: Any) -> None:
         type=whole(1),
         help="network interfaces that they share (default: one per rank)",
     )
+    experts = parser.add_argument_group("experts, for --moe-monta-overlap-experts")
+    experts.add_argument(
+        "--model",
+        metavar="FILE",
+        help="time its experts too, alone and beside the exchange: a file, or a preset by its name",
+    )
+    experts.add_argument(
+        "--ep", metavar="N", type=whole(1), help="expert parallel size (default: all ranks)"
+    )
+    experts.add_argument(
+        "--etp", metavar="N", type=whole(1), help="expert tensor parallel size (default: 1)"
+    )
     parser.add_argument("--plot", metavar="DIR", help="draw the curves there; needs matplotlib")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -87,6 +100,7 @@ def _run(parsed: argparse.Namespace) -> int:
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
     partial = out.with_name(f"{out.name}.partial")
+    layer = _layer(parsed, this_rank.world_size)
 
     # Step 2: measure, and write.
     mine = alone(partial) if this_rank.rank == 0 else nullcontext()
@@ -100,6 +114,7 @@ def _run(parsed: argparse.Namespace) -> int:
             name=parsed.name,
             ranks_per_node=parsed.ranks_per_node,
             nics_per_node=parsed.nics_per_node,
+            layer=layer,
         )
         with show_progress("calibrate", this_rank.rank == 0) as progress:
             result = calibrate(settings, this_rank.local_rank, progress)
@@ -110,6 +125,38 @@ def _run(parsed: argparse.Namespace) -> int:
     if this_rank.rank == 0:
         _print(result, out, parsed)
     return 0
+
+
+def _layer(parsed: argparse.Namespace, world_size: int) -> "LayerShape | None":
+    """The layer whose experts are timed; None where no model is given."""
+    from monta_megatron.common.dtypes import torch_name
+    from monta_megatron.planner.model import load_model
+    from monta_megatron.tools.bench.settings import LayerShape
+
+    if parsed.model is None:
+        for name in ("ep", "etp"):
+            if getattr(parsed, name) is not None:
+                raise ValueError(f"--{name}: got {getattr(parsed, name)}, must come with --model")
+        return None
+    model = load_model(parsed.model)
+    etp = parsed.etp or 1
+    ep = parsed.ep or max(world_size // etp, 1)
+    if world_size % (ep * etp) or model.num_experts % ep or model.moe_ffn_hidden_size % etp:
+        raise ValueError(
+            f"--ep: got {ep} with --etp {etp}, must be such that both divide the {world_size} "
+            f"ranks of this launch, and that they divide {model.num_experts} experts and their "
+            f"intermediate size of {model.moe_ffn_hidden_size}"
+        )
+    return LayerShape(
+        num_experts=model.num_experts,
+        topk=model.moe_router_topk,
+        hidden=model.hidden_size,
+        ffn_hidden=model.moe_ffn_hidden_size,
+        dtype=torch_name(model.dtype),
+        tp=etp,
+        ep=ep,
+        etp=etp,
+    )
 
 
 def _write(result: "Calibration", out: Path, partial: Path) -> None:

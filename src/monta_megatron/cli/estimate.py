@@ -67,7 +67,7 @@ def add_set(parser: Any) -> None:
 
 def _change(text: str) -> tuple[str, float]:
     """An argparse type."""
-    from monta_megatron.tools.estimate.assumptions import change_of
+    from monta_megatron.planner.assumptions import change_of
 
     try:
         return change_of(text)

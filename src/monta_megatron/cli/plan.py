@@ -33,6 +33,7 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLE,
     )
     planning.add_arguments(parser)
+    planning.add_overlap_experts(parser)
     parser.add_argument(
         "--memory-limit-gb", metavar="X", type=positive, help="what the exchange may hold"
     )
@@ -70,11 +71,11 @@ def run(parsed: argparse.Namespace) -> int:
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
         raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
-    if parsed.beside_us > 0 and not any((parsed.layout, parsed.tp, parsed.ep, parsed.etp)):
-        raise ValueError(
-            f"--beside-us: got {parsed.beside_us:g}, must be with a layout (--ep N): how long "
-            "other work takes depends on the tokens of a rank"
-        )
+    reason = "how long other work takes depends on the tokens of a rank"
+    if parsed.beside_us > 0:
+        planning.check_has_layout(parsed, f"--beside-us: got {parsed.beside_us:g}", reason)
+    if parsed.overlap_experts:
+        planning.check_has_layout(parsed, "--overlap-experts: given", reason)
     settings: dict[str, Any] = {
         "memory_limit_bytes": bytes_of_gb(parsed.memory_limit_gb),
         "margin": MARGIN if parsed.margin is None else parsed.margin,

@@ -80,6 +80,26 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
 
 
+def add_overlap_experts(parser: Any) -> None:
+    """Add the flag that plans a layer, not its exchange alone."""
+    parser.add_argument(
+        "--overlap-experts",
+        action="store_true",
+        help="plan a layer whose experts may run in the pipeline, as --moe-monta-overlap-experts "
+        "does, by what the cluster file says of them or else by their FLOPs",
+    )
+
+
+def check_has_layout(parsed: argparse.Namespace, flag: str, reason: str) -> None:
+    """Refuse a flag that needs a layout where none is given.
+
+    Raises:
+        ValueError: none is.
+    """
+    if not any((parsed.layout, parsed.tp, parsed.ep, parsed.etp)):
+        raise ValueError(f"{flag}, must be with a layout (--ep N): {reason}")
+
+
 def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, PlanInputs]":
     """The request that the flags make, and what it names.
 

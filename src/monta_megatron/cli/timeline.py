@@ -50,13 +50,15 @@ TAKES = {
     "record": COSTS | WHAT | {name.replace("-", "_") for name in RECORD_FLAGS},
     "model": COSTS
     | WHAT
-    | {*("layout", "world_size", "cp", "pp", "seq_length", "micro_batch_size", "ignore_memory")},
+    | {*("layout", "world_size", "cp", "pp", "seq_length", "micro_batch_size", "ignore_memory")}
+    | {"overlap_experts"},
 }
 WAYS = {"recording": "RECORDING", "record": "--record", "model": "--model"}
 DEFAULTS = {
     "routing": "uniform",
     "phase": "forward_backward",
     "ignore_memory": False,
+    "overlap_experts": False,
     "alone": False,
 }
 
@@ -84,6 +86,7 @@ def add_parser(commands: Any) -> None:
         help="RECORDING's counterpart with the chain alltoall, drawn above it",
     )
     planning.add_arguments(parser, needs_model=False, says_gain=False)
+    planning.add_overlap_experts(parser)
     parser.add_argument("--chain", metavar="NAME", help="default: the planner's choice")
     parser.add_argument("--num-chunks", metavar="N", type=whole(1), help="of --chain (default: 4)")
     record = parser.add_argument_group("with --record")
@@ -154,6 +157,9 @@ def _predict(parsed: argparse.Namespace) -> "Drawing":
     from monta_megatron.tools.timeline.drawing import of_prediction
 
     chain = _chain(parsed)
+    if parsed.overlap_experts:
+        reason = "how long experts take depends on the tokens of a rank"
+        planning.check_has_layout(parsed, "--overlap-experts: given", reason)
     return of_prediction(*planning.read(parsed), chain, parsed.alone)
 
 

@@ -69,12 +69,13 @@ def field_texts(cls: type[Any]) -> Iterator[FieldText]:
 
 
 def meanings(cls: type[Any]) -> dict[str, str]:
-    """Field -> what the `Attributes:` of a docstring say of it."""
-    _, _, block = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+    """Field -> what the `Attributes:` of a docstring, or of that of a base, say of it."""
     texts: dict[str, str] = {}
-    for entry in re.split(r"\n(?=    \S)", block.split("\n\n")[0]):
-        names, _, meaning = " ".join(entry.split()).partition(": ")
-        texts |= {name: meaning.rstrip(".") for name in names.split(", ")}
+    for base in reversed(cls.__mro__):
+        _, _, block = (inspect.getdoc(base) or "").partition("Attributes:\n")
+        for entry in re.split(r"\n(?=    \S)", block.split("\n\n")[0]):
+            names, _, meaning = " ".join(entry.split()).partition(": ")
+            texts |= {name: meaning.rstrip(".") for name in names.split(", ")}
     return texts
 
 

@@ -1,8 +1,7 @@
 """Dispatch, experts and combine of a micro-batch as one pipeline over chunks of its tokens.
 
-A chunk is an exchange of its own, with its own passes and its own rows at the experts. In step s
-
-    dispatch of chunk s starts | chunk s-1 is computed, its combine starts | combine of s-2 ends
+A chunk is an exchange of its own, with its own passes and its own rows at the experts; the order of
+its steps is that of `chains.pipelined_layer`.
 
 What starts a pass and what waits for it are nodes of the autograd graph, made in this order. The
 engine runs the ready node that was made last, so backward is the mirror image: the transpose of a
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.chains.pipelined_layer import Step, pipelined_steps
 from monta_megatron.chains.program import (
     COMBINE,
     COMBINE_BACKWARD,
@@ -83,17 +82,15 @@ def run_pipeline(
         chunk_rows, chunk_probs = tokens[chunk]
         return experts(chunk_rows, pipeline.tokens_per_expert(chunk), chunk_probs)
 
-    steps: list[Callable[[int], Any]] = [
-        lambda chunk: _Start.apply(pipeline, chunk, tokens[chunk]),
-        lambda chunk: _Arrive.apply(pipeline, chunk, tokens[chunk]),
-        compute,
-        lambda chunk: tokens[chunk] if wait is None else wait(tokens[chunk]),
-        lambda chunk: _Leave.apply(pipeline, chunk, tokens[chunk]),
-        lambda chunk: _End.apply(pipeline, chunk, tokens[chunk]),
-    ]
-    # The host would only wait for experts that compute beside it, if it went on with their chunk.
-    offsets = (0, 1, 1, 1, 1, 2) if wait is None else (0, 1, 1, 2, 2, 3)
-    for step, chunk in order_of_issue(offsets, len(chunks)):
+    steps: dict[Step, Callable[[int], Any]] = {
+        "start first": lambda chunk: _Start.apply(pipeline, chunk, tokens[chunk]),
+        "end first": lambda chunk: _Arrive.apply(pipeline, chunk, tokens[chunk]),
+        "start experts": compute,
+        "end experts": lambda chunk: tokens[chunk] if wait is None else wait(tokens[chunk]),
+        "start second": lambda chunk: _Leave.apply(pipeline, chunk, tokens[chunk]),
+        "end second": lambda chunk: _End.apply(pipeline, chunk, tokens[chunk]),
+    }
+    for step, chunk in pipelined_steps(len(chunks), in_background=wait is not None):
         tokens[chunk] = steps[step](chunk)
     return _Exit.apply(pipeline, *tokens)
 

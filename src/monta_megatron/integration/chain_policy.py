@@ -66,6 +66,11 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
         )
+    workload = _workload(config, layout)
+    if options.overlap_experts:
+        from monta_megatron.integration.overlapped_experts import priced_experts
+
+        workload = priced_experts(workload, config, cluster, permuted_only)
     chains = (
         chain
         for chain in chains_for(layout)
@@ -73,7 +78,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
     )
     return _planned_policy(
         cluster=cluster,
-        workload=_workload(config, layout),
+        workload=workload,
         chains=tuple(chains),
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
         memory_limit_bytes=bytes_of_gb(options.memory_limit_gb),

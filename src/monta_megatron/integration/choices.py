@@ -290,6 +290,8 @@ def choices_of(
 
 def _advice(options: Options) -> str:
     """What the exchange is minimized without, though the training has it."""
+    if options.overlap_experts:
+        return "; there is no tuning, which would time exchanges alone"
     if options.beside_us > 0 or not options.overlaps:
         return ""
     return (

@@ -73,6 +73,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         chain_policy: how the chain is chosen for every micro-batch.
         chain: the chain of the micro-batch under way.
         num_chunks: its number of chunks.
+        experts_pipelined: whether its experts run in the pipeline.
         layout: this rank's position in the exchange.
         counted_layout: the same, in which an expert counts once for each class of permuted tokens.
         groups: the process group for each group name of the chains.
@@ -162,6 +163,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._exchange: Exchange | None = None
         # Those of its chunks, where the experts are in the pipeline.
         self._chunks: list[Exchange] = []
+        self.experts_pipelined = False
         # What entered before the counts were known, see `token_dispatch`.
         self._entered_early: tuple[Rows, torch.Tensor] | None = None
         # Megatron reads every listed attribute, those too that our phases do not set.
@@ -188,7 +190,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._maybe_dtoh_and_synchronize("before_permutation_1")
         # [S/TP, B, H] -> [T, H]
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
-        is_early = len(self._kinds_of_rows) > 1 and self._exchange is None
+        is_early = len(self._kinds_of_rows) > 1 and self._exchange is None and not self._chunks
         self._entered_early = (self.chain.rows, tokens) if is_early else None
         return self._strategy.enter(self, tokens, probs)
 
@@ -203,16 +205,16 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.shared_experts.wait_current_stream()
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
         rows, row_probs = permutated_local_input_tokens, permuted_probs
-        if self.computes:
-            if self.shared_experts is not None:
-                self.shared_experts.linear_fc1_forward_and_act()
-            return rows, row_probs
-        assert self._exchange is not None
         if self._entered_early is not None:
             (entered, tokens), self._entered_early = self._entered_early, None
             if entered != self.chain.rows:
                 # A rank has another number of tokens than before, so another chain was chosen.
                 rows, row_probs = self._strategy.enter(self, tokens, self.probs)
+        if self.computes:
+            if self.shared_experts is not None:
+                self.shared_experts.linear_fc1_forward_and_act()
+            return rows, row_probs
+        assert self._exchange is not None
         columns = self._strategy.columns(self, self._exchange, row_probs)
         rows, row_probs = dispatch(self._exchange, rows, *columns)
         if self.shared_experts is not None:
@@ -323,7 +325,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
             check_first_use(self, self._stock_dispatcher, counts)
         self._chunks = []
-        if self.options.overlap_experts and self.num_chunks > 1:
+        if self.experts_pipelined:
             self._chunks = WHOLE_TOKENS.bind_chunks(self, counts)
             return
         self._exchange = self._strategy.bind(self, counts)
@@ -332,11 +334,15 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _take(self, choice: ChainChoice, news: str) -> None:
         """Run it from here on; `news` is why, where that is to be said."""
         self.chain, self.num_chunks = choice.chain, choice.num_chunks
+        if self.options.overlap_experts:
+            from monta_megatron.integration.overlapped_experts import is_pipelined
+
+            self.experts_pipelined = is_pipelined(choice, self.options.plan)
         if not news or not self._report.reports:
             return
         line = (
             f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}"
-            f"{' with their experts' * (self.options.overlap_experts and self.num_chunks > 1)}, "
+            f"{' with their experts' * self.experts_pipelined}, "
             f"EP {self.ep_size} x ETP {self.tp_size} over "
             f"{counted(self.layout.num_nodes, 'node')}: {news}"
         )

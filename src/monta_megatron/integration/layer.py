@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from monta_megatron.integration.arguments import refuse
 from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
 from monta_megatron.integration.iteration import add_layer
@@ -31,36 +29,6 @@ def patch_moe_layer(moe_layer: ModuleType) -> None:
             original(self, config, *args, **kwargs)
 
     moe_layer.MoELayer.__init__ = __init__
-    moe_layer.MoELayer.routed_experts_compute = with_pipeline(
-        moe_layer.MoELayer.routed_experts_compute
-    )
-
-
-def with_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`MoELayer.routed_experts_compute`, which runs the pipeline where there is one.
-
-    Args:
-        original: Megatron's.
-    """
-
-    @functools.wraps(original)
-    def routed_experts_compute(
-        self: Any, hidden_states: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dispatcher = self.token_dispatcher
-        if not getattr(dispatcher, "computes", False):
-            return original(self, hidden_states, probs)
-
-        def compute(
-            rows: torch.Tensor, tokens_per_expert: torch.Tensor, row_probs: torch.Tensor
-        ) -> torch.Tensor:
-            outputs, bias = self.experts(rows, tokens_per_expert, row_probs)
-            assert bias is None, "Megatron's experts add it themselves"
-            return outputs
-
-        return dispatcher.compute(compute, hidden_states, probs), None
-
-    return routed_experts_compute
 
 
 def build_with_monta(
@@ -93,9 +61,9 @@ def build_with_monta(
         construct(layer, config, *args, **kwargs)
     try:
         if getattr(config, "moe_monta_overlap_experts", False):
-            from monta_megatron.integration.overlapped_experts import check_experts
+            from monta_megatron.integration.overlapped_experts import prepare_layer
 
-            check_experts(layer.experts)
+            prepare_layer(layer)
         dispatcher = MontaTokenDispatcher(
             layer.num_local_experts,
             layer.local_expert_indices,
@@ -129,8 +97,6 @@ def monta_moe_layer() -> type:
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             build_with_monta(MoELayer.__init__, self, config, *args, **kwargs)
-
-        routed_experts_compute = with_pipeline(MoELayer.routed_experts_compute)
 
     return MontaMoELayer
 

@@ -149,8 +149,9 @@ class OptionFields:
     moe_monta_overlap_experts: Optional[bool] = _switch(  # noqa: UP045
         "moe_monta_overlap_experts",
         "Run dispatch, experts and combine of an MoE layer as one pipeline: while a chunk is "
-        "computed, the next one is dispatched and the last one combined. Needs --moe-monta-chain "
-        "or --moe-monta-plan, whose number of chunks it takes (environment: 1).",
+        "computed, the next one is dispatched and the last one combined. auto chooses whether and "
+        "into how many chunks the layer is split; a named chain has to be one of tokens "
+        "(environment: 1).",
     )
     moe_monta_max_nodes_per_token: Optional[int] = _option(  # noqa: UP045
         "Nodes on which the experts of a token may lie, at most: its best experts name them. This "
@@ -306,10 +307,10 @@ class Options:
                 CHAINS[chain], given.get("num_chunks"), "moe_monta_num_chunks"
             )
         check("overlap_experts", lambda value: type(value) is bool, "be a switch: 1 or 0")
-        if given.get("overlap_experts"):
+        if given.get("overlap_experts") or getattr(given.get("plan"), "experts_pipelined", False):
             from monta_megatron.integration.overlapped_experts import check_options
 
-            check_options(given["plan"].chain if "plan" in given else chain, "record" in given)
+            check_options(given, chain)
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
             from monta_megatron.common import presets
@@ -330,8 +331,8 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
 
 def _default_tune_steps(source: object, given: Mapping[str, Any]) -> int:
     """Deterministic mode is to do the same in every run, which times never do."""
-    deterministic = getattr(source, "deterministic_mode", False)
-    return DEFAULT_TUNE_STEPS if _is_auto(given) and not deterministic else 0
+    is_off = getattr(source, "deterministic_mode", False) or given.get("overlap_experts")
+    return DEFAULT_TUNE_STEPS if _is_auto(given) and not is_off else 0
 
 
 def _is_auto(given: Mapping[str, Any]) -> bool:

@@ -4,10 +4,20 @@ The experts are called once for every chunk. What works with several calls of a 
 pipeline schedules make them, works; what expects one call in a micro-batch is refused by name.
 """
 
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.integration.hardware import gpu_name
 from monta_megatron.integration.supported_settings import Unsupported
+from monta_megatron.planner.chain_policy import ChainChoice
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.workload import Workload
 
 _TESTS = "tests/dist/test_overlap_experts.py::"
 
@@ -87,33 +97,88 @@ UNSUPPORTED_WITH_OVERLAP = (
 )
 
 
-def check_options(chain: str, records: bool) -> None:
-    """Check what moe_monta_overlap_experts needs of the other options.
+def check_options(given: Mapping[str, Any], chain: str) -> None:
+    """Check that the other options go with moe_monta_overlap_experts, or need it.
 
     Args:
+        given: the options, without "moe_monta_", as far as they are given.
         chain: the chain that is named, or "auto".
-        records: whether an iteration is recorded.
 
     Raises:
         ValueError: names what is wrong.
     """
     option = "moe_monta_overlap_experts"
-    of_tokens = ", ".join(name for name, chain in CHAINS.items() if chain.rows == "tokens")
-    if chain not in CHAINS:
+    plan: Plan | None = given.get("plan")
+    if not given.get("overlap_experts"):
         raise ValueError(
-            f"{option}: given, but the planner knows no prices of experts, by which it would "
-            f"choose; name one of {of_tokens} in moe_monta_chain and a number of chunks in "
-            "moe_monta_num_chunks"
+            f"{option}: not given, must be with a plan whose experts are in the pipeline "
+            "(moe_monta_plan)"
         )
-    if CHAINS[chain].rows != "tokens":
+    of_tokens = ", ".join(name for name, chain in CHAINS.items() if chain.rows == "tokens")
+    name = chain if plan is None else plan.chain
+    if name in CHAINS and CHAINS[name].rows != "tokens" and (plan is None or _splits(plan)):
         raise ValueError(
-            f"{option}: given with {chain}, must be with one of {of_tokens}; rows of the other "
+            f"{option}: given with {name}, must be with one of {of_tokens}; rows of the other "
             "chains are permuted by expert before they are split into chunks"
         )
-    if records:
+    if "record" in given:
         raise ValueError(
             f"{option}: given, must be left out beside moe_monta_record, which records no compute"
         )
+    if given["tune_steps"] > 0:
+        raise ValueError(
+            f"moe_monta_tune_steps: got {given['tune_steps']}, must be 0 or left out with "
+            f"{option}: the tuning times exchanges, not layers"
+        )
+
+
+def is_pipelined(choice: ChainChoice, plan: Plan | None) -> bool:
+    """Whether experts run in the pipeline, where they may.
+
+    Args:
+        choice: of a policy.
+        plan: that names its chain, or None.
+    """
+    if choice.experts_pipelined is not None:
+        return choice.experts_pipelined
+    return choice.num_chunks > 1 and (plan is None or _splits(plan))
+
+
+def _splits(plan: Plan) -> bool:
+    """Whether a plan lets experts run in the pipeline; one without their prices does."""
+    return plan.experts_pipelined or plan.key.experts is None
+
+
+def priced_experts(
+    workload: Workload, config: Any, cluster: Cluster, permuted_only: bool
+) -> Workload:
+    """A workload with the price of its experts, by which `auto` splits them or does not.
+
+    Args:
+        workload: what a layer exchanges.
+        config: its TransformerConfig.
+        cluster: the cluster; without a measurement of such experts, their FLOPs on this GPU count.
+        permuted_only: `auto` may choose only chains whose rows are permuted tokens.
+
+    Raises:
+        ValueError: none of the chains that `auto` may choose could be split.
+    """
+    from monta_megatron.planner.experts import ExpertSizes, experts_of
+
+    if permuted_only:
+        raise ValueError(
+            "moe_monta_chain: got auto, must name a chain of tokens with moe_monta_overlap_experts "
+            "where experts are padded to capacity or CUDA graphs capture the permutation: auto "
+            "would split nothing there"
+        )
+    layout = workload.layout
+    sizes = ExpertSizes(
+        num_local_experts=layout.num_local_experts,
+        hidden_size=workload.hidden_size,
+        ffn_hidden_size=(config.moe_ffn_hidden_size or config.ffn_hidden_size) // layout.etp,
+        value_bytes=workload.value_bytes,
+    )
+    return replace(workload, experts=experts_of(sizes, cluster, gpu_name()))
 
 
 def check_experts(experts: torch.nn.Module) -> None:
@@ -128,3 +193,47 @@ def check_experts(experts: torch.nn.Module) -> None:
                 f"experts.{name}: dropout of {module.p:g}, must be 0 with "
                 "moe_monta_overlap_experts: random numbers would differ from those of one call"
             )
+
+
+def prepare_layer(layer: Any) -> None:
+    """Let an MoE layer run the pipeline where there is one.
+
+    Raises:
+        ValueError: its experts cannot be called for every chunk.
+    """
+    check_experts(layer.experts)
+    layer_class = type(layer)
+    if layer_class not in _prepared:
+        _prepared.add(layer_class)
+        layer_class.routed_experts_compute = with_pipeline(layer_class.routed_experts_compute)
+
+
+# Classes whose layers run the pipeline.
+_prepared: set[type] = set()
+
+
+def with_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`MoELayer.routed_experts_compute`, which runs the pipeline where there is one.
+
+    Args:
+        original: Megatron's.
+    """
+
+    @functools.wraps(original)
+    def routed_experts_compute(
+        self: Any, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dispatcher = self.token_dispatcher
+        if not getattr(dispatcher, "computes", False):
+            return original(self, hidden_states, probs)
+
+        def compute(
+            rows: torch.Tensor, tokens_per_expert: torch.Tensor, row_probs: torch.Tensor
+        ) -> torch.Tensor:
+            outputs, bias = self.experts(rows, tokens_per_expert, row_probs)
+            assert bias is None, "Megatron's experts add it themselves"
+            return outputs
+
+        return dispatcher.compute(compute, hidden_states, probs), None
+
+    return routed_experts_compute

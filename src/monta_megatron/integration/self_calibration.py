@@ -194,7 +194,7 @@ def _measure(
         counts_to_host_us=counts_to_host_us(device),
         source=f"{identity}{MEASURED}{_today()}",
     )
-    most: dict[Resource, str] = {}
+    most: dict[str, str] = {}
     for point in sorted(times_us, key=lambda point: point.num_bytes):
         most[point.resource] = size_text(point.num_bytes)
     links = tuple(x for x in uncalibrated(layout, gpu_name()).links if x.resource not in most)

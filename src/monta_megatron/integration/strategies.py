@@ -13,7 +13,6 @@ Notation: H = hidden size, T = tokens of this rank, E = experts, N = permuted to
 W = most experts of any token.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -92,11 +91,12 @@ class WholeTokens:
     def bind_chunks(self, dispatcher: Any, counts: ExchangeCounts) -> list[Exchange]:
         """The exchanges of its chunks, where experts compute one while others travel."""
         assert counts.tokens is not None, "counted for chains of tokens"
-        num_blocks, num_chunks = counts.tokens.tokens.shape[1], dispatcher.num_chunks
-        ends = [num_blocks * chunk // num_chunks for chunk in range(num_chunks + 1)]
+        from monta_megatron.chains.pipelined_layer import blocks_of_chunks
+
+        num_blocks = counts.tokens.tokens.shape[1]
         return [
             self._exchange(dispatcher, counts, counts.tokens.of_blocks(first, end), 1)
-            for first, end in pairwise(ends)
+            for first, end in blocks_of_chunks(num_blocks, dispatcher.num_chunks)
         ]
 
     def _exchange(

@@ -35,12 +35,14 @@ class ChainChoice:
         num_chunks: its number of chunks.
         reason: why.
         benefit: what is gained over stock; None where nothing was priced.
+        experts_pipelined: whether the experts run in the pipeline; None where nobody has chosen.
     """
 
     chain: Chain
     num_chunks: int
     reason: str
     benefit: Benefit | None = None
+    experts_pipelined: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,7 +117,7 @@ class PlannedPolicy(ChainPolicy):
             "memory_limit_bytes": self.memory_limit_bytes,
             "cluster": self.cluster.name,
             # A hash, because the costs are kilobytes, too much to show in a message.
-            "hash of the costs": hash_of({"costs": repr(self.cluster)}),
+            "hash of the costs": hash_of({"costs": repr((self.cluster, self.workload.experts))}),
         }
 
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
@@ -196,15 +198,18 @@ class ChoiceTable:
         is_usual = self.routing is self.policy.workload.routing
         routing = "" if is_usual else f" and the {self.routing.name} routing"
         beside_us = self.policy.beside_us
+        experts = self.policy.workload.experts
+        by = "" if experts is None else f"; experts {experts.note}"
         beside = f" beside {beside_us:,.0f} us of other work" if beside_us > 0 else ""
         return ChainChoice(
             chain=price.chain,
             num_chunks=price.num_chunks,
             reason=f"planned on {cluster.name}{doubtful} for up to "
             f"{counted(tokens, 'token')} per rank{of_token}{routing}{beside}: {why}; holds up to "
-            f"{gb_text(price.peak_bytes)}",
+            f"{gb_text(price.peak_bytes)}{by}",
             # It says what is predicted.
             benefit=selection.benefit if self.pick is _as_selected else None,
+            experts_pipelined=price.experts_pipelined,
         )
 
 

@@ -17,7 +17,6 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.common.quantities import counted
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.curves import RESOURCES
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.pricing import PassPrice, price_pass
 from monta_megatron.planner.representative_ranks import priced_ranks
@@ -30,6 +29,7 @@ HEAVIEST: dict[Phase, tuple[Pass, ...]] = {
     "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
 }
 RESOURCE_NAMES = {"inter": "network", "intra": "node link", "memory": "memory"}
+RESOURCE_NAMES |= {"compute": "compute"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class ChainPrice:
         peak_bytes: the most that the executor holds at once on one rank.
         beside_bytes: what the chain takes there beside its exchange, within the same limit.
         beside_us: other work that runs beside the exchange, as much of it beside each pass.
+        experts_pipelined: whether the experts run in the pipeline: a pass is one direction then.
     """
 
     chain: Chain
@@ -55,6 +56,7 @@ class ChainPrice:
     peak_bytes: float
     beside_bytes: float = 0.0
     beside_us: float = 0.0
+    experts_pipelined: bool = False
 
     @property
     def held_bytes(self) -> float:
@@ -64,7 +66,8 @@ class ChainPrice:
     @property
     def name(self) -> str:
         """The chain and its chunks, for messages."""
-        return f"{self.chain.name} in {counted(self.num_chunks, 'chunk')}"
+        with_experts = " with their experts" * self.experts_pipelined
+        return f"{self.chain.name} in {counted(self.num_chunks, 'chunk')}{with_experts}"
 
     @cached_property
     def total_us(self) -> float:
@@ -90,9 +93,9 @@ class ChainPrice:
         return works, self.peak_bytes
 
     @property
-    def plainness(self) -> tuple[bool, int, int]:
+    def plainness(self) -> tuple[bool, bool, int, int]:
         """Sort key: smaller is plainer."""
-        return plainness(self.chain, self.num_chunks)
+        return self.experts_pipelined, *plainness(self.chain, self.num_chunks)
 
     def busiest(self) -> tuple[str, float]:
         """The busiest resource, and for how long it is busy."""
@@ -103,9 +106,9 @@ class ChainPrice:
                 for work in pass_.works
                 if work.resource == resource
             )
-            for resource in RESOURCES
+            for resource in RESOURCE_NAMES
         }
-        resource = max(RESOURCES, key=lambda name: busy[name])
+        resource = max(RESOURCE_NAMES, key=lambda name: busy[name])
         return RESOURCE_NAMES[resource], busy[resource]
 
 

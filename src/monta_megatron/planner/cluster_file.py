@@ -13,6 +13,8 @@ from monta_megatron.common.hashes import hash_of
 from monta_megatron.planner.cluster import Cluster
 
 MEASURED = ("launch", "links", "curves", "contention")
+# Part of the checksum where it is given.
+ALSO_MEASURED = "experts"
 EDITED = "edited"
 
 
@@ -28,6 +30,10 @@ def load_cluster(path: str | Path) -> Cluster:
         checksum = data.pop("checksum", None)
         if data.get("kind") == "measured" and checksum != EDITED:
             _check(checksum, data, path)
+    if isinstance(data, dict) and ALSO_MEASURED in data:
+        from monta_megatron.planner.expert_curve import ClusterWithExperts
+
+        return strict_yaml.build(ClusterWithExperts, data, str(path))
     return strict_yaml.build(Cluster, data, str(path))
 
 
@@ -53,4 +59,5 @@ def _check(checksum: Any, data: dict[str, Any], path: str | Path) -> None:
 
 
 def _checksum_of(data: dict[str, Any]) -> str:
-    return f"{hash_of({name: data.get(name) for name in MEASURED}):016x}"
+    measured = [*MEASURED, *([ALSO_MEASURED] if data.get(ALSO_MEASURED) else [])]
+    return f"{hash_of({name: data.get(name) for name in measured}):016x}"

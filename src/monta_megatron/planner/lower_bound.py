@@ -1,8 +1,9 @@
 """Times that no schedule beats, for a plan to show."""
 
 from collections.abc import Sequence
+from typing import get_args
 
-from monta_megatron.planner.curves import RESOURCES
+from monta_megatron.chains.program import ResourceOrCompute
 from monta_megatron.planner.pricing import PassPrice
 from monta_megatron.planner.schedule import Factor, Work, serial_us
 
@@ -16,7 +17,7 @@ def pass_lower_bound_us(price: PassPrice, factor: Factor) -> float:
 def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
     """A time that no schedule beats: the busiest resource, the host, the longest stage."""
     bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
-    for resource in RESOURCES:
+    for resource in get_args(ResourceOrCompute):
         times = [sum(work.times_us) for work in works if work.resource == resource]
         if times:
             # n operations on one resource run together at n / slowdown of its rate.

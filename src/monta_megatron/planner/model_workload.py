@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.benefit import Iteration
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing import Routing, UniformRouting
@@ -23,6 +25,19 @@ def workload_of_model(
         routing=uniform_routing(model) if routing is None else routing,
         tokens_per_rank=tokens_per_rank,
     )
+
+
+def with_experts(workload: Workload, model: Model, cluster: Cluster) -> Workload:
+    """A workload with what the model's experts take on a cluster."""
+    from monta_megatron.planner.experts import ExpertSizes, experts_of
+
+    sizes = ExpertSizes(
+        num_local_experts=workload.layout.num_local_experts,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.moe_ffn_hidden_size // workload.layout.etp,
+        value_bytes=model.value_bytes,
+    )
+    return replace(workload, experts=experts_of(sizes, cluster))
 
 
 def workloads_of(

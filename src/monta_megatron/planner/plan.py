@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
-from monta_megatron.chains.program import Phase, Resource
+from monta_megatron.chains.program import Phase, ResourceOrCompute
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
@@ -32,6 +32,8 @@ class PlanKey:
         phase: the phase that the choice was made for.
         cluster: name of the cluster whose costs were used.
         beside_us: other work that was taken to run beside the exchange.
+        experts: where the prices of experts come from that may run in the pipeline; None where the
+            exchange alone was planned.
     """
 
     ep: PositiveInt
@@ -46,6 +48,7 @@ class PlanKey:
     phase: Phase
     cluster: Text
     beside_us: NonNegativeFloat = 0.0
+    experts: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class StageCost:
 
     pass_name: Text
     stage: Text
-    resource: Literal[Resource, "host"]
+    resource: Literal[ResourceOrCompute, "host"]
     alone_us: NonNegativeFloat
     inter_bytes: NonNegativeFloat
     intra_bytes: NonNegativeFloat
@@ -84,6 +87,8 @@ class Candidate:
         peak_bytes: the most that the executor holds at once on one rank.
         rejected: why it was not chosen; None for the choice.
         same_as: the plainer candidate that does the same at this layout, and so no rival; or None.
+        experts_pipelined: whether the experts run in the pipeline; the time is the layer's where
+            they have a price.
     """
 
     chain: Text
@@ -96,6 +101,7 @@ class Candidate:
     peak_bytes: NonNegativeFloat | None = None
     rejected: str | None = None
     same_as: str | None = None
+    experts_pipelined: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,7 @@ class Plan:
         candidates: everything considered, the fastest first, what cannot run last.
         notes: what had to be assumed.
         rates: by which large messages were priced, for each resource of the cluster.
+        experts_pipelined: whether the experts run in the pipeline.
     """
 
     chain: Text
@@ -125,6 +132,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
     rates: tuple[ResourceRate, ...] = ()
+    experts_pipelined: bool = False
 
     def __post_init__(self) -> None:
         check_chain(self.chain, "chain")
@@ -149,7 +157,7 @@ class Plan:
 
         None also beside other work, where the exchange's time is not what training waits for.
         """
-        if self.key.beside_us > 0:
+        if self.key.beside_us > 0 or self.key.experts is not None:
             return None
         return benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)
 
@@ -188,10 +196,10 @@ class Plan:
             ValueError: one line that names the file, the key, the value and the rule.
         """
         plan = strict_yaml.load(cls, path)
-        choice, chosen = (plan.chain, plan.num_chunks), plan.chosen
-        if chosen is not None and (chosen.chain, chosen.num_chunks) == choice:
+        choice, chosen = _choice_of(plan), plan.chosen
+        if chosen is not None and _choice_of(chosen) == choice:
             return plan
-        priced = {(entry.chain, entry.num_chunks): entry.predicted_us for entry in plan.candidates}
+        priced = {_choice_of(entry): entry.predicted_us for entry in plan.candidates}
         return replace(
             plan,
             predicted_us=priced.get(choice),
@@ -199,6 +207,10 @@ class Plan:
             reason=f"chosen by hand in {path}",
             stages=(),
         )
+
+
+def _choice_of(chosen: Plan | Candidate) -> tuple[str, int | None, bool]:
+    return chosen.chain, chosen.num_chunks, chosen.experts_pipelined
 
 
 def exchange_of(workload: Workload) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def price_pass(
         stage_us: float = 0.0,
     ) -> tuple[Work, ...]:
         return tuple(
-            _work(
+            work_of(
                 stage,
                 num_host_operations(kind, program.pass_, program.row, program.policy, num_chunks),
                 cluster,
@@ -127,7 +127,7 @@ def price_pass(
     )
 
 
-def _work(
+def work_of(
     stage: StageTraffic,
     host_operations: float,
     cluster: Cluster,

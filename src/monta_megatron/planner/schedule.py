@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from monta_megatron.chains.program import Operation, Resource, ResourceOrCompute
+from monta_megatron.chains.program import Operation, ResourceOrCompute
 
 Factor = Callable[[ResourceOrCompute, ResourceOrCompute], float]
 
@@ -46,7 +46,7 @@ class Work:
     """
 
     stage: str
-    resource: Resource
+    resource: ResourceOrCompute
     times_us: tuple[float, ...]
     launch_us: float = 0.0
 

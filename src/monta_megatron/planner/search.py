@@ -48,6 +48,7 @@ def plan_of(selection: Selection) -> Plan:
             phase=selection.phase,
             cluster=cluster.name,
             beside_us=selection.beside_us,
+            experts=None if workload.experts is None else workload.experts.note,
         ),
         stages=stage_costs(price),
         candidates=(
@@ -62,6 +63,7 @@ def plan_of(selection: Selection) -> Plan:
         ),
         notes=tuple(dict.fromkeys(notes)),
         rates=resource_rates(cluster),
+        experts_pipelined=price.experts_pipelined,
     )
 
 
@@ -107,6 +109,7 @@ def _candidate(price: ChainPrice, plainest: ChainPrice, selection: Selection) ->
         peak_bytes=price.peak_bytes,
         rejected=_why_rejected(price, plainest, selection),
         same_as=None if price is plainest else plainest.name,
+        experts_pipelined=price.experts_pipelined,
     )
 
 

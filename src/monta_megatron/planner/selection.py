@@ -62,7 +62,7 @@ class Selection:
     @property
     def benefit(self) -> Benefit | None:
         """What is gained over plain `alltoall`; None as in `plan.Plan`."""
-        if self.beside_us > 0:
+        if self.beside_us > 0 or self.workload.experts is not None:
             return None
         # The fastest come last here, and stay.
         best_us = {price.chain.name: price.total_us for price in reversed(self.prices)}
@@ -137,6 +137,10 @@ def select(
                 workload, cluster, chain, chunks, phase, num_exchanged_counts, beside_us
             )
             prices.append(replace(price, beside_bytes=(beside_bytes or {}).get(chain.name, 0.0)))
+    if workload.experts is not None:
+        from monta_megatron.planner.layer_price import with_experts
+
+        prices = with_experts(prices, workload, cluster, phase)
     prices.sort(key=lambda price: (price.exposed_us, price.plainness))
     # The plainest of those that do the same is the one that counts.
     plainest: dict[Hashable, ChainPrice] = {}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains.count_format import COUNT_BYTES
 from monta_megatron.chains.layout import GroupName, Layout
-from monta_megatron.chains.program import BoundProgram, Kind, Resource
+from monta_megatron.chains.program import BoundProgram, Kind, Resource, ResourceOrCompute
 from monta_megatron.chains.program import Operation as ProgramOperation
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.curves import Operation
@@ -75,7 +75,7 @@ class StageTraffic:
 
     stage: str
     operation: Operation
-    resource: Resource
+    resource: ResourceOrCompute
     moved: Mapping[Resource, Moved]
     message_bytes: tuple[int, ...] = (1,)
     messages_overlap: bool = False
@@ -226,7 +226,7 @@ def peers_of(layout: Layout, group: GroupName) -> Peers:
 
 
 def _by_resource(
-    peers: Sequence[Peers], sides: Sequence[Sequence[RowCounts]], resource: Resource
+    peers: Sequence[Peers], sides: Sequence[Sequence[RowCounts]], resource: ResourceOrCompute
 ) -> dict[Resource, Moved]:
     """Bytes to and from each peer, by resource.
 

@@ -1,6 +1,7 @@
 """What is exchanged and by whom: the layout of an exchange, its rows, and where they go."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.chunks import blocks_for
@@ -8,6 +9,9 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import BoundProgram, Pass, Policy, RowFormat
 from monta_megatron.planner.routing import Routing
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.experts import Experts
 
 # Of fp32, in which copies of a row are summed at least.
 LEAST_SUM_BYTES = 4
@@ -25,6 +29,7 @@ class Workload:
         routing: where tokens go.
         tokens_per_rank: tokens that each rank brings.
         max_experts_per_token: the most experts of a token, where they are more than the routing's.
+        experts: what experts take that may run in the pipeline; None where they may not.
     """
 
     layout: Layout
@@ -34,6 +39,7 @@ class Workload:
     routing: Routing
     tokens_per_rank: int
     max_experts_per_token: int = 0
+    experts: "Experts | None" = None
 
     def bind(self, chain: Chain, num_chunks: int, layout: Layout | None = None) -> BoundChain:
         """The chain bound to the expected rows of one rank.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron.tools.estimate.assumptions import (
+from monta_megatron.planner.assumptions import (
     Assumption,
     assumptions_of,
     change_of,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from monta_megatron.cli import main
+from monta_megatron.planner.assumptions import assumptions_of
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.tools.estimate.assumptions import assumptions_of
 from monta_megatron.tools.estimate.estimate import EstimateRequest, estimate
 from monta_megatron.tools.estimate.iteration import estimate_iteration
 from monta_megatron.tools.estimate.settings import TrainingSettings

@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 from toy import MEMORY_GBYTES_PER_S, TOY, assumed
 
+from monta_megatron.planner.kernel_work import Work, times_us
 from monta_megatron.tools.estimate.layer_work import (
-    Work,
     attention,
     embedding_and_loss,
     experts,
     feed_forward,
     router,
-    times_us,
 )
 from monta_megatron.tools.estimate.settings import TrainingSettings
 

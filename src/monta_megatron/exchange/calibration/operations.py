@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from itertools import cycle
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -72,7 +72,8 @@ def starts_of(
         if not isinstance(task, Point):
             return _passes(device, tasks.NUM_PASS_CHUNKS if task == tasks.PASSES_IN_CHUNKS else 1)
         if task.is_collective:
-            return _collective(task, groups[task.resource, task.group_size], device)
+            resource = cast("Resource", task.resource)
+            return _collective(task, groups[resource, task.group_size], device)
         num_sets = max(min(cold_bytes // task.num_bytes, MAX_SETS), 1)
         works = cycle([prepared[task.operation](task, device) for _ in range(num_sets)])
         results: deque[object] = deque(maxlen=num_sets)

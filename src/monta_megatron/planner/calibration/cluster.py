@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import cast
 
 from monta_megatron.chains.calibration_tasks import (
     COUNTS,
@@ -26,10 +27,13 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.planner.calibration.doubts import doubts_of
+from monta_megatron.planner.calibration.experts import expert_curve
 from monta_megatron.planner.calibration.fit import fit
 from monta_megatron.planner.calibration.points import BYTES_PER_ROW
 from monta_megatron.planner.cluster import Cluster, Contention, Link, NodeSizes
 from monta_megatron.planner.curves import Curve, Operation
+from monta_megatron.planner.expert_curve import with_experts
+from monta_megatron.planner.experts import ExpertSizes
 from monta_megatron.planner.host_costs import FINDS, HostCosts
 from monta_megatron.planner.host_operations import Around, num_host_operations
 
@@ -79,23 +83,34 @@ def make_cluster(
     pairs: Sequence[Contenders],
     samples: Sequence[Sample],
     links: tuple[Link, ...] = (),
+    experts: ExpertSizes | None = None,
 ) -> Cluster:
-    """A cluster from the medians of all samples; `links` are of resources without points."""
+    """A cluster from the medians of all samples.
+
+    Args:
+        machine: what is known without them.
+        points: that were timed.
+        pairs: likewise.
+        samples: of all tasks.
+        links: of resources without points.
+        experts: whose calls are among the points; None for none.
+    """
     by_task: dict[str, list[Sample]] = {}
     for sample in samples:
         by_task.setdefault(sample.task, []).append(sample)
     times_us = {task: median(run.us for run in runs) for task, runs in by_task.items()}
     launches_us = {task: median(run.launch_us for run in runs) for task, runs in by_task.items()}
-    launch = _launch(machine, points, launches_us, times_us)
+    computed = [point for point in points if point.resource == "compute"]
+    points = [point for point in points if point.resource != "compute"]
     curves = _curves(machine, points, times_us, launches_us)
-    return Cluster(
+    cluster = Cluster(
         name=machine.name,
         num_nodes=machine.num_nodes,
         ranks_per_node=machine.ranks_per_node,
         nics_per_node=machine.nics_per_node,
         kind="measured",
         source=machine.source,
-        launch=launch,
+        launch=_launch(machine, points, launches_us, times_us),
         memory_gb_per_rank=machine.memory_gb_per_rank,
         copies_block_host=machine.on_cpu,
         links=links,
@@ -104,6 +119,11 @@ def make_cluster(
         doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),
         calibrated_node=NodeSizes(ranks=machine.ranks_per_node, nics=machine.nics_per_node),
     )
+    if experts is None:
+        return cluster
+    starts_us = None if machine.on_cpu else launches_us
+    curve = expert_curve(experts, computed, times_us, starts_us, machine.source)
+    return with_experts(cluster, [curve])
 
 
 def _launch(
@@ -169,6 +189,7 @@ def _curves(
     curves = []
     for group in (by_curve[key] for key in sorted(by_curve)):
         first = group[0]
+        assert first.resource != "compute", "the curve of experts is another one"
         alike = COLLECTIVES if first.is_collective else (first.operation,)
         blocks = machine.on_cpu and not first.is_collective
         launch_us = 0.0 if blocks else _least_us(points, launches_us, *alike)
@@ -176,7 +197,7 @@ def _curves(
         times = tuple(max(round(times_us[p.name] - launch_us, 1), LEAST_US) for p in group)
         curves.append(
             Curve(
-                operation=first.operation,
+                operation=cast("Operation", first.operation),
                 resource=first.resource,
                 group_size=first.group_size,
                 sizes_bytes=sizes,

@@ -39,7 +39,7 @@ class Candidate:
         dispatcher: an object with Megatron's six phases.
         batches: its inputs, one for each exchange.
         tokens_here: where this rank's tokens lie in a batch.
-        overlaps: whether the experts run inside its pipeline.
+        overlaps: whether the experts may run inside its pipeline.
         traffic: called with a batch and whether to include backward, gives the bytes that this
             rank's tokens cause; None where the dispatcher counts what it sends.
     """
@@ -67,7 +67,12 @@ class Candidate:
     def name(self) -> str:
         """The name used in messages."""
         chain, num_chunks = self.key
-        return f"{self.kind} {chain} x{num_chunks}{' with experts' * self.overlaps}"
+        return f"{self.kind} {chain} x{num_chunks}{' with experts' * self.experts_pipelined}"
+
+    @property
+    def experts_pipelined(self) -> bool:
+        """Whether the experts run inside its pipeline; for "auto", known only after a run."""
+        return self.overlaps and bool(self.dispatcher.experts_pipelined)
 
     @property
     def rows(self) -> Literal["permuted tokens", "tokens"]:
@@ -184,7 +189,7 @@ def build_dispatcher(
         num_chunks=num_chunks,
         ranks_per_node=settings.ranks_per_node,
         cluster=cluster,
-        tune_steps=settings.tune_steps if chain == AUTO else 0,
+        tune_steps=settings.tune_steps if chain == AUTO and not options else 0,
         calibrate_seconds=settings.calibrate_seconds if chain == AUTO else 0,
         # The benchmark compares more, see `checks`.
         check=0,
@@ -221,7 +226,7 @@ def run_candidate(
     rows, row_probs = dispatcher.dispatch_preprocess(hidden, batch.routing_map, probs)
     rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
     tokens_per_expert = torch.empty(0)
-    if candidate.overlaps:
+    if candidate.overlaps and dispatcher.computes:
         sums = dispatcher.compute(experts, rows, row_probs)
     else:
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)

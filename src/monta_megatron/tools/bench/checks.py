@@ -150,7 +150,7 @@ def _moved(candidate: Candidate, passed: Passed, expected: Passed) -> list[str]:
     # Those of a chunk lie in an order of their own.
     differences = (
         []
-        if candidate.overlaps
+        if candidate.experts_pipelined
         else [
             f"{name} differ from stock's"
             for name, mine, theirs in (

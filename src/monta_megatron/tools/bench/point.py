@@ -18,9 +18,13 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.emulation.costs import default_costs
 from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.integration.choices import all_iterations
+from monta_megatron.integration.hardware import gpu_name
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.expert_curve import with_experts
+from monta_megatron.planner.experts import with_timer
 from monta_megatron.planner.routing import Routing
+from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
     Build,
@@ -32,6 +36,7 @@ from monta_megatron.tools.bench.candidates import (
 )
 from monta_megatron.tools.bench.layer import (
     Experts,
+    build_experts,
     exchange_layout,
     initialize_groups,
 )
@@ -43,6 +48,7 @@ from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_media
 from monta_megatron.tools.bench.timing import time_interleaved, wait_for_all
 from monta_megatron.tools.bench.traffic import Traffic
 from monta_megatron.tools.bench.workload import Batch, make_batches
+from monta_megatron.tools.calibrate.experts import sizes_of, time_experts
 
 # Iterations of a tuning in which no candidate has its turn: before the first, and until what the
 # last one took is known.
@@ -178,7 +184,7 @@ class Bench:
                     chosen=is_ours and candidate.key == chosen and not candidate.overlaps,
                     picked_untuned=is_ours and candidate.key == untuned,
                     picked_observed=is_ours and candidate.key == observed,
-                    experts_pipelined=candidate.overlaps if scope == "layer" else None,
+                    experts_pipelined=candidate.experts_pipelined if scope == "layer" else None,
                     expert_ms=settings.expert_ms if scope == "layer" else None,
                     repeats_ms=tuple(round(ms, 3) for ms in times_ms.tolist()),
                 )
@@ -189,7 +195,8 @@ class Bench:
         """Let `auto` run so many iterations that it is tuned; what it has chosen stays."""
         num_iterations = self.task.settings.tune_steps + AROUND_TUNING
         for candidate in self.candidates:
-            if candidate.requested == AUTO and self.task.settings.tune_steps:
+            is_tuned = candidate.requested == AUTO and not candidate.overlaps
+            if is_tuned and self.task.settings.tune_steps:
                 self.task.progress.phase(
                     f"{self.task.name}tuning, {counted(num_iterations, 'iteration')}",
                     num_iterations,
@@ -205,7 +212,11 @@ class Bench:
 
     def _planned_for(self) -> tuple[Routing, Routing]:
         """For what `auto` has planned: before it has seen any traffic, and after its tuning."""
-        (auto,) = (candidate for candidate in self.candidates if candidate.requested == AUTO)
+        (auto,) = (
+            candidate
+            for candidate in self.candidates
+            if candidate.requested == AUTO and not candidate.overlaps
+        )
         policy = auto.dispatcher.chain_policy
         (decision,) = (each.decision for each in all_iterations() if each.policy is policy)
         return policy.workload.routing, decision.routing
@@ -282,6 +293,8 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
     if cluster is None and task.emulated is not None and settings.calibrate_seconds == 0:
         # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
         costs = default_costs(task.emulated)
+    if (AUTO, None) in settings.overlap_keys:
+        costs = costs_with_experts(settings, costs or uncalibrated(layout, gpu_name()), device)
     candidates, skipped = build(settings, costs, layout, batches)
     if settings.calibrate_seconds > 0:
         (auto,) = (candidate for candidate in candidates if candidate.requested == AUTO)
@@ -294,6 +307,15 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
         candidates=candidates,
         skipped=skipped,
     )
+
+
+def costs_with_experts(settings: Settings, costs: Cluster, device: torch.device) -> Cluster:
+    """Costs with those of the layer's experts, by which `auto` splits them or does not."""
+    sizes = sizes_of(settings)
+    if settings.expert_ms is not None:
+        rows = settings.tokens * settings.topk * settings.etp
+        return with_timer(costs, sizes, settings.expert_ms, rows // sizes.num_local_experts)
+    return with_experts(costs, [time_experts(build_experts(settings), settings, device)])
 
 
 def _run_repeat(candidate: Candidate, experts: Experts, backward: bool, repeat: int) -> None:

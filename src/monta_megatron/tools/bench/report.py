@@ -89,9 +89,9 @@ class Row:
         """The name used in tables."""
         stock = self.dispatcher == "megatron"
         name = f"megatron {self.chain}" if stock else f"{self.chain} x{self.num_chunks}"
+        name += " with experts" * bool(self.experts_pipelined)
         if self.requested == AUTO:
             return f"{AUTO} {name}"
-        name += " with experts" * bool(self.experts_pipelined)
         step = "" if self.step is None else f", step {self.step}"
         return f"{name}{step}{' *' if self.chosen else ''}"
 

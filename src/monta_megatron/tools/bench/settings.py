@@ -85,16 +85,20 @@ class Settings(LayerShape):
     world_size: int
 
     @property
-    def overlap_keys(self) -> list[tuple[str, int]]:
-        """Chains and numbers of chunks that run with their experts in the pipeline."""
+    def overlap_keys(self) -> list[tuple[str, int | None]]:
+        """Chains and numbers of chunks that run with their experts in the pipeline.
+
+        "auto", without a number, where the planner chooses whether they do.
+        """
         if not self.overlap_experts:
             return []
-        return [
+        keys: list[tuple[str, int | None]] = [
             (name, num_chunks)
             for name in self.chains
             for num_chunks in self.num_chunks
             if name != AUTO and CHAINS[name].rows == "tokens" and num_chunks > 1
         ]
+        return [*keys, (AUTO, None)] if AUTO in self.chains else keys
 
     @property
     def row_bytes(self) -> int:
@@ -184,10 +188,15 @@ def _check_together(settings: Settings) -> None:
     ):
         if value and not settings.layer:
             raise ValueError(f"{_flag(name)}: given, must come with --layer")
+    if settings.calibrate_seconds > 0 and settings.overlap_experts:
+        raise ValueError(
+            f"--calibrate-seconds: got {settings.calibrate_seconds:g}, must be left out with "
+            "--overlap-experts, for which the experts alone are timed"
+        )
     if settings.overlap_experts and not settings.overlap_keys:
         raise ValueError(
-            "--overlap-experts: given, must come with a chain whose rows are tokens and with more "
-            "than one chunk"
+            "--overlap-experts: given, must come with auto, or with a chain whose rows are tokens "
+            "and with more than one chunk"
         )
     if settings.cluster is None and settings.inter_rate_ratio != 1:
         ratio = settings.inter_rate_ratio

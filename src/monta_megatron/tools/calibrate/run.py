@@ -3,7 +3,7 @@
 import platform
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from monta_megatron.integration.hardware import (
 )
 from monta_megatron.integration.permutation import PERMUTATION
 from monta_megatron.planner.calibration.cluster import Machine, make_cluster
+from monta_megatron.planner.calibration.experts import expert_points
 from monta_megatron.planner.calibration.points import (
     NUM_SIZES,
     Shape,
@@ -33,6 +34,9 @@ from monta_megatron.planner.calibration.points import (
     series_of_cluster,
 )
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.tools.bench.layer import build_experts, initialize_groups
+from monta_megatron.tools.bench.settings import LayerShape
+from monta_megatron.tools.calibrate.experts import expert_operations, sizes_of
 from monta_megatron.tools.calibrate.groups import make_groups
 from monta_megatron.tools.calibrate.record import Record
 from monta_megatron.tools.joined_ranks import join, on_first_rank
@@ -49,6 +53,7 @@ class Settings:
         ranks_per_node: ranks joined by the node link, or None where the launcher knows.
         nics_per_node: network interfaces of a node; None takes the emulated cluster's number, else
             one per rank.
+        layer: whose experts are timed too; None for none.
     """
 
     partial: Path
@@ -56,6 +61,7 @@ class Settings:
     name: str | None
     ranks_per_node: int | None
     nics_per_node: int | None
+    layer: LayerShape | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +94,18 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     shape = shape_of(nodes)
     machine = _machine(settings, shape, device)
     points = all_points(series_of_cluster(shape), NUM_SIZES[device.type])
+    layer, operations, experts = settings.layer, dict(PERMUTATION), None
+    if layer is not None:
+        initialize_groups(layer)
+        experts = sizes_of(layer)
+        points += expert_points(experts, device.type)
+        operations |= expert_operations(build_experts(layer), layer)
     ranks_per_core = find_ranks_per_core(world)
 
     # Step 2: what an earlier calibration has left.
     identity = _identity(machine, ranks_per_core)
+    if experts is not None:
+        identity["experts"] = asdict(experts)
     record = on_first_rank(lambda: Record.open(settings.partial, identity))
 
     # Step 3: first runs, whose times also decide which points are paired.
@@ -99,7 +113,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     # Where operations are mixed, others run between two runs of one and leave its buffers cold.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
     groups = make_groups(shape, nodes)
-    start_of = starts_of(groups, nodes, device, cold_bytes, PERMUTATION)
+    start_of = starts_of(groups, nodes, device, cold_bytes, operations)
     timer = Timer(world, device, start_of, ranks_per_core, begin_s)
 
     def keep_first(point: Point, us: float | None) -> None:
@@ -135,7 +149,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     # Step 5: the cluster.
     counts = Counter(sample.task for sample in record.samples)
     return Calibration(
-        cluster=make_cluster(machine, points, pairs, record.samples),
+        cluster=make_cluster(machine, points, pairs, record.samples, experts=experts),
         rounds=min(counts.values()),
         kept_samples=taken.total(),
     )

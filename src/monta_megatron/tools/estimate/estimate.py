@@ -6,6 +6,7 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.common import presets, strict_yaml
+from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_of
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
@@ -19,7 +20,6 @@ from monta_megatron.planner.training_memory import (
 )
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate.architecture import architecture_of
-from monta_megatron.tools.estimate.assumptions import Assumptions, assumptions_of, gpu_of
 from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time
 from monta_megatron.tools.estimate.flex import BACKENDS
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration

@@ -8,9 +8,9 @@ rates that their own benchmarks show. Nothing of this was measured here.
 from dataclasses import dataclass
 from typing import Literal
 
+from monta_megatron.planner.assumptions import Assumptions
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.tools.estimate.assumptions import Assumptions
 
 Backend = Literal["deepep", "hybridep"]
 BACKENDS: tuple[Backend, ...] = ("deepep", "hybridep")

@@ -10,10 +10,11 @@ times always shows, as the host waits for counts. All of it is predicted; nothin
 import math
 from dataclasses import dataclass
 
+from monta_megatron.planner.assumptions import Assumptions
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.kernel_work import times_us
 from monta_megatron.tools.estimate import communication, layer_work
 from monta_megatron.tools.estimate.architecture import Architecture
-from monta_megatron.tools.estimate.assumptions import Assumptions
 from monta_megatron.tools.estimate.exchange import ExchangeTime, exchange_time, memory_rate
 from monta_megatron.tools.estimate.settings import TrainingSettings
 
@@ -103,7 +104,7 @@ def estimate_iteration(
     moe = moe_layer(model, settings, cluster, assumed, exchange, experts_pipelined)
     dense = dense_layer(model, settings, cluster, assumed)
     ends = sum(
-        layer_work.times_us(
+        times_us(
             layer_work.embedding_and_loss(model, settings, assumed), assumed, memory_rate(cluster)
         )
     )
@@ -196,7 +197,7 @@ def _times(
     times, forward = {}, 0.0
     memory = memory_rate(cluster)
     for part, of_part in works.items():
-        there, back = layer_work.times_us(of_part, assumed, memory)
+        there, back = times_us(of_part, assumed, memory)
         times[part], forward = there + back, forward + there
     for part, (there, back) in {
         "TP communication": communication.tensor_parallel_us(model, settings, cluster, num_blocks),

@@ -9,6 +9,12 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.common import presets, strict_yaml
+from monta_megatron.planner.assumptions import (
+    Assumption,
+    Assumptions,
+    assumptions_of,
+    gpu_of,
+)
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
@@ -17,12 +23,6 @@ from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate import published as rows
 from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
-from monta_megatron.tools.estimate.assumptions import (
-    Assumption,
-    Assumptions,
-    assumptions_of,
-    gpu_of,
-)
 from monta_megatron.tools.estimate.exchange import exchange_time
 from monta_megatron.tools.estimate.flex import FlexExchange, flex_pass_us
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration, moe_layer

@@ -132,7 +132,8 @@ def cluster_template(
     contention += [
         strict_yaml.plain(each)
         for each in base.contention
-        if "memory" not in each.pair and set(each.pair) <= set(resources)
+        if set(each.pair) <= {*resources, "compute"}
+        and ("memory" not in each.pair or "compute" in each.pair)
     ]
     if contention:
         values["contention"] = contention

@@ -53,6 +53,7 @@ class PlanSettings:
         phase: what has to be fast.
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
         ignore_memory: plan what does not fit into the memory of a rank, too.
+        overlap_experts: plan a layer whose experts may run in the pipeline.
     """
 
     tokens: NonNegativeInt | None = None
@@ -62,6 +63,7 @@ class PlanSettings:
     phase: Phase = "forward_backward"
     inter_rate_ratio: PositiveFloat | None = None
     ignore_memory: bool = False
+    overlap_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

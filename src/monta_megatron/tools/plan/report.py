@@ -51,13 +51,23 @@ def plan_fields(
             f"{key.num_experts} experts, {key.routing}",
         ),
         *_rate_fields(plan),
-        ("choice", f"{plan.chain} in {chunks}{time}, {PHASES[key.phase]}"),
+        ("choice", f"{plan.chain} in {chunks}{time}, {_phase(plan)}"),
+        *([] if key.experts is None else [("experts", key.experts)]),
         *_beside_fields(plan),
         ("why", plan.reason),
         *([] if benefit is None else [("benefit", benefit.text)]),
         *([] if memory is None else [("needs", memory.describe())]),
         *(("note", note) for note in plan.notes),
     ]
+
+
+def _phase(plan: Plan) -> str:
+    """What is timed, and whether the experts are in the pipeline where they have a price."""
+    phase = PHASES[plan.key.phase]
+    if plan.key.experts is None:
+        return phase
+    how = "in the pipeline" if plan.experts_pipelined else "not split"
+    return f"{phase}, with the experts, {how}"
 
 
 def _beside_fields(plan: Plan) -> list[tuple[str, str]]:
@@ -154,7 +164,8 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
             )
             time = f"{entry.predicted_us:>{width},.0f}"
             yield f"{entry.chain:<23}{entry.num_chunks:>6}{time}{left_over}{sizes}"
-        yield from _wrapped(entry.rejected or "chosen", indent="    ")
+        split = "experts in the pipeline: " * entry.experts_pipelined
+        yield from _wrapped(f"{split}{entry.rejected or 'chosen'}", indent="    ")
     hidden = len(plan.candidates) - len(shown)
     if hidden > 0:
         yield f"and {hidden} more in other numbers of chunks, all of them with --json or --out"

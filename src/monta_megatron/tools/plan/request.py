@@ -16,7 +16,7 @@ from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.imbalance_routing import imbalance_routing
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model, with_batch
-from monta_megatron.planner.model_workload import uniform_routing, workloads_of
+from monta_megatron.planner.model_workload import uniform_routing, with_experts, workloads_of
 from monta_megatron.planner.named_routing import expected_routing, skewed_routing
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
@@ -142,13 +142,16 @@ def _workloads(
     request: PlanRequest, model: Model, cluster: Cluster, layout: ParallelLayout
 ) -> list[Workload]:
     tokens = layout.tokens_per_rank(model) if request.tokens is None else request.tokens
-    return workloads_of(
+    workloads = workloads_of(
         model,
         layout,
         cluster.ranks_per_node,
         tokens,
         lambda place: _routing(request.routing, model, place, tokens),
     )
+    if request.overlap_experts:
+        return [with_experts(workload, model, cluster) for workload in workloads]
+    return workloads
 
 
 def _layout(request: PlanRequest, cluster: Cluster, sizes: dict[str, int]) -> ParallelLayout:

@@ -31,7 +31,7 @@ from monta_megatron.tools.report.markup import (
 from monta_megatron.tools.report.page import Section
 from monta_megatron.tools.timeline import drawing
 from monta_megatron.tools.timeline.overlap import (
-    OVERLAP_COLUMNS,
+    overlap_columns,
     overlap_rows,
     overlap_title,
     overlaps,
@@ -95,7 +95,7 @@ def timeline_section(title: str, drawn: drawing.Drawing) -> Section:
 
     body = [paragraph(drawn.title), _pictures(draw, drawn.title)]
     for rows in map(overlaps, drawn.timelines):
-        body += [heading(overlap_title(rows)), table(OVERLAP_COLUMNS, overlap_rows(rows))]
+        body += [heading(overlap_title(rows)), table(overlap_columns(rows), overlap_rows(rows))]
     return Section(title=title, body="\n".join(body))
 
 

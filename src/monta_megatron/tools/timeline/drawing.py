@@ -173,7 +173,7 @@ def of_prediction(
         settings |= {"chains": (given[0].name,), "num_chunks": (given[1],)}
     plan, workload, memory = plan_request(request, inputs, **settings)
     chain = CHAINS[plan.chain]
-    ours = predict(workload, cluster, chain, plan.num_chunks, request.phase)
+    ours = predict(workload, cluster, chain, plan.num_chunks, request.phase, plan.experts_pipelined)
     where = f"{inputs.model.name} on {cluster.name}"
     sizes = (
         f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}, PP {layout.pp} on "

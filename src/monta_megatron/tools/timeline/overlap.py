@@ -8,12 +8,11 @@ from numpy.typing import NDArray
 
 from monta_megatron.common.tables import table
 from monta_megatron.exchange.spans import Span
-from monta_megatron.planner.curves import RESOURCES
+from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Timeline
 
 # Above this the table shows ms.
 LONGEST_IN_US = 100_000.0
-OVERLAP_COLUMNS = ("pass", ">total", *(f">{name}" for name in RESOURCES_AND_HOST.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,12 @@ class Overlap:
 
 def overlaps(timeline: Timeline) -> list[Overlap]:
     """Pass by pass, then all of them together."""
-    names = dict.fromkeys(span.pass_name for track in timeline.tracks for span in track.spans)
+    spans = [span for track in timeline.tracks for span in track.spans]
+    names = dict.fromkeys(span.pass_name for span in spans)
+    computes = any(span.resource == "compute" for span in spans)
+    shown = {
+        name: at for at, name in enumerate(RESOURCES_AND_HOST) if name != "compute" or computes
+    }
     times = {name: _times_of(timeline, name) for name in names}
     total_us, busy_us, hidden_us = zip(*times.values(), strict=True)
     times["all"] = sum(total_us), np.sum(busy_us, axis=0), np.sum(hidden_us, axis=0)
@@ -52,10 +56,11 @@ def overlaps(timeline: Timeline) -> list[Overlap]:
             source=timeline.source,
             pass_name=name,
             total_us=total_us,
-            busy_us=dict(zip(RESOURCES_AND_HOST, busy_us.tolist(), strict=True)),
+            busy_us={resource: float(busy_us[at]) for resource, at in shown.items()},
             hidden_share={
                 resource: float(hidden_us[at] / busy_us[at]) if busy_us[at] > 0 else None
-                for at, resource in enumerate(RESOURCES)
+                for resource, at in shown.items()
+                if resource != "host"
             },
         )
         for name, (total_us, busy_us, hidden_us) in times.items()
@@ -64,7 +69,7 @@ def overlaps(timeline: Timeline) -> list[Overlap]:
 
 def overlap_table(rows: Sequence[Overlap]) -> str:
     """Busy times and the share that was hidden; in ms where us would be too wide."""
-    return table(OVERLAP_COLUMNS, overlap_rows(rows), title=overlap_title(rows))
+    return table(overlap_columns(rows), overlap_rows(rows), title=overlap_title(rows))
 
 
 def overlap_title(rows: Sequence[Overlap]) -> str:
@@ -73,8 +78,18 @@ def overlap_title(rows: Sequence[Overlap]) -> str:
     return f"{rows[0].name}: {rows[0].source} {unit}, and % hidden behind others"
 
 
+def overlap_columns(rows: Sequence[Overlap]) -> tuple[str, ...]:
+    """The heading of each column."""
+    return ("pass", ">total", *(f">{RESOURCES_AND_HOST[name]}" for name in [*_shown(rows), "host"]))
+
+
+def _shown(rows: Sequence[Overlap]) -> list[str]:
+    """The resources of a timeline."""
+    return [name for name in rows[0].busy_us if name != "host"]
+
+
 def overlap_rows(rows: Sequence[Overlap]) -> list[list[str]]:
-    """The passes under `OVERLAP_COLUMNS`."""
+    """The passes under `overlap_columns`."""
     in_ms = _in_ms(rows)
 
     def time(time_us: float) -> str:
@@ -89,7 +104,7 @@ def overlap_rows(rows: Sequence[Overlap]) -> list[list[str]]:
             time(row.total_us),
             *(
                 f"{time(row.busy_us[resource])} {hidden(row.hidden_share[resource])}"
-                for resource in RESOURCES
+                for resource in _shown(rows)
             ),
             time(row.busy_us["host"]),
         ]
@@ -109,7 +124,7 @@ def _times_of(
         [span for span in track.spans if span.pass_name == pass_name] for track in timeline.tracks
     ]
     busy_us: NDArray[np.float64] = np.zeros(len(RESOURCES_AND_HOST))
-    hidden_us: NDArray[np.float64] = np.zeros(len(RESOURCES))
+    hidden_us: NDArray[np.float64] = np.zeros(len(RESOURCE_NAMES))
     for spans in tracks:
         # Between two neighbouring ends of spans nothing changes.
         ends_us = np.unique([(span.start_us, span.end_us) for span in spans])

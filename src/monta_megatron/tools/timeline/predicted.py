@@ -8,6 +8,7 @@ from monta_megatron.chains.program import Operation, Phase
 from monta_megatron.exchange.spans import Span
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layer_price import with_experts
 from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice
 from monta_megatron.planner.schedule import Work, serial_us
 from monta_megatron.planner.workload import Workload
@@ -15,19 +16,33 @@ from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name
 
 
 def predict(
-    workload: Workload, cluster: Cluster, chain: Chain, num_chunks: int, phase: Phase
+    workload: Workload,
+    cluster: Cluster,
+    chain: Chain,
+    num_chunks: int,
+    phase: Phase,
+    experts_pipelined: bool = False,
 ) -> Timeline:
-    """What the cost model expects of a chain.
+    """What the cost model expects of a chain, and of the experts where they have a price.
 
     It prices the busiest rank of every stage, so one track stands for all ranks.
     """
+    price = price_chain(workload, cluster, chain, num_chunks, phase)
+    if workload.experts is not None:
+        price = next(
+            each
+            for each in with_experts([price], workload, cluster, phase)
+            if each.experts_pipelined == experts_pipelined
+        )
     spans: list[Span] = []
     start_us = 0.0
-    for priced in price_chain(workload, cluster, chain, num_chunks, phase).passes:
+    for priced in price.passes:
         spans += _spans_of(priced, start_us)
         start_us += priced.total_us
     track = Track(name="busiest rank, predicted", spans=tuple(spans))
     name = pipeline_name(chain.name, num_chunks)
+    if experts_pipelined:
+        name = f"{chain.name} x{num_chunks} with experts"
     return Timeline(source="predicted", name=name, tracks=(track,))
 
 
