@@ -50,3 +50,10 @@ def test_parts_are_added_in_the_order_of_ranks(num_parts: int, parts_per_sum: in
     # [P, N, H] -> sums of adjacent parts -> their sum
     by_rank = parts.view(num_parts // parts_per_sum, parts_per_sum, 3, 72).numpy()
     assert_same_bits(total, added(np.stack([added(group) for group in by_rank])))
+
+
+def test_a_single_row_may_end_before_its_stride() -> None:
+    """Its stride says nothing of the memory behind it: 9 columns of a row of 16."""
+    rows = torch.empty(9).as_strided((1, 9), (16, 1)).fill_(2)
+    sums = sum_rows(rows, torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]))
+    assert torch.equal(sums, torch.full((1, 9), 4.0))

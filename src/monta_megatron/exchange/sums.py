@@ -87,8 +87,10 @@ def sum_parts(
 def _with_neighbouring_columns(rows: torch.Tensor) -> torch.Tensor:
     """Rows of a packed message with its other columns: contiguous, if possible without a copy."""
     num_rows, stride = rows.shape[0], rows.stride(0)
+    end_bytes = (rows.storage_offset() + num_rows * stride) * rows.element_size()
     is_wide = rows.stride(1) == 1 and rows.shape[1] <= stride < 2 * rows.shape[1]
     # Columns that come first in their row: behind others, what follows is another chunk's.
-    if is_wide and rows.storage_offset() % stride == 0:
+    is_first = is_wide and rows.storage_offset() % stride == 0
+    if is_first and end_bytes <= rows.untyped_storage().nbytes():
         return rows.as_strided((num_rows, stride), (stride, 1))
     return rows.contiguous()
