@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from clusters import preset
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Policy
+from monta_megatron.planner.calibration.experts import expert_curve, expert_points
 from monta_megatron.planner.cluster import Cluster, Contention
+from monta_megatron.planner.cluster_file import dump_measured, load_cluster
+from monta_megatron.planner.expert_curve import with_experts
 from monta_megatron.planner.experts import Experts, ExpertSizes, experts_of
 from monta_megatron.planner.layer_price import bound_layers, layer_peak_bytes
 from monta_megatron.planner.routing import UniformRouting
@@ -193,3 +197,30 @@ def test_the_gpu_that_a_training_runs_on_is_priced() -> None:
     assert of_a100.time_us(1e6) > 2 * experts_of(SIZES, H100).time_us(1e6)
     # One that nobody knows counts as the one of the uncalibrated cluster.
     assert experts_of(SIZES, H100, gpu="a GPU").time_us(1e6) == experts_of(SIZES, H100).time_us(1e6)
+
+
+def test_calls_that_were_timed_become_a_curve_that_is_used(tmp_path: Path) -> None:
+    """A backward pass is what forward and backward take beyond forward; launches are apart."""
+    points = expert_points(SIZES, "cpu")
+    forward, both = points[: len(points) // 2], points[len(points) // 2 :]
+    times_us = {point.name: 10.0 + 2 * point.num_rows for point in forward}
+    times_us |= {point.name: 16.0 + 6 * point.num_rows for point in both}
+    launches_us = {point.name: 4.0 for point in points}
+    curve = expert_curve(SIZES, points, times_us, launches_us, "a test")
+    assert curve.rows_per_expert == (1, 4, 16, 64) and curve.launch_us == 4.0
+    cluster = replace(with_experts(H100, [curve]), kind="measured")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(dump_measured(cluster))
+    loaded = load_cluster(path)
+    assert loaded == cluster
+    experts = experts_of(SIZES, loaded)
+    # 2 experts of 10 rows each, between those that were timed, and of more than any.
+    assert experts.time_us(20.0) == pytest.approx(6.0 + 2 * 20)
+    assert experts.time_us(20.0, backward=True) == pytest.approx(2.0 + 4 * 20)
+    assert experts.time_us(1000.0) == pytest.approx(6.0 + 2 * 1000)
+    assert experts.note == "measured: a test"
+    # Experts of other sizes are priced by their FLOPs; costs that were changed are refused.
+    assert "by their FLOPs" in experts_of(replace(SIZES, ffn_hidden_size=512), loaded).note
+    path.write_text(path.read_text().replace("launch_us: 4.0", "launch_us: 5.0"))
+    with pytest.raises(ValueError, match="checksum"):
+        load_cluster(path)
