@@ -22,6 +22,7 @@ from equal import assert_equal, difference
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.exchange import reference, state
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
@@ -30,6 +31,7 @@ from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import Streams
+from monta_megatron.exchange.wire import dequantize, quantize
 
 ROUTINGS = (
     "uniform",
@@ -41,6 +43,8 @@ ROUTINGS = (
     "any_number",
     "every_expert",
 )
+# The passes that can be quantized.
+QUANTIZED = ("dispatch", "combine_backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ class Case:
     the last expert alone; "one_rank" is the last EP rank alone; "limited" is one or two EP ranks
     per token; "capacity" drops pairs, so that some tokens have fewer experts or none;
     "any_number" is 0 to E experts per token; "every_expert" is all of them.
+    `num_quantized`: so many of `QUANTIZED` have rows that travel in eight bits.
     """
 
     chain: str
@@ -66,6 +71,7 @@ class Case:
     routing: str = "uniform"
     num_chunks: int = 1
     num_blocks: int = 1
+    num_quantized: int = 0
     seed: int = 0
 
     @property
@@ -301,6 +307,7 @@ def make_source(case: Case, data: Data) -> Source:
         sum_dtype=case.sum_dtype,
         monitor=Monitor(),
         max_experts_per_token=width,
+        quantized_passes=frozenset(QUANTIZED[: case.num_quantized]),
     )
     return Source(exchange=exchange, rank=rank, token=token, expert=expert, probs=row_probs)
 
@@ -375,8 +382,12 @@ def check(case: Case) -> list[str]:
         ours = run_passes(case, data)
     shape = (case.ep, case.etp)
     maps = data.routing_maps
-    expected = reference.dispatch(data.tokens, maps, data.probs, *shape)[rank]
-    expected_gradient = reference.dispatch(data.gradients, maps, data.probs, *shape)[rank]
+    tokens, gradients = (
+        [travelled(rows) if at < case.num_quantized else rows for rows in of_ranks]
+        for at, of_ranks in enumerate((data.tokens, data.gradients))
+    )
+    expected = reference.dispatch(tokens, maps, data.probs, *shape)[rank]
+    expected_gradient = reference.dispatch(gradients, maps, data.probs, *shape)[rank]
 
     # Step 1: what only moves is equal to the bit.
     mismatches = []
@@ -404,6 +415,15 @@ def check(case: Case) -> list[str]:
         mismatches.append((name, difference(mine, theirs, rounding_bound(case, mine, largest))))
     where = f"rank {rank} of exchange {exchange_index}"
     return [f"{where}: {name}: {line}" for name, line in mismatches if line is not None]
+
+
+def travelled(rows: torch.Tensor) -> torch.Tensor:
+    """[N, H] rows as they arrive in eight bits."""
+    arrived = torch.empty_like(rows)
+    sent = torch.empty(len(rows), row_bytes(rows.shape[1]), dtype=torch.uint8)
+    quantize(sent, rows)
+    dequantize(arrived, sent)
+    return arrived
 
 
 def rounding_bound(case: Case, result: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:

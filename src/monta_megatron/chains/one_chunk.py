@@ -1,7 +1,8 @@
 """What a pass does for one chunk: its operations and buffers, which `lower` stamps out.
 
     stage        forward                              transposed
-    Permute      pack first, put last                 likewise, from the other end
+    Permute      pack first, put last; or quantize    likewise, from the other end
+                 first, dequantize last
     Duplicate    find copies (dispatch), duplicate    reduce
     AllToAll     alltoall                             alltoall
     AllGather    allgather                            alltoall of parts; reduce parts, before what
@@ -9,8 +10,8 @@
 
 A stage that moves nothing has no operation: a group of one rank, rows that lie in order. A fused
 kernel that copies or sums rows last writes them where `put` would: "to_experts", for each expert.
-The columns of a row share a message where a stage copies rows anyway and a collective comes next;
-elsewhere they are sent as they lie, column by column.
+The columns of a row share a message where a stage copies rows anyway and a collective comes next,
+or where rows are quantized; elsewhere they are sent as they lie, column by column.
 """
 
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, Duplicate, StageShape
+from monta_megatron.chains.wire_format import GROUP_SIZE, SCALE_BYTES
 
 
 def parts_per_sum(etp: int, num_parts: int) -> int:
@@ -81,8 +83,11 @@ def one_chunk(
         is_fused: kernels put rows into place, and sum them without memory of their own.
     """
     num_stages, back = len(shapes), pass_.transpose
-    columns = _columns(rows, shapes[::-1] if back else shapes, pass_, row)
-    # Sums are in another dtype than rows, and converted so many columns at a time.
+    hidden = Column("rows", row.hidden_size, row.value_bytes)
+    travels = Column("rows", row.quantized_bytes, 1) if row.quantized_bytes else hidden
+    columns = _columns(rows, shapes[::-1] if back else shapes, pass_, row, travels)
+    writes_in_place = is_fused and not row.quantized_bytes
+    # Sums are in another dtype than rows, as are scaled values: so many columns at a time.
     is_rounded = row.sum_bytes > row.value_bytes
     sum_width = min(row.hidden_size, SUM_COLUMNS) if is_rounded else row.hidden_size
     operations: list[Operation] = []
@@ -143,18 +148,23 @@ def one_chunk(
     def puts(at: int) -> bool:
         """Whether what this stage writes is put into place at once."""
         placements = ("slice",) if back else ("slice", "index")
-        return is_fused and at + 2 == num_stages and shapes[-1].placement in placements
+        return writes_in_place and at + 2 == num_stages and shapes[-1].placement in placements
+
+    def whole(name: str, boundary: int) -> int:
+        """The rows of all chunks, which are the caller's and never quantized."""
+        of = (hidden, *columns[boundary][1:])
+        return buffer(name, boundary, of, release="caller", chunk=None)
 
     def output() -> int:
-        return buffer("output", boundary_after(num_stages - 1), release="caller", chunk=None)
+        return whole("output", boundary_after(num_stages - 1))
 
-    def message(at: int) -> int:
-        """What a stage writes that copies rows anyway: packed, if a collective comes next."""
+    def message(at: int, is_new: bool = False) -> int:
+        """What a stage writes that copies rows anyway: packed, if new or before a collective."""
         if puts(at):
             return output()
         boundary = boundary_after(at)
-        to_collective = isinstance(shapes[at + 1].stage, AllToAll | AllGather)
-        packed = packs and to_collective and len(columns[boundary]) > 1
+        is_sent = is_new or isinstance(shapes[at + 1].stage, AllToAll | AllGather)
+        packed = (packs or is_new) and is_sent and len(columns[boundary]) > 1
         return buffer(shapes[at].stage.name, boundary, packed=packed)
 
     def summed(
@@ -164,6 +174,18 @@ def one_chunk(
         name, of = f"{shapes[at].stage.name}, summed", (Column("rows", sum_width, value_bytes),)
         return buffer(name, boundary, of, copies=copies, release="last read", slot=slot)
 
+    def scaled(boundary: int, has_own: bool) -> list[int]:
+        """What is held of rows while they are scaled: in fp32, and in their own dtype."""
+        if is_fused:
+            return []
+        name = "scaled"
+        values = Column("rows", -(-sum_width // GROUP_SIZE) * GROUP_SIZE, SCALE_BYTES)
+        held = [buffer(name, boundary, (values,), release="last read")]
+        if has_own:
+            own = Column("rows", sum_width, row.value_bytes)
+            held.append(buffer(name, boundary, (own,), release="last read"))
+        return held
+
     def scratch(at: int, boundary: int, copies: int, of_sums: int, num_sums: int = 1) -> list[int]:
         """What a sum holds while it is made: its terms, if they are converted, and the sums."""
         if is_fused:
@@ -172,7 +194,7 @@ def one_chunk(
         return [summed(at, boundary, row.sum_bytes, copies), sums] if is_rounded else [sums]
 
     # The buffer in which the rows are.
-    current = buffer("input", boundary_after(-1), release="caller", chunk=None)
+    current = whole("input", boundary_after(-1))
     # This rank's own part of a sum over ranks, before it was rounded for the wire.
     unrounded: list[int] = []
     # The transposed AllGather whose parts lie there, not yet summed.
@@ -225,10 +247,18 @@ def one_chunk(
                 add(kind, at, [current], reads[1:], name)
             kind = "to_experts" if puts(at) else "duplicate"
             current = add(kind, at, reads, [message(at)], name)
+        elif at == 0 and row.quantized_bytes:
+            held = scaled(boundary, shape.placement == "index")
+            writes = [message(at, is_new=True), *held]
+            current = add("quantize", at, [current], writes, "quantize")
         elif at == 0:
             # A sum reads each row once, so it can read it in place.
             if shape.placement == "index" and not isinstance(shapes[1].stage, Duplicate):
                 current = add("pack", at, [current], [message(at)], name)
+        elif row.quantized_bytes:
+            is_narrowed = row.value_bytes < SCALE_BYTES
+            held = scaled(boundary, shape.placement == "index" and is_narrowed)
+            current = add("dequantize", at, [current], [output(), *held], "dequantize")
         elif shape.placement == "none":
             buffers[current] = buffers[current]._replace(release="caller")
         elif buffers[current].name != "output":
@@ -237,16 +267,15 @@ def one_chunk(
 
 
 def _columns(
-    rows: Rows, shapes: tuple[StageShape, ...], pass_: Pass, row: RowFormat
+    rows: Rows, shapes: tuple[StageShape, ...], pass_: Pass, row: RowFormat, hidden: Column
 ) -> list[tuple[Column, ...]]:
-    """[N + 1] what a row consists of at each boundary.
+    """[N + 1] what a row consists of at each boundary, with its hidden values as they travel.
 
     Before "copy per expert" a token has its experts' ids and probabilities, after it one of them.
     """
     last = -1
     if rows == "tokens":
         last = max(at for at, shape in enumerate(shapes) if _is_per_expert(shape))
-    hidden = Column("rows", row.hidden_size, row.value_bytes)
     ids = (Column("ids", None, ID_BYTES),) if pass_.ids else ()
     of_token, of_copy = (
         (hidden, *((Column("probs", width, row.prob_bytes),) if pass_.probs else ()))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from monta_megatron.chains.program import Kind, Operation
+from monta_megatron.exchange import wire
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import copy_rows, find_copies, put_rows
 from monta_megatron.exchange.payload import Columns
@@ -27,6 +28,41 @@ def pack(state: State, operation: Operation) -> Works:
     into = _written(state, operation)
     for target, column in zip(into.tensors(), whole.tensors(), strict=True):
         copy_rows(target, column, index)
+    return []
+
+
+def quantize(
+    state: State, operation: Operation, write: Callable[..., None] = wire.quantize
+) -> Works:
+    """Take a chunk's rows out of the whole tensor, into a message, in eight bits."""
+    columns, index = state.read(operation)
+    into = _written(state, operation)
+    write(into.rows, columns.rows, index)
+    for target, column in zip(into.tensors()[1:], columns.tensors()[1:], strict=True):
+        if index is None:
+            target.copy_(column)
+        else:
+            copy_rows(target, column, index)
+    return []
+
+
+def dequantize(
+    state: State, operation: Operation, write: Callable[..., None] = wire.dequantize
+) -> Works:
+    """Put a chunk's rows where they belong in the whole tensor, in its dtype."""
+    columns, _ = state.read(operation)
+    into, index = _written(state, operation), None
+    segments = state.exchange.bound.stages[operation.position].segments
+    if segments is not None and segments.is_slice:
+        into = into.of_rows(segments.slice_of(operation.chunk))
+    elif segments is not None:
+        index = state.rows_in_place(operation.position, operation.chunk)
+    write(into.rows, columns.rows, index)
+    for target, column in zip(into.tensors()[1:], columns.tensors()[1:], strict=True):
+        if index is None:
+            target.copy_(column)
+        else:
+            put_rows(target, index, column)
     return []
 
 
@@ -130,6 +166,7 @@ def allgather(state: State, operation: Operation) -> Works:
 
 OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
     "pack": pack,
+    "quantize": quantize,
     "find_lists": find,
     "find_copies": find,
     "duplicate": duplicate,
@@ -138,6 +175,7 @@ OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
     "allgather": allgather,
     "reduce_parts": reduce_parts,
     "put": put,
+    "dequantize": dequantize,
 }
 
 

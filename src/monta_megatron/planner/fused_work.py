@@ -17,12 +17,14 @@ INDEX_BYTES = 8
 # As `host_operations.HOST_OPERATIONS`: a launch for the rows and their lists, and what it writes.
 HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     **host_operations.HOST_OPERATIONS,
+    "quantize": HostOperations(rows=1, probs=1, ids=1),
     "find_lists": HostOperations(ids=3),
     "find_copies": HostOperations(ids=3),
     "duplicate": HostOperations(rows=1, once=1),
     "to_experts": HostOperations(rows=1, ids=2),
     "reduce": HostOperations(rows=1),
     "reduce_parts": HostOperations(rows=1),
+    "dequantize": HostOperations(rows=1, probs=1, ids=2),
     "count": HostOperations(ids=10),
     "lists": HostOperations(ids=3),
 }

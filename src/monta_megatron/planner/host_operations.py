@@ -34,6 +34,7 @@ class HostOperations(NamedTuple):
 
 HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "pack": HostOperations(rows=2, probs=1, ids=1),
+    "quantize": HostOperations(probs=1, ids=1, block=16),
     "find_lists": HostOperations(ids=9),
     "find_copies": HostOperations(ids=11),
     "duplicate": HostOperations(rows=1, ids=2),
@@ -42,6 +43,7 @@ HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "allgather": HostOperations(once=1),
     "reduce_parts": HostOperations(rows=5, probs=8, block=4),
     "put": HostOperations(rows=1, probs=1, ids=2),
+    "dequantize": HostOperations(probs=1, ids=2, block=7),
     "count": HostOperations(ids=12),
     "lists": HostOperations(ids=11),
     "permute": HostOperations(rows=1, ids=5),

@@ -128,6 +128,19 @@ def _moves(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation])
     return _in_memory(first.stage, "put" if is_put else "copy", 2 * written)
 
 
+def _converts(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
+    """Rows are read in one format and written in the other."""
+    first = series[0]
+    is_put = (
+        first.kind == "dequantize" and programs[0].bound.shapes[first.position].placement == "index"
+    )
+    buffers = programs[0].program.buffers
+    numbers = first.reads[0], first.writes[0]
+    row_bytes = sum(sum(programs[0].message_bytes(buffers[number])) for number in numbers)
+    num_bytes = row_bytes * _rows_at(programs, series, first.position)
+    return _in_memory(first.stage, "put" if is_put else "copy", num_bytes)
+
+
 def _sums(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
     """A sum reads all copies, or parts, and writes one row for them."""
     first = series[0]
@@ -176,6 +189,7 @@ TRAFFIC: Mapping[
     Kind, Callable[[Sequence[BoundProgram], Sequence[ProgramOperation]], StageTraffic]
 ] = {
     "pack": _moves,
+    "quantize": _converts,
     "find_lists": _finds,
     "find_copies": _finds,
     "duplicate": _moves,
@@ -185,6 +199,7 @@ TRAFFIC: Mapping[
     "allgather": _exchanges,
     "reduce_parts": _sums,
     "put": _moves,
+    "dequantize": _converts,
 }
 
 

@@ -8,6 +8,7 @@ from monta_megatron.chains.chunks import blocks_for
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import BoundProgram, Pass, Policy, RowFormat
+from monta_megatron.chains.wire_format import quantized_bytes
 from monta_megatron.planner.routing import Routing
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Workload:
         tokens_per_rank: tokens that each rank brings.
         max_experts_per_token: the most experts of a token, where they are more than the routing's.
         experts: what experts take that may run in the pipeline; None where they may not.
+        quantized_passes: names of the passes whose rows travel in eight bits.
     """
 
     layout: Layout
@@ -40,6 +42,7 @@ class Workload:
     tokens_per_rank: int
     max_experts_per_token: int = 0
     experts: "Experts | None" = None
+    quantized_passes: frozenset[str] = frozenset()
 
     def bind(self, chain: Chain, num_chunks: int, layout: Layout | None = None) -> BoundChain:
         """The chain bound to the expected rows of one rank.
@@ -67,5 +70,6 @@ class Workload:
             value_bytes=self.value_bytes,
             prob_bytes=self.prob_bytes,
             sum_bytes=sum_bytes,
+            quantized_bytes=quantized_bytes(self.quantized_passes, pass_, self.hidden_size),
         )
         return lower(bound, pass_, row, max_experts_per_token, policy)
