@@ -4,6 +4,7 @@ It needs TRITON_INTERPRET=1 before the kernels are imported. Rows are fp32 or fp
 does not round to bf16 as a GPU does.
 """
 
+import itertools
 import os
 from unittest import mock
 
@@ -60,13 +61,13 @@ def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int)
     layout = LAYOUTS[layout_name]
     routing_map = Routing(num_tokens=num_tokens, topk=TOPK).map(layout.num_experts)
     _compare_counts(chain_name, layout_name, routing_map)
-    for dtype in DTYPES:
+    for dtype, quantized in itertools.product(DTYPES, (False, True)):
         expected, actual = (
-            _passes(chain_name, layout_name, num_chunks, routing_map, dtype, fused)
+            _passes(chain_name, layout_name, num_chunks, routing_map, dtype, fused, quantized)
             for fused in (False, True)
         )
         for name, column in expected.items():
-            assert torch.equal(actual[name], column), f"{dtype}, {name} differs"
+            assert torch.equal(actual[name], column), f"{dtype}, {quantized=}, {name} differs"
 
 
 def _compare_counts(chain_name: str, layout_name: str, routing_map: torch.Tensor) -> None:
@@ -86,11 +87,12 @@ def _passes(
     routing_map: torch.Tensor,
     dtype: torch.dtype,
     fused: bool,
+    quantized: bool,
 ) -> dict[str, torch.Tensor]:
     """By pass and column, what comes out of it."""
     recorder = MovingRecorder()
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
+    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused, quantized)
     torch.manual_seed(0)
     num_rows, num_expert_rows = (
         int(rows) for rows in (exchange.bound.num_source_rows, exchange.bound.num_expert_rows)
@@ -116,6 +118,7 @@ def _passes(
             if pass_.probs and result.probs is not None:
                 results[f"probs of {pass_.name}"] = result.probs
     launched = any(each.name.startswith("triton ") for each in recorder.queue)
-    assert launched == (fused and (chain.rows == "tokens" or layout.etp > 1)), "what was launched"
+    has_kernels = chain.rows == "tokens" or layout.etp > 1 or quantized
+    assert launched == (fused and has_kernels), "what was launched"
     assert recorder.findings == []
     return results

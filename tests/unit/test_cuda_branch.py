@@ -31,6 +31,7 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.chains.stages import Permute
+from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.exchange import operations as torch_operations
 from monta_megatron.exchange.collectives import start_all_gather
 from monta_megatron.exchange.count_table import CountTable, expert_ids_of
@@ -66,6 +67,7 @@ def make_exchange(
     device: FakeDevice,
     padded: bool = False,
     fused: bool = False,
+    quantized: bool = False,
 ) -> tuple[Exchange, torch.Tensor]:
     """A micro-batch's exchange, and its routing map on the host."""
     chain, layout = CHAINS[chain_name], LAYOUTS[ep, etp]
@@ -82,6 +84,7 @@ def make_exchange(
         monitor=device.recorder.monitor,
         max_experts_per_token=gathered.max_experts_per_token,
         fused=fused,
+        quantized_passes=quantized_passes(quantized, backward=True),
     )
     return exchange, routed
 
@@ -167,6 +170,20 @@ def test_the_host_waits_for_nothing(
         each.step.pass_name for each in device.recorder.collectives() if each.step is not None
     }
     assert passes == {each.name for each in FORWARD_BACKWARD}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
+@pytest.mark.parametrize("chain_name", CHAINS)
+def test_the_host_waits_for_no_quantized_rows(chain_name: str, fused: bool) -> None:
+    if fused and not HAS_TRITON:
+        pytest.skip("needs triton, which comes with torch's GPU wheels")
+    device = FakeDevice(listed=[ROW_INDICES])
+    exchange, routed = make_exchange(chain_name, 16, 1, device, False, fused, quantized=True)
+    with device:
+        run_layer(exchange, routed, torch.bfloat16)
+        del exchange, routed
+    assert all(crossing == f"{ROW_INDICES} copies to the device" for crossing in device.crossings)
+    assert device.recorder.findings == []
 
 
 @pytest.mark.parametrize("chain_name", CHAINS)

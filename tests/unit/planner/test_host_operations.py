@@ -22,10 +22,12 @@ from launch_counts import LaunchCounter, count_launches
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Kind, Operation, Pass, Policy, RowFormat
+from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.exchange import fused_operations, operations
 from monta_megatron.exchange.fused_operations import FUSED_OPERATIONS
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.exchange.state import State
+from monta_megatron.integration.options import Options
 from monta_megatron.planner import fused_work
 from monta_megatron.planner.host_operations import HOST_OPERATIONS, num_host_operations
 
@@ -55,8 +57,9 @@ each_kernels = pytest.mark.parametrize("kernels", TABLES)
 
 
 @cache
-def issued_by(chain: str, kernels: str) -> tuple[tuple[Issued, ...], int]:
+def issued_by(chain: str, kernels: str, quantized: bool = False) -> tuple[tuple[Issued, ...], int]:
     """What every operation of a layer's programs took, and what the whole layer did."""
+    passes = quantized_passes(quantized, backward=True)
     counters: list[LaunchCounter] = []
     issued: list[Issued] = []
 
@@ -84,6 +87,7 @@ def issued_by(chain: str, kernels: str) -> tuple[tuple[Issued, ...], int]:
         mock.patch.object(launch_counts, "LaunchCounter", Counter),
         mock.patch.object(launch_counts, "HIDDEN", HIDDEN),
         mock.patch.object(module, table, operations),
+        mock.patch.object(Options, "quantized_passes", passes),
     ):
         rows = count_launches(chain, EP, 1 if CHAINS[chain].serial else NUM_CHUNKS, kernels)
     return tuple(issued), sum(row.tensor_operations for row in rows.values())
@@ -95,8 +99,9 @@ def test_every_kind_takes_what_the_table_says(kernels: str) -> None:
     for chain, each in CHAINS.items():
         # One chunk has what later ones share.
         if not each.serial:
-            for kind, pass_, row, number in issued_by(chain, kernels)[0]:
-                counted[kind, pass_, row].append(number)
+            for quantized in (False, True):
+                for kind, pass_, row, number in issued_by(chain, kernels, quantized)[0]:
+                    counted[kind, pass_, row].append(number)
     off = {
         f"{kind} in {pass_.name}": f"{table} in the table, {mean(numbers):.1f} counted"
         for (kind, pass_, row), numbers in counted.items()

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.exchange import copies as torch_copies
-from monta_megatron.exchange import count_table, routing_counts
+from monta_megatron.exchange import count_table, routing_counts, wire
 from monta_megatron.exchange.copies import Copies, Parts
+from monta_megatron.exchange.kernels import quantize
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
@@ -226,6 +228,20 @@ def _reduce_parts(draw: Draw) -> Results:
     return into._asdict(), expected._asdict()
 
 
+def _quantize(draw: Draw) -> Results:
+    rows = draw.columns(NUM_TOKENS, None).rows
+    index = torch.randperm(NUM_TOKENS, generator=draw.generator, device=rows.device)
+    sent = torch.zeros(2, NUM_TOKENS, row_bytes(draw.hidden_size), dtype=torch.uint8).to(
+        rows.device
+    )
+    arrived = rows.new_zeros(2, *rows.shape)
+    for number, module in enumerate((quantize, wire)):
+        module.quantize(sent[number], rows, index)
+        module.dequantize(arrived[number], sent[number], index)
+    results = [{"bytes": sent[number], "rows": arrived[number]} for number in range(2)]
+    return results[0], results[1]
+
+
 def _sum_dtype(draw: Draw) -> torch.dtype:
     return torch.promote_types(draw.dtype, torch.float32)
 
@@ -239,4 +255,5 @@ KERNELS: Mapping[str, Callable[[Draw], Results]] = {
     "reduce": _reduce,
     "reduce, of copies for experts": _reduce_experts,
     "reduce_parts": _reduce_parts,
+    "quantize": _quantize,
 }
