@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import Pools
-from layers import Case, compare_many, second_derivative
+from layers import Case, compare_many, compare_rounded, second_derivative
 
 LAYOUTS = [(1, 4, 1), (2, 4, 1), (2, 2, 2), (1, 2, 2), (4, 1, 4), (4, 2, 1)]
 ROUTINGS = ["uniform", "rank0_empty", "expert0_empty", "one_expert", "few_tokens"]
@@ -36,6 +36,16 @@ def test_layer_equals_stock(pools: Pools, tp: int, ep: int, etp: int, dtype: str
         for of_rank in reports:
             assert {report["dispatcher"] for report in of_rank} == {"MontaTokenDispatcher"}
     assert sum(report["bytes"]["intra"] for of_rank in reports for report in of_rank) > 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("chain", ["alltoall_allgather", "hierarchical_alltoall"])
+def test_tokens_in_eight_bits(pools: Pools, chain: str, backward: bool) -> None:
+    """The experts get stock's tokens, rounded; the check at start is on."""
+    options = {"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2, "moe_monta_num_chunks": 2}
+    options |= {"moe_monta_wire_dtype": "fp8", "moe_monta_wire_backward": backward or None}
+    for dtype in ("float32", "bfloat16"):
+        pools[4].run(compare_rounded, Case(dtype=dtype, options=options))
 
 
 def test_a_second_derivative_is_refused_by_name(pools: Pools) -> None:

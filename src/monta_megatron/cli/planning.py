@@ -77,6 +77,11 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
             type=whole(1),
             help="sequences of an iteration, for what it gains",
         )
+    parser.add_argument(
+        "--wire-dtype",
+        choices=("fp8",),
+        help="tokens travel to their experts in eight bits (default: in their own dtype)",
+    )
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
 
 

@@ -66,7 +66,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
         )
-    workload = _workload(config, layout)
+    workload = replace(_workload(config, layout), quantized_passes=options.quantized_passes)
     if options.overlap_experts:
         from monta_megatron.integration.overlapped_experts import priced_experts
 
@@ -136,6 +136,8 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         "moe_monta_tune_steps": options.tune_steps,
         "moe_monta_plan_out": options.plan_out,
         "moe_monta_overlap_experts": options.overlap_experts,
+        "moe_monta_wire_dtype": options.wire_dtype,
+        "moe_monta_wire_backward": options.wire_backward,
         "hidden_size": workload.hidden_size,
         "moe_router_topk": config.moe_router_topk,
         "moe_router_num_groups": config.moe_router_num_groups,

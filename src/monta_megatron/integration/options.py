@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
 
@@ -132,6 +133,16 @@ class OptionFields:
         "What copies and sums rows, to the same bits: torch (PyTorch's operations), fused (Triton "
         "kernels) or auto (fused on a GPU where Triton can be imported, else torch; default)."
     )
+    moe_monta_wire_dtype: Optional[str] = _option(  # noqa: UP045
+        "fp8: tokens travel to their experts in eight bits, e4m3 with a scale for every 128 "
+        "values. That halves what dispatch sends and rounds what the experts get, so results are "
+        "not those of stock; outputs and gradients travel as they are (default: so do tokens)."
+    )
+    moe_monta_wire_backward: Optional[bool] = _switch(  # noqa: UP045
+        "moe_monta_wire_backward",
+        "With --moe-monta-wire-dtype, the gradients of the experts' outputs travel like that too, "
+        "in the backward pass of combine (environment: 1).",
+    )
     moe_monta_check: Optional[int] = _option(  # noqa: UP045
         "1: the first exchange of each chain is compared with stock's, on random rows, and each "
         "fused kernel with PyTorch's operations; a difference ends the run (default). 0: neither.",
@@ -183,6 +194,8 @@ class Options:
         overlaps: the settings of Megatron by which other work runs beside it.
         max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
         kernels: what copies and sums rows: "auto", "torch" or "fused".
+        wire_dtype: in which tokens travel to their experts, or None for their own.
+        wire_backward: whether the gradients of the experts' outputs do so, too.
         check: compare the first exchange of each chain with stock's.
         record: folder for what is recorded of an iteration, or None.
         record_iteration: that iteration, the first one being 1.
@@ -203,6 +216,8 @@ class Options:
     overlaps: tuple[str, ...] = ()
     max_ctas: int | None = None
     kernels: str = AUTO
+    wire_dtype: str | None = None
+    wire_backward: bool = False
     check: int = 1
     record: str | None = None
     record_iteration: int = DEFAULT_RECORD_ITERATION
@@ -222,6 +237,11 @@ class Options:
     def limits_routing(self) -> bool:
         """Whether the experts of a token may lie on few nodes or ranks only."""
         return (self.max_nodes_per_token, self.max_ranks_per_token) != (None, None)
+
+    @property
+    def quantized_passes(self) -> frozenset[str]:
+        """The passes whose rows travel in eight bits."""
+        return quantized_passes(self.wire_dtype is not None, self.wire_backward)
 
     @classmethod
     def of(cls, source: object) -> "Options":
@@ -260,6 +280,9 @@ class Options:
             "be left out where a flag or a plan names the chain, which is used whatever it holds",
         )
         check("kernels", lambda value: value in (AUTO, "torch", "fused"), "be auto, torch or fused")
+        check("wire_dtype", lambda value: value == "fp8", "be fp8, or left out")
+        check("wire_backward", lambda value: type(value) is bool, "be a switch: 1 or 0")
+        check("wire_backward", lambda _: "wire_dtype" in given, "come with moe_monta_wire_dtype")
         check("check", lambda value: type(value) is int and value in (0, 1), "be 0 or 1")
         overlaps = given["overlaps"] = _overlaps(source)
         check(

@@ -55,6 +55,7 @@ class PermutedTokens:
             sum_dtype=torch.promote_types(dispatcher.probs.dtype, torch.float32),
             monitor=dispatcher.monitor,
             fused=is_fused(dispatcher.options.kernels, dispatcher.probs.device.type),
+            quantized_passes=dispatcher.options.quantized_passes,
         )
 
     def columns(
@@ -109,6 +110,7 @@ class WholeTokens:
             monitor=dispatcher.monitor,
             max_experts_per_token=counts.max_experts_per_token,
             fused=is_fused(dispatcher.options.kernels, dispatcher.probs.device.type),
+            quantized_passes=dispatcher.options.quantized_passes,
         )
 
     def columns(

@@ -61,8 +61,9 @@ class Selection:
 
     @property
     def benefit(self) -> Benefit | None:
-        """What is gained over plain `alltoall`; None as in `plan.Plan`."""
-        if self.beside_us > 0 or self.workload.experts is not None:
+        """What is gained over plain `alltoall`; None as in `plan.Plan`, and for quantized rows."""
+        quantized = self.workload.quantized_passes
+        if self.beside_us > 0 or self.workload.experts is not None or quantized:
             return None
         # The fastest come last here, and stay.
         best_us = {price.chain.name: price.total_us for price in reversed(self.prices)}

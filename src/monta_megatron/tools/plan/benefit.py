@@ -11,14 +11,16 @@ from monta_megatron.tools.plan.request import PlanInputs
 
 
 def benefit_of_plan(request: PlanRequest, inputs: PlanInputs, plan: Plan) -> Benefit | None:
-    """What a plan gains over stock in an iteration; None where `alltoall` was not priced.
+    """What a plan gains over stock in an iteration; None where stock's exchange was not priced.
 
     Raises:
         ValueError: the batch is no whole number of micro-batches.
     """
     num_micro_batches = _num_micro_batches(request, inputs)
     iteration = iteration_of(inputs.model, inputs.layout.pp, num_micro_batches)
-    return None if plan.benefit is None else replace(plan.benefit, iteration=iteration)
+    if plan.benefit is None or request.wire_dtype is not None:
+        return None
+    return replace(plan.benefit, iteration=iteration)
 
 
 def _num_micro_batches(request: PlanRequest, inputs: PlanInputs) -> int | None:

@@ -4,7 +4,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
@@ -54,6 +54,7 @@ class PlanSettings:
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
         ignore_memory: plan what does not fit into the memory of a rank, too.
         overlap_experts: plan a layer whose experts may run in the pipeline.
+        wire_dtype: "fp8" where tokens travel to their experts in eight bits, else None.
     """
 
     tokens: NonNegativeInt | None = None
@@ -64,6 +65,7 @@ class PlanSettings:
     inter_rate_ratio: PositiveFloat | None = None
     ignore_memory: bool = False
     overlap_experts: bool = False
+    wire_dtype: Literal["fp8"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
@@ -149,6 +150,9 @@ def _workloads(
         tokens,
         lambda place: _routing(request.routing, model, place, tokens),
     )
+    if request.wire_dtype is not None:
+        passes = quantized_passes(True)
+        workloads = [replace(workload, quantized_passes=passes) for workload in workloads]
     if request.overlap_experts:
         return [with_experts(workload, model, cluster) for workload in workloads]
     return workloads
