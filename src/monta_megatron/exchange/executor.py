@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from monta_megatron.chains.program import Operation, Pass
+from monta_megatron.exchange import operations
 from monta_megatron.exchange.monitor import NOTHING
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
@@ -46,17 +47,16 @@ def finish(state: State) -> Columns:
     return _end(state)
 
 
-def issue(state: State, operations: Iterable[Operation]) -> None:
+def issue(state: State, issued: Iterable[Operation]) -> None:
     """Issue operations of a pass; the caller's stream is the current one before and after."""
     streams, monitor = state.streams, state.exchange.monitor
     is_named = monitor.names_operations()
     chain = state.bound.bound.chain.name
+    kinds = operations.OPERATIONS
     if state.exchange.fused:
         from monta_megatron.exchange.fused_operations import FUSED_OPERATIONS as kinds
-    else:
-        from monta_megatron.exchange.operations import OPERATIONS as kinds
     try:
-        for operation in operations:
+        for operation in issued:
             streams.enter(operation.stream)
             with monitor.range(state.pass_name, chain, operation) if is_named else NOTHING:
                 state.wait(operation.waits)
