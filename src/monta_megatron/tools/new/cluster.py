@@ -150,7 +150,7 @@ def cluster_template(
             **flags_of(given),
             "links": ", ".join(RATE_FLAGS[name] for name in rates) or "links",
         },
-        left_out=("curves", "doubts"),
+        left_out=("curves", "doubts", "calibrated_node"),
     )
 
 
