@@ -55,7 +55,8 @@ class Case:
     the last expert alone; "one_rank" is the last EP rank alone; "limited" is one or two EP ranks
     per token; "capacity" drops pairs, so that some tokens have fewer experts or none;
     "any_number" is 0 to E experts per token; "every_expert" is all of them.
-    `num_quantized`: so many of `QUANTIZED` have rows that travel in eight bits.
+    `num_quantized`: so many of `QUANTIZED` have rows that travel in eight bits. `keeps_sums`: the
+    last hop of combine carries unrounded sums.
     """
 
     chain: str
@@ -72,6 +73,7 @@ class Case:
     num_chunks: int = 1
     num_blocks: int = 1
     num_quantized: int = 0
+    keeps_sums: bool = False
     seed: int = 0
 
     @property
@@ -308,6 +310,7 @@ def make_source(case: Case, data: Data) -> Source:
         monitor=Monitor(),
         max_experts_per_token=width,
         quantized_passes=frozenset(QUANTIZED[: case.num_quantized]),
+        keeps_sums=case.keeps_sums,
     )
     return Source(exchange=exchange, rank=rank, token=token, expert=expert, probs=row_probs)
 

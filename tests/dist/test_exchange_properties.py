@@ -86,6 +86,7 @@ def cases(draw: Callable[[st.SearchStrategy[Any]], Any], world_size: int) -> Cas
         num_chunks=num_chunks,
         num_blocks=num_chunks + draw(st.integers(0, 2)),
         num_quantized=num_quantized,
+        keeps_sums=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31 - 1)),
     )
 

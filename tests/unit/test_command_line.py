@@ -106,6 +106,12 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
         (f"{MOE} --moe-monta-max-ctas 0", ["moe_monta_max_ctas", "got 0", ">= 1"]),
         (f"{MOE} --moe-monta-max-ctas few", ["moe_monta_max_ctas", "got 'few'"]),
         (f"{MOE} --moe-monta-check 2", ["moe_monta_check", "got 2", "0 or 1"]),
+        (f"{MOE} --moe-monta-wire-dtype int8", ["moe_monta_wire_dtype", "'int8'", "be fp8"]),
+        (f"{MOE} --moe-monta-wire-backward", ["wire_backward", "come with moe_monta_wire_dtype"]),
+        (
+            f"{MOE} --moe-monta-chain alltoall --moe-monta-combine-dtype fp32",
+            ["moe_monta_combine_dtype", "be left out with alltoall"],
+        ),
         (f"{MOE} --moe-monta-record-iteration 3", ["moe_monta_record_iteration", "come with"]),
         (f"{MOE} --moe-monta-memory-limit-gb many", ["moe_monta_memory_limit_gb", "'many'", "> 0"]),
         (f"{MOE} --moe-monta-memory-limit-gb -2.5", ["moe_monta_memory_limit_gb", "got -2.5"]),

@@ -85,6 +85,7 @@ def make_exchange(
         max_experts_per_token=gathered.max_experts_per_token,
         fused=fused,
         quantized_passes=quantized_passes(quantized, backward=True),
+        keeps_sums=quantized,
     )
     return exchange, routed
 

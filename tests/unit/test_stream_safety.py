@@ -131,6 +131,7 @@ def make_exchange(
         max_experts_per_token=width,
         fused=fused,
         quantized_passes=quantized_passes(quantized, backward=True),
+        keeps_sums=quantized,
     )
 
 

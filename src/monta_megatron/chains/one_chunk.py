@@ -92,9 +92,19 @@ def one_chunk(
     sum_width = min(row.hidden_size, SUM_COLUMNS) if is_rounded else row.hidden_size
     operations: list[Operation] = []
     buffers: list[Buffer] = []
+    unrounded_sums = Column("rows", row.hidden_size, row.sum_bytes)
 
     def boundary_after(at: int) -> int:
         return num_stages - 1 - at if back else at + 1
+
+    hops = [
+        at
+        for at, shape in enumerate(shapes)
+        if isinstance(shape.stage, AllToAll | AllGather) and shape.group_size > 1
+    ]
+    if row.keeps_sums and back and rows == "tokens" and hops:
+        boundary = boundary_after(hops[-1] - 1)
+        columns[boundary] = (unrounded_sums, *columns[boundary][1:])
 
     def buffer(
         name: str,
@@ -167,11 +177,16 @@ def one_chunk(
         packed = (packs or is_new) and is_sent and len(columns[boundary]) > 1
         return buffer(shapes[at].stage.name, boundary, packed=packed)
 
+    def is_narrow(number: int) -> bool:
+        """Whether the rows of a buffer have another dtype than sums."""
+        return buffers[number].columns[0].value_bytes < row.sum_bytes
+
     def summed(
         at: int, boundary: int, value_bytes: int, copies: int = 1, slot: int | None = None
     ) -> int:
         """As many columns as are summed at a time."""
-        name, of = f"{shapes[at].stage.name}, summed", (Column("rows", sum_width, value_bytes),)
+        width = sum_width if is_narrow(current) else row.hidden_size
+        name, of = f"{shapes[at].stage.name}, summed", (Column("rows", width, value_bytes),)
         return buffer(name, boundary, of, copies=copies, release="last read", slot=slot)
 
     def scaled(boundary: int, has_own: bool) -> list[int]:
@@ -191,7 +206,9 @@ def one_chunk(
         if is_fused:
             return []
         sums = summed(at, of_sums, row.sum_bytes, num_sums)
-        return [summed(at, boundary, row.sum_bytes, copies), sums] if is_rounded else [sums]
+        if not is_narrow(current):
+            return [sums]
+        return [summed(at, boundary, row.sum_bytes, copies), sums]
 
     # The buffer in which the rows are.
     current = whole("input", boundary_after(-1))
@@ -208,7 +225,7 @@ def one_chunk(
             parts, num_parts = buffers[current], buffers[current].copies
             first = parts_per_sum(etp, num_parts)
             sum_name = f"sum of {transposed.name}"
-            of, packed = parts.columns, parts.packed
+            of, packed = columns[parts.boundary], parts.packed
             total = output() if puts(at - 1) else buffer(sum_name, parts.boundary, of, packed)
             num_sums = 1 if first == num_parts else 2
             held = scratch(at, parts.boundary, num_parts, parts.boundary, num_sums)
@@ -229,10 +246,10 @@ def one_chunk(
             current = add(kind, at, [current], [arrived], name, resource, stage.group)
         elif isinstance(stage, Duplicate) and back:
             following, group, writes = shapes[at + 1], None, [message(at)]
-            if isinstance(following.stage, AllGather) and following.group_size > 1 and is_rounded:
+            rounds = is_narrow(writes[0])
+            if isinstance(following.stage, AllGather) and following.group_size > 1 and rounds:
                 group = following.stage.group
-                of = (Column("rows", row.hidden_size, row.sum_bytes),)
-                unrounded = [buffer(f"{name}, unrounded", boundary - 1, of)]
+                unrounded = [buffer(f"{name}, unrounded", boundary - 1, (unrounded_sums,))]
             before_it = boundary_after(at - 1)
             writes += [*unrounded, *scratch(at, before_it, 1, boundary)]
             if is_rounded and not is_fused and current == 0 and shapes[0].placement == "index":

@@ -101,6 +101,7 @@ class RowFormat(NamedTuple):
         sum_bytes: bytes of each hidden value in a sum, before it is rounded for the wire.
         quantized_bytes: bytes of all hidden values where they travel quantized (`wire_format`); 0
             where they travel as they are.
+        keeps_sums: the last hop of a transposed pass carries partial sums as they are, unrounded.
     """
 
     hidden_size: int
@@ -108,6 +109,7 @@ class RowFormat(NamedTuple):
     prob_bytes: int
     sum_bytes: int
     quantized_bytes: int = 0
+    keeps_sums: bool = False
 
 
 class Column(NamedTuple):

@@ -66,7 +66,11 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
         )
-    workload = replace(_workload(config, layout), quantized_passes=options.quantized_passes)
+    workload = replace(
+        _workload(config, layout),
+        quantized_passes=options.quantized_passes,
+        keeps_sums=options.combine_dtype is not None,
+    )
     if options.overlap_experts:
         from monta_megatron.integration.overlapped_experts import priced_experts
 
@@ -138,6 +142,7 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         "moe_monta_overlap_experts": options.overlap_experts,
         "moe_monta_wire_dtype": options.wire_dtype,
         "moe_monta_wire_backward": options.wire_backward,
+        "moe_monta_combine_dtype": options.combine_dtype,
         "hidden_size": workload.hidden_size,
         "moe_router_topk": config.moe_router_topk,
         "moe_router_num_groups": config.moe_router_num_groups,

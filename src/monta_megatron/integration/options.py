@@ -143,6 +143,10 @@ class OptionFields:
         "With --moe-monta-wire-dtype, the gradients of the experts' outputs travel like that too, "
         "in the backward pass of combine (environment: 1).",
     )
+    moe_monta_combine_dtype: Optional[str] = _option(  # noqa: UP045
+        "fp32: the last hop of combine carries partial sums unrounded, in twice the bytes of bf16; "
+        "only for chains that sum the copies of a token (default: in the tokens' own dtype)."
+    )
     moe_monta_check: Optional[int] = _option(  # noqa: UP045
         "1: the first exchange of each chain is compared with stock's, on random rows, and each "
         "fused kernel with PyTorch's operations; a difference ends the run (default). 0: neither.",
@@ -196,6 +200,7 @@ class Options:
         kernels: what copies and sums rows: "auto", "torch" or "fused".
         wire_dtype: in which tokens travel to their experts, or None for their own.
         wire_backward: whether the gradients of the experts' outputs do so, too.
+        combine_dtype: "fp32" where the last hop of combine carries unrounded sums, or None.
         check: compare the first exchange of each chain with stock's.
         record: folder for what is recorded of an iteration, or None.
         record_iteration: that iteration, the first one being 1.
@@ -218,6 +223,7 @@ class Options:
     kernels: str = AUTO
     wire_dtype: str | None = None
     wire_backward: bool = False
+    combine_dtype: str | None = None
     check: int = 1
     record: str | None = None
     record_iteration: int = DEFAULT_RECORD_ITERATION
@@ -283,6 +289,7 @@ class Options:
         check("wire_dtype", lambda value: value == "fp8", "be fp8, or left out")
         check("wire_backward", lambda value: type(value) is bool, "be a switch: 1 or 0")
         check("wire_backward", lambda _: "wire_dtype" in given, "come with moe_monta_wire_dtype")
+        check("combine_dtype", lambda value: value == "fp32", "be fp32, or left out")
         check("check", lambda value: type(value) is int and value in (0, 1), "be 0 or 1")
         overlaps = given["overlaps"] = _overlaps(source)
         check(
@@ -329,6 +336,12 @@ class Options:
             given["num_chunks"] = chunks_of(
                 CHAINS[chain], given.get("num_chunks"), "moe_monta_num_chunks"
             )
+        named = given["plan"].chain if "plan" in given else chain
+        check(
+            "combine_dtype",
+            lambda _: named == AUTO or CHAINS[named].rows == "tokens",
+            f"be left out with {named}, which sums no copies of a token on the way",
+        )
         check("overlap_experts", lambda value: type(value) is bool, "be a switch: 1 or 0")
         if given.get("overlap_experts") or getattr(given.get("plan"), "experts_pipelined", False):
             from monta_megatron.integration.overlapped_experts import check_options

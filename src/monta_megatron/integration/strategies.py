@@ -56,6 +56,7 @@ class PermutedTokens:
             monitor=dispatcher.monitor,
             fused=is_fused(dispatcher.options.kernels, dispatcher.probs.device.type),
             quantized_passes=dispatcher.options.quantized_passes,
+            keeps_sums=dispatcher.options.combine_dtype is not None,
         )
 
     def columns(
@@ -111,6 +112,7 @@ class WholeTokens:
             max_experts_per_token=counts.max_experts_per_token,
             fused=is_fused(dispatcher.options.kernels, dispatcher.probs.device.type),
             quantized_passes=dispatcher.options.quantized_passes,
+            keeps_sums=dispatcher.options.combine_dtype is not None,
         )
 
     def columns(

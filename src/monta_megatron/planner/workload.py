@@ -7,7 +7,7 @@ from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.chunks import blocks_for
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import BoundProgram, Pass, Policy, RowFormat
+from monta_megatron.chains.program import COMBINE, BoundProgram, Pass, Policy, RowFormat
 from monta_megatron.chains.wire_format import quantized_bytes
 from monta_megatron.planner.routing import Routing
 
@@ -32,6 +32,7 @@ class Workload:
         max_experts_per_token: the most experts of a token, where they are more than the routing's.
         experts: what experts take that may run in the pipeline; None where they may not.
         quantized_passes: names of the passes whose rows travel in eight bits.
+        keeps_sums: the last hop of combine carries partial sums unrounded.
     """
 
     layout: Layout
@@ -43,6 +44,7 @@ class Workload:
     max_experts_per_token: int = 0
     experts: "Experts | None" = None
     quantized_passes: frozenset[str] = frozenset()
+    keeps_sums: bool = False
 
     def bind(self, chain: Chain, num_chunks: int, layout: Layout | None = None) -> BoundChain:
         """The chain bound to the expected rows of one rank.
@@ -71,5 +73,6 @@ class Workload:
             prob_bytes=self.prob_bytes,
             sum_bytes=sum_bytes,
             quantized_bytes=quantized_bytes(self.quantized_passes, pass_, self.hidden_size),
+            keeps_sums=self.keeps_sums and pass_ == COMBINE,
         )
         return lower(bound, pass_, row, max_experts_per_token, policy)
