@@ -30,7 +30,11 @@ def without_relative_links(page: str) -> str:
 
 plot = ["matplotlib"]
 completion = ["shtab"]
-test = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3", *plot, *completion]
+test = [
+    *("pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3", "tensorboard"),
+    *plot,
+    *completion,
+]
 
 setup(
     name="monta-megatron",

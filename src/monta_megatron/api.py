@@ -92,8 +92,9 @@ def timeline(
 def statistics() -> list[LayerStatistics]:
     """What the exchanges of this process's MoE layers have done so far, in the model's order.
 
-    A layer has its chain, the bytes that left this rank between and inside nodes, and how often
-    each chain was chosen. It is there from when it is built, for as long as the model exists.
+    A layer has its chain, the bytes that left this rank between and inside nodes, how often each
+    chain was chosen, and what was watched last. It is there from when it is built, for as long as
+    the model exists.
     """
     from monta_megatron.integration.statistics import layer_statistics
 

@@ -45,12 +45,12 @@ class Model:
     """Two layers that share an exchange, each with an optimizer of its own."""
 
     def __init__(self, case: Case, dispatcher: str, training: Training) -> None:
-        from monta_megatron.integration import choices
+        from monta_megatron.integration import iterations
 
         if training.recompute == "selective":
             config = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
             case = dataclasses.replace(case, config={**case.config, **config})
-        choices._shared.clear()
+        iterations._shared.clear()
         options = {"moe_monta_chain": "auto"} | case.options
         case = dataclasses.replace(case, options=options)
         self.case, self.training = case, training
@@ -270,9 +270,9 @@ def replay_between_decisions(case: Case, num_iterations: int) -> list[tuple[int,
     Returns:
         after each iteration its number, and the chain and number of chunks that ran.
     """
-    from monta_megatron.integration import choices
+    from monta_megatron.integration import iterations
 
-    choices._shared.clear()
+    iterations._shared.clear()
     with capturing_preprocess():
         dispatcher = build_layer(case, "monta").token_dispatcher
     hidden, routing_map = make_batch(case, seeded_by_rank())
@@ -302,4 +302,20 @@ def replay_between_decisions(case: Case, num_iterations: int) -> list[tuple[int,
         optimizer.step()
         number = dispatcher._choices.decision.number
         seen.append((number, dispatcher.chain.name, dispatcher.num_chunks))
+    return seen
+
+
+def watched(case: Case, training: Training) -> list[dict[str, Any]]:
+    """What the statistics of both layers say after each iteration of what was watched."""
+    import monta_megatron
+
+    model = Model(case, "monta", training)
+    numbers = {id(layer): number for number, layer in enumerate(model.layers)}
+    seen = []
+    for number in range(training.num_iterations):
+        model.iterate(number)
+        statistics = monta_megatron.statistics()
+        assert len({id(each.watched) for each in statistics[-len(numbers) :]}) == 1
+        latest = model.choices.decision.watching.latest
+        seen.append({} if latest is None else dataclasses.asdict(latest))
     return seen

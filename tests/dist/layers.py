@@ -693,11 +693,11 @@ def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], in
     """What a rank prints in steps of two layers, and the exchanges that its last layer counts."""
     from megatron.core import num_microbatches_calculator as calculator
 
-    from monta_megatron.integration import choices, reports
+    from monta_megatron.integration import iterations, reports
 
     # Layers of other tests would count too.
     gc.collect()
-    choices._shared.clear()
+    iterations._shared.clear()
     layers = [build_layer(case, "monta") for _ in range(2)]
     reports._reported.clear()
     batch = dist.get_world_size() * num_micro_batches

@@ -18,6 +18,7 @@ from iterations import (
     resume_while_tuning,
     train,
     tuned,
+    watched,
 )
 from layers import Case, disagree
 from pool import Pool, PoolError
@@ -187,3 +188,24 @@ def test_decisions_advance_where_preprocess_is_replayed(pools: Pools) -> None:
     for seen in pools[4].run(replay_between_decisions, case, STEPS + 4):
         assert [number for number, _, _ in seen] == list(range(1, STEPS + 5))
         assert {chain for _, chain, _ in seen} == {"alltoall", "alltoall_allgather"}
+
+
+@pytest.mark.parametrize("chain", ["auto", "hierarchical_alltoall"])
+def test_one_iteration_in_n_is_watched(pools: Pools, chain: str) -> None:
+    """Also where a chain is named; every rank knows the same of it, an iteration later."""
+    options = AUTO | {
+        "moe_monta_chain": chain,
+        "moe_monta_tune_steps": 0,
+        "moe_monta_watch_steps": 2,
+    }
+    training = Training(num_iterations=4, num_micro_batches=2)
+    found = pools[4].run(watched, Case(ep=4, topk=3, options=options), training)
+    assert all(each == found[0] for each in found)
+    assert [each.get("iteration") for each in found[0]] == [None, None, 1, 2]
+    latest = found[0][-1]
+    assert all(ms > 0 for ms in latest["exchange_ms"].values())
+    assert latest["inter_gb"] > 0 and latest["predicted_ms"] > 0
+    assert latest["max_overload_factor"] >= latest["avg_overload_factor"] >= 1
+    # Its network stage, and its stage in a node if it has one.
+    links = {"inter"} if latest["chain"] == "alltoall" else {"inter", "intra"}
+    assert set(latest["link_over_predicted"]) == links

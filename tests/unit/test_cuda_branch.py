@@ -37,9 +37,11 @@ from monta_megatron.exchange.collectives import start_all_gather
 from monta_megatron.exchange.count_table import CountTable, expert_ids_of
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.groups import peer_groups
+from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.pass_times import PassTimes
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
+from monta_megatron.exchange.watched_passes import DeviceCollectives
 
 HIDDEN = 32
 NUM_BLOCKS = 6
@@ -214,6 +216,43 @@ def test_passes_are_timed_without_a_wait(chain_name: str) -> None:
     assert device.recorder.findings == []
     # Events are used again once they were read.
     assert len(pass_times._spare_events) == 4
+
+
+@pytest.mark.parametrize("chain_name", ["alltoall", "hierarchical_alltoall"])
+def test_collectives_are_timed_without_a_wait(chain_name: str) -> None:
+    """In a watched iteration: by resource, between events that are read when they have happened."""
+    device = FakeDevice(listed=[ROW_INDICES])
+    exchange, routed = make_exchange(chain_name, 16, 1, device)
+    pass_times = exchange.monitor.pass_times = PassTimes(with_copies=False)
+    pass_times.is_on, steps = True, exchange.monitor.recorder
+    assert steps is not None
+    pass_times.watch()
+    note = DeviceCollectives.note
+
+    def note_both(collectives: DeviceCollectives, step: Step) -> None:
+        steps.note(step)
+        note(collectives, step)
+
+    exchange.monitor.recorder = None
+    with device, mock.patch.object(DeviceCollectives, "note", note_both):
+        run_layer(exchange, routed, torch.bfloat16)
+        pass_times.end_iteration()
+        device.num_done = len(device.recorder.queue)
+        sums = pass_times.collect().tolist()
+        assert exchange.monitor.recorder is None
+        sent = exchange.monitor.bytes_by_resource()
+        # The next one is not watched.
+        exchange.monitor.recorder = steps
+        run_layer(exchange, routed, torch.bfloat16)
+        pass_times.end_iteration()
+        assert len(pass_times.collect()) == len(FORWARD_BACKWARD)
+        del exchange, routed
+    assert all(us > 0 for us in sums[:4]) and sums[4:8] == [1, 1, 1, 1]
+    inter_us, intra_us = sums[8:10]
+    assert inter_us > 0 and (intra_us > 0) == (chain_name == "hierarchical_alltoall")
+    assert sums[10:] == [sent["inter"], sent["intra"]]
+    assert all(crossing == f"{ROW_INDICES} copies to the device" for crossing in device.crossings)
+    assert device.recorder.findings == []
 
 
 def on_host(rows: torch.Tensor) -> torch.Tensor:

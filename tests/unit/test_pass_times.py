@@ -42,7 +42,7 @@ def timed(with_copies: bool = True) -> PassTimes:
 def run(times: PassTimes, clock: Clock, *us: int) -> None:
     for each in us:
         clock.pass_us(1)
-        with times.of_pass(CPU):
+        with times.of_pass(CPU, "dispatch", Monitor()):
             clock.pass_us(each)
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_timed_while_it_is_off(clock: Clock) -> None:
     times.end_iteration()
     assert times.collect().tolist() == [10]
     monitor = Monitor()
-    with monitor.timed_pass(CPU), monitor.timed_copies(CPU):
+    with monitor.timed_pass(CPU, "dispatch"), monitor.timed_copies(CPU):
         pass
 
 
@@ -105,7 +105,7 @@ def test_what_a_layer_evaluates_is_not_timed(clock: Clock) -> None:
         layer.train(training)
         with monitor.timed_copies(CPU):
             clock.pass_us(1)
-        with monitor.timed_pass(CPU):
+        with monitor.timed_pass(CPU, "dispatch"):
             clock.pass_us(us)
     times.end_iteration()
     assert times.collect().tolist() == [12, 32]
@@ -130,7 +130,7 @@ def test_a_bounded_number_of_passes_is_timed(clock: Clock) -> None:
 
 def test_a_pass_that_fails_is_no_pass(clock: Clock) -> None:
     times = timed()
-    with pytest.raises(RuntimeError), times.of_pass(CPU):
+    with pytest.raises(RuntimeError), times.of_pass(CPU, "dispatch", Monitor()):
         raise RuntimeError("a peer has died")
     times.end_iteration()
     assert times.collect().tolist() == []

@@ -87,10 +87,10 @@ class Monitor:
             return works
         return self.recorder.watch(works, pass_name, operation.number)
 
-    def timed_pass(self, device: torch.device) -> AbstractContextManager[object]:
+    def timed_pass(self, device: torch.device, pass_name: str) -> AbstractContextManager[object]:
         """Context around a pass on this device."""
         times = self._times
-        return NOTHING if times is None else times.of_pass(device)
+        return NOTHING if times is None else times.of_pass(device, pass_name, self)
 
     def timed_copies(self, device: torch.device) -> AbstractContextManager[object]:
         """Context around copies that a chain needs beside its passes, in the forward."""

@@ -14,7 +14,7 @@ Notation: P = passes of an iteration.
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,12 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains.program import NOT_TIMED_US
 
-# Passes of an iteration that are timed at most: all ranks tell each other so many times.
+if TYPE_CHECKING:
+    from monta_megatron.exchange.monitor import Monitor
+    from monta_megatron.exchange.watched_passes import WatchedPasses
+
+# Passes of an iteration that are timed at most: all ranks tell each other so many times. In one
+# that is watched, sums are told, of all passes.
 MOST_PASSES = 1024
 
 # An event of a device, or nanoseconds of the host's clock.
@@ -55,27 +60,43 @@ class PassTimes:
 
     Attributes:
         is_on: whether what runs from here on is timed.
+        watched: what else is measured of it, where the iteration is watched.
     """
 
     def __init__(self, with_copies: bool) -> None:
         self.is_on = False
+        self.watched: WatchedPasses | None = None
+        self._ended_watched: WatchedPasses | None = None
         self._with_copies = with_copies
         self._passes: list[list[Interval]] = []
         self._copies: list[Interval] = []
         self._ended: list[list[Interval]] = []
         self._spare_events: list[torch.cuda.Event] = []
 
-    def of_pass(self, device: torch.device) -> AbstractContextManager[None]:
-        """Context around a pass on this device."""
-        return self._pass(device) if self._is_timed else _NOT_TIMED
+    def of_pass(
+        self, device: torch.device, pass_name: str, monitor: "Monitor"
+    ) -> AbstractContextManager[None]:
+        """Context around a pass on this device, of a layer with this monitor."""
+        if not self._is_timed:
+            return _NOT_TIMED
+        if self.watched is None:
+            return self._pass(device)
+        return self._watched_pass(device, self.watched.of_pass(device, pass_name, monitor))
 
     def of_copies(self, device: torch.device) -> AbstractContextManager[None]:
         """Context around copies of the forward that are made beside a pass."""
         return self._copy(device) if self._is_timed and self._with_copies else _NOT_TIMED
 
+    def watch(self) -> None:
+        """Measure in the iteration under way, before its first pass, what `WatchedPasses` tells."""
+        from monta_megatron.exchange.watched_passes import WatchedPasses
+
+        self.watched = WatchedPasses()
+
     def end_iteration(self) -> None:
         """Begin the next iteration; what was not collected is forgotten."""
         self._ended, self._passes = self._passes, []
+        self._ended_watched, self.watched = self.watched, None
         # Those after the last pass.
         if self._ended:
             self._ended[-1] += self._copies
@@ -86,13 +107,18 @@ class PassTimes:
 
         `NOT_TIMED_US` for a pass that the device has not come to. At the earliest when the host has
         waited for something that the device did afterwards, such as the next iteration's counts.
+        Of an iteration that was watched, the `WatchedPasses.sums` instead.
         """
         passes, self._ended = self._ended, []
-        return np.array([self._us(intervals) for intervals in passes], dtype=np.int64)
+        watched, self._ended_watched = self._ended_watched, None
+        us = [self._us(intervals) for intervals in passes]
+        if watched is not None:
+            us = watched.sums(us, _us_between)
+        return np.array(us, dtype=np.int64)
 
     @property
     def _is_timed(self) -> bool:
-        return self.is_on and len(self._passes) < MOST_PASSES
+        return self.is_on and (self.watched is not None or len(self._passes) < MOST_PASSES)
 
     @contextmanager
     def _pass(self, device: torch.device) -> Iterator[None]:
@@ -100,6 +126,13 @@ class PassTimes:
         yield
         self._passes.append([*self._copies, Interval(start, self._mark(device), 1)])
         self._copies = []
+
+    @contextmanager
+    def _watched_pass(
+        self, device: torch.device, inside: AbstractContextManager[None]
+    ) -> Iterator[None]:
+        with self._pass(device), inside:
+            yield
 
     @contextmanager
     def _copy(self, device: torch.device) -> Iterator[None]:
@@ -119,12 +152,18 @@ class PassTimes:
     def _us(self, intervals: list[Interval]) -> int:
         us = 0.0
         for start, end, times in intervals:
-            if isinstance(start, int) or isinstance(end, int):
-                assert isinstance(start, int) and isinstance(end, int), "one clock"
-                us += times * (end - start) / 1e3
-            elif end.query():
-                us += times * start.elapsed_time(end) * 1e3
-                self._spare_events += [start, end]
-            else:
+            between_us = _us_between(start, end)
+            if between_us is None:
                 return NOT_TIMED_US
+            us += times * between_us
+            if not (isinstance(start, int) or isinstance(end, int)):
+                self._spare_events += [start, end]
         return round(us)
+
+
+def _us_between(start: Mark, end: Mark) -> float | None:
+    """None where the device has not come to the end."""
+    if isinstance(start, int) or isinstance(end, int):
+        assert isinstance(start, int) and isinstance(end, int), "one clock"
+        return (end - start) / 1e3
+    return start.elapsed_time(end) * 1e3 if end.query() else None

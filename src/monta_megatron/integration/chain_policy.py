@@ -49,7 +49,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
             raise ValueError(f"moe_monta_plan: {incompatibility}")
         num_chunks, reason = options.plan.num_chunks, options.plan.reason
     check_chain_runs(options, layout)
-    if chain is not None:
+    if chain is not None and not options.watch_steps:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason=reason)
     cluster = options.cluster
@@ -80,13 +80,15 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         for chain in chains_for(layout)
         if chain.rows == "permuted tokens" or not permuted_only
     )
+    named = options.named_chain
     return _planned_policy(
         cluster=cluster,
         workload=workload,
-        chains=tuple(chains),
+        chains=tuple(chains) if named is None else (named,),
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
         memory_limit_bytes=bytes_of_gb(options.memory_limit_gb),
         beside_us=options.beside_us,
+        named="" if named is None else reason,
     )
 
 
@@ -139,6 +141,7 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         "moe_monta_beside_us": options.beside_us,
         "moe_monta_tune_steps": options.tune_steps,
         "moe_monta_plan_out": options.plan_out,
+        "moe_monta_watch_steps": options.watch_steps,
         "moe_monta_overlap_experts": options.overlap_experts,
         "moe_monta_wire_dtype": options.wire_dtype,
         "moe_monta_wire_backward": options.wire_backward,

@@ -19,7 +19,7 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import make_folder, write_whole
 from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.groups import gather_objects
-from monta_megatron.integration.choices import Iterations, all_iterations
+from monta_megatron.integration.iterations import Iterations, all_iterations
 from monta_megatron.planner.decision import Decision, DecisionState
 
 
@@ -140,8 +140,9 @@ def _made_for(iterations: Iterations) -> dict[str, Any]:
         "nodes": [node - min(layout.nodes) for node in layout.nodes],
         **iterations.agreed_rule,
     }
-    # Where a plan is written to changes no decision.
-    rule.pop("moe_monta_plan_out", None)
+    # Where a plan is written to changes no decision, and watching no tuning.
+    for name in ("moe_monta_plan_out", "moe_monta_watch_steps"):
+        rule.pop(name, None)
     # As a file has it.
     made_for: dict[str, Any] = json.loads(json.dumps(rule))
     return made_for

@@ -59,6 +59,7 @@ from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.pipeline import Experts
+    from monta_megatron.planner.watching import WatchedIteration
 
 # Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.
@@ -114,12 +115,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._report = Report(reports_for_stage(self.tp_ep_group, pg_collection))
         replicas = getattr(pg_collection, "expt_dp", None)
         self.layout, self.chain_policy, rule = on_every_exchange(
-            # The exchanges end their tuning together.
+            # The exchanges end their tuning together, and watch the same iterations.
             self._set_up,
             replicas,
             {
                 "moe_monta_beside_us": self.options.beside_us,
                 "moe_monta_tune_steps": self.options.tune_steps,
+                "moe_monta_watch_steps": self.options.watch_steps,
             },
         )
         self._choices = choices_of(
@@ -220,6 +222,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(rows)
         return rows, row_probs
+
+    @property
+    def watched(self) -> "WatchedIteration | None":
+        """Of the last watched iteration that is known."""
+        watching = getattr(getattr(self._choices, "decision", None), "watching", None)
+        return None if watching is None else watching.latest
 
     @property
     def computes(self) -> bool:

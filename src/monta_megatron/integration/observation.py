@@ -26,6 +26,7 @@ class Received:
         for_rank: tokens with an expert here, as far as they are counted.
         for_node: tokens with an expert on this node, likewise.
         numbers_of_tokens: of each rank in each micro-batch.
+        pairs_of_each: `pairs` of each micro-batch and layer.
     """
 
     tokens: int = 0
@@ -33,11 +34,13 @@ class Received:
     for_rank: int = 0
     for_node: int = 0
     numbers_of_tokens: set[int] = field(default_factory=set)
+    pairs_of_each: list[int] = field(default_factory=list)
 
     def add(self, counts: ExchangeCounts) -> None:
         """Add a micro-batch of a layer."""
         self.tokens += int(counts.num_tokens.sum())
-        self.pairs += int(counts.permuted_tokens.received.sum())
+        self.pairs_of_each.append(int(counts.permuted_tokens.received.sum()))
+        self.pairs += self.pairs_of_each[-1]
         self.numbers_of_tokens.update(counts.num_tokens.tolist())
         if counts.tokens is not None:
             for_rank, for_node = counts.tokens.for_rank, counts.tokens.for_node

@@ -30,6 +30,7 @@ AUTO = "auto"
 DEFAULT_RECORD_ITERATION = 10
 DEFAULT_TUNE_STEPS = 20
 DEFAULT_CALIBRATE_S = 10.0
+DEFAULT_WATCH_STEPS = 50
 # The settings by which Megatron runs other work beside an exchange.
 OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
 # A chain's name or a file; code may pass a cluster itself.
@@ -124,6 +125,20 @@ class OptionFields:
         "Where there are several pipeline stages, each writes one, with its number before the "
         "suffix."
     )
+    moe_monta_watch_steps: Optional[int] = _option(  # noqa: UP045
+        "One iteration in so many is watched: its exchange is timed, and a link that becomes "
+        f"slower is named (default: {DEFAULT_WATCH_STEPS} where auto chooses, outside of "
+        "deterministic mode; else 0, which is off).",
+        _or_text(int),
+    )
+    moe_monta_watch_log: Optional[bool] = _switch(  # noqa: UP045
+        "moe_monta_watch_log",
+        "Print what was watched last, in a line every --log-interval (environment: 1).",
+    )
+    moe_monta_watch_out: Optional[str] = _option(  # noqa: UP045
+        "Folder for what is watched: a file for each exchange, with a line of JSON for each "
+        "watched iteration, for `monta doctor --run`."
+    )
     moe_monta_max_ctas: Optional[int] = _option(  # noqa: UP045
         "SMs that each NCCL communicator of a rail or a node may keep busy (default: max_ctas of "
         f"ep in --nccl-communicator-config-path, else {DEFAULT_MAX_CTAS}).",
@@ -206,6 +221,9 @@ class Options:
         record_iteration: that iteration, the first one being 1.
         tune_steps: iterations of tuning; 0 for none.
         plan_out: file for the plan of the tuning, or None.
+        watch_steps: one iteration in so many is watched; 0 for none.
+        watch_log: whether the log has a line of what was watched.
+        watch_out: folder for what is watched, or None.
         overlap_experts: whether the experts run in the pipeline, chunk by chunk.
         max_nodes_per_token, max_ranks_per_token: limits for a token's experts, or None.
     """
@@ -229,6 +247,9 @@ class Options:
     record_iteration: int = DEFAULT_RECORD_ITERATION
     tune_steps: int = 0
     plan_out: str | None = None
+    watch_steps: int = 0
+    watch_log: bool = False
+    watch_out: str | None = None
     overlap_experts: bool = False
     max_nodes_per_token: int | None = None
     max_ranks_per_token: int | None = None
@@ -267,8 +288,9 @@ class Options:
                 value = given[name]
                 require(holds(value), f"moe_monta_{name}", repr(value), rule)
 
-        for name in ("chain", "cluster", "plan", "plan_out", "record"):
-            what = {"chain": "a name", "record": "a folder"}.get(name, "a file")
+        for name in ("chain", "cluster", "plan", "plan_out", "record", "watch_out"):
+            folders = {"record": "a folder", "watch_out": "a folder"}
+            what = {"chain": "a name", **folders}.get(name, "a file")
             check(name, lambda value: value and isinstance(value, _FILE_TYPES), f"be {what}")
         chain = given.get("chain", AUTO)
         check_chain(chain, "moe_monta_chain", also=(AUTO,))
@@ -313,12 +335,22 @@ class Options:
             from monta_megatron.integration.calibration_time import calibrate_seconds
 
             given["calibrate_seconds"] = calibrate_seconds(source, needs_costs)
-        tune_steps = given.setdefault("tune_steps", _default_tune_steps(source, given))
-        check(
-            "tune_steps",
-            lambda value: type(value) is int and value >= 0,
-            "be an integer >= 0; 0 is off",
+        tune_steps = given.setdefault(
+            "tune_steps", _default_steps(source, given, DEFAULT_TUNE_STEPS)
         )
+        given.setdefault("watch_steps", _default_steps(source, given, DEFAULT_WATCH_STEPS))
+        for name in ("tune_steps", "watch_steps"):
+            check(
+                name,
+                lambda value: type(value) is int and value >= 0,
+                "be an integer >= 0; 0 is off",
+            )
+        check(
+            "watch_steps",
+            lambda value: value == 0 or not given.get("overlap_experts"),
+            "be 0 or left out with moe_monta_overlap_experts, whose passes are not timed",
+        )
+        check("watch_log", lambda value: type(value) is bool, "be a switch: 1 or 0")
         check(
             "tune_steps",
             lambda value: value == 0 or (chain == AUTO and "plan" not in given),
@@ -365,10 +397,10 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
     return defaults
 
 
-def _default_tune_steps(source: object, given: Mapping[str, Any]) -> int:
+def _default_steps(source: object, given: Mapping[str, Any], steps: int) -> int:
     """Deterministic mode is to do the same in every run, which times never do."""
     is_off = getattr(source, "deterministic_mode", False) or given.get("overlap_experts")
-    return DEFAULT_TUNE_STEPS if _is_auto(given) and not is_off else 0
+    return steps if _is_auto(given) and not is_off else 0
 
 
 def _is_auto(given: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from monta_megatron.integration.iteration import layers
+from monta_megatron.planner.watching import WatchedIteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class LayerStatistics:
         inter_bytes: payload that left this rank for other nodes.
         intra_bytes: payload that left it for other ranks on its node.
         choices: (chain, number of chunks) -> exchanges that ran by them, recomputed ones included.
+        watched: the last watched iteration of the exchange that the layer belongs to, with all
+            layers of its shape; None before the first one is known, and where nothing is watched.
     """
 
     layer_number: int | None
@@ -25,6 +28,7 @@ class LayerStatistics:
     inter_bytes: int
     intra_bytes: int
     choices: Mapping[tuple[str, int], int]
+    watched: WatchedIteration | None
 
 
 def layer_statistics() -> list[LayerStatistics]:
@@ -41,6 +45,7 @@ def layer_statistics() -> list[LayerStatistics]:
                 inter_bytes=sent["inter"],
                 intra_bytes=sent["intra"],
                 choices=dict(dispatcher.monitor.choices),
+                watched=dispatcher.watched,
             )
         )
     return statistics

@@ -100,18 +100,20 @@ class PlannedPolicy(ChainPolicy):
             to hold more, the one that holds the least is chosen: a training that has come to larger
             batches goes on.
         beside_us: other work that runs beside the exchange; see `selection.select`.
+        named: why there is but one chain in one number of chunks, whose prices are only watched.
     """
 
     cluster: Cluster
     workload: Workload
     memory_limit_bytes: float | None = None
     beside_us: float = 0.0
+    named: str = ""
     _tables: dict[Routing, "ChoiceTable"] = field(default_factory=dict)
 
     def rule(self) -> dict[str, Any]:
         """See `ChainPolicy`."""
         return {
-            "chain": "auto",
+            "chain": self.chains[0].name if self.named else "auto",
             "chains": [chain.name for chain in self.chains],
             "num_chunks": list(self.num_chunks),
             "memory_limit_bytes": self.memory_limit_bytes,
@@ -190,7 +192,10 @@ class ChoiceTable:
         return bucket_of(max_tokens), most_experts
 
     def _choose(self, tokens: int, most_experts: int) -> ChainChoice:
-        cluster = self.policy.cluster
+        cluster, named = self.policy.cluster, self.policy.named
+        if named:
+            (chain,), (num_chunks,) = self.policy.chains, self.policy.num_chunks
+            return ChainChoice(chain=chain, num_chunks=num_chunks, reason=named)
         selection = self.policy.selection(tokens, most_experts, self.routing)
         price, why = self.pick(selection)
         of_token = f" with up to {counted(most_experts, 'expert')} each" if most_experts > 1 else ""

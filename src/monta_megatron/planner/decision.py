@@ -41,6 +41,7 @@ from monta_megatron.planner.selection import Selection
 
 if TYPE_CHECKING:
     from monta_megatron.planner.tuning import Tuning
+    from monta_megatron.planner.watching import Watching
 
 # By when the first iteration's traffic is known, and how often it is looked at from then on:
 # planning takes tens of milliseconds.
@@ -53,7 +54,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         traffic: where its tokens went; None if it had none.
-        pass_us: [S, P] the time of each pass; P is 0 where none was timed.
+        pass_us: [S, P] the time of each pass; P is 0 where none was timed. What `Watching.learn`
+            takes where it was watched.
     """
 
     traffic: Traffic | None
@@ -73,6 +75,7 @@ class DecisionState:
     tuning: Any
     tuned_for: tuple[int, int] | None
     tuned_routing: ObservedRouting | None
+    rate_ratios: tuple[float, ...] = ()
 
 
 class Decision:
@@ -81,6 +84,7 @@ class Decision:
     Args:
         policy: plans for a routing.
         num_tuning_steps: iterations in which candidates take turns; 0 for none.
+        watching: notices changes of the links; None where nothing is watched.
 
     Attributes:
         number: of the iteration, from 0.
@@ -88,11 +92,18 @@ class Decision:
         tuning: what was measured; None before it begins.
     """
 
-    def __init__(self, policy: PlannedPolicy, num_tuning_steps: int = 0) -> None:
+    def __init__(
+        self,
+        policy: PlannedPolicy,
+        num_tuning_steps: int = 0,
+        watching: "Watching | None" = None,
+    ) -> None:
         self.number = 0
         self.routing: Routing = policy.workload.routing
         self.tuning: Tuning | None = None
-        self._policy = policy
+        self.watching = watching
+        # As it was given, and with what has been noticed since.
+        self._given_policy = self._policy = policy
         self._num_tuning_steps = num_tuning_steps
         self._average: Traffic | None = None
         self._num_averaged = 0
@@ -106,7 +117,12 @@ class Decision:
     @property
     def is_timed(self) -> bool:
         """Whether the passes of this iteration are to be timed."""
-        return self._turns[-1] is not None
+        return self._turns[-1] is not None or self.is_watched
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether they are to be timed for the `watching`."""
+        return self.watching is not None and self.watching.is_on
 
     @property
     def has_to_settle(self) -> bool:
@@ -126,6 +142,8 @@ class Decision:
             "routing": repr(self.routing),
             "candidate": self._turns[-1],
             "tuned": None if tuning is None else [len(tuning.steps), tuning.settled_us],
+            "costs": self._policy.cluster.name,
+            "watched": self.is_watched,
         }
 
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
@@ -155,6 +173,11 @@ class Decision:
             max_tokens: the most tokens of any rank in the one that has ended.
             max_experts_per_token: the most experts of a token in it.
         """
+        watching = self.watching
+        if watching is not None:
+            ran = self.choose(max_tokens, max_experts_per_token)
+            key = self._table.key(max_tokens, max_experts_per_token)
+            watching.end(ran, key, self.routing)
         if outcome is not None:
             self._learn(outcome)
         self.number += 1
@@ -163,6 +186,8 @@ class Decision:
         if self.tuning is None and self._num_tuning_steps:
             self._start_tuning(max_tokens, max_experts_per_token)
         self._turns.append(None if self.tuning is None else self.tuning.next())
+        if watching is not None:
+            watching.begin(self.number, free=not self._is_tuning)
 
     def settle(self, summaries: Sequence[Sequence[int]]) -> Selection:
         """End the tuning together with the replicas of the exchange; see `Tuning.settle`.
@@ -187,7 +212,7 @@ class Decision:
 
     def state(self) -> DecisionState:
         """What `resume` takes."""
-        average = self._average
+        average, watching = self._average, self.watching
         figures = {} if average is None else vars(average)
         return DecisionState(
             number=self.number,
@@ -200,6 +225,7 @@ class Decision:
             tuning=None if self.tuning is None else self.tuning.state(),
             tuned_for=self._tuned_for,
             tuned_routing=_if_observed(self._tuned_routing),
+            rate_ratios=() if watching is None else tuple(watching.rate_ratios.values()),
         )
 
     def resume(self, state: DecisionState) -> None:
@@ -226,12 +252,19 @@ class Decision:
         self._tuned_routing = state.tuned_routing or expected
         self.tuning, self._tuned_for = tuning, state.tuned_for
         self._turns = deque([None if tuning is None else tuning.next()])
+        if self.watching is not None:
+            self.watching.restart(state.number, state.rate_ratios)
+            self._plan_again()
         self._table = self._make_table()
 
     def _learn(self, outcome: Outcome) -> None:
         turn = self._turns.popleft()
         if turn is not None and self.tuning is not None:
             self.tuning.add(turn, outcome.pass_us)
+        if self.watching is not None:
+            self.watching.learn(outcome.pass_us, self._policy)
+            if self.watching.change is not None:
+                self._plan_again()
         if outcome.traffic is not None:
             average = self._average or outcome.traffic
             self._average = average.averaged(outcome.traffic, self._num_averaged)
@@ -251,6 +284,14 @@ class Decision:
         if seen.differs(now):
             self.routing = seen if seen.differs(usual) else expected
             self._table = self._make_table()
+
+    def _plan_again(self) -> None:
+        """Plan with the rates that the links have by now."""
+        from monta_megatron.planner.watching import replanned
+
+        assert self.watching is not None
+        self._policy = replanned(self._given_policy, self.watching.rate_ratios)
+        self._table = self._make_table()
 
     @property
     def _is_tuning(self) -> bool:
@@ -277,7 +318,8 @@ class Decision:
         winner = tuning.candidates[tuning.winner].key
         workload = selection.workload
         is_same = (
-            workload.routing == self._tuned_routing
+            self._policy is self._given_policy
+            and workload.routing == self._tuned_routing
             and (workload.tokens_per_rank, workload.max_experts_per_token) == self._tuned_for
         )
         prices = {(price.chain.name, price.num_chunks): price for price in selection.allowed}

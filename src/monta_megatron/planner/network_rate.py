@@ -1,15 +1,22 @@
-"""What-if: a cluster whose network has another rate."""
+"""A cluster with another rate of its network or its node link: what-if, or after a change."""
 
 import math
 from dataclasses import replace
 
+from monta_megatron.chains.program import Resource
 from monta_megatron.common.rules import require
+from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster, Link
 from monta_megatron.planner.curves import Curve
 
 
 def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:
-    """A cluster with a network of `rate_ratio` times the rate, and the same start times.
+    """A cluster with a network of `rate_ratio` times the rate; see `with_rate`."""
+    return with_rate(cluster, "inter", rate_ratio)
+
+
+def with_rate(cluster: Cluster, resource: Resource, rate_ratio: float) -> Cluster:
+    """A cluster with a resource of `rate_ratio` times the rate, and the same start times.
 
     Raises:
         ValueError: the ratio is not a number above 0.
@@ -18,15 +25,15 @@ def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:
     require(holds, "rate_ratio", rate_ratio, "be a number > 0")
     return replace(
         cluster,
-        name=f"{cluster.name}, network x {rate_ratio:g}",
+        name=f"{cluster.name}, {RESOURCE_NAMES[resource]} x {rate_ratio:.3g}",
         # This is what the ratio is for.
         network_faster_than_node_link=True,
         links=tuple(
-            _link_scaled(link, rate_ratio) if link.resource == "inter" else link
+            _link_scaled(link, rate_ratio) if link.resource == resource else link
             for link in cluster.links
         ),
         curves=tuple(
-            scaled(curve, rate_ratio) if curve.resource == "inter" else curve
+            scaled(curve, rate_ratio) if curve.resource == resource else curve
             for curve in cluster.curves
         ),
     )

@@ -19,6 +19,7 @@ def run_script(run: Run) -> str:
         "RUN_DIRECTORY": str(run.directory),
         # start.sh runs the ranks with this interpreter, whose Megatron has checked the arguments.
         "PYTHON": sys.executable,
+        "MOE_MONTA_WATCH_OUT": str(run.directory / "logs"),
         **{name: str(value) for name, value in run.config.environment.items()},
     }
     start = f"--ranks-per-node {layout.ranks_per_node} --nodes {layout.nodes}"

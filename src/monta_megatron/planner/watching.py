@@ -1,0 +1,358 @@
+"""Watching: one iteration in N is timed, and a change that lasts is noticed. No torch.
+
+Each resource has a series: what its collectives took over what was predicted for them, which takes
+out tokens and routing. What is usual is the median of the series, whatever the prediction is worth.
+A change lasts where several in a row lie outside the band around it:
+
+    every N iterations          while all is as usual
+    every N / 8                 at the beginning, and after one that lies outside, until that has
+                                lasted for `NUM_IN_A_ROW` of them, or one lies inside again
+
+So a change is known within 2 N iterations (N >= 16), and what passes within N / 2 is none. The time
+of a group is that of its fastest rank, which waits least for the others; that of the slowest group
+counts.
+
+Notation: S = ranks of the exchange, M = micro-batches of all layers.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.layout import GroupName, Layout
+from monta_megatron.chains.program import FORWARD_BACKWARD, Resource
+from monta_megatron.planner.chain_policy import ChainChoice, PlannedPolicy
+from monta_megatron.planner.chain_price import RESOURCE_NAMES, ChainPrice, price_chain
+from monta_megatron.planner.network_rate import with_rate
+from monta_megatron.planner.routing import Routing
+
+# A shared host's cores change their speed by up to 1.6; a link that fails over is 4 times slower.
+BAND = 2.0
+NUM_USUAL = 4
+NUM_IN_A_ROW = 6
+MOST_KEPT = 40
+LOOKS_PER_PERIOD = 8
+# The collectives' resources, in the order of what a rank sends of them.
+LINKS: tuple[Resource, ...] = ("inter", "intra")
+PASS_NAMES = tuple(pass_.name for pass_ in FORWARD_BACKWARD)
+# Integers of a rank before those of its micro-batches: us and number by pass, us and bytes by link.
+NUM_SUMS = 2 * len(PASS_NAMES) + 2 * len(LINKS)
+# Ranks that are named, of those that the others wait for by more than this share.
+MOST_NAMED = 3
+WAITED_FOR = 0.1
+
+
+class Turn(NamedTuple):
+    """A watched iteration: its number, and for what it is priced, once it has ended."""
+
+    iteration: int
+    chain: str = ""
+    num_chunks: int = 1
+    tokens: int = 1
+    max_experts_per_token: int = 0
+    routing: Routing | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedIteration:
+    """What a watched iteration took.
+
+    Attributes:
+        iteration: its number, from 0, among those of this exchange.
+        chain: what ran.
+        num_chunks: its number of chunks.
+        exchange_ms: pass -> its time in the whole iteration, on the rank that waited least.
+        inter_gb: 1e9 bytes that all ranks of the exchange sent to other nodes.
+        intra_gb: likewise, to other ranks of their nodes.
+        avg_overload_factor: rows of the most loaded rank over those of a balanced one: the mean
+            over micro-batches and layers; 0 where nothing was sent.
+        max_overload_factor: likewise, the largest.
+        imbalance: by how much the exchange takes longer on the rank that waits most.
+        slowest_ranks: the ranks of the job that the others wait for; empty where nobody waits long.
+        predicted_ms: of the exchange.
+        over_predicted: measured over predicted.
+        link_over_predicted: "inter", "intra" -> the same of the collectives there.
+    """
+
+    iteration: int
+    chain: str
+    num_chunks: int
+    exchange_ms: Mapping[str, float]
+    inter_gb: float
+    intra_gb: float
+    avg_overload_factor: float
+    max_overload_factor: float
+    imbalance: float
+    slowest_ranks: tuple[int, ...]
+    predicted_ms: float
+    over_predicted: float
+    link_over_predicted: Mapping[Resource, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change that lasts.
+
+    Attributes:
+        resource: what became slower, or as fast again.
+        factor: time over the usual time.
+        since: the first iteration that lay outside the band.
+        stages: the stages that occupy it, with their groups.
+        ranks: of the job, of the slowest of these groups.
+        rate_ratio: of the rate that was planned with at first, the one to plan with from now on.
+    """
+
+    resource: Resource
+    factor: float
+    since: int
+    stages: tuple[str, ...]
+    ranks: tuple[int, ...]
+    rate_ratio: float
+
+    @property
+    def text(self) -> str:
+        """One line for the log."""
+        ranks = ", ".join(map(str, self.ranks))
+        return (
+            f"since iteration {self.since + 1} the {RESOURCE_NAMES[self.resource]} takes "
+            f"{self.factor:.2g}x its usual time: {'; '.join(self.stages)}; slowest are ranks "
+            f"{ranks}"
+        )
+
+
+def lasting_change(ratios: Sequence[float]) -> float | None:
+    """By what factor the latest of a series differ from what was usual before them.
+
+    Args:
+        ratios: measured over predicted time, the oldest first.
+
+    Returns:
+        The median of the last `NUM_IN_A_ROW` over the median of those before them, if all of them
+        lie outside the band, on the same side; else None, as where too few are known.
+    """
+    usual = usual_ratio(ratios)
+    if usual is None:
+        return None
+    last = [ratio / usual for ratio in ratios[-NUM_IN_A_ROW:]]
+    if min(last) > BAND or max(last) < 1 / BAND:
+        return median(last)
+    return None
+
+
+def usual_ratio(ratios: Sequence[float]) -> float | None:
+    """What is usual in a series, apart from the latest; None where too few are known."""
+    before = ratios[:-NUM_IN_A_ROW]
+    return median(before) if len(before) >= NUM_USUAL else None
+
+
+class Watching:
+    """What is watched of one exchange; the same on all of its ranks.
+
+    Args:
+        num_steps: N.
+        ranks: [S] the ranks of the exchange in the job.
+        layout: any rank's place.
+
+    Attributes:
+        latest: of the last watched iteration that is known.
+        change: what has just been noticed; None before and after.
+        rate_ratios: "inter", "intra" -> what is left of the rate that was planned with at first.
+    """
+
+    def __init__(self, num_steps: int, ranks: Sequence[int], layout: Layout) -> None:
+        self.latest: WatchedIteration | None = None
+        self.change: Change | None = None
+        self.rate_ratios: dict[Resource, float] = dict.fromkeys(LINKS, 1.0)
+        self._num_steps, self._ranks, self._layout = num_steps, ranks, layout
+        # The iterations whose figures are not known yet.
+        self._turns: deque[Turn | None] = deque([None])
+        self._last_watched = 0
+        # (chain, number of chunks, resource) -> the iterations and their ratios.
+        self._series: dict[tuple[str, int, Resource], deque[tuple[int, float]]] = {}
+        self._looks_often = True
+        self._prices: dict[tuple[PlannedPolicy, Turn], ChainPrice] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the iteration under way is watched."""
+        return self._turns[-1] is not None
+
+    def restart(self, iteration: int, rate_ratios: Sequence[float]) -> None:
+        """Go on in an iteration with what was left of the rates, by link; or with all of it."""
+        self.rate_ratios = dict(zip(LINKS, rate_ratios or (1.0,) * len(LINKS), strict=True))
+        self._turns = deque([None])
+        self._last_watched = iteration
+
+    def begin(self, iteration: int, free: bool) -> None:
+        """Begin an iteration; `free` says that it may be watched: nothing else is timed in it."""
+        often = max(self._num_steps // LOOKS_PER_PERIOD, 1)
+        period = often if self._looks_often else self._num_steps
+        is_due = free and iteration - self._last_watched >= period
+        if is_due:
+            self._last_watched = iteration
+        self._turns.append(Turn(iteration) if is_due else None)
+
+    def end(self, choice: ChainChoice, key: tuple[int, int], routing: Routing) -> None:
+        """Say what has run in the iteration under way: the key is that of `ChoiceTable`."""
+        turn = self._turns[-1]
+        if turn is not None:
+            self._turns[-1] = Turn(
+                turn.iteration, choice.chain.name, choice.num_chunks, *key, routing
+            )
+
+    def learn(self, sums: NDArray[np.int64], policy: PlannedPolicy) -> None:
+        """Add what all ranks know of the oldest iteration that was not added.
+
+        Args:
+            sums: [S, NUM_SUMS + M]; see `exchange.watched_passes`.
+            policy: prices it.
+        """
+        turn = self._turns.popleft()
+        self.change = None
+        if turn is None or not turn.chain or sums.shape[1] < NUM_SUMS:
+            return
+        price = self._price(policy, turn)
+        us, times, link_us, link_bytes, rows = np.split(
+            sums,
+            [len(PASS_NAMES), 2 * len(PASS_NAMES), NUM_SUMS - len(LINKS), NUM_SUMS],
+            axis=1,
+        )
+        total_us = us.sum(axis=1)
+        if not total_us.all():
+            return
+        num_passes = dict(zip(PASS_NAMES, times[0].tolist(), strict=True))
+        predicted_us = sum(each.total_us * num_passes[each.pass_name] for each in price.passes)
+        fastest = int(total_us.argmin())
+        order = total_us.argsort(kind="stable")[:MOST_NAMED]
+        most_us = int(total_us.max())
+        busy_us = {
+            link: sum(
+                sum(work.times_us) * num_passes[each.pass_name]
+                for each in price.passes
+                for work in each.pipeline
+                if work.resource == link
+            )
+            for link in LINKS
+        }
+        stages = _stages(price)
+        ratios: dict[Resource, float] = {}
+        slowest: dict[Resource, tuple[int, ...]] = {}
+        for link, of_ranks in zip(LINKS, link_us.T, strict=True):
+            if busy_us[link] > 0 and of_ranks.all() and stages[link]:
+                slowest_us, slowest[link] = self._slowest_group(stages[link].values(), of_ranks)
+                ratios[link] = slowest_us / busy_us[link]
+        overload = rows.max(axis=0) * len(rows) / np.maximum(rows.sum(axis=0), 1)
+        self.latest = WatchedIteration(
+            iteration=turn.iteration,
+            chain=turn.chain,
+            num_chunks=turn.num_chunks,
+            exchange_ms=dict(zip(PASS_NAMES, (us[fastest] / 1e3).tolist(), strict=True)),
+            inter_gb=int(link_bytes[:, 0].sum()) / 1e9,
+            intra_gb=int(link_bytes[:, 1].sum()) / 1e9,
+            avg_overload_factor=float(overload.mean()) if overload.size else 0.0,
+            max_overload_factor=float(overload.max()) if overload.size else 0.0,
+            imbalance=most_us / int(total_us[fastest]) - 1,
+            slowest_ranks=tuple(
+                self._ranks[rank]
+                for rank in order.tolist()
+                if total_us[rank] * (1 + WAITED_FOR) < most_us
+            ),
+            predicted_ms=predicted_us / 1e3,
+            over_predicted=int(total_us[fastest]) / predicted_us,
+            link_over_predicted=dict(ratios),
+        )
+        self._looks_often = False
+        for link, ratio in ratios.items():
+            self._add(turn, link, ratio, tuple(stages[link]), slowest[link])
+
+    def _add(
+        self,
+        turn: Turn,
+        link: Resource,
+        ratio: float,
+        stages: tuple[str, ...],
+        ranks: tuple[int, ...],
+    ) -> None:
+        """Add to the series of a resource."""
+        key = turn.chain, turn.num_chunks, link
+        series = self._series.setdefault(key, deque(maxlen=MOST_KEPT))
+        series.append((turn.iteration, ratio))
+        ratios = [each for _, each in series]
+        usual = usual_ratio(ratios)
+        if usual is None or not 1 / BAND <= ratio / usual <= BAND:
+            self._looks_often = True
+        factor = lasting_change(ratios)
+        if factor is None or (factor < 1 and self.rate_ratios[link] >= 1):
+            # Faster than at the beginning is no news.
+            return
+        now = self.rate_ratios[link] / factor
+        self.rate_ratios[link] = 1.0 if now > 1 / BAND else now
+        self.change = Change(
+            resource=link,
+            factor=factor,
+            since=series[-NUM_IN_A_ROW][0],
+            stages=stages,
+            ranks=ranks,
+            rate_ratio=self.rate_ratios[link],
+        )
+        # What is usual is another from here on, whatever chain runs.
+        self._series = {key: series for key, series in self._series.items() if key[2] != link}
+        self._looks_often = True
+
+    def _slowest_group(
+        self, groups: Any, of_ranks: NDArray[np.int64]
+    ) -> tuple[int, tuple[int, ...]]:
+        """The time of the slowest group, by its fastest rank, and its ranks."""
+        instances = {
+            tuple(self._layout.members(group, rank))
+            for group in set(groups)
+            for rank in range(len(of_ranks))
+        }
+        us, members = max((int(of_ranks[list(each)].min()), each) for each in instances)
+        return us, tuple(self._ranks[rank] for rank in members)
+
+    def _price(self, policy: PlannedPolicy, turn: Turn) -> ChainPrice:
+        key = policy, turn._replace(iteration=0)
+        if key not in self._prices:
+            self._prices.clear()
+            assert turn.routing is not None
+            workload = replace(
+                policy.workload,
+                tokens_per_rank=turn.tokens,
+                max_experts_per_token=turn.max_experts_per_token,
+                routing=turn.routing,
+            )
+            self._prices[key] = price_chain(
+                workload, policy.cluster, CHAINS[turn.chain], turn.num_chunks, "forward_backward"
+            )
+        return self._prices[key]
+
+
+def replanned(policy: PlannedPolicy, rate_ratios: Mapping[Resource, float]) -> PlannedPolicy:
+    """The policy with what is left of the rates."""
+    cluster = policy.cluster
+    for resource, ratio in rate_ratios.items():
+        if ratio != 1:
+            cluster = with_rate(cluster, resource, ratio)
+    return policy if cluster is policy.cluster else replace(policy, cluster=cluster, _tables={})
+
+
+def _stages(price: ChainPrice) -> dict[Resource, dict[str, GroupName]]:
+    """By resource the stages that occupy it, as they are named in the log, and their groups."""
+    operations = [
+        operation for operation in price.passes[0].program.operations if operation.is_collective
+    ]
+    return {
+        link: {
+            f"stage {operation.stage}, group {operation.group}": operation.group
+            for operation in operations
+            if operation.resource == link and operation.group is not None
+        }
+        for link in LINKS
+    }

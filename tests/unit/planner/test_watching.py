@@ -1,0 +1,222 @@
+"""Which changes of a series last, by synthetic series; what an iteration took, by hand."""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from monta_megatron.chains.layout import Layout
+from monta_megatron.planner.chain_policy import PlannedPolicy
+from monta_megatron.planner.decision import Decision, Outcome
+from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.uncalibrated import uncalibrated
+from monta_megatron.planner.watching import (
+    BAND,
+    NUM_IN_A_ROW,
+    NUM_USUAL,
+    PASS_NAMES,
+    Change,
+    Watching,
+    lasting_change,
+)
+from monta_megatron.planner.workload import Workload
+
+LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
+# As ranks of the job.
+RANKS = (4, 5, 6, 7)
+ENOUGH = NUM_USUAL + NUM_IN_A_ROW
+
+
+def make_policy(*chains: str) -> PlannedPolicy:
+    from monta_megatron.chains import CHAINS
+
+    workload = Workload(
+        layout=LAYOUT,
+        hidden_size=1024,
+        value_bytes=2,
+        prob_bytes=4,
+        routing=UniformRouting(num_experts=8, topk=4),
+        tokens_per_rank=1,
+    )
+    return PlannedPolicy(
+        chains=tuple(CHAINS[name] for name in chains),
+        num_chunks=(2,),
+        cluster=uncalibrated(LAYOUT, "H100"),
+        workload=workload,
+    )
+
+
+@pytest.mark.parametrize(
+    ("latest", "expected"),
+    [
+        ([4.0] * NUM_IN_A_ROW, 4.0),
+        ([4.0] * (NUM_IN_A_ROW - 1) + [1.9], None),
+        ([1.9] + [4.0] * (NUM_IN_A_ROW - 1), None),
+        ([0.25] * NUM_IN_A_ROW, 0.25),
+        ([4.0, 0.25] * (NUM_IN_A_ROW // 2), None),
+        ([1.6] * NUM_IN_A_ROW, None),
+        ([1 / 1.6] * NUM_IN_A_ROW, None),
+    ],
+)
+def test_only_what_lasts_is_a_change(latest: list[float], expected: float | None) -> None:
+    usual = [1.0, 1.1, 0.9, 1.0]
+    assert lasting_change(usual + latest) == expected
+    # Whatever the prediction is worth.
+    assert lasting_change([7 * ratio for ratio in usual + latest]) == pytest.approx(expected)
+    assert lasting_change(usual[1:] + latest) is None
+
+
+def test_single_outliers_do_not_move_what_is_usual() -> None:
+    assert lasting_change([1.0, 30.0, 1.0, 1.0, 0.1] + [4.0] * NUM_IN_A_ROW) == 4.0
+
+
+class Run:
+    """Iterations of an exchange on a rail and a node group, with given times per link."""
+
+    def __init__(self, num_steps: int, *chains: str) -> None:
+        self.watching = Watching(num_steps, RANKS, LAYOUT)
+        self.decision = Decision(
+            make_policy(*(chains or ("hierarchical_alltoall",))), watching=self.watching
+        )
+        self.changes: list[tuple[int, Change]] = []
+        self.num_watched = 0
+        self._sums: list[np.ndarray] = [np.zeros((4, 0), dtype=np.int64)]
+
+    def iterate(self, inter_us: list[float], intra_us: list[float]) -> None:
+        sums = np.zeros((4, 0), dtype=np.int64)
+        if self.decision.is_watched:
+            self.num_watched += 1
+            link_us = np.array([inter_us, intra_us]).T
+            pass_us = np.repeat(link_us.sum(axis=1, keepdims=True), 4, axis=1)
+            counts = np.full((4, 4), 2)
+            link_bytes = np.full((4, 2), [3_000, 5_000])
+            rows = np.array([[10, 10], [10, 10], [30, 10], [10, 10]])
+            sums = np.concatenate([pass_us, counts, link_us, link_bytes, rows], axis=1)
+        # The outcome of an iteration is known at the end of the next one.
+        outcome = Outcome(None, self._sums[-1].astype(np.int64))
+        number = self.decision.number
+        self.decision.end_iteration(outcome if number else None, 512, 4)
+        if self.watching.change is not None:
+            self.changes.append((number, self.watching.change))
+        self._sums.append(sums)
+
+
+def test_a_slower_link_is_named_in_time_with_its_group() -> None:
+    for num_steps in (16, 50):
+        for shift in range(0, num_steps, 7):
+            run = Run(num_steps)
+            start = 5 * num_steps + shift
+            for number in range(start + 2 * num_steps + 1):
+                # The rail of the second position on the nodes.
+                slow = 4 if number >= start else 1
+                run.iterate([1_000, 1_000 * slow, 1_050, 1_010 * slow], [100, 110, 120, 100])
+            ((known, change),) = run.changes
+            assert start <= known <= start + 2 * num_steps
+            assert change.resource == "inter" and change.factor == pytest.approx(4, rel=0.1)
+            assert change.stages == ("stage alltoall between nodes, group rail",)
+            assert change.ranks == (5, 7)
+            assert start <= change.since <= start + num_steps
+            assert "since iteration" in change.text and "ranks 5, 7" in change.text
+
+
+def test_auto_plans_with_the_new_rate_and_back() -> None:
+    run = Run(16, "hierarchical_alltoall", "alltoall")
+    before = run.decision.rule()["costs"]
+
+    def iterate(slow: float) -> None:
+        for _ in range(120):
+            run.iterate([1_000 * slow] * 4, [100] * 4)
+
+    iterate(1)
+    assert run.changes == [] and run.decision.rule()["costs"] == before
+    iterate(4)
+    assert run.watching.rate_ratios["inter"] == pytest.approx(0.25)
+    assert "network x 0.25" in run.decision.rule()["costs"]
+    state = run.decision.state()
+    assert state.rate_ratios == (pytest.approx(0.25), 1.0)
+    resumed = Run(16, "hierarchical_alltoall", "alltoall")
+    resumed.decision.resume(state)
+    assert resumed.decision.rule()["costs"] == run.decision.rule()["costs"]
+    iterate(1)
+    assert [change.factor for _, change in run.changes] == pytest.approx([4, 0.25])
+    assert run.decision.rule()["costs"] == before
+
+
+def test_the_node_link_is_told_from_the_network() -> None:
+    run = Run(16)
+    for number in range(200):
+        slow = 4 if number >= 100 else 1
+        # What waits for the node link is no slower network: the last to arrive does not wait.
+        run.iterate([1_000, 1_000, 3_000, 3_000], [100, 100, 100 * slow, 110 * slow])
+    ((_, change),) = run.changes
+    assert change.resource == "intra" and change.ranks == (6, 7)
+    assert change.stages == ("stage alltoall in node, group node",)
+
+
+def test_cores_that_change_their_speed_are_no_alarm() -> None:
+    """Speeds that change by up to 1.6 within minutes, and single iterations that are far slower."""
+    for seed in range(20):
+        random_ = random.Random(seed)
+        run, speed, until = Run(50), 1.0, 0
+        for number in range(2_000):
+            if number >= until:
+                speed, until = random_.uniform(1.0, 1.6), number + random_.randrange(20, 400)
+            hiccup = random_.choice((2.5, 4, 10)) if random_.random() < 0.1 else 1.0
+            us = [1_000 * speed * hiccup * random_.lognormvariate(0, 0.1) for _ in RANKS]
+            run.iterate(us, [each / 3 for each in us])
+        assert run.changes == [], seed
+        # 2,000 / 50, and a look more often at the beginning and after what was far slower.
+        assert 40 <= run.num_watched <= 40 + ENOUGH + 120
+
+
+def test_a_band_between_what_cores_and_what_links_do() -> None:
+    assert 1.6 < BAND < 4 and math.isclose(BAND, math.sqrt(1.6 * 4), rel_tol=0.25)
+
+
+def test_figures_of_an_iteration() -> None:
+    run = Run(1)
+    for _ in range(3):
+        run.iterate([1_000, 2_000, 1_000, 1_000], [100, 100, 200, 100])
+    latest = run.watching.latest
+    assert latest is not None and (latest.chain, latest.num_chunks) == ("hierarchical_alltoall", 2)
+    # Of the first rank, which waited least, and of four ranks.
+    assert latest.exchange_ms == dict.fromkeys(PASS_NAMES, 1.1)
+    assert (latest.inter_gb, latest.intra_gb) == (12e-6, 20e-6)
+    # 30 of 60 rows on one of four ranks, and 10 of 40.
+    assert (latest.avg_overload_factor, latest.max_overload_factor) == (1.5, 2.0)
+    assert latest.imbalance == pytest.approx(2_100 / 1_100 - 1)
+    assert latest.slowest_ranks == (4, 7, 6)
+    assert latest.over_predicted == pytest.approx(4.4 / latest.predicted_ms)
+    assert set(latest.link_over_predicted) == {"inter", "intra"}
+
+
+def test_a_device_that_has_not_come_to_a_pass_is_left_out() -> None:
+    run = Run(1)
+    run.iterate([0] * 4, [0] * 4)
+    run.iterate([0] * 4, [0] * 4)
+    run.iterate([0] * 4, [0] * 4)
+    assert run.watching.latest is None
+
+
+def test_nothing_is_watched_while_candidates_take_turns() -> None:
+    watching = Watching(1, RANKS, LAYOUT)
+    policy = make_policy("hierarchical_alltoall", "alltoall")
+    decision = Decision(policy, 3, watching)
+    nothing = Outcome(None, np.zeros((4, 0), dtype=np.int64))
+    is_timed = []
+    for number in range(6):
+        decision.end_iteration(nothing if number else None, 512, 4)
+        is_timed.append((decision.is_timed, decision.is_watched))
+        if decision.has_to_settle:
+            assert decision.tuning is not None
+            decision.settle([decision.tuning.summary()])
+    assert is_timed == [(True, False)] * 3 + [(False, False)] * 2 + [(True, True)]
+
+
+def test_a_named_chain_is_watched_as_it_is() -> None:
+    policy = replace(make_policy("hierarchical_alltoall"), named="as asked for", _tables={})
+    choice = policy.choose(512)
+    assert (choice.chain.name, choice.reason) == ("hierarchical_alltoall", "as asked for")
+    assert policy.rule()["chain"] == "hierarchical_alltoall"
