@@ -15,7 +15,7 @@ from monta_megatron.tools.bench.candidates import Passed
 
 def ours(rows: str = "permuted tokens") -> Any:
     """A candidate of ours with only the attributes that the checks read."""
-    return SimpleNamespace(kind="monta", rows=rows, overlaps=False)
+    return SimpleNamespace(kind="monta", rows=rows, experts_pipelined=False)
 
 
 def test_a_sum_that_is_not_a_number_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
