@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/`: the paper's ablation, and the bound of its pipeline."""
+"""The scripts of `benchmarks/`: the paper's ablation, the bound of its pipeline, eight bits."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -64,6 +64,16 @@ def test_the_bound(ranks: ForkedRanks) -> None:
     slowest_ms = max(bound["alltoall_ms"], bound["allgather_ms"], bound["permute_ms"])
     assert bound["pct_of_bound"] == pytest.approx(100 * slowest_ms / bound["pipelined_ms"])
     assert [row["chain"] for row in report["rows"]] == ["alltoall", "alltoall_allgather"]
+
+
+def test_dispatch_in_eight_bits(ranks: ForkedRanks) -> None:
+    flags = "--num-chunks 2 --phase forward --chains hierarchical_alltoall --stock alltoall"
+    report = bench(ranks, f"{SMALL} {flags}", [str(SCRIPTS / "wire.py")])
+    names = [each["dispatcher"] for each in report["wire"]]
+    ours = "monta hierarchical_alltoall x2"
+    assert names == ["megatron alltoall x1", ours, f"{ours}, fp8"]
+    stock, plain, quantized = (each["bytes"] for each in report["wire"])
+    assert stock == 0 and 0 < quantized < plain
 
 
 @pytest.mark.parametrize(

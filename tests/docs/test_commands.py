@@ -99,12 +99,13 @@ KNOWN = (
     ),
     Known(pattern=rf"{EMULATE} bench .*", run_by=BENCH_TESTS),
     Known(
-        pattern=r"monta emulate --nodes \d+ .* -- benchmarks/(ablation|bound)\.py .*",
+        pattern=r"monta emulate --nodes \d+ .* -- benchmarks/(ablation|bound|wire)\.py .*",
         run_by="tests/benchmark/test_ablation_and_bound.py",
     ),
     Known(pattern=r"monta bench --report .*", run_by="tests/benchmark/test_sweep.py"),
     Known(
         pattern=r"scripts/quickstart\.sh --pairs \d+"
+        r"|MONTA_CPU_RANKS=1 .* scripts/quickstart/(eight_bits|experts_pipelined)\.py .*"
         r"|(RATES=\S.* )?scripts/benchmark_sweep\.sh .*",
         reason="a measurement of minutes, on a quiet machine",
     ),
