@@ -88,7 +88,7 @@ def choices_of(
     """
     if not isinstance(policy, PlannedPolicy):
         return Choices(policy, rule, group)
-    # Where a chain is named nothing is decided, observed or timed.
+    # A chain that is named, and not watched, needs nothing of it.
     from monta_megatron.integration.iterations import iterations_of
 
     return iterations_of(policy, rule, group, replicas, options, report)
