@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from monta_megatron.integration.iteration import layers
-from monta_megatron.planner.watching import WatchedIteration
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.watching import WatchedIteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class LayerStatistics:
     inter_bytes: int
     intra_bytes: int
     choices: Mapping[tuple[str, int], int]
-    watched: WatchedIteration | None
+    watched: "WatchedIteration | None"
 
 
 def layer_statistics() -> list[LayerStatistics]:
