@@ -137,7 +137,7 @@ class OptionFields:
     )
     moe_monta_watch_out: Optional[str] = _option(  # noqa: UP045
         "Folder for what is watched: a file for each exchange, with a line of JSON for each "
-        "watched iteration, for `monta doctor --run`."
+        "watched iteration."
     )
     moe_monta_max_ctas: Optional[int] = _option(  # noqa: UP045
         "SMs that each NCCL communicator of a rail or a node may keep busy (default: max_ctas of "
