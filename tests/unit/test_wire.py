@@ -7,11 +7,20 @@ import torch
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.program import DISPATCH
+from monta_megatron.chains.program import (
+    COMBINE,
+    COMBINE_BACKWARD,
+    DISPATCH,
+    FORWARD_BACKWARD,
+    Pass,
+)
 from monta_megatron.chains.wire_format import quantized_passes, row_bytes
 from monta_megatron.exchange.wire import E4M3, dequantize, quantize
+from monta_megatron.planner.chain_price import price_chain
+from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.traffic import pass_traffic
+from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload
 
 # The largest and the least normal value of e4m3, and its least step.
@@ -127,19 +136,22 @@ def test_rows_are_taken_and_put_by_an_index() -> None:
     assert not arrived[[1, 2, 3]].any()
 
 
+LAYOUT = Layout(ep=8, etp=1, num_local_experts=8, rank=0, nodes=(0, 0, 0, 0, 1, 1, 1, 1))
+PLAIN = Workload(
+    layout=LAYOUT,
+    hidden_size=1024,
+    value_bytes=2,
+    prob_bytes=2,
+    routing=UniformRouting(num_experts=64, topk=8),
+    tokens_per_rank=512,
+)
+QUANTIZED = replace(PLAIN, quantized_passes=quantized_passes(True))
+
+
 def test_dispatch_sends_little_more_than_half() -> None:
     """Top-8 in bf16: a row has 16 bytes of probabilities and 32 of ids, rounded up to 16."""
-    layout = Layout(ep=8, etp=1, num_local_experts=8, rank=0, nodes=(0, 0, 0, 0, 1, 1, 1, 1))
-    plain = Workload(
-        layout=layout,
-        hidden_size=1024,
-        value_bytes=2,
-        prob_bytes=2,
-        routing=UniformRouting(num_experts=64, topk=8),
-        tokens_per_rank=512,
-    )
     chain, sent_bytes = CHAINS["hierarchical_alltoall"], []
-    for workload in (plain, replace(plain, quantized_passes=quantized_passes(True))):
+    for workload in (PLAIN, QUANTIZED):
         bound = workload.lower(workload.bind(chain, 4), DISPATCH, "streams")
         traffic = pass_traffic([bound], 512, 0)
         stages = [stage for stage in traffic.pipeline if stage.operation == "alltoall"]
@@ -147,3 +159,22 @@ def test_dispatch_sends_little_more_than_half() -> None:
     # 1,024 values and 8 scales in place of 1,024 values of 2 bytes.
     assert sent_bytes[1] / sent_bytes[0] == pytest.approx((1024 + 32 + 48) / (2048 + 48))
     assert sent_bytes[1] < 0.55 * sent_bytes[0]
+
+
+@pytest.mark.parametrize(
+    ("workload", "chain", "heaviest"),
+    [
+        (PLAIN, "hierarchical_alltoall", DISPATCH),
+        # Gradients on the way of the tokens are as wide as ever.
+        (QUANTIZED, "hierarchical_alltoall", COMBINE_BACKWARD),
+        (replace(PLAIN, keeps_sums=True), "allgather", COMBINE),
+    ],
+)
+def test_peak_bytes_are_those_of_the_widest_pass(
+    workload: Workload, chain: str, heaviest: Pass
+) -> None:
+    cluster = replace(uncalibrated(LAYOUT, "H100"), fused_kernels=True)
+    bound = workload.bind(CHAINS[chain], 4)
+    peaks = {pass_: peak_bytes(workload.lower(bound, pass_, "fused")) for pass_ in FORWARD_BACKWARD}
+    price = price_chain(workload, cluster, CHAINS[chain], 4, "forward_backward")
+    assert price.peak_bytes == max(peaks.values()) == peaks[heaviest]

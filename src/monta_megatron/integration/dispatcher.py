@@ -127,6 +127,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._choices = choices_of(
             self.chain_policy, rule, self.tp_ep_group, replicas, self.options, self._report
         )
+        if self.options.wire_dtype is not None:
+            also = " and the gradients of their outputs" * self.options.wire_backward
+            self._report(f"tokens{also} travel in eight bits: results differ from alltoall's")
         chains = self.chain_policy.chains
         self.groups = peer_groups(
             chains,

@@ -23,7 +23,8 @@ from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.traffic import PassTraffic, pass_traffic
 from monta_megatron.planner.workload import Workload
 
-# The passes that hold most, one per direction: the other two move the same rows with fewer columns.
+# The passes that hold most, one per direction, where all rows travel in their own dtype: the other
+# two move the same rows with fewer columns.
 HEAVIEST: dict[Phase, tuple[Pass, ...]] = {
     "forward": FORWARD,
     "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
@@ -150,6 +151,9 @@ def price_chain(
         pass_traffic(of_pass, workload.tokens_per_rank, num_exchanged_counts)
         for of_pass in programs
     )
+    # Rows of eight bits and sums of fp32 are those of single passes.
+    all_alike = not (workload.quantized_passes or workload.keeps_sums)
+    heaviest = HEAVIEST[phase] if all_alike else PASSES[phase]
     return ChainPrice(
         chain=chain,
         num_chunks=num_chunks,
@@ -164,7 +168,7 @@ def price_chain(
         peak_bytes=max(
             peak_bytes(program)
             for pass_, of_pass in zip(PASSES[phase], programs, strict=True)
-            if pass_ in HEAVIEST[phase]
+            if pass_ in heaviest
             for program in of_pass
         ),
         beside_us=beside_us,
