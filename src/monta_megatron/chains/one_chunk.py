@@ -29,6 +29,7 @@ from monta_megatron.chains.program import (
     Release,
     Resource,
     RowFormat,
+    round_up,
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, Duplicate, StageShape
 from monta_megatron.chains.wire_format import GROUP_SIZE, SCALE_BYTES
@@ -194,7 +195,7 @@ def one_chunk(
         if is_fused:
             return []
         name = "scaled"
-        values = Column("rows", -(-sum_width // GROUP_SIZE) * GROUP_SIZE, SCALE_BYTES)
+        values = Column("rows", round_up(sum_width, GROUP_SIZE), SCALE_BYTES)
         held = [buffer(name, boundary, (values,), release="last read")]
         if has_own:
             own = Column("rows", sum_width, row.value_bytes)

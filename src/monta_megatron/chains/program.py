@@ -327,11 +327,12 @@ def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
     """
     offsets, end = [], 0
     for num_values, value_bytes in columns:
-        end = _round_up(end, value_bytes)
+        end = round_up(end, value_bytes)
         offsets.append(end)
         end += num_values * value_bytes
-    return [*offsets, _round_up(end, ALIGNMENT_BYTES)]
+    return [*offsets, round_up(end, ALIGNMENT_BYTES)]
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple of a number, if it is none itself."""
     return -(-value // multiple) * multiple

@@ -17,27 +17,32 @@ rounds nothing, and values of four bits, such as small integers, come through as
 
 from collections.abc import Collection
 
-from monta_megatron.chains.program import COMBINE_BACKWARD, DISPATCH, Pass
+from monta_megatron.chains.program import (
+    ALIGNMENT_BYTES,
+    COMBINE_BACKWARD,
+    DISPATCH,
+    Pass,
+    round_up,
+)
 
 GROUP_SIZE = 128
 SCALE_BYTES = 4
-ALIGNMENT_BYTES = 16
 
 
 def scales_offset_bytes(hidden_size: int) -> int:
     """Where the scales of a row begin."""
-    return -(-hidden_size // SCALE_BYTES) * SCALE_BYTES
+    return round_up(hidden_size, SCALE_BYTES)
 
 
 def num_groups(hidden_size: int) -> int:
     """Groups of a row; the last one may be smaller."""
-    return -(-hidden_size // GROUP_SIZE)
+    return round_up(hidden_size, GROUP_SIZE) // GROUP_SIZE
 
 
 def row_bytes(hidden_size: int) -> int:
     """Bytes of a row's hidden values and their scales: 7,392 for 7,168 values."""
     end = scales_offset_bytes(hidden_size) + SCALE_BYTES * num_groups(hidden_size)
-    return -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return round_up(end, ALIGNMENT_BYTES)
 
 
 def quantized_passes(dispatches: bool, backward: bool = False) -> frozenset[str]:

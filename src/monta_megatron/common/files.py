@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 
+def cache_folder() -> Path:
+    """Where this package keeps what it has found out on this machine, for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "monta_megatron"
+
+
 def read_text(path: str | Path, form: str, most_bytes: int) -> str:
     """The text of a file that a user names.
 

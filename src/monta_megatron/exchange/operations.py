@@ -8,6 +8,7 @@ Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size.
 
 from collections.abc import Callable, Mapping
 
+import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import Kind, Operation
@@ -46,37 +47,24 @@ def quantize(
     return []
 
 
+def put(state: State, operation: Operation) -> Works:
+    """Put a chunk's rows where they belong in the whole tensor."""
+    columns, _ = state.read(operation)
+    into, index = _places(state, operation)
+    for target, column in zip(into.tensors(), columns.tensors(), strict=True):
+        _put(target, column, index)
+    return []
+
+
 def dequantize(
     state: State, operation: Operation, write: Callable[..., None] = wire.dequantize
 ) -> Works:
     """Put a chunk's rows where they belong in the whole tensor, in its dtype."""
     columns, _ = state.read(operation)
-    into, index = _written(state, operation), None
-    segments = state.exchange.bound.stages[operation.position].segments
-    if segments is not None and segments.is_slice:
-        into = into.of_rows(segments.slice_of(operation.chunk))
-    elif segments is not None:
-        index = state.rows_in_place(operation.position, operation.chunk)
+    into, index = _places(state, operation)
     write(into.rows, columns.rows, index)
     for target, column in zip(into.tensors()[1:], columns.tensors()[1:], strict=True):
-        if index is None:
-            target.copy_(column)
-        else:
-            put_rows(target, index, column)
-    return []
-
-
-def put(state: State, operation: Operation) -> Works:
-    """Put a chunk's rows where they belong in the whole tensor."""
-    columns, _ = state.read(operation)
-    segments = state.exchange.bound.stages[operation.position].segments
-    assert segments is not None, "rows that lie in order are the output"
-    into = _written(state, operation)
-    for target, column in zip(into.tensors(), columns.tensors(), strict=True):
-        if segments.is_slice:
-            target[segments.slice_of(operation.chunk)].copy_(column)
-        else:
-            put_rows(target, state.rows_in_place(operation.position, operation.chunk), column)
+        _put(target, column, index)
     return []
 
 
@@ -182,6 +170,24 @@ OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
 def _written(state: State, operation: Operation) -> Columns:
     state.allocate(operation.writes[0])
     return state.columns(operation.writes[0])
+
+
+def _places(state: State, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
+    """Where a chunk's rows belong in the output: its own rows of it, or all and an index."""
+    into = _written(state, operation)
+    segments = state.exchange.bound.stages[operation.position].segments
+    if segments is None:
+        return into, None
+    if segments.is_slice:
+        return into.of_rows(segments.slice_of(operation.chunk)), None
+    return into, state.rows_in_place(operation.position, operation.chunk)
+
+
+def _put(target: torch.Tensor, column: torch.Tensor, index: torch.Tensor | None) -> None:
+    if index is None:
+        target.copy_(column)
+    else:
+        put_rows(target, index, column)
 
 
 def _start(state: State, operation: Operation, start: Callable[..., dist.Work]) -> Works:

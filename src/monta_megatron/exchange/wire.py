@@ -7,7 +7,13 @@ Notation: N = rows, H = hidden size, B = bytes of a quantized row, G = groups of
 
 import torch
 
-from monta_megatron.chains.wire_format import GROUP_SIZE, SCALE_BYTES, scales_offset_bytes
+from monta_megatron.chains.program import round_up
+from monta_megatron.chains.wire_format import (
+    GROUP_SIZE,
+    SCALE_BYTES,
+    num_groups,
+    scales_offset_bytes,
+)
 from monta_megatron.exchange.sums import column_blocks
 
 E4M3 = torch.float8_e4m3fn
@@ -30,7 +36,7 @@ def quantize(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None 
         rows: [N, H], or more rows, of which `index` names those to take.
         index: [N] int64, or None.
     """
-    values, scales = _views(into, rows.shape[1])
+    values, scales = values_and_scales(into, rows.shape[1])
     for block in column_blocks(rows, torch.float32):
         scaled, groups = _block(values[:, block])
         scaled.copy_(rows[:, block] if index is None else rows[:, block][index])
@@ -49,7 +55,7 @@ def dequantize(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | Non
         rows: [N, B], which may lie in a message.
         index: [N] int64, or None.
     """
-    values, scales = _views(rows, into.shape[1])
+    values, scales = values_and_scales(rows, into.shape[1])
     for block in column_blocks(into, torch.float32):
         scaled, groups = _block(values[:, block])
         _copy_values(scaled, values[:, block])
@@ -61,20 +67,19 @@ def dequantize(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | Non
             into[:, block].index_copy_(0, index, scaled.to(into.dtype))
 
 
-def _views(rows: torch.Tensor, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def values_and_scales(rows: torch.Tensor, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[N, B] -> [N, H] e4m3, [N, groups] fp32."""
     offset = scales_offset_bytes(hidden_size)
-    end = offset + SCALE_BYTES * -(-hidden_size // GROUP_SIZE)
+    end = offset + SCALE_BYTES * num_groups(hidden_size)
     return rows[:, :hidden_size].view(E4M3), rows[:, offset:end].view(torch.float32)
 
 
 def _block(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 memory for a block of columns, [N, columns], and the groups in it: [N, G, 128]."""
     num_rows, width = values.shape
-    num_groups = -(-width // GROUP_SIZE)
     make = torch.empty if width % GROUP_SIZE == 0 else torch.zeros
-    memory = make(num_rows, num_groups * GROUP_SIZE, device=values.device)
-    return memory[:, :width], memory.unflatten(1, (num_groups, GROUP_SIZE))
+    memory = make(num_rows, round_up(width, GROUP_SIZE), device=values.device)
+    return memory[:, :width], memory.unflatten(1, (-1, GROUP_SIZE))
 
 
 def _copy_values(into: torch.Tensor, values: torch.Tensor) -> None:

@@ -76,19 +76,16 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
 
         workload = priced_experts(workload, config, cluster, permuted_only)
     chains = (
-        chain
-        for chain in chains_for(layout)
-        if chain.rows == "permuted tokens" or not permuted_only
+        each for each in chains_for(layout) if each.rows == "permuted tokens" or not permuted_only
     )
-    named = options.named_chain
     return _planned_policy(
         cluster=cluster,
         workload=workload,
-        chains=tuple(chains) if named is None else (named,),
+        chains=tuple(chains) if chain is None else (chain,),
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
         memory_limit_bytes=bytes_of_gb(options.memory_limit_gb),
         beside_us=options.beside_us,
-        named="" if named is None else reason,
+        named="" if chain is None else reason,
     )
 
 

@@ -7,14 +7,13 @@ is checked once. Without it, or where it is damaged, kernels are compared again.
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from monta_megatron.common.files import make_folder, write_whole
+from monta_megatron.common.files import cache_folder, make_folder, write_whole
 from monta_megatron.common.provenance import version_of
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.exchange.kernel_choice import is_fused
@@ -76,9 +75,8 @@ def _difference(identity: str, device: torch.device, hidden_size: int, dtype: to
 
 
 def _path(identity: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return Path(cache) / "monta_megatron" / "kernels" / f"{name}.json"
+    return cache_folder() / "kernels" / f"{name}.json"
 
 
 def _is_known(path: Path, identity: str) -> bool:

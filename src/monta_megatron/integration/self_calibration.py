@@ -10,7 +10,6 @@ exchange has found is kept for the next start, in one file that its first rank r
 It is a cluster file like any other, and its source says what it was measured on.
 """
 
-import os
 import re
 import sys
 import time
@@ -26,7 +25,7 @@ from monta_megatron import __version__
 from monta_megatron.chains.calibration_tasks import HOST_WORK, Sample, Task
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
-from monta_megatron.common.files import make_folder, write_whole
+from monta_megatron.common.files import cache_folder, make_folder, write_whole
 from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.exchange.calibration.operations import starts_of
 from monta_megatron.exchange.calibration.timer import RUN_US, Timer
@@ -248,10 +247,8 @@ def _path(layout: Layout, first_rank: int) -> Path:
     if save:
         folder = Path(save) / "monta"
     else:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         hardware = re.sub(r"[^a-z0-9]+", "_", hardware_name().lower())
-        folder = Path(cache) / "monta_megatron"
-        folder /= f"{hardware}_{layout.num_nodes}x{layout.ranks_per_node}"
+        folder = cache_folder() / f"{hardware}_{layout.num_nodes}x{layout.ranks_per_node}"
     return folder / f"cluster_ep{layout.ep}_etp{layout.etp}_rank_{first_rank}.yaml"
 
 

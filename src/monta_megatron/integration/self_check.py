@@ -21,6 +21,7 @@ import torch.distributed as dist
 from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.count_table import ExchangeCounts
+from monta_megatron.exchange.differences import first_difference
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.strategies import STRATEGIES
@@ -127,13 +128,8 @@ def difference(ours: RoundTrip, theirs: RoundTrip) -> str:
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine.shape != other.shape:
             return f"{name} has shape {list(mine.shape)}, stock's {list(other.shape)}"
-        places = (mine != other).nonzero()
-        if len(places):
-            first = tuple(places[0].tolist())
-            return (
-                f"{name} differs at {list(first)}: {mine[first].item():g}, stock's is "
-                f"{other[first].item():g}"
-            )
+        if line := first_difference(name, mine, other, "stock's is"):
+            return line
     return ""
 
 

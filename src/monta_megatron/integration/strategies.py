@@ -25,6 +25,16 @@ from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import capacity_of
 
 
+def _as_asked_for(dispatcher: Any) -> dict[str, Any]:
+    """Arguments of an `Exchange`: what the options say of all chains alike."""
+    options = dispatcher.options
+    return {
+        "fused": is_fused(options.kernels, dispatcher.probs.device.type),
+        "quantized_passes": options.quantized_passes,
+        "keeps_sums": options.combine_dtype is not None,
+    }
+
+
 class PermutedTokens:
     """For chains whose rows are permuted tokens: Megatron permutes and sums them, bit for bit."""
 
@@ -54,9 +64,7 @@ class PermutedTokens:
             # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
             sum_dtype=torch.promote_types(dispatcher.probs.dtype, torch.float32),
             monitor=dispatcher.monitor,
-            fused=is_fused(dispatcher.options.kernels, dispatcher.probs.device.type),
-            quantized_passes=dispatcher.options.quantized_passes,
-            keeps_sums=dispatcher.options.combine_dtype is not None,
+            **_as_asked_for(dispatcher),
         )
 
     def columns(
@@ -110,9 +118,7 @@ class WholeTokens:
             sum_dtype=torch.float32,
             monitor=dispatcher.monitor,
             max_experts_per_token=counts.max_experts_per_token,
-            fused=is_fused(dispatcher.options.kernels, dispatcher.probs.device.type),
-            quantized_passes=dispatcher.options.quantized_passes,
-            keeps_sums=dispatcher.options.combine_dtype is not None,
+            **_as_asked_for(dispatcher),
         )
 
     def columns(

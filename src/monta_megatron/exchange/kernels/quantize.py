@@ -13,29 +13,25 @@ import torch
 import triton
 import triton.language as tl
 
-from monta_megatron.chains.wire_format import (
-    ALIGNMENT_BYTES,
-    GROUP_SIZE,
-    num_groups,
-    scales_offset_bytes,
-)
+from monta_megatron.chains.program import ALIGNMENT_BYTES
+from monta_megatron.chains.wire_format import GROUP_SIZE, num_groups
+from monta_megatron.exchange import wire
 from monta_megatron.exchange.kernels.tiles import blocks_of, kernel, launch
 
 GROUP = tl.constexpr(GROUP_SIZE)
 ALIGNMENT = tl.constexpr(ALIGNMENT_BYTES)
 # Groups that a program works on: 16 values for each thread.
 TILE_GROUPS = 16
-# What `exchange.wire` names.
-CARRY = tl.constexpr(0x1FFFFF)
-LARGEST_EXPONENT = tl.constexpr(8)
-INFINITY_BITS = tl.constexpr(0x7F800000)
+CARRY = tl.constexpr(wire.CARRY)
+LARGEST_EXPONENT = tl.constexpr(wire.LARGEST_EXPONENT)
+INFINITY_BITS = tl.constexpr(wire.INFINITY_BITS)
 NAN_BITS = tl.constexpr(0x7FC00000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 # Of e4m3: 3 bits of mantissa, 20 fewer than fp32, and an exponent with another bias.
 DROPPED = tl.constexpr(20)
 HALF_OF_LAST = tl.constexpr((1 << 19) - 1)
-BIASES = tl.constexpr(127 - 7)
-BIASES_FACTOR = tl.constexpr(2.0**120)
+BIASES = tl.constexpr(wire.BIASES)
+BIASES_FACTOR = tl.constexpr(2.0**wire.BIASES)
 LEAST_NORMAL = tl.constexpr(2.0**-6)
 # An fp32 number whose last bit is 2^-9, the least step of e4m3: adding it rounds to that.
 ROUNDS_TO_STEP = tl.constexpr(2.0**14)
@@ -63,10 +59,9 @@ def _launch(
     groups = num_groups(hidden_size)
     tile_groups = min(triton.next_power_of_2(groups), TILE_GROUPS)
     tile_rows = TILE_GROUPS // tile_groups
-    offset = scales_offset_bytes(hidden_size)
     # So many values are read or written at once, of a byte each.
     unit = 1 if (hidden_size | rows.stride(0)) % ALIGNMENT_BYTES else ALIGNMENT_BYTES
-    scales = quantized[:, offset : offset + 4 * groups].view(torch.float32)
+    _, scales = wire.values_and_scales(quantized, hidden_size)
     launch(
         function,
         (blocks_of(num_rows, tile_rows), blocks_of(groups, tile_groups)),
