@@ -1,7 +1,5 @@
 """Streams, and the life of buffers, where experts compute between passes; see stream_recorder."""
 
-from itertools import pairwise
-
 import pytest
 import test_stream_safety
 import torch
@@ -19,14 +17,15 @@ from test_stream_safety import (
     order_of,
 )
 
-from monta_megatron.chains import CHAINS, TokenCounts
+from monta_megatron.chains import CHAINS, Chain, TokenCounts
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.pipelined_layer import BoundLayer, blocks_of_chunks, layer_program
 from monta_megatron.chains.program import RowFormat
-from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
 from monta_megatron.exchange.state import Exchange, State
-from monta_megatron.planner.layer_price import DIRECTIONS, layer_peak_bytes
+from monta_megatron.planner.layer_price import DIRECTIONS
 
 TOKEN_CASES = [(chain, layout) for chain, layout in CASES if CHAINS[chain].rows == "tokens"]
 
@@ -35,6 +34,24 @@ def scaled(rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """Experts, which give memory back while passes are under way."""
     doubled = rows * 2
     return doubled * probs[:, None]
+
+
+def exchanges_of(
+    chain: Chain, layout: Layout, routing_map: torch.Tensor, num_chunks: int, monitor: Monitor
+) -> list[Exchange]:
+    """The exchanges of so many chunks of a micro-batch."""
+    counts, width = count(chain, layout, routing_map)
+    assert isinstance(counts, TokenCounts)
+    return [
+        Exchange(
+            bound=chain.bind(layout, counts.of_blocks(*bounds), 1),
+            groups=groups_of(layout),
+            sum_dtype=torch.float32,
+            monitor=monitor,
+            max_experts_per_token=width,
+        )
+        for bounds in blocks_of_chunks(NUM_BLOCKS, num_chunks)
+    ]
 
 
 class Record:
@@ -51,27 +68,8 @@ class Record:
     ) -> None:
         chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
         routing_map = routing.map(layout.num_experts)
-        counts, width = count(chain, layout, routing_map)
-        assert isinstance(counts, TokenCounts)
         self.recorder = recorder = Recorder()
-        ends = [NUM_BLOCKS * chunk // num_chunks for chunk in range(num_chunks + 1)]
-        chunks = [
-            Exchange(
-                bound=chain.bind(layout, counts.of_blocks(*bounds), 1),
-                groups=groups_of(layout),
-                sum_dtype=torch.float32,
-                monitor=recorder.monitor,
-                max_experts_per_token=width,
-            )
-            for bounds in pairwise(ends)
-        ]
-        whole = Exchange(
-            bound=chain.bind(layout, counts, 1),
-            groups={},
-            sum_dtype=torch.float32,
-            monitor=recorder.monitor,
-            max_experts_per_token=width,
-        )
+        chunks = exchanges_of(chain, layout, routing_map, num_chunks, recorder.monitor)
         self.known: list[dict[str, int]] = []
         self.issued: list[dict[str, int]] = []
 
@@ -86,13 +84,15 @@ class Record:
             return scaled(rows, probs)
 
         with recorder:
-            rows, probs, ids = make_inputs(whole, routing_map)
+            rows, probs, ids = make_inputs(
+                make_exchange(chain, layout, routing_map, 1, recorder), routing_map
+            )
             assert ids is not None
             output = run_pipeline(chunks, rows * 1, probs * 1, ids, experts)
             (output * 2).sum().backward()
             assert rows.grad is not None and probs.grad is not None
             _ = rows.grad + 1, probs.grad + 1
-            del chunks, whole, output, rows, probs, ids
+            del chunks, output, rows, probs, ids
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
@@ -194,32 +194,3 @@ def layers_of(
             )
         )
     return layers
-
-
-@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
-def test_peak_is_at_most_two_chunks_above_the_unsplit_layer(
-    chain_name: str, layout_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Rows are most of the memory.
-    monkeypatch.setattr(test_stream_safety, "HIDDEN", 512)
-    chain, layout, routing = CHAINS[chain_name], LAYOUTS[layout_name], Routing(num_tokens=96)
-    split = Record(chain_name, layout_name, 3, routing).recorder
-    routing_map = routing.map(layout.num_experts)
-    recorder = Recorder()
-    exchange = make_exchange(chain, layout, routing_map, 3, recorder)
-    with recorder:
-        rows, probs, ids = make_inputs(exchange, routing_map)
-        expert_rows, expert_probs = dispatch(exchange, rows * 1, probs * 1, ids)
-        output = combine(exchange, scaled(expert_rows, expert_probs))
-        del expert_rows, expert_probs
-        (output * 2).sum().backward()
-    chunk_bytes = max(exchange.bound.rows_at[-1]) * 512 * 4
-    assert split.peak_bytes <= recorder.peak_bytes + 2 * chunk_bytes
-    # By the liveness of buffers likewise, against a layer in one chunk.
-    for of_split, of_whole in zip(
-        *(layers_of(chain_name, layout_name, chunks, routing) for chunks in (3, 1)), strict=True
-    ):
-        assert layer_peak_bytes(of_split) <= layer_peak_bytes(of_whole) + 2 * chunk_bytes
-    # What the experts themselves hold, and the tensors around the layer, are not counted.
-    held_bytes = max(map(layer_peak_bytes, layers_of(chain_name, layout_name, 3, routing)))
-    assert held_bytes <= split.peak_bytes

@@ -7,6 +7,11 @@ A chunk consists of whole token blocks and is an exchange of its own. In step s
 Forward, the first pass is dispatch and the second one combine; backward, combine's backward and
 dispatch's, in the same order over the chunks from the last to the first.
 
+On a device a pass starts where the caller's stream stands, so the first pass of chunk c + 2 waits
+for the experts of chunk c: it may allocate what they have just freed, and no more than two chunks
+are held. It does not make the network wait for longer than it would for chunk c + 1, which travels
+meanwhile, unless that one is much shorter.
+
 Notation: C = number of chunks, B = number of token blocks.
 """
 

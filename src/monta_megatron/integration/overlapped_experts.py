@@ -7,7 +7,7 @@ pipeline schedules make them, works; what expects one call in a micro-batch is r
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,13 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.workload import Workload
 
+if TYPE_CHECKING:
+    from monta_megatron.exchange.pipeline import Experts
+
 _TESTS = "tests/dist/test_overlap_experts.py::"
+_FREES_WEIGHTS = (
+    "it frees an expert's weights after each call, of which there is one for every chunk"
+)
 
 # Setting of `supported_settings.RUNS` -> the test that shows that it works; the others are refused.
 RUNS_WITH_OVERLAP = {
@@ -68,7 +74,7 @@ UNSUPPORTED_WITH_OVERLAP = (
     Unsupported(
         "use_megatron_fsdp",
         lambda config: getattr(config, "use_megatron_fsdp", False),
-        "it frees an expert's weights after each call, of which there is one for every chunk",
+        _FREES_WEIGHTS,
     ),
     Unsupported(
         "offload_modules",
@@ -178,7 +184,10 @@ def priced_experts(
         ffn_hidden_size=(config.moe_ffn_hidden_size or config.ffn_hidden_size) // layout.etp,
         value_bytes=workload.value_bytes,
     )
-    return replace(workload, experts=experts_of(sizes, cluster, gpu_name()))
+    experts = experts_of(sizes, cluster, gpu_name())
+    if not config.gradient_accumulation_fusion:
+        experts = replace(experts, gradient_bytes=sizes.weight_bytes)
+    return replace(workload, experts=experts)
 
 
 def check_experts(experts: torch.nn.Module) -> None:
@@ -234,6 +243,16 @@ def with_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
             assert bias is None, "Megatron's experts add it themselves"
             return outputs
 
-        return dispatcher.compute(compute, hidden_states, probs), None
+        # Where a configuration made in code does not say so.
+        if any(hasattr(parameter, "__fsdp_param__") for parameter in self.experts.parameters()):
+            raise ValueError(
+                "use_megatron_fsdp: not supported with moe_monta_overlap_experts: " + _FREES_WEIGHTS
+            )
+        experts: Experts = compute
+        if self.config.gradient_accumulation_fusion:
+            from monta_megatron.integration.main_grad import with_one_placeholder
+
+            experts = with_one_placeholder(compute, self.experts)
+        return dispatcher.compute(experts, hidden_states, probs), None
 
     return routed_experts_compute

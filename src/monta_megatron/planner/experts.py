@@ -39,6 +39,12 @@ class ExpertSizes:
     ffn_hidden_size: int
     value_bytes: int
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights: three matrices of each expert, as gated ones have."""
+        of_one = 3 * self.hidden_size * self.ffn_hidden_size
+        return self.num_local_experts * of_one * self.value_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
@@ -51,6 +57,9 @@ class Experts:
         launch_us: host time to start a call or its backward pass.
         in_background: see `ExpertCurve`.
         note: where the figures come from.
+        gradient_bytes: of the weights' gradients, which a layer in the pipeline holds from its
+            first chunk's backward pass to the last; 0 where products add them to `main_grad`
+            (gradient accumulation fusion, Megatron's default).
     """
 
     rows: tuple[float, ...]
@@ -59,6 +68,7 @@ class Experts:
     launch_us: float
     in_background: bool
     note: str
+    gradient_bytes: float = 0.0
 
     def time_us(self, rows: float, backward: bool = False) -> float:
         """Time of a call, or of its backward pass, without the host's time to start it."""

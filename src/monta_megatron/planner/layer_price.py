@@ -145,7 +145,11 @@ def _pipelined(
         price,
         passes=tuple(of_pass for of_pass, _ in priced),
         traffic=tuple(of_traffic for _, of_traffic in priced),
-        peak_bytes=max(layer_peak_bytes(layer) for of_rank in layers for layer in of_rank),
+        peak_bytes=max(
+            layer_peak_bytes(layer, _experts_of(workload).gradient_bytes)
+            for of_rank in layers
+            for layer in of_rank
+        ),
         experts_pipelined=True,
     )
 
@@ -236,10 +240,14 @@ def _joined(stages: Sequence[StageTraffic]) -> StageTraffic:
     )
 
 
-def layer_peak_bytes(bound: BoundLayer) -> float:
+def layer_peak_bytes(bound: BoundLayer, gradient_bytes: float = 0.0) -> float:
     """The most that a direction holds at once on a rank, beyond its input.
 
     The rows that the experts keep for backward are counted, what else they keep is not.
+
+    Args:
+        bound: the direction.
+        gradient_bytes: see `Experts`.
     """
     program = bound.program
     # Buffers of one slot use the same memory, one after the other.
@@ -254,6 +262,9 @@ def layer_peak_bytes(bound: BoundLayer) -> float:
             max(end, lifetime[1]),
         )
     changes = [0.0] * (len(program.operations) + 1)
+    if not program.first.pass_.ids:
+        computed = [one.number for one in program.operations if one.kind == "experts"]
+        held[-1] = (gradient_bytes, computed[0], computed[-1])
     for num_bytes, begin, end in held.values():
         changes[begin] += num_bytes
         changes[end + 1] -= num_bytes

@@ -1,0 +1,249 @@
+"""What a layer holds at most where its experts are in the pipeline, and what is planned of it."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_stream_safety
+import torch
+from stream_recorder import Recorder
+from test_pipeline_streams import TOKEN_CASES, exchanges_of, layers_of
+from test_stream_safety import LAYOUTS, Routing, make_exchange, make_inputs
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.pipeline import Experts, run_pipeline
+from monta_megatron.integration.main_grad import with_one_placeholder
+from monta_megatron.integration.overlapped_experts import priced_experts
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.layer_price import layer_peak_bytes
+from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.selection import select
+from monta_megatron.planner.workload import Workload
+
+# Rows are most of the memory beside the weights.
+HIDDEN = 512
+ROUTING = Routing(num_tokens=96)
+NUM_CHUNKS = 3
+MARK = "grad_added_to_main_grad"
+
+
+@pytest.fixture(autouse=True)
+def wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_stream_safety, "HIDDEN", HIDDEN)
+
+
+class Product(torch.autograd.Function):
+    """A linear layer that keeps to Megatron's rules of gradient accumulation fusion."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, module: Any) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.module = module
+        return rows @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        rows, weight = ctx.saved_tensors
+        rows_gradient = gradient @ weight
+        if ctx.module.placeholder is None:
+            return rows_gradient, gradient.t() @ rows, None
+        weight.main_grad.addmm_(gradient.t(), rows)
+        if not hasattr(weight, MARK):
+            return rows_gradient, None, None
+        setattr(weight, MARK, True)
+        return rows_gradient, ctx.module.placeholder(weight), None
+
+
+class Weighted(torch.nn.Module):
+    """Two experts of two matrices each, whose gradients are added to `main_grad`, as by DDP.
+
+    Args:
+        placeholder: what a product that adds a gradient itself returns for it; None if none does.
+    """
+
+    def __init__(self, placeholder: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        super().__init__()
+        self.placeholder = placeholder
+        generator = torch.Generator().manual_seed(0)
+        self.weights = torch.nn.ParameterList(
+            torch.randn(HIDDEN, HIDDEN, generator=generator) for _ in range(4)
+        )
+        self.numbers_of_hooks = [0] * 4
+        for number, weight in enumerate(self.weights):
+            weight.main_grad = torch.zeros_like(weight)
+            setattr(weight, MARK, False)
+            weight.register_post_accumulate_grad_hook(lambda one, at=number: self._add(one, at))
+
+    def _add(self, weight: torch.Tensor, number: int) -> None:
+        self.numbers_of_hooks[number] += 1
+        assert weight.grad is not None
+        if not getattr(weight, MARK):
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [one for weight in self.weights for one in (weight.detach(), weight.main_grad)]
+
+    def forward(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        outputs = []
+        for expert, part in enumerate(rows.split(tokens_per_expert.tolist())):
+            for weight in self.weights[2 * expert : 2 * expert + 2]:
+                part = Product.apply(part, weight, self)
+            outputs.append(part)
+        return torch.cat(outputs) * probs[:, None]
+
+
+def scaled(rows: torch.Tensor, _: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Experts without weights."""
+    return rows * 2 * probs[:, None]
+
+
+def peak_bytes(
+    chain_name: str,
+    layout_name: str,
+    num_chunks: int,
+    experts: Experts,
+    memory: list[torch.Tensor] | None = None,
+) -> int:
+    """The most that a layer holds, forward and backward, above what is there before.
+
+    Args:
+        chain_name, layout_name: what runs.
+        num_chunks: in the pipeline; 0 for one call of the experts between the passes.
+        experts: the experts.
+        memory: what is theirs.
+    """
+    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
+    routing_map, recorder = ROUTING.map(layout.num_experts), Recorder()
+    whole = make_exchange(chain, layout, routing_map, NUM_CHUNKS, recorder)
+    chunks = exchanges_of(chain, layout, routing_map, max(num_chunks, 1), recorder.monitor)
+    rows, probs, ids = make_inputs(whole, routing_map)
+    assert ids is not None
+    with recorder:
+        before = recorder.forget_peak([rows.detach(), probs.detach(), ids, *(memory or [])])
+        if num_chunks:
+            output = run_pipeline(chunks, rows * 1, probs * 1, ids, experts)
+        else:
+            expert_rows, expert_probs = dispatch(whole, rows * 1, probs * 1, ids)
+            counts = torch.from_numpy(whole.bound.rows_per_local_expert)
+            output = combine(whole, experts(expert_rows, counts, expert_probs))
+            del expert_rows, expert_probs
+        (output * 2).sum().backward()
+    assert recorder.findings == []
+    return recorder.peak_bytes - before
+
+
+def chunk_bytes(chain_name: str, layout_name: str) -> int:
+    """Rows of a chunk at the experts."""
+    layout = LAYOUTS[layout_name]
+    routing_map = ROUTING.map(layout.num_experts)
+    exchange = make_exchange(CHAINS[chain_name], layout, routing_map, NUM_CHUNKS, Recorder())
+    return max(exchange.bound.rows_at[-1]) * HIDDEN * 4
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
+def test_at_most_two_chunks_above_the_unsplit_layer(chain_name: str, layout_name: str) -> None:
+    split, whole = (
+        peak_bytes(chain_name, layout_name, num_chunks, scaled) for num_chunks in (NUM_CHUNKS, 0)
+    )
+    two_chunks = 2 * chunk_bytes(chain_name, layout_name)
+    assert split <= whole + two_chunks
+    # By the liveness of buffers likewise, against a layer in one chunk.
+    planned, of_whole = (
+        [layer_peak_bytes(layer) for layer in layers_of(chain_name, layout_name, number, ROUTING)]
+        for number in (NUM_CHUNKS, 1)
+    )
+    for mine, theirs in zip(planned, of_whole, strict=True):
+        assert mine <= theirs + two_chunks
+    # What the experts themselves hold, and the tensors around the layer, are not counted.
+    assert max(planned) <= split
+
+
+@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
+def test_one_set_of_weight_gradients_besides(chain_name: str, layout_name: str) -> None:
+    """The engine sums the chunks' before the hooks run, which add them to `main_grad`."""
+    experts = {number: Weighted(None) for number in (0, NUM_CHUNKS)}
+    peaks = {
+        number: peak_bytes(chain_name, layout_name, number, module, module.memory)
+        for number, module in experts.items()
+    }
+    one_weight = HIDDEN * HIDDEN * 4
+    set_bytes, two_chunks = 4 * one_weight, 2 * chunk_bytes(chain_name, layout_name)
+    # The gradient that a product is just making comes on top; the unsplit layer has it as well, but
+    # not when it holds most.
+    assert peaks[NUM_CHUNKS] <= peaks[0] + two_chunks + set_bytes + one_weight
+    assert peaks[NUM_CHUNKS] >= peaks[0] + set_bytes - one_weight - two_chunks
+    split, whole = (experts[number] for number in (NUM_CHUNKS, 0))
+    assert split.numbers_of_hooks == whole.numbers_of_hooks == [1] * 4
+    for mine, theirs in zip(split.weights, whole.weights, strict=True):
+        # Sums of some 100 products in another order.
+        torch.testing.assert_close(mine.main_grad, theirs.main_grad, rtol=1e-5, atol=1e-2)
+    # The liveness of the backward direction says the same; forward holds no gradient.
+    forward, backward = layers_of(chain_name, layout_name, NUM_CHUNKS, ROUTING)
+    assert layer_peak_bytes(forward, set_bytes) == layer_peak_bytes(forward)
+    planned = layer_peak_bytes(backward, set_bytes)
+    assert set_bytes < planned <= layer_peak_bytes(backward) + set_bytes
+    assert planned <= peaks[NUM_CHUNKS]
+
+
+def shared_placeholder() -> Callable[[torch.Tensor], torch.Tensor]:
+    """One for all products, as Transformer Engine has it."""
+    shared = torch.empty(HIDDEN, HIDDEN)
+    return lambda weight: shared.detach()
+
+
+@pytest.mark.parametrize("kind", ["fresh", "shared"])
+@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
+def test_none_where_products_add_to_main_grad(chain_name: str, layout_name: str, kind: str) -> None:
+    """Autograd holds no placeholders either, as it would without `with_one_placeholder`."""
+
+    def weighted() -> Weighted:
+        return Weighted(torch.empty_like if kind == "fresh" else shared_placeholder())
+
+    whole, split, plain = weighted(), weighted(), weighted()
+    unsplit, mine, without = (
+        peak_bytes(chain_name, layout_name, num_chunks, experts, module.memory)
+        for num_chunks, experts, module in (
+            (0, whole, whole),
+            (NUM_CHUNKS, with_one_placeholder(split, split), split),
+            (NUM_CHUNKS, plain, plain),
+        )
+    )
+    assert mine <= unsplit + 2 * chunk_bytes(chain_name, layout_name)
+    assert without > mine + 2 * HIDDEN * HIDDEN * 4
+    assert split.numbers_of_hooks == whole.numbers_of_hooks == [1] * 4
+    for ours, theirs in zip(split.weights, whole.weights, strict=True):
+        assert getattr(ours, MARK)
+        # Sums of some 100 products in another order.
+        torch.testing.assert_close(ours.main_grad, theirs.main_grad, rtol=1e-5, atol=1e-2)
+
+
+def test_a_training_plans_with_them() -> None:
+    """A set of gradients more in what the experts split hold, and nothing where they are whole."""
+    layout, cluster = LAYOUTS["ep4"], load_cluster("h100_8x_ndr")
+    workload = Workload(
+        layout=layout,
+        hidden_size=1024,
+        value_bytes=2,
+        prob_bytes=4,
+        routing=UniformRouting(num_experts=8, topk=2),
+        tokens_per_rank=4096,
+    )
+    set_bytes = 2 * 3 * 1024 * 4096 * 2
+    peaks = {}
+    for fused in (True, False):
+        config = SimpleNamespace(moe_ffn_hidden_size=4096, gradient_accumulation_fusion=fused)
+        priced = priced_experts(workload, config, cluster, permuted_only=False)
+        peaks[fused] = {
+            (price.chain.name, price.num_chunks, price.experts_pipelined): price.peak_bytes
+            for price in select(priced, cluster).prices
+        }
+    for key, peak in peaks[False].items():
+        more = peak - peaks[True][key]
+        # Less than the set where most is held before the first gradient is there.
+        assert 0 < more <= set_bytes if key[2] else more == 0, key
