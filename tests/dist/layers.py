@@ -128,11 +128,15 @@ def transformer_config(case: Case, dispatcher: str, **options: Any) -> Any:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
         params_dtype=torch_dtype,
         bf16=case.dtype == "bfloat16",
         moe_router_pre_softmax=case.topk == 1,
-        **{"num_layers": 1, "moe_router_dtype": "fp32", **case.config},
+        **{
+            "num_layers": 1,
+            "moe_router_dtype": "fp32",
+            "gradient_accumulation_fusion": False,
+            **case.config,
+        },
         **(case.options if dispatcher == "monta" else {}),
         **options,
     )
@@ -215,7 +219,7 @@ def num_tokens_here(case: Case) -> int:
     return 0 if case.routing == "rank0_empty" and dist.get_rank() == 0 else case.num_tokens
 
 
-def forward_backward(case: Case, layer: Any) -> Result:
+def forward_backward(case: Case, layer: Any, with_input_gradient: bool = True) -> Result:
     """One step of the layer on this rank's data."""
     generator = torch.Generator().manual_seed(1000 * case.seed + dist.get_rank())
     num_tokens = num_tokens_here(case)
@@ -223,7 +227,7 @@ def forward_backward(case: Case, layer: Any) -> Result:
     gradient = torch.randn(num_tokens, 1, HIDDEN, generator=generator)
     # "cuda" is the CPU on CPU ranks.
     device_and_dtype = {"device": "cuda", "dtype": getattr(torch, case.dtype)}
-    hidden = hidden.to(**device_and_dtype).requires_grad_()
+    hidden = hidden.to(**device_and_dtype).requires_grad_(with_input_gradient)
     force(layer.router, forced_routing(case, num_tokens, generator))
 
     seen: list[Any] = []
@@ -239,7 +243,7 @@ def forward_backward(case: Case, layer: Any) -> Result:
     output, _ = layer(hidden)
     torch.autograd.backward(output, gradient.to(**device_and_dtype))
     layer.token_dispatcher.dispatch_postprocess = postprocess
-    assert hidden.grad is not None
+    assert (hidden.grad is not None) == with_input_gradient
     # Chunks that are computed one by one have an order of their own.
     at_experts = seen or [torch.empty(0)] * 3
     return Result(
@@ -247,7 +251,7 @@ def forward_backward(case: Case, layer: Any) -> Result:
         tokens_per_expert=torch.as_tensor(at_experts[1]).clone(),
         expert_probs=at_experts[2].detach().clone(),
         output=output.detach().clone(),
-        input_gradient=hidden.grad.clone(),
+        input_gradient=torch.empty(0) if hidden.grad is None else hidden.grad.clone(),
         weight_gradients={
             name: parameter.grad.clone()
             for name, parameter in layer.named_parameters()

@@ -8,9 +8,9 @@ Forward, the first pass is dispatch and the second one combine; backward, combin
 dispatch's, in the same order over the chunks from the last to the first.
 
 On a device a pass starts where the caller's stream stands, so the first pass of chunk c + 2 waits
-for the experts of chunk c: it may allocate what they have just freed, and no more than two chunks
-are held. It does not make the network wait for longer than it would for chunk c + 1, which travels
-meanwhile, unless that one is much shorter.
+for the experts of chunk c: its buffers may be memory that they have just given back, and so few
+chunks are held at once. The network waits for it only where the experts of a chunk take longer than
+what travels beside them.
 
 Notation: C = number of chunks, B = number of token blocks.
 """
