@@ -17,8 +17,6 @@ from monta_megatron.chains.calibration_tasks import (
     Sample,
 )
 from monta_megatron.planner.calibration.cluster import (
-    AS_EXECUTED,
-    ROW,
     Machine,
     excess_of,
     make_cluster,
@@ -35,7 +33,6 @@ from monta_megatron.planner.calibration.points import (
 )
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster
 from monta_megatron.planner.curves import Curve
-from monta_megatron.planner.host_operations import num_host_operations
 from monta_megatron.planner.schedule import Work, simulate
 from monta_megatron.tools.calibrate.record import Record, alone
 
@@ -159,8 +156,13 @@ def test_cluster_file_holds_medians_and_can_be_read(tmp_path: Path) -> None:
         assert curve.fit.alpha_us == pytest.approx(100 + in_memory, rel=0.05)
 
 
-def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
-    """A small `put` may be over before a `copy` has been launched."""
+@pytest.mark.parametrize(("fused", "num_operations"), [(False, 47), (True, 22)])
+def test_no_operation_of_a_gpu_costs_less_than_nothing(fused: bool, num_operations: int) -> None:
+    """A small `put` may be over before a `copy` has been launched.
+
+    By Triton kernels, a copy is an allocation and a launch, a put two and one, a sum one, to find
+    one and two, to list two and one, to count ten operations: 22.
+    """
     points = points_on("cuda")
     pairs = choose_pairs({point: time_us(point) for point in points})
     alone = [task for contenders in pairs for task in contenders.tasks]
@@ -171,13 +173,13 @@ def test_no_operation_of_a_gpu_costs_less_than_nothing() -> None:
     ]
     for task in (*alone, COUNTS, PASSES, PASSES_IN_CHUNKS):
         samples.append(Sample(task=task.name, us=100.0, launch_us=100.0))
-    gpu = replace(MACHINE, on_cpu=False, memory_gb_per_rank=80.0)
+    gpu = replace(MACHINE, on_cpu=False, memory_gb_per_rank=80.0, fused_kernels=fused)
     cluster = make_cluster(gpu, points, pairs, samples)
+    assert cluster.policy == ("fused" if fused else "streams")
     # Five of the six by which an operation is priced take 25 us, `put` 8.
-    num_operations = sum(num_host_operations(*of, ROW) for of in AS_EXECUTED.values())
     assert cluster.launch.operation_us == pytest.approx(133 / num_operations, abs=0.005)
     # What a collective takes beside the allocation of what it receives.
-    assert cluster.launch.collective_us == pytest.approx(25 - cluster.launch.operation_us, abs=0.05)
+    assert cluster.launch.collective_us == pytest.approx(25 - cluster.launch.operation_us, abs=0.06)
     assert all(time > 0 for curve in cluster.curves for time in curve.times_us)
 
 
@@ -356,6 +358,15 @@ def test_costs_of_a_calibrated_file_are_changed_only_knowingly(tmp_path: Path) -
         load_cluster(path)
     path.write_text(re.sub("checksum: .*", "checksum: edited", changed))
     assert load_cluster(path).factor("inter", "intra") == 1.5
+
+
+def test_costs_of_other_kernels_are_doubted() -> None:
+    cluster = load_cluster(CALIBRATED)
+    assert cluster.with_kernels(fused=False) is cluster
+    fused = cluster.with_kernels(fused=True)
+    (doubt,) = set(fused.doubts) - set(cluster.doubts)
+    assert doubt == "measured with PyTorch's operations, and Triton kernels run: calibrate again"
+    assert fused.fused_kernels
 
 
 def test_sizes_and_names_of_a_calibrated_file_may_be_changed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from test_cluster_file import SHAPE, points_on
 
 from monta_megatron.chains.calibration_tasks import Pair, Point, Repeated, Sample
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.calibration import timer
 from monta_megatron.exchange.calibration.timer import Timer
@@ -50,12 +51,22 @@ def test_groups_by_hand(
 ) -> None:
     """2 nodes of 4 ranks: some local ranks of both nodes, or neighbours on one node."""
     monkeypatch.setattr(groups_of_cluster.dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(groups_of_cluster, "new_local_group", lambda ranks, name: ranks)
+    budgets: dict[str, int | None] = {}
+
+    def new_local_group(ranks: list[int], name: str, like: object, budget: int | None) -> list[int]:
+        budgets[name] = budget
+        return ranks
+
+    monkeypatch.setattr(groups_of_cluster, "new_local_group", new_local_group)
     made = groups_of_cluster.make_groups(SHAPE, (0, 0, 0, 0, 1, 1, 1, 1))
     assert {key: group.process_group for key, group in made.items()} == groups
     for key, group in made.items():
         assert (group.size, group.rank) == (len(groups[key]), groups[key].index(rank))
         assert group.nodes == tuple(rank // 4 for rank in groups[key])
+    # Rails and the node are communicators of our own.
+    own = {name for name, budget in budgets.items() if budget == DEFAULT_MAX_CTAS}
+    assert own == {"monta inter 1", "monta intra 4"}
+    assert set(budgets.values()) == {DEFAULT_MAX_CTAS, None}
 
 
 class Clock:

@@ -5,6 +5,7 @@ does not round to bf16 as a GPU does.
 """
 
 import os
+from contextlib import nullcontext
 from unittest import mock
 
 import test_stream_safety as layers
@@ -14,6 +15,7 @@ from stream_recorder import RecordedWork, Recorder
 from test_stream_safety import LAYOUTS, Routing, make_exchange
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.calibration_tasks import Point
 from monta_megatron.chains.program import (
     COMBINE,
     COMBINE_BACKWARD,
@@ -68,6 +70,32 @@ def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int)
         )
         for name, column in expected.items():
             assert torch.equal(actual[name], column), f"{dtype}, {quantized=}, {name} differs"
+
+
+def calibrate() -> None:
+    """What a calibration times in memory: the launches of each operation, and sums."""
+    from monta_megatron.exchange.calibration import fused_operations
+
+    cpu, launched, sums = torch.device("cpu"), {}, Columns(torch.empty(0))
+    for name, prepare in fused_operations.IN_MEMORY.items():
+        point = Point(
+            operation=name,
+            resource="memory",
+            group_size=1,
+            ranks_on_node=1,
+            num_rows=11,
+            num_bytes=0,
+        )
+        start, launches = prepare(point, cpu), []
+        with recorded_launches(lambda *launch, to=launches: to.append(launch), nullcontext):
+            start()
+        launched[name] = len(launches)
+        for _, _, written in launches[-1:]:
+            sums = Columns(*written) if name == "sum" else sums
+    expected = {"copy": 1, "put": 1, "sum": 1, "lists": 1, "find": 2, "find_lists": 2}
+    assert launched == expected, launched
+    # Two copies of a row of ones.
+    assert torch.all(sums.rows == 2), "sums"
 
 
 def _compare_counts(chain_name: str, layout_name: str, routing_map: torch.Tensor) -> None:

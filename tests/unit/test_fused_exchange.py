@@ -31,6 +31,18 @@ def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int)
     fused_exchanges.compare(chain_name, layout_name, num_chunks, num_tokens)
 
 
+def calibrate() -> None:
+    """In the interpreter's process."""
+    import fused_exchanges
+
+    fused_exchanges.calibrate()
+
+
+def test_a_calibration_times_what_a_training_launches(interpreter: Preloaded) -> None:
+    result = interpreter.run(calibrate)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
 def test_fused_exchanges_give_the_same_bits(
     interpreter: Preloaded, chain_name: str, layout_name: str

@@ -30,6 +30,7 @@ from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.exchange.calibration.operations import starts_of
 from monta_megatron.exchange.calibration.timer import RUN_US, Timer
 from monta_megatron.exchange.groups import gather_objects, peer_groups
+from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.integration.hardware import (
     counts_to_host_us,
     device_of_ranks,
@@ -104,7 +105,8 @@ def _find(
     path: Path,
     report: Report,
 ) -> Cluster | None:
-    group, identity = groups["tp_ep"], _identity(layout)
+    group, fused = groups["tp_ep"], is_fused(options.kernels, device_of_ranks().type)
+    identity = _identity(layout, fused)
     is_first = layout.rank == 0
     # Step 1: what an earlier start has left, as the first rank sees it.
     kept = gather_objects(_read(path, identity) if is_first else None, group)[0]
@@ -123,7 +125,7 @@ def _find(
         return None
     # A model may be built without memory or gradients: Megatron's are made on "meta" first.
     with torch.device("cpu"), torch.enable_grad():
-        made, said = _measure(options, layout, groups, identity)
+        made, said = _measure(options, layout, groups, identity, fused)
     cluster = gather_objects(made if is_first else None, group)[0]
     assert cluster is not None, "the first rank has sent its own"
     unknown = _without_rate(cluster)
@@ -147,7 +149,11 @@ def _find(
 
 
 def _measure(
-    options: Options, layout: Layout, groups: dict[str, dist.ProcessGroup], identity: str
+    options: Options,
+    layout: Layout,
+    groups: dict[str, dist.ProcessGroup],
+    identity: str,
+    fused: bool,
 ) -> tuple[Cluster, str]:
     """What this rank makes of what all have measured, and what is said of it."""
     begin_s, seconds = time.perf_counter(), options.calibrate_seconds
@@ -162,12 +168,12 @@ def _measure(
     on_groups = {(each.resource, each.group_size): peers[name] for each, name in series.items()}
     free_bytes = sys.maxsize if on_cpu else torch.cuda.mem_get_info()[0]
     most_bytes = min(gather_objects(free_bytes, group)) * PART_OF_FREE_MEMORY
-    every_point = all_points(list(series), NUM_SIZES[device.type])
+    every_point = all_points(list(series), NUM_SIZES[device.type], fused)
     points = [point for point in every_point if point.num_bytes <= most_bytes]
 
     # Step 2: as many of their sizes as there is time for, then rounds over these. Other operations
     # run between two runs of one, and leave its buffers cold.
-    start_of = starts_of(on_groups, layout.nodes, device, 0, PERMUTATION)
+    start_of = starts_of(on_groups, layout.nodes, device, 0, PERMUTATION, fused)
     timer = Timer(group, device, start_of, find_ranks_per_core(group), begin_s)
     times_us = timer.first_runs(points, {}, lambda *_: None, seconds * PART_FOR_POINTS)
     pairs = choose_pairs(times_us, min(PAIR_US, seconds * 1e6 * PAIR_PART))
@@ -192,6 +198,7 @@ def _measure(
         on_cpu=on_cpu,
         counts_to_host_us=counts_to_host_us(device),
         source=f"{identity}{MEASURED}{_today()}",
+        fused_kernels=fused,
     )
     most: dict[str, str] = {}
     for point in sorted(times_us, key=lambda point: point.num_bytes):
@@ -225,14 +232,15 @@ def _today() -> date:
     return datetime.now(timezone.utc).date()
 
 
-def _identity(layout: Layout) -> str:
+def _identity(layout: Layout, fused: bool) -> str:
     """What was measured, and by which versions: the costs of another are not taken."""
-    nccl = "Gloo"
+    nccl, kernels = "Gloo", "Triton kernels, " * fused
     if gpu_name() is not None:
         nccl = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     return (
         f"{hardware_name()}, {layout.num_nodes} x {layout.ranks_per_node} ranks, EP {layout.ep} x "
-        f"ETP {layout.etp}, torch {torch.__version__}, {nccl}, monta-megatron {__version__}"
+        f"ETP {layout.etp}, torch {torch.__version__}, {nccl}, {kernels}"
+        f"monta-megatron {__version__}"
     )
 
 

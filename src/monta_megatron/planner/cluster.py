@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -136,7 +136,8 @@ class Cluster:
         launch: host time per operation.
         memory_gb_per_rank: 1e9 bytes that a rank may use; without it memory is not checked.
         copies_block_host: copies run on the host thread in program order, as on CPU ranks.
-        fused_kernels: price the fused kernels; a training prices what it runs.
+        fused_kernels: price the fused kernels, which also ran when curves were measured; a training
+            prices what it runs.
         links: each resource as a line, used where there is no curve.
         curves: one for each operation, resource and group size.
         contention: pairs that are not listed have factor 1, or 2 if both are the same resource.
@@ -206,6 +207,19 @@ class Cluster:
     def policy(self) -> Policy:
         """How programs are executed on it."""
         return "host" if self.copies_block_host else "fused" if self.fused_kernels else "streams"
+
+    def with_kernels(self, fused: bool) -> "Cluster":
+        """These costs, to price the fused kernels or PyTorch's operations."""
+        if fused == self.fused_kernels:
+            return self
+        doubts = self.doubts
+        if self.curves:
+            kernels = ("PyTorch's operations", "Triton kernels")
+            doubts += (
+                f"measured with {kernels[self.fused_kernels]}, and {kernels[fused]} run: "
+                "calibrate again",
+            )
+        return replace(self, fused_kernels=fused, doubts=doubts)
 
     @property
     def num_ranks(self) -> int:

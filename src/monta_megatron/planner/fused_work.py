@@ -1,15 +1,19 @@
 """What Triton kernels move and launch, where it is not what PyTorch's operations do.
 
-Bytes are those that the kernels' files name: what is read once and written once. The curves of a
-cluster file for these operations were measured with PyTorch's operations.
+Bytes are those that the kernels' files name: what is read once and written once.
+
+Notation: W = most experts of any token.
 """
 
 from collections.abc import Mapping
+from typing import TypeVar
 
-from monta_megatron.chains.program import ID_BYTES, BoundProgram, Kind
+from monta_megatron.chains.program import ID_BYTES, Kind
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner import host_operations
 from monta_megatron.planner.host_operations import Around, HostOperations
+
+Number = TypeVar("Number", float, RowCounts)
 
 # Of a number in the lists that say where copies lie, of which a copy is in three.
 INDEX_BYTES = 8
@@ -30,22 +34,18 @@ HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
 }
 
 
-def find_bytes(bound: BoundProgram, rows: RowCounts, copies: RowCounts) -> RowCounts:
-    """To find copies: every list of ids is read twice; a row begins somewhere in the copies."""
-    row_bytes = 2 * ID_BYTES * bound.max_experts_per_token + INDEX_BYTES
-    found: RowCounts = row_bytes * rows + 3 * INDEX_BYTES * copies
-    return found
+def find_bytes(width: int, rows: Number, copies: Number) -> Number:
+    """To find copies: every list of W ids is read twice; a row begins somewhere in the copies."""
+    return (2 * ID_BYTES * width + INDEX_BYTES) * rows + 3 * INDEX_BYTES * copies
 
 
-def around_bytes(
-    bound: BoundProgram, size_of_map: RowCounts, tokens: RowCounts
-) -> tuple[RowCounts, RowCounts]:
-    """To count a routing map of bools, and to list its experts: a probability is read and written.
+def list_bytes(width: int, prob_bytes: int, size_of_map: Number, tokens: Number) -> Number:
+    """To list the W experts of tokens in a routing map of bools, which counting reads alone.
 
     Args:
-        bound: the program that comes next.
-        size_of_map: tokens times experts, of each rank.
-        tokens: of each rank.
+        width: W.
+        prob_bytes: of a probability, which is read and written.
+        size_of_map: tokens times experts.
+        tokens: that are listed.
     """
-    list_bytes = (ID_BYTES + 2 * bound.program.row.prob_bytes) * bound.max_experts_per_token
-    return size_of_map, size_of_map + list_bytes * tokens
+    return size_of_map + (ID_BYTES + 2 * prob_bytes) * width * tokens

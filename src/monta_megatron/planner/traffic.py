@@ -158,7 +158,7 @@ def _finds(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation])
     if programs[0].program.policy == "fused":
         from monta_megatron.planner.fused_work import find_bytes
 
-        num_bytes = find_bytes(programs[0], rows, copies)
+        num_bytes = find_bytes(programs[0].max_experts_per_token, rows, copies)
     return _in_memory(first.stage, operation, num_bytes)
 
 
@@ -290,13 +290,14 @@ def _around(
     rows = np.array([[program.bound.num_source_rows] for program in programs])  # [S, 1]
     tokens = np.full(rows.shape, num_tokens)
     size_of_map = layouts[0].num_experts * tokens
-    count_bytes, list_bytes = COUNT_MAP_BYTES * size_of_map, LIST_MAP_BYTES * size_of_map
+    counted, listed = COUNT_MAP_BYTES * size_of_map, LIST_MAP_BYTES * size_of_map
     if programs[0].program.policy == "fused":
-        from monta_megatron.planner.fused_work import around_bytes
+        from monta_megatron.planner.fused_work import list_bytes
 
-        count_bytes, list_bytes = around_bytes(programs[0], size_of_map, tokens)
+        width, counted = programs[0].max_experts_per_token, size_of_map
+        listed = list_bytes(width, row.prob_bytes, size_of_map, tokens)
     if pass_.ids:
-        before.append(_in_memory("count", "count", count_bytes))
+        before.append(_in_memory("count", "count", counted))
     num_ranks = len(layouts[0].nodes)
     if pass_.ids and num_ranks > 1:
         resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
@@ -313,7 +314,7 @@ def _around(
         )
         before.append(exchange)
     if pass_.ids and not permutes:
-        before.append(_in_memory("expert ids", "lists", list_bytes))
+        before.append(_in_memory("expert ids", "lists", listed))
     hidden_bytes = row.hidden_size * row.value_bytes
     if permutes and pass_.transpose:
         after.append(_in_memory("unpermute", "unpermute", hidden_bytes * (rows + tokens)))

@@ -13,10 +13,11 @@ from monta_megatron.chains.program import (
     DISPATCH,
     FORWARD_BACKWARD,
     Pass,
+    Policy,
     offsets_bytes,
 )
 from monta_megatron.planner import traffic as program_traffic
-from monta_megatron.planner.calibration.points import BYTES_PER_ROW
+from monta_megatron.planner.calibration.points import bytes_per_row
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.recorded_routing import RecordedRouting
@@ -26,9 +27,13 @@ from monta_megatron.planner.workload import Workload
 
 
 def pass_traffic(
-    workload: Workload, bound: BoundChain, pass_: Pass, num_exchanged_counts: int
+    workload: Workload,
+    bound: BoundChain,
+    pass_: Pass,
+    num_exchanged_counts: int,
+    policy: Policy = "streams",
 ) -> PassTraffic:
-    program = workload.lower(bound, pass_, "streams")
+    program = workload.lower(bound, pass_, policy)
     return program_traffic.pass_traffic([program], workload.tokens_per_rank, num_exchanged_counts)
 
 
@@ -163,7 +168,8 @@ def test_a_sum_over_ranks_by_hand() -> None:
     assert found["sum of allgather", "sum"] == pytest.approx((8 + 1) * 2048 * 8192)
 
 
-def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan(fused: bool) -> None:
     """Operations on Megatron's own routing map and pairs, per token of a rank."""
     workload = workload_of(
         16, num_experts=NUM_EXPERTS, topk=TOPK, tokens=1024, hidden=HIDDEN_ROW_BYTES // 2
@@ -172,12 +178,13 @@ def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan() -> None:
     for chain in ("alltoall", "allgather"):
         for pass_ in (DISPATCH, COMBINE):
             bound = workload.bind(CHAINS[chain], 1)
-            traffic = pass_traffic(workload, bound, pass_, 1)
+            traffic = pass_traffic(workload, bound, pass_, 1, "fused" if fused else "streams")
             for stage in (*traffic.before, *traffic.after):
                 if stage.resource == "memory":
                     found[stage.operation] = stage.moved["memory"].num_bytes.sum()
     assert found == {
-        name: 1024 * BYTES_PER_ROW[name] for name in ("count", "lists", "permute", "unpermute")
+        name: 1024 * bytes_per_row(fused)[name]
+        for name in ("count", "lists", "permute", "unpermute")
     }
 
 

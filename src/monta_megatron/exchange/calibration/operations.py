@@ -45,6 +45,7 @@ def starts_of(
     device: torch.device,
     cold_bytes: int,
     more: Mapping[str, Prepare],
+    fused: bool = False,
 ) -> Callable[[Task], Start]:
     """What starts a point or the host's work on this rank, made when it is first asked for.
 
@@ -59,18 +60,23 @@ def starts_of(
         device: device that it runs on.
         cold_bytes: bytes of buffers to take turns with; 0 for one set of buffers.
         more: by its name, an operation in memory that is none of the exchange's own.
+        fused: Triton kernels do the exchange's own, as in a training here.
     """
     # An exchange of all of them, in which every chain can run; all bind the same counts.
     experts = max(NUM_EXPERTS // len(nodes), 1)
     layout = Layout(ep=len(nodes), etp=1, num_local_experts=experts, rank=0, nodes=nodes)
-    prepared: dict[str, Prepare] = {**IN_MEMORY, "count": partial(_count, layout=layout), **more}
+    table, in_memory = _count_table(layout, "auto" if fused else "torch"), IN_MEMORY
+    if fused:
+        from monta_megatron.exchange.calibration.fused_operations import IN_MEMORY as in_memory
+    prepared: dict[str, Prepare] = {**in_memory, "count": partial(_count, table=table), **more}
 
     @cache
     def start_of(task: Task) -> Start:
         if task == tasks.COUNTS:
-            return _bind_counts(layout, device)
+            return _bind_counts(table, device)
         if not isinstance(task, Point):
-            return _passes(device, tasks.NUM_PASS_CHUNKS if task == tasks.PASSES_IN_CHUNKS else 1)
+            num_chunks = tasks.NUM_PASS_CHUNKS if task == tasks.PASSES_IN_CHUNKS else 1
+            return _passes(device, num_chunks, fused)
         if task.is_collective:
             resource = cast("Resource", task.resource)
             return _collective(task, groups[resource, task.group_size], device)
@@ -105,9 +111,9 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
     return start
 
 
-def _bind_counts(layout: Layout, device: torch.device) -> Start:
+def _bind_counts(table: CountTable, device: torch.device) -> Start:
     """The host's work on exchanged counts: read and bind. To count and to exchange are points."""
-    table = _count_table(layout)
+    layout = table.layout
     messages, sent = table.count(routing_map(NUM_TOKENS, layout.num_experts).to(device))
     # All ranks are taken to send this one what it sends itself.
     received = messages[layout.rank].expand_as(messages)
@@ -121,12 +127,12 @@ def _bind_counts(layout: Layout, device: torch.device) -> Start:
     return start
 
 
-def _count_table(layout: Layout) -> CountTable:
+def _count_table(layout: Layout, kernels: str) -> CountTable:
     chains = tuple(chain for chain in CHAINS.values() if chain.incompatibility(layout) is None)
-    return CountTable(chains=chains, layout=layout, num_blocks=NUM_BLOCKS)
+    return CountTable(chains=chains, layout=layout, num_blocks=NUM_BLOCKS, kernels=kernels)
 
 
-def _passes(device: torch.device, num_chunks: int) -> Start:
+def _passes(device: torch.device, num_chunks: int, fused: bool) -> Start:
     """All four passes of a rank with itself: almost nothing moves, the time is the host's work."""
     # One expert, to which all rows go in the order that they are in.
     layout = Layout(ep=1, etp=1, num_local_experts=1, rank=0, nodes=(0,))
@@ -141,7 +147,13 @@ def _passes(device: torch.device, num_chunks: int) -> Start:
 
     def start() -> Callable[[], object]:
         bound = chain.bind(layout, Counts(sent=sent, received=sent[None]), num_chunks)
-        exchange = Exchange(bound=bound, groups=alone, sum_dtype=torch.float32, monitor=Monitor())
+        exchange = Exchange(
+            bound=bound,
+            groups=alone,
+            sum_dtype=torch.float32,
+            monitor=Monitor(),
+            fused=fused,
+        )
         inputs = rows.detach().requires_grad_(), probs.detach().requires_grad_()
         moved, row_probs = dispatch(exchange, *inputs)
         outputs = combine(exchange, moved), row_probs
@@ -152,7 +164,7 @@ def _passes(device: torch.device, num_chunks: int) -> Start:
 
 
 def _copy(point: Point, device: torch.device) -> Callable[[], object]:
-    columns, index = _columns(point.num_rows, device)
+    columns, index = rows_with_lists(point.num_rows, device)
     payload = Payload.of(columns, packed=True)
 
     def copy() -> list[torch.Tensor]:
@@ -165,7 +177,7 @@ def _copy(point: Point, device: torch.device) -> Callable[[], object]:
 
 
 def _put(point: Point, device: torch.device) -> Callable[[], object]:
-    (hidden, probs, _), index = _columns(point.num_rows, device)
+    (hidden, probs, _), index = rows_with_lists(point.num_rows, device)
 
     def put() -> list[torch.Tensor]:
         outputs = [torch.empty_like(column) for column in (hidden, probs)]
@@ -176,7 +188,7 @@ def _put(point: Point, device: torch.device) -> Callable[[], object]:
     return put
 
 
-def _columns(num_rows: int, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+def rows_with_lists(num_rows: int, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
     """[N, H] rows with their [N, W] probabilities and expert ids, in an order: [N]."""
     probs = torch.ones(num_rows, TOPK, device=device)
     # Small, but operations of their own.
@@ -207,17 +219,14 @@ def _sum(point: Point, device: torch.device) -> Callable[[], object]:
 
 
 def _find(point: Point, device: torch.device) -> Callable[[], object]:
-    ids, size = draw_experts(point.num_rows, NUM_EXPERTS), NUM_EXPERTS // TOPK
-    parts = ExpertRange(first=0, size=size, num_parts=TOPK)
-    hits = torch.zeros(point.num_rows, TOPK, dtype=torch.bool).scatter(1, ids // size, True)
-    num_copies, ids = int(hits.sum()), ids.int().to(device)
+    ids, parts, num_copies = drawn_lists(point.num_rows, device)
     copies = Copies.empty(point.num_rows, num_copies, parts, device)
     return lambda: find_copies(ids, Parts.of(parts, point.num_rows, num_copies, ids), copies)
 
 
-def _count(point: Point, device: torch.device, layout: Layout) -> Callable[[], object]:
-    num_rows = point.num_rows * NUM_EXPERTS // layout.num_experts
-    table, counted = _count_table(layout), routing_map(num_rows, layout.num_experts).to(device)
+def _count(point: Point, device: torch.device, table: CountTable) -> Callable[[], object]:
+    num_experts = table.layout.num_experts
+    counted = routing_map(point.num_rows * NUM_EXPERTS // num_experts, num_experts).to(device)
     return lambda: table.count(counted)
 
 
@@ -228,7 +237,7 @@ def _lists(point: Point, device: torch.device) -> Callable[[], object]:
 
 
 OPERATIONS = (("copy", _copy), ("put", _put), ("sum", _sum), ("lists", _lists))
-IN_MEMORY: dict[str, Prepare] = dict((*OPERATIONS, ("find", _find), ("find_lists", _find)))
+IN_MEMORY: Mapping[str, Prepare] = dict((*OPERATIONS, ("find", _find), ("find_lists", _find)))
 
 
 def rows_of(num_rows: int, device: torch.device) -> torch.Tensor:
@@ -236,6 +245,14 @@ def rows_of(num_rows: int, device: torch.device) -> torch.Tensor:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     shape = num_rows, tasks.HIDDEN_ROW_BYTES // dtype.itemsize
     return torch.ones(shape, dtype=dtype, device=device)
+
+
+def drawn_lists(num_rows: int, device: torch.device) -> tuple[torch.Tensor, ExpertRange, int]:
+    """[N, W] int32 drawn experts of each row, `TOPK` parts of all experts, and copies for these."""
+    ids, size = draw_experts(num_rows, NUM_EXPERTS), NUM_EXPERTS // TOPK
+    hits = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids // size, True)
+    parts = ExpertRange(first=0, size=size, num_parts=TOPK)
+    return ids.int().to(device), parts, int(hits.sum())
 
 
 def draw_experts(num_rows: int, num_experts: int) -> torch.Tensor:

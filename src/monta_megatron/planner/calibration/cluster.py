@@ -24,6 +24,7 @@ from monta_megatron.chains.program import (
     FORWARD_BACKWARD,
     Kind,
     Pass,
+    Policy,
     RowFormat,
 )
 from monta_megatron.planner.calibration.doubts import doubts_of
@@ -49,6 +50,12 @@ AS_EXECUTED: dict[Operation, tuple[Kind | Around, Pass]] = {
     "count": ("count", DISPATCH),
     "lists": ("lists", DISPATCH),
 }
+# Likewise, where Triton kernels do the work.
+AS_FUSED: dict[Operation, tuple[Kind | Around, Pass]] = {
+    **AS_EXECUTED,
+    "copy": ("duplicate", DISPATCH),
+    "put": ("to_experts", DISPATCH),
+}
 ROW = RowFormat(hidden_size=HIDDEN_ROW_BYTES // 2, value_bytes=2, prob_bytes=4, sum_bytes=4)
 
 
@@ -65,6 +72,7 @@ class Machine:
         on_cpu: whether ranks are CPU ranks.
         counts_to_host_us: time of a copy of some integers to the host, with the wait for it.
         source: when and with what it was measured.
+        fused_kernels: Triton kernels did the work of an exchange.
     """
 
     name: str
@@ -75,6 +83,7 @@ class Machine:
     on_cpu: bool
     counts_to_host_us: float
     source: str
+    fused_kernels: bool = False
 
 
 def make_cluster(
@@ -113,6 +122,7 @@ def make_cluster(
         launch=_launch(machine, points, launches_us, times_us),
         memory_gb_per_rank=machine.memory_gb_per_rank,
         copies_block_host=machine.on_cpu,
+        fused_kernels=machine.fused_kernels,
         links=links,
         curves=curves,
         contention=tuple(_contention(machine, contenders, by_task) for contenders in pairs),
@@ -140,8 +150,10 @@ def _launch(
     # Where copies run on the host, their time is not launch time.
     operation_us = 0.0
     if not machine.on_cpu:
-        num_operations = sum(num_host_operations(*of, ROW) for of in AS_EXECUTED.values())
-        starts_us = [_least_us(points, launches_us, operation) for operation in AS_EXECUTED]
+        policy: Policy = "fused" if machine.fused_kernels else "streams"
+        executed = AS_FUSED if machine.fused_kernels else AS_EXECUTED
+        num_operations = sum(num_host_operations(*of, ROW, policy) for of in executed.values())
+        starts_us = [_least_us(points, launches_us, operation) for operation in executed]
         operation_us = round(sum(starts_us) / num_operations, 2)
 
     def first(*operations: str) -> float:

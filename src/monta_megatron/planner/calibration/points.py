@@ -47,6 +47,13 @@ NUM_SIZES: dict[str, dict[Resource, int]] = {
 }
 NUM_SIZES_OF_IDS = 6
 
+# Of an fp32 probability.
+PROB_BYTES = 4
+# Parts of all experts in which a row of `find` has one of its own, on the average.
+FOUND_PARTS = TOPK * (
+    1 - math.comb(NUM_EXPERTS - NUM_EXPERTS // TOPK, TOPK) / math.comb(NUM_EXPERTS, TOPK)
+)
+
 # Bytes read and written per row, counted as in planner.traffic.
 BYTES_PER_ROW: dict[Operation, int] = {
     "copy": 2 * HIDDEN_ROW_BYTES,
@@ -59,6 +66,23 @@ BYTES_PER_ROW: dict[Operation, int] = {
     "permute": 2 * HIDDEN_ROW_BYTES * TOPK,
     "unpermute": (TOPK + 1) * HIDDEN_ROW_BYTES,
 }
+
+
+def bytes_per_row(fused: bool) -> Mapping[Operation, int]:
+    """Bytes read and written per row, where Triton kernels do the work or PyTorch's operations."""
+    if not fused:
+        return BYTES_PER_ROW
+    from monta_megatron.planner.fused_work import find_bytes, list_bytes
+
+    found = round(find_bytes(TOPK, 1.0, FOUND_PARTS))
+    listed = round(list_bytes(TOPK, PROB_BYTES, float(NUM_EXPERTS), 1.0))
+    of_ids: dict[Operation, int] = {
+        "find": found,
+        "find_lists": found,
+        "count": NUM_EXPERTS,
+        "lists": listed,
+    }
+    return {**BYTES_PER_ROW, **of_ids}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,21 +171,25 @@ def series_of_exchange(chains: Iterable[Chain], layout: Layout) -> dict[Series, 
     return series
 
 
-def all_points(series: Sequence[Series], num_sizes: Mapping[Resource, int]) -> list[Point]:
+def all_points(
+    series: Sequence[Series], num_sizes: Mapping[Resource, int], fused: bool = False
+) -> list[Point]:
     """The points of these collectives and of all operations in memory.
 
     Args:
         series: the collectives.
         num_sizes: how many sizes of each resource, in steps of 4x.
+        fused: see `bytes_per_row`.
     """
     points = [
         _collective(entry, FIRST_BYTES * 4**step)
         for entry in series
         for step in range(num_sizes[entry.resource])
     ]
-    for operation in BYTES_PER_ROW:
+    for operation, row_bytes in bytes_per_row(fused).items():
         most = NUM_SIZES_OF_IDS if operation in FINDS else num_sizes["memory"]
-        points += [_in_memory(operation, FIRST_BYTES_IN_MEMORY * 4**step) for step in range(most)]
+        sizes = [FIRST_BYTES_IN_MEMORY * 4**step for step in range(most)]
+        points += [_in_memory(operation, row_bytes, num_bytes) for num_bytes in sizes]
     # One row of the largest operations exceeds the smallest sizes, which makes duplicates.
     return list(dict.fromkeys(points))
 
@@ -218,8 +246,7 @@ def _collective(series: Series, num_bytes: int) -> Point:
     )
 
 
-def _in_memory(operation: Operation, num_bytes: int) -> Point:
-    row_bytes = BYTES_PER_ROW[operation]
+def _in_memory(operation: Operation, row_bytes: int, num_bytes: int) -> Point:
     num_rows = max(num_bytes // row_bytes, 1)
     return Point(
         operation=operation,

@@ -1,7 +1,11 @@
-"""The groups in which a cluster is measured: all that a layout on it may have."""
+"""The groups in which a cluster is measured: all that a layout on it may have.
+
+Rails and nodes get the SMs that their communicators have in a training, others NCCL's default.
+"""
 
 import torch.distributed as dist
 
+from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.chains.program import Resource
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.groups import new_local_group
@@ -25,10 +29,14 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[Resource, in
             "inter": [r for r in range(len(nodes)) if r % on_node % stride == position % stride],
             "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
         }
+        is_own = {"inter": part == 1, "intra": part == on_node}
         for resource, ranks in members.items():
+            budget = DEFAULT_MAX_CTAS if is_own[resource] else None
             groups[resource, len(ranks)] = PeerGroup(
                 name=f"{resource} {len(ranks)}",
-                process_group=new_local_group(ranks, f"monta {resource} {part}"),
+                process_group=new_local_group(
+                    ranks, f"monta {resource} {part}", dist.group.WORLD, budget
+                ),
                 size=len(ranks),
                 rank=ranks.index(rank),
                 nodes=tuple(nodes[other] for other in ranks),

@@ -17,6 +17,7 @@ from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
 from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.integration.hardware import (
     counts_to_host_us,
     find_nics_per_node,
@@ -93,7 +94,8 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     nodes = find_nodes(world, settings.ranks_per_node)
     shape = shape_of(nodes)
     machine = _machine(settings, shape, device)
-    points = all_points(series_of_cluster(shape), NUM_SIZES[device.type])
+    fused = machine.fused_kernels
+    points = all_points(series_of_cluster(shape), NUM_SIZES[device.type], fused)
     layer, operations, experts = settings.layer, dict(PERMUTATION), None
     if layer is not None:
         initialize_groups(layer)
@@ -113,7 +115,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     # Where operations are mixed, others run between two runs of one and leave its buffers cold.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
     groups = make_groups(shape, nodes)
-    start_of = starts_of(groups, nodes, device, cold_bytes, operations)
+    start_of = starts_of(groups, nodes, device, cold_bytes, operations, fused)
     timer = Timer(world, device, start_of, ranks_per_core, begin_s)
 
     def keep_first(point: Point, us: float | None) -> None:
@@ -189,6 +191,7 @@ def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
         on_cpu=on_cpu,
         counts_to_host_us=counts_to_host_us(device),
         source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
+        fused_kernels=is_fused("auto", device.type),
     )
 
 
@@ -203,5 +206,6 @@ def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
         "nics_per_node": machine.nics_per_node,
         "ranks_per_core": ranks_per_core,
         "torch": torch.__version__,
+        "fused_kernels": machine.fused_kernels,
         "machine": platform.node() if on_cpu else torch.cuda.get_device_name(),
     }

@@ -1,0 +1,85 @@
+"""What a calibration times in memory where Triton kernels do an exchange's work on a GPU.
+
+Notation: N = rows, W = experts of a token, M = copies, H = hidden size.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from monta_megatron.chains.calibration_tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Point
+from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.exchange.calibration.operations import (
+    Prepare,
+    drawn_lists,
+    routing_map,
+    rows_of,
+    rows_with_lists,
+)
+from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.kernels.duplicate import duplicate
+from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
+from monta_megatron.exchange.kernels.find_copies import find_copies
+from monta_megatron.exchange.kernels.reduce import reduce
+from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.payload import Columns, Payload
+
+
+def _copy(point: Point, device: torch.device) -> Callable[[], object]:
+    columns, copies = _columns(point.num_rows, device)
+    payload = Payload.of(columns.tensors(), packed=True)
+
+    def copy() -> list[torch.Tensor]:
+        messages = payload.allocate(point.num_rows)
+        duplicate(columns, copies, payload.columns(messages))
+        return messages
+
+    return copy
+
+
+def _put(point: Point, device: torch.device) -> Callable[[], object]:
+    columns, copies = _columns(point.num_rows, device)
+    in_order = copies._replace(row=torch.arange(point.num_rows, device=device))
+
+    def put() -> Columns:
+        into = Columns(torch.empty_like(columns.rows), columns.rows.new_empty(point.num_rows))
+        to_experts(columns, in_order, into, copies.row)
+        return into
+
+    return put
+
+
+def _columns(num_rows: int, device: torch.device) -> tuple[Columns, Copies]:
+    """Rows with their lists, and one copy of each in an order of their own, for a first expert."""
+    columns, order = rows_with_lists(num_rows, device)
+    starts = torch.arange(num_rows + 1, device=device)
+    return Columns(*columns), Copies(order, order.argsort(), starts, torch.zeros_like(order))
+
+
+def _sum(point: Point, device: torch.device) -> Callable[[], object]:
+    num_rows, num_copies = point.num_rows, point.num_rows * NUM_COPIES
+    # [N, W] one expert of every part, so that a row has a copy in every part.
+    ids = torch.arange(NUM_COPIES, dtype=torch.int32, device=device).repeat(num_rows, 1)
+    parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
+    copies, rows = Copies.empty(num_rows, num_copies, parts, device), rows_of(num_copies, device)
+    find_copies(ids, parts, copies)
+    columns = Columns(rows, torch.ones(num_copies, device=device))
+    # The executor has allocated the message for all chunks.
+    into = Columns(torch.empty_like(rows[:num_rows]), torch.empty(ids.shape, device=device))
+    return lambda: reduce(columns, copies, into, torch.float32)
+
+
+def _find(point: Point, device: torch.device) -> Callable[[], object]:
+    ids, parts, num_copies = drawn_lists(point.num_rows, device)
+    copies = Copies.empty(point.num_rows, num_copies, parts, device)
+    return lambda: find_copies(ids, parts, copies)
+
+
+def _lists(point: Point, device: torch.device) -> Callable[[], object]:
+    on_device = routing_map(point.num_rows, NUM_EXPERTS).to(device)
+    probs = torch.ones(point.num_rows, NUM_EXPERTS, device=device)
+    return lambda: expert_ids_of(on_device, probs, TOPK)
+
+
+OPERATIONS = (("copy", _copy), ("put", _put), ("sum", _sum), ("lists", _lists))
+IN_MEMORY: Mapping[str, Prepare] = dict((*OPERATIONS, ("find", _find), ("find_lists", _find)))
