@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import signal
+import subprocess
 import threading
 import time
 import timeit
@@ -619,8 +620,8 @@ def failure_of_step(case: Case, layer: Any) -> tuple[str, float]:
     return "", time.monotonic() - begin
 
 
-def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, float]:
-    """One rank is killed between two chunks; what the others say, and after how long."""
+def die_in_dispatch(case: Case, num_chunks: int, victim: int, stops: bool) -> tuple[str, float]:
+    """One rank is killed, or stops, between two chunks; what the others say, and after how long."""
     from monta_megatron.exchange import operations
 
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
@@ -629,6 +630,14 @@ def die_in_dispatch(case: Case, num_chunks: int, victim: int) -> tuple[str, floa
 
     def alltoall(state: Any, operation: Any) -> Any:
         if operation.chunk == 1 and dist.get_rank() == victim:
+            # What it has started before reaches the others.
+            for works in state.works.values():
+                for work in works:
+                    work.wait()
+            if stops:
+                later_s = float(os.environ["POOL_GROUP_LIMIT_S"]) + 3
+                subprocess.Popen(["sh", "-c", f"sleep {later_s}; kill -KILL {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGKILL)
         return original["alltoall"](state, operation)
 

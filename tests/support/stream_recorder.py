@@ -155,6 +155,12 @@ class RecordedWork:
     def wait(self) -> None:
         self._recorder.current.wait_event(self._end)
 
+    def is_completed(self) -> bool:
+        return False
+
+    def get_future_result(self) -> Any:
+        raise RuntimeError("Work::getFutureResult not implemented.")  # torch's words
+
 
 class Recorder(TorchDispatchMode):
     """Records all that is issued while it is entered.

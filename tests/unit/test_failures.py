@@ -10,6 +10,7 @@ from test_stream_safety import LAYOUTS, PLAIN, make_exchange, make_inputs, run_l
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import operations
 from monta_megatron.exchange.autograd import dispatch
+from monta_megatron.exchange.last_operations import versions
 from monta_megatron.exchange.state import ExchangeError
 from monta_megatron.exchange.streams import CudaStreams, Ready
 
@@ -30,10 +31,16 @@ def test_a_failed_collective_is_named(where: str) -> None:
         pytest.raises(ExchangeError) as error,
     ):
         dispatch(exchange, *make_inputs(exchange, routing_map))
+    # Of pack, alltoall, pack, alltoall, allgather, order, pack, ...: chunk 2 was not started, or
+    # its AllToAll is waited for before its AllGather, the ninth.
+    number, kind, chunk = (3, "pack", 2) if where == "start" else (8, "alltoall", 3)
+    last = f"operation {number} of 12, {kind}, stage {kind}, chunk {chunk} of 3"
+    last += ", group ep (rank 0 of 2)" * (kind == "alltoall")
     assert str(error.value) == (
         "dispatch: chain alltoall_allgather, stage alltoall, chunk 2 of 3, group ep (rank 0 of 2) "
-        "failed: connection closed by peer"
+        f"failed: connection closed by peer\nlast started: {last}; last ended: {last}; {versions()}"
     )
+    assert {"monta-megatron", "torch"} <= {each.split()[0] for each in versions().split(", ")}
 
 
 class FailingEvent(CudaStreams):
@@ -54,5 +61,7 @@ def test_a_failed_copy_is_named() -> None:
     exchange = make_exchange(CHAINS["alltoall_dedup"], layout, routing_map, 5, recorder)
     with recorder, pytest.raises(ExchangeError) as error:
         run_layer(exchange, routing_map)
-    assert str(error.value).startswith("dispatch: chain alltoall_dedup, stage copy per ")
-    assert str(error.value).endswith(" of 5 failed: device-side assert triggered")
+    first, second = str(error.value).splitlines()
+    assert first.startswith("dispatch: chain alltoall_dedup, stage copy per ")
+    assert first.endswith(" of 5 failed: device-side assert triggered")
+    assert second.startswith("last started: operation ")

@@ -32,6 +32,8 @@ PRIVATE_NAMES = {
     "the public function takes its host twice as long",
     "torch.distributed.ProcessGroup._allgather_base": "likewise an AllGather of equal parts",
     "torch.distributed.ProcessGroup.alltoall": "likewise an AllToAll of lists of tensors",
+    "torch.distributed.Work.get_future_result": "tells whether a collective of NCCL has ended: not "
+    "documented; without a call of CUDA, and without holding tensors",
     "torch.autograd.profiler._is_profiler_enabled": "says whether a profile is being taken, so "
     "that a pass names its operations only then",
     # The CPU ranks'.
@@ -82,6 +84,11 @@ def start_all_gather(
 ) -> dist.Work:
     """`all_gather_into_tensor` with `async_op`, of contiguous tensors of one dtype."""
     return group._allgather_base(output, input_, _ALL_GATHER)
+
+
+def result_of(work: Any) -> torch.futures.Future[int]:
+    """What is done once a collective of NCCL has ended; a RuntimeError with other backends."""
+    return work.get_future_result()
 
 
 def is_profiling() -> bool:

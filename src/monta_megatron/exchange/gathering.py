@@ -3,8 +3,10 @@
 Notation: S = ranks of the group, K = integers of a rank.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +14,30 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from monta_megatron.exchange.state import ExchangeError
+
+
+class HostWait(NamedTuple):
+    """A collective of an exchange, outside its passes, that the host may be waiting for.
+
+    Attributes:
+        what: the collective, with what it belongs to.
+        process_group: the ranks of the exchange.
+        since_s: since when, by `time.monotonic`.
+    """
+
+    what: str
+    process_group: dist.ProcessGroup
+    since_s: float
+
+    def __str__(self) -> str:
+        ranks = dist.get_process_group_ranks(self.process_group)
+        rank = dist.get_group_rank(self.process_group, dist.get_rank())
+        named = ", ".join(map(str, ranks))
+        return f"{self.what}, group tp_ep (rank {rank} of {len(ranks)}: ranks {named})"
+
+
+# The latest last; see `time_limit`.
+host_waits: list[HostWait] = []
 
 
 @contextmanager
@@ -25,15 +51,16 @@ def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     Raises:
         ExchangeError: the collective failed or timed out.
     """
+    wait = HostWait(what, group, time.monotonic())
+    host_waits.append(wait)
     try:
         yield
     except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(group)
-        rank = dist.get_group_rank(group, dist.get_rank())
-        raise ExchangeError(
-            f"{what}, group tp_ep (rank {rank} of {len(ranks)}: ranks "
-            f"{', '.join(map(str, ranks))}) failed: {error}"
-        ) from error
+        from monta_megatron.exchange.last_operations import passes_under_way
+
+        raise ExchangeError(f"{wait} failed: {error}\n{passes_under_way()}") from error
+    finally:
+        host_waits.remove(wait)
 
 
 class Gathering:

@@ -6,7 +6,8 @@ Notation: W = most experts of any token.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -23,7 +24,7 @@ from monta_megatron.exchange.streams import Ready, streams_for
 
 
 class ExchangeError(RuntimeError):
-    """A collective failed; the message names chain, stage, chunk and group."""
+    """An exchange failed; the message names the place, the last operations and the versions."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +73,11 @@ class State:
         indices: what the passes share.
         sum_dtype: dtype of the sums over copies of a row.
         payloads: how a row lies in the messages of each buffer.
+        num_issued: operations that were issued.
+        works: by number of a collective, what was started; emptied where the host has waited.
     """
+
+    under_way: ClassVar[WeakSet["State"]] = WeakSet()
 
     def __init__(
         self, exchange: Exchange, pass_: Pass, columns: Columns, output: Columns | None = None
@@ -115,6 +120,9 @@ class State:
         self._wholes: dict[int, _Whole] = {}
         self._parts: dict[int, Parts] = {}
         self._started: dict[int, Ready] = {}
+        self.num_issued = 0
+        self.works: dict[int, list[torch.distributed.Work]] = {}
+        State.under_way.add(self)
 
     @property
     def pass_name(self) -> str:
@@ -214,19 +222,18 @@ class State:
         """Keep what was started for those who wait for it."""
         if operation.number in self.bound.program.awaited:
             self._started[operation.number] = self.streams.ready(works)
-        if not works:
+        self.num_issued = operation.number + 1
+        if works:
+            self.works[operation.number] = works
+            self.streams.watch(self.bound, self.exchange.groups, operation, works)
+        else:
             self._ended(operation)
 
     def failure(self, operation: Operation, error: Exception) -> ExchangeError:
-        """The error of an operation that failed; a copy, waited for on a device, has no group."""
-        bound, ranks = self.exchange.bound, ""
-        if operation.group is not None:
-            group = self.group(operation)
-            ranks = f", group {group.name} (rank {group.rank} of {group.size})"
-        return ExchangeError(
-            f"{self.pass_name}: chain {bound.chain.name}, stage {operation.stage}, "
-            f"chunk {operation.chunk + 1} of {bound.num_chunks}{ranks} failed: {error}"
-        )
+        """The error of an operation that failed; a copy may be waited for on a device."""
+        from monta_megatron.exchange.last_operations import failure_text
+
+        return ExchangeError(failure_text(self, operation, error))
 
     def _ended(self, operation: Operation) -> None:
         """Let go of what is released at its last read; all else is held until the join."""

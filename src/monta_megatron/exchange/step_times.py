@@ -137,6 +137,10 @@ class _Watched:
         self._end.result()
         return True
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or fail, at once."""
+        return self._end.done()
+
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)

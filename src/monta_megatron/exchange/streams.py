@@ -20,13 +20,17 @@ the host waits for it where its result is first needed. Either way the executor 
 calls; what differs lies in the program (`chains.lower`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from monta_megatron.chains.program import Policy
+from monta_megatron.chains.program import BoundProgram, Operation, Policy
+from monta_megatron.exchange.collectives import PeerGroup
+
+if TYPE_CHECKING:
+    from monta_megatron.exchange.time_limit import TimeLimit
 
 T = TypeVar("T")
 
@@ -78,6 +82,15 @@ class Streams:
             works.clear()
 
         return wait
+
+    def watch(
+        self,
+        bound: BoundProgram,
+        groups: Mapping[str, PeerGroup],
+        operation: Operation,
+        works: list[torch.distributed.Work],
+    ) -> None:
+        """Look after a collective for which the host will not wait."""
 
     def keep(self, memory: torch.Tensor) -> None:
         """Keep memory that another pass has made from being reused before this one has ended."""
@@ -135,6 +148,15 @@ class CudaStreams(Streams):
 
         return wait
 
+    def watch(
+        self,
+        bound: BoundProgram,
+        groups: Mapping[str, PeerGroup],
+        operation: Operation,
+        works: list[torch.distributed.Work],
+    ) -> None:
+        _time_limit().add(bound, groups, operation, works)
+
     def keep(self, memory: torch.Tensor) -> None:
         memory.record_stream(self._caller)
 
@@ -142,6 +164,14 @@ class CudaStreams(Streams):
         if stream is not self._current:
             torch.cuda.set_stream(stream)
             self._current = stream
+
+
+@cache
+def _time_limit() -> "TimeLimit":
+    """One for all: it has a thread."""
+    from monta_megatron.exchange.time_limit import TimeLimit
+
+    return TimeLimit()
 
 
 @cache
