@@ -168,6 +168,7 @@ def test_a_rank_that_dies_between_iterations_is_named() -> None:
             f"between iterations: exchange of traffic, group tp_ep (rank {rank} of 4: ranks "
             "0, 1, 2, 3) failed: "
         )
+        assert "\nno pass is under way; monta-megatron " in message
 
 
 def test_a_fixed_number_of_tokens_decides_before_the_counts(pools: Pools) -> None:
