@@ -37,7 +37,9 @@ WATCHED = WatchedIteration(
     slowest_ranks=(2,),
     predicted_ms=31.0,
     over_predicted=1.5,
+    link_ms={"inter": 30.0, "intra": 10.0},
     link_over_predicted={"inter": 2.0, "intra": 1.0},
+    predicted_busy_ms={"inter": 15.0, "intra": 10.0, "memory": 4.0, "host": 2.0},
 )
 CHANGE = Change(
     resource="inter",

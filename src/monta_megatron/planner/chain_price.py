@@ -101,12 +101,7 @@ class ChainPrice:
     def busiest(self) -> tuple[str, float]:
         """The busiest resource, and for how long it is busy."""
         busy = {
-            resource: sum(
-                sum(work.times_us)
-                for pass_ in self.passes
-                for work in pass_.works
-                if work.resource == resource
-            )
+            resource: sum(of_pass.busy_us(resource) for of_pass in self.passes)
             for resource in RESOURCE_NAMES
         }
         resource = max(RESOURCE_NAMES, key=lambda name: busy[name])

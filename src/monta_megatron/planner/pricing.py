@@ -68,6 +68,13 @@ class PassPrice:
         """
         return self._with_around(self.schedule.left_over_us)
 
+    def busy_us(self, resource: str) -> float:
+        """How long it occupies a resource; "host" for the time to start all of it."""
+        works = self.works
+        if resource == "host":
+            return self.host_us + sum(work.launch_us * len(work.times_us) for work in works)
+        return sum(sum(work.times_us) for work in works if work.resource == resource)
+
     def _with_around(self, program_us: float) -> float:
         return self.host_us + serial_us(self.before) + program_us + serial_us(self.after)
 

@@ -27,6 +27,13 @@ from numpy.typing import NDArray
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.program import FORWARD_BACKWARD, Resource
+from monta_megatron.common.rules import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Text,
+)
 from monta_megatron.planner.chain_policy import ChainChoice, PlannedPolicy
 from monta_megatron.planner.chain_price import RESOURCE_NAMES, ChainPrice, price_chain
 from monta_megatron.planner.network_rate import with_rate
@@ -40,6 +47,8 @@ MOST_KEPT = 40
 LOOKS_PER_PERIOD = 8
 # The collectives' resources, in the order of what a rank sends of them.
 LINKS: tuple[Resource, ...] = ("inter", "intra")
+# What an exchange occupies.
+BUSY = (*LINKS, "memory", "host")
 PASS_NAMES = tuple(pass_.name for pass_ in FORWARD_BACKWARD)
 # Integers of a rank before those of its micro-batches: us and number by pass, us and bytes by link.
 NUM_SUMS = 2 * len(PASS_NAMES) + 2 * len(LINKS)
@@ -77,22 +86,26 @@ class WatchedIteration:
         slowest_ranks: the ranks of the job that the others wait for; empty where nobody waits long.
         predicted_ms: of the exchange.
         over_predicted: measured over predicted.
-        link_over_predicted: "inter", "intra" -> the same of the collectives there.
+        link_ms: "inter", "intra" -> time of the collectives there, of the slowest group.
+        link_over_predicted: likewise, measured over predicted.
+        predicted_busy_ms: "inter", "intra", "memory", "host" -> what was predicted of each alone.
     """
 
-    iteration: int
-    chain: str
-    num_chunks: int
-    exchange_ms: Mapping[str, float]
-    inter_gb: float
-    intra_gb: float
-    avg_overload_factor: float
-    max_overload_factor: float
-    imbalance: float
+    iteration: NonNegativeInt
+    chain: Text
+    num_chunks: PositiveInt
+    exchange_ms: Mapping[str, NonNegativeFloat]
+    inter_gb: NonNegativeFloat
+    intra_gb: NonNegativeFloat
+    avg_overload_factor: NonNegativeFloat
+    max_overload_factor: NonNegativeFloat
+    imbalance: NonNegativeFloat
     slowest_ranks: tuple[int, ...]
-    predicted_ms: float
-    over_predicted: float
-    link_over_predicted: Mapping[Resource, float]
+    predicted_ms: PositiveFloat
+    over_predicted: PositiveFloat
+    link_ms: Mapping[Resource, NonNegativeFloat]
+    link_over_predicted: Mapping[Resource, PositiveFloat]
+    predicted_busy_ms: Mapping[str, NonNegativeFloat]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +122,11 @@ class Change:
     """
 
     resource: Resource
-    factor: float
-    since: int
-    stages: tuple[str, ...]
+    factor: PositiveFloat
+    since: NonNegativeInt
+    stages: tuple[Text, ...]
     ranks: tuple[int, ...]
-    rate_ratio: float
+    rate_ratio: PositiveFloat
 
     @property
     def text(self) -> str:
@@ -242,11 +255,12 @@ class Watching:
         }
         stages = _stages(price)
         ratios: dict[Resource, float] = {}
+        link_ms: dict[Resource, float] = {}
         slowest: dict[Resource, tuple[int, ...]] = {}
         for link, of_ranks in zip(LINKS, link_us.T, strict=True):
             if busy_us[link] > 0 and of_ranks.all() and stages[link]:
                 slowest_us, slowest[link] = self._slowest_group(stages[link].values(), of_ranks)
-                ratios[link] = slowest_us / busy_us[link]
+                ratios[link], link_ms[link] = slowest_us / busy_us[link], slowest_us / 1e3
         overload = rows.max(axis=0) * len(rows) / np.maximum(rows.sum(axis=0), 1)
         self.latest = WatchedIteration(
             iteration=turn.iteration,
@@ -265,7 +279,15 @@ class Watching:
             ),
             predicted_ms=predicted_us / 1e3,
             over_predicted=int(total_us[fastest]) / predicted_us,
+            link_ms=link_ms,
             link_over_predicted=dict(ratios),
+            predicted_busy_ms={
+                resource: sum(
+                    of_pass.busy_us(resource) * num_passes[of_pass.pass_name] / 1e3
+                    for of_pass in price.passes
+                )
+                for resource in BUSY
+            },
         )
         self._looks_often = False
         for link, ratio in ratios.items():

@@ -189,7 +189,13 @@ def test_figures_of_an_iteration() -> None:
     assert latest.imbalance == pytest.approx(2_100 / 1_100 - 1)
     assert latest.slowest_ranks == (4, 7, 6)
     assert latest.over_predicted == pytest.approx(4.4 / latest.predicted_ms)
+    # Of the rail of 4 and 6, or that of 5 and 7, of which one rank waited; likewise of the nodes.
+    assert latest.link_ms == {"inter": 1.0, "intra": 0.1}
     assert set(latest.link_over_predicted) == {"inter", "intra"}
+    # Each of the four passes ran twice.
+    busy_ms = latest.predicted_busy_ms
+    assert set(busy_ms) == {"inter", "intra", "memory", "host"} and min(busy_ms.values()) > 0
+    assert max(busy_ms.values()) < latest.predicted_ms < sum(busy_ms.values())
 
 
 def test_a_device_that_has_not_come_to_a_pass_is_left_out() -> None:
