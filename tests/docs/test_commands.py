@@ -115,7 +115,11 @@ KNOWN = (
         pattern=r"monta timeline recorded( --stock recorded_stock)?",
         run_by="tests/timeline/test_training_recording.py",
     ),
-    Known(pattern=r"monta launch --config configs/runs/quickstart\.yaml", run_by=LAUNCH_TESTS),
+    Known(
+        pattern=r"monta launch --config configs/runs/quickstart\.yaml( -- .*watch-steps.*)?"
+        r"|monta doctor --run .*",
+        run_by=LAUNCH_TESTS,
+    ),
     Known(
         pattern=r"monta validate( .*)?|python scripts/fit_estimate\.py",
         run_by="tests/unit/estimate/test_validate.py",

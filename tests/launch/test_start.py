@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from monta_megatron.tools.launch.run_directory import START
+from monta_megatron.tools.run_doctor.reading import read_run_folder
+from monta_megatron.tools.run_doctor.rules import diagnose
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 LAUNCH = [sys.executable, "-m", "monta_megatron.cli", "launch"]
@@ -32,28 +35,46 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def check_diagnosis(directory: Path) -> None:
+    """What `monta doctor --run` reads of the training, and that it names the imbalance."""
+    run = read_run_folder(directory)
+    exchange, what_if = run.exchange, run.what_if
+    assert exchange is not None and what_if is not None and run.iteration_ms is not None
+    assert exchange.kind == "measured"
+    assert exchange.basis == "logs/exchange_rank_0.jsonl, 2 watched iterations, 2 to 3"
+    assert set(exchange.link_ms) == {"inter", "intra"}
+    assert (what_if.ran.chain, what_if.ran.num_chunks) == ("alltoall_allgather", 4)
+    assert what_if.is_named and what_if.fastest.us < what_if.ran.us
+    # However short the exchange was beside this machine's other work.
+    findings = diagnose(replace(run, iteration_ms=None))
+    assert "imbalance of the experts" in [finding.name for finding in findings]
+
+
 @needs_megatron
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
-    result = launch(tmp_path, "--config", str(CONFIG), "--json", "--", "--train-iters", "2")
+    # What is watched of the last but one iteration is known by its end; few experts get most rows.
+    words = ["--train-iters", "4", "--moe-monta-watch-steps", "1", "--moe-router-force-biased", "3"]
+    result = launch(tmp_path, "--config", str(CONFIG), "--json", "--", *words)
     assert result.returncode == 0, result.stderr[-6000:]
     document = json.loads(result.stdout)
     assert document["exit_status"] == 0 and document["arguments_checked"]
     assert document["plan"]["chain"] == "alltoall_allgather"
     directory = tmp_path / "runs" / "quickstart_launch"
     summary = document["summary"]
-    assert summary["iterations"] == 2 and summary["ms_per_iteration"] > 0
+    assert summary["iterations"] == 4 and summary["ms_per_iteration"] > 0
     assert summary["first_loss"] > summary["last_loss"]
     assert summary["chain"].startswith("alltoall_allgather, 4 chunks")
     assert result.stderr.splitlines()[-1] == f"monta launch: log: {directory}/logs/run.log"
     assert str(directory / "cluster.yaml") in document["arguments"]
     assert document["directory"] == str(directory)
     record = [json.loads(line) for line in (directory / "record.jsonl").read_text().splitlines()]
-    assert [entry["iteration"] for entry in record if "loss" in entry] == [1, 2]
+    assert [entry["iteration"] for entry in record if "loss" in entry] == [1, 2, 3, 4]
     assert record[-1]["dispatcher"] == ["MontaTokenDispatcher"]
     assert record[-1]["bytes"]["inter"] > 0
     log = (directory / "logs" / "run.log").read_text()
-    assert re.search(r"iteration +2/ +2", log)
+    assert re.search(r"iteration +4/ +4", log)
+    check_diagnosis(directory)
     versions = json.loads((directory / "versions.json").read_text())
     assert versions["arguments_checked"] and versions["versions"]["megatron-core"]
 

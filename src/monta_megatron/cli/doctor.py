@@ -1,9 +1,10 @@
-"""`monta doctor`: what is installed, which way in is active, what is missing and how to get it."""
+"""`monta doctor`: what is installed and what is missing; or what holds a run back."""
 
 import argparse
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.output import add_json, print_json
@@ -12,15 +13,34 @@ if TYPE_CHECKING:
     from monta_megatron.tools.doctor import Finding
 
 WIDTH = 80
+EXAMPLE = """\
+--run reads what there is in DIR and in DIR/logs: exchange_rank_*.jsonl, of
+--moe-monta-watch-steps N (`monta launch` names the folder, elsewhere
+--moe-monta-watch-out does); plan*.yaml; *.log. In a run folder of `monta
+launch` it also prices other choices, by the model and the cluster there.
+
+examples:
+  monta doctor --json
+  monta doctor --run runs/mixtral_8x7b
+"""
 
 
 def add_parser(commands: Any) -> None:
     """Add the sub-command to `monta`."""
     parser = commands.add_parser(
         "doctor",
-        help="check the installation",
-        description="Check what is installed, which way into Megatron is active, what is missing.",
-        epilog="example: monta doctor --json",
+        help="check the installation, or a run",
+        description="Check what is installed, which way into Megatron is active, what is missing; "
+        "the exit status is 1 if something is. With --run: what holds a training back and what to "
+        "try, what it may hold most of first.",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument(
+        "--run",
+        dest="folder",
+        metavar="DIR",
+        type=Path,
+        help="of `monta launch`, or with what was watched",
     )
     add_json(parser)
     parser.set_defaults(run=run)
@@ -28,6 +48,8 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print the report; exit status 1 if something is missing."""
+    if parsed.folder is not None:
+        return _run_folder(parsed)
     from monta_megatron.common.tables import table
     from monta_megatron.tools.doctor import examine
 
@@ -37,6 +59,20 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         print(table((">status", "what", "found"), _rows(findings)))
     return int(any(finding.status == "missing" for finding in findings))
+
+
+def _run_folder(parsed: argparse.Namespace) -> int:
+    from monta_megatron.tools.run_doctor.reading import read_run_folder
+    from monta_megatron.tools.run_doctor.report import document, text
+    from monta_megatron.tools.run_doctor.rules import diagnose
+
+    figures = read_run_folder(parsed.folder)
+    findings = diagnose(figures)
+    if parsed.json:
+        print_json(document(figures, findings))
+    else:
+        print(text(figures, findings, WIDTH))
+    return 0
 
 
 def _rows(findings: "list[Finding]") -> Iterator[tuple[str, str, str]]:

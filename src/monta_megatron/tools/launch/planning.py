@@ -18,8 +18,7 @@ from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model, load_model, with_batch
+from monta_megatron.planner.model import Model
 from monta_megatron.planner.model_workload import workloads_of
 from monta_megatron.planner.plan import Plan, exchange_of
 from monta_megatron.planner.selection import NUM_CHUNKS
@@ -30,21 +29,15 @@ from monta_megatron.planner.training_memory import (
 )
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
+from monta_megatron.tools.launch.exchanges import (
+    exchanges_of_run,
+    layout_of_run,
+    model_of_run,
+    size_of,
+)
 from monta_megatron.tools.launch.iteration import iteration_of_run
 from monta_megatron.tools.launch.memory import held_state
 from monta_megatron.tools.launch.run_config import RunConfig
-
-# Fields of the model that Megatron's arguments of the same name must agree with, as the exchange is
-# planned from them. The number of layers is not among them, so that a shortened model can be tried.
-MODEL_ARGUMENTS = (
-    "hidden-size",
-    "num-attention-heads",
-    "num-experts",
-    "moe-router-topk",
-    "moe-ffn-hidden-size",
-    "moe-router-num-groups",
-    "moe-router-group-topk",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,27 +82,17 @@ def plan_run(
         return PlannedRun(notes=(f"no plan, and memory not checked: {why}",))
 
     # Step 1: check that model, cluster and layout fit together.
-    model = _model(config.model, arguments)
-    # The dispatcher's cluster file: the run file's, unless the command line names another.
-    cluster_file = str(arguments["moe-monta-cluster"].value)
-    cluster = load_cluster(cluster_file)
-    layout = _layout(config, model, file)
-    if layout.world_size > cluster.num_ranks:
-        raise ValueError(
-            f"{file}: layout.nodes * ranks_per_node: got {layout.world_size}, must be at most the "
-            f"{cluster.num_ranks} ranks of {cluster_file}; its num_nodes is that of the cluster"
-        )
+    exchanges = exchanges_of_run(config, arguments, file)
+    model, cluster, workloads = exchanges.model, exchanges.cluster, exchanges.workloads
     notes = list(model.notes)
-    ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", cluster.ranks_per_node)
-    if ranks_per_node != config.layout.ranks_per_node:
+    if exchanges.ranks_per_node != config.layout.ranks_per_node:
         notes.append(
-            f"{ranks_per_node} ranks are taken to share a node link, and "
+            f"{exchanges.ranks_per_node} ranks are taken to share a node link, and "
             f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
         )
 
     # Step 2: plan the exchanges that the dispatcher will have to plan, in the memory that is left.
     chains, num_chunks = _candidates(arguments)
-    workloads = workloads_of(model, layout, ranks_per_node)
     memory = _memory(config, arguments, model, cluster, workloads, ignore_memory)
     plan, workload, memory = plan_within_memory(
         workloads,
@@ -118,10 +101,10 @@ def plan_run(
         where=f"{file}: layout",
         chains=chains,
         num_chunks=num_chunks,
-        memory_limit_bytes=_memory_limit_bytes(arguments),
+        memory_limit_bytes=memory_limit_bytes(arguments),
         or_least=True,
         beside_us=_beside_us(arguments),
-        max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
+        max_ctas=size_of(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
     )
     benefit = None
     if plan.key.beside_us == 0:
@@ -149,13 +132,13 @@ def _given_plan(
     given = arguments["moe-monta-plan"]
     plan = Plan.load(str(given.value))
     assert config.model is not None, "the caller has looked"
-    model = _model(config.model, arguments)
+    model = model_of_run(config.model, arguments)
     cluster, ranks_per_node = None, config.layout.ranks_per_node
     if "moe-monta-cluster" in arguments:
         cluster = load_cluster(str(arguments["moe-monta-cluster"].value))
         ranks_per_node = cluster.ranks_per_node
-    ranks_per_node = _size(arguments, "moe-monta-ranks-per-node", ranks_per_node)
-    workloads = workloads_of(model, _layout(config, model, file), ranks_per_node)
+    ranks_per_node = size_of(arguments, "moe-monta-ranks-per-node", ranks_per_node)
+    workloads = workloads_of(model, layout_of_run(config, model, file), ranks_per_node)
     for workload in workloads:
         incompatibility = plan.incompatibility(exchange_of(workload)) or CHAINS[
             plan.chain
@@ -180,7 +163,7 @@ def _given_plan(
         where=f"{file}: layout",
         chains=(plan.chain,),
         num_chunks=(plan.num_chunks,),
-        max_ctas=_size(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
+        max_ctas=size_of(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
     )
     notes = (used, *model.notes, f"needs {memory.describe()}")
     return PlannedRun(plan=plan, memory=memory, benefit=benefit, notes=notes)
@@ -212,43 +195,8 @@ def _memory(
     )
 
 
-def _layout(config: RunConfig, model: Model, file: str) -> ParallelLayout:
-    """The layout, which has to be able to train the model."""
-    layout = config.layout.parallel
-    incompatibility = layout.incompatibility(model)
-    if incompatibility is not None:
-        raise ValueError(f"{file}: layout.{incompatibility}")
-    return layout
-
-
-def _model(path: str, arguments: Arguments) -> Model:
-    model = load_model(path)
-    for name in MODEL_ARGUMENTS:
-        if name not in arguments:
-            continue
-        field = name.replace("-", "_")
-        expected = getattr(model, field)
-        if expected != arguments[name].read(SIZE):
-            raise ValueError(
-                f"{arguments[name].source}: got {arguments[name].value}, must be {expected} as "
-                f"{path}: {field}; name another model file, or none"
-            )
-    # The training sets these; the model file only holds defaults for them.
-    return with_batch(
-        model,
-        **{
-            name.replace("-", "_"): arguments[name].read(SIZE)
-            for name in ("seq-length", "micro-batch-size")
-            if name in arguments
-        },
-    )
-
-
-def _size(arguments: Arguments, name: str, default: int) -> int:
-    return arguments[name].read(SIZE) if name in arguments else default
-
-
-def _memory_limit_bytes(arguments: Arguments) -> float | None:
+def memory_limit_bytes(arguments: Arguments) -> float | None:
+    """What --moe-monta-memory-limit-gb allows an exchange; None where nothing limits it."""
     limit = arguments.get("moe-monta-memory-limit-gb")
     return None if limit is None else bytes_of_gb(limit.read(positive))
 

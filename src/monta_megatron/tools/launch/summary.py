@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 from monta_megatron.planner.benefit import Benefit
@@ -70,7 +69,7 @@ def summary_of(run: Run) -> Summary:
     log = run.directory / "logs" / "run.log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     read = read_log(text)
-    losses, times_ms = list(read.losses.values()), list(read.times_ms.values())
+    losses = list(read.losses.values())
     chosen = None if run.plan is None else run.plan.chosen
     as_planned = (
         chosen is not None and read.chain is not None and read.chain.split(",")[0] == chosen.chain
@@ -79,7 +78,7 @@ def summary_of(run: Run) -> Summary:
         iterations=read.last_iteration,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
-        ms_per_iteration=median(times_ms[1:] or times_ms) if times_ms else None,
+        ms_per_iteration=read.ms_per_iteration,
         chain=read.chain,
         planned_inter_bytes=chosen.inter_bytes if chosen is not None and as_planned else None,
         planned_intra_bytes=chosen.intra_bytes if chosen is not None and as_planned else None,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 
 # Megatron's line: `iteration 2/ 10 | ... | elapsed time per iteration (ms): 81.4 | ... |
 # lm loss: 5.4E+00 | ...`.
@@ -33,6 +34,12 @@ class TrainingLog:
     last_iteration: int | None
     peak_memory_bytes: float | None
     chain: str | None
+
+    @property
+    def ms_per_iteration(self) -> float | None:
+        """The median; without the first one logged, which starts everything."""
+        times_ms = list(self.times_ms.values())
+        return median(times_ms[1:] or times_ms) if times_ms else None
 
 
 def read_log(text: str) -> TrainingLog:

@@ -1,0 +1,141 @@
+"""What an exchange is bound by: a link, slower than it should be or not; the host; copies."""
+
+from collections.abc import Iterator
+
+from monta_megatron.planner.watching import BAND, LINKS
+from monta_megatron.tools.run_doctor.figures import ExchangeFigures, Finding, RunFigures
+from monta_megatron.tools.run_doctor.wording import (
+    NAMES,
+    PLACE,
+    each_alone,
+    eight_bits,
+    faster_chain,
+)
+
+WHERE = {"inter": "between nodes", "intra": "inside nodes"}
+
+
+def slower_link(run: RunFigures, least: float) -> Iterator[Finding]:
+    """A link that became slower, or carries its messages slower than the cluster file says."""
+    of = run.exchange
+    for noticed in run.changes:
+        change = noticed.change
+        ranks = ", ".join(map(str, change.ranks))
+        yield Finding(
+            name="slower link",
+            kind="measured",
+            held_ms=None if of is None else _link_ms(of, change.resource) * (1 - change.rate_ratio),
+            says=f"{change.text}; {change.rate_ratio:.0%} of its rate is left",
+            rests_on=noticed.basis,
+            advice=(
+                f"look at the {NAMES[change.resource]} of ranks {ranks}: errors, a failed port, "
+                "another job",
+                "leave their nodes out; or, if it stays so, monta calibrate",
+            ),
+        )
+    changed = {noticed.change.resource for noticed in run.changes}
+    for resource in LINKS:
+        left = _rate_left(run, resource, least)
+        if of is None or resource in changed or left == 1:
+            continue
+        ms = of.link_ms.get(resource, 0.0)
+        yield Finding(
+            name="slower link",
+            kind="measured",
+            held_ms=_link_ms(of, resource) * (1 - left),
+            says=f"the {NAMES[resource]} carries its messages at {left:.0%} of the rate that auto "
+            f"plans with: {ms:.3g} ms measured, {ms * left:.3g} ms predicted",
+            rests_on=of.basis,
+            advice=(
+                "monta calibrate on these nodes, and --moe-monta-cluster with what it writes",
+                "if they are calibrated: look for another job"
+                + " and the wrong network interface" * (resource == "inter"),
+            ),
+        )
+
+
+def link(run: RunFigures, least: float) -> Iterator[Finding]:
+    """The link that carries most of the exchange's time: what it holds at its own rate."""
+    of = run.exchange
+    if of is None or of.exchange_ms <= 0:
+        return
+    resource = max(LINKS, key=lambda resource: _link_ms(of, resource))
+    ms = _link_ms(of, resource)
+    if ms < least * of.exchange_ms:
+        return
+    ratio = of.link_over_predicted.get(resource)
+    rate = "" if ratio is None else f", at {1 / ratio:.0%} of the rate that auto plans with"
+    yield Finding(
+        name=NAMES[resource],
+        kind="measured" if of.link_ms else "predicted",
+        # What it lacks of its rate is another finding.
+        held_ms=ms * _rate_left(run, resource, BAND),
+        says=f"the {NAMES[resource]} ({WHERE[resource]}) is busy for {ms / of.exchange_ms:.0%} of "
+        f"the exchange{rate}; {each_alone(of)}",
+        rests_on=of.basis,
+        advice=(
+            *faster_chain(run.what_if),
+            *eight_bits(run.what_if),
+            "monta plan without a layout: another ep or tp may send less",
+            PLACE,
+        ),
+    )
+
+
+def _rate_left(run: RunFigures, resource: str, least: float) -> float:
+    """What is left of a link's rate: after a change, or where it takes `least` times as long."""
+    for noticed in run.changes:
+        if noticed.change.resource == resource:
+            return noticed.change.rate_ratio
+    over = {} if run.exchange is None else run.exchange.link_over_predicted
+    ratio = over.get(resource, 1.0)
+    return 1 / ratio if ratio >= least else 1.0
+
+
+def _link_ms(of: ExchangeFigures, resource: str) -> float:
+    """For how long a link is busy; collectives that wait for each other are timed twice."""
+    return min((of.link_ms or of.busy_ms).get(resource, 0.0), of.exchange_ms)
+
+
+def host(run: RunFigures, least: float) -> Iterator[Finding]:
+    """The host takes longer to start the operations than the links to carry their bytes."""
+    busy_ms = {} if run.exchange is None else run.exchange.busy_ms
+    if busy_ms.get("host", 0.0) < max(busy_ms.get(resource, 0.0) for resource in LINKS):
+        return
+    advice = (
+        *faster_chain(run.what_if),
+        "Triton, for --moe-monta-kernels auto: fewer launches, the same bits",
+        "--moe-monta-num-chunks 1, or plain --moe-monta-chain alltoall: fewer operations",
+        "larger micro-batches",
+    )
+    says = "the host takes longer to start the operations than the links to carry their bytes"
+    yield from _on_rank(run, "host", least, says, advice)
+
+
+def copies(run: RunFigures, least: float) -> Iterator[Finding]:
+    """Rows are copied and summed on the ranks for longer than anything else takes."""
+    advice = (
+        *faster_chain(run.what_if),
+        "Triton, for --moe-monta-kernels auto: rows are read and written once",
+    )
+    says = "rows are copied and summed on the ranks for most of the exchange"
+    yield from _on_rank(run, "memory", least, says, advice)
+
+
+def _on_rank(
+    run: RunFigures, resource: str, least: float, says: str, advice: tuple[str, ...]
+) -> Iterator[Finding]:
+    """What is known of a resource of a rank, which nobody times: its predicted part."""
+    of = run.exchange
+    if of is None or of.predicted_ms <= 0:
+        return
+    part = min(of.busy_ms.get(resource, 0.0) / of.predicted_ms, 1.0)
+    if part >= least:
+        yield Finding(
+            name=NAMES[resource],
+            kind="predicted",
+            held_ms=part * of.exchange_ms,
+            says=f"{says}: {part:.0%} of it; {each_alone(of)}",
+            rests_on=of.basis,
+            advice=advice,
+        )

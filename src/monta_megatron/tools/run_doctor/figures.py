@@ -1,0 +1,171 @@
+"""What the rules of `monta doctor --run` are given and what they find: plain numbers and texts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from monta_megatron.planner.watching import Change
+
+Kind = Literal["measured", "predicted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeFigures:
+    """What an exchange takes: medians of watched iterations, or a prediction.
+
+    Attributes:
+        kind: which of the two.
+        basis: the file, and which iterations.
+        chain: what runs.
+        num_chunks: in how many chunks.
+        of_iteration: whether the times are those of all layers and micro-batches of an iteration;
+            else of one, as in a plan.
+        exchange_ms: its time, measured or predicted as `kind` says.
+        predicted_ms: its predicted time.
+        busy_ms: "inter", "intra", "memory", "host" -> predicted time of each alone.
+        link_ms: "inter", "intra" -> measured time of the collectives there; empty if predicted.
+        link_over_predicted: likewise, measured over predicted.
+        avg_overload_factor: rows of the most loaded rank over those of a balanced one; None if
+            predicted.
+        max_overload_factor: likewise, the largest of all iterations, layers and micro-batches.
+        imbalance: by how much the exchange takes longer on the rank that waits most; or None.
+        slowest_ranks: rank of the job -> the part of the iterations in which others wait for it.
+    """
+
+    kind: Kind
+    basis: str
+    chain: str
+    num_chunks: int
+    of_iteration: bool = True
+    exchange_ms: float
+    predicted_ms: float
+    busy_ms: Mapping[str, float]
+    link_ms: Mapping[str, float] = field(default_factory=dict)
+    link_over_predicted: Mapping[str, float] = field(default_factory=dict)
+    avg_overload_factor: float | None = None
+    max_overload_factor: float | None = None
+    imbalance: float | None = None
+    slowest_ranks: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkChange:
+    """A change of a link that is still in force.
+
+    Attributes:
+        change: what was noticed.
+        basis: the file, and the iteration.
+    """
+
+    change: Change
+    basis: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFigures:
+    """What a rank holds.
+
+    Attributes:
+        out_of_memory: the line of the log that says that a rank had too little; or None.
+        basis: the files that the figures come from.
+        allocated_bytes: the most that a rank had allocated, as Megatron logged it; or None.
+        rank_bytes: what a rank may use, by the cluster file; or None.
+        exchange_bytes: predicted peak of the exchange on a rank; or None.
+        limit_bytes: that of --moe-monta-memory-limit-gb; or None.
+    """
+
+    out_of_memory: str | None = None
+    basis: str = ""
+    allocated_bytes: float | None = None
+    rank_bytes: float | None = None
+    exchange_bytes: float | None = None
+    limit_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A chain in a number of chunks, and its predicted time in a layer and micro-batch.
+
+    Attributes:
+        chain: its name.
+        num_chunks: its number of chunks.
+        us: dispatch and combine, forward and backward; of the layer where its experts count.
+        peak_bytes: what it holds on a rank.
+    """
+
+    chain: str
+    num_chunks: int
+    us: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """What the planner expects of other choices, for the model's own router.
+
+    Attributes:
+        basis: the files that it rests on.
+        ran: what ran.
+        fastest: what `auto` would choose of all chains without a limit on memory.
+        eight_bits: what ran, with tokens in eight bits; None where they are so already.
+        experts_us: the experts of a layer and micro-batch, forward and backward.
+        unsplit: the fastest layer whose experts run in one piece.
+        split: the fastest whose experts run in the pipeline; None where none can.
+        is_named: whether a flag or a plan names the chain, or its number of chunks.
+        experts_asked: whether --moe-monta-overlap-experts is given.
+        experts_pipelined: whether the experts ran in the pipeline.
+    """
+
+    basis: str
+    ran: Choice
+    fastest: Choice
+    eight_bits: Choice | None
+    experts_us: float
+    unsplit: Choice
+    split: Choice | None
+    is_named: bool
+    experts_asked: bool
+    experts_pipelined: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """All that is known of a run.
+
+    Attributes:
+        exchange: of its slowest exchange; None where only logs are there.
+        iteration_ms: a whole iteration, measured, by Megatron's log; None where that is not there.
+        changes: of the links of all exchanges.
+        memory: what a rank holds.
+        what_if: predictions of other choices; None without model and cluster.
+        notes: what is not known, and what would tell it.
+    """
+
+    exchange: ExchangeFigures | None
+    iteration_ms: float | None
+    changes: tuple[LinkChange, ...] = ()
+    memory: MemoryFigures = MemoryFigures()
+    what_if: WhatIf | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that holds a run back.
+
+    Attributes:
+        name: which rule found it.
+        kind: whether the time that it holds is measured or predicted.
+        held_ms: the most that the exchange's time, or the wait for it, would be shorter without it;
+            None where that is not known, as where the run ended of it.
+        says: what it is, with its figures.
+        rests_on: the files and iterations.
+        advice: what to try, the most promising first.
+    """
+
+    name: str
+    kind: Kind
+    held_ms: float | None
+    says: str
+    rests_on: str
+    advice: tuple[str, ...]

@@ -1,0 +1,174 @@
+"""The folder of a run: which files are read, and the figures in them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from monta_megatron.chains import check_chain
+from monta_megatron.integration.options import DISPATCHER_TYPE
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.watching import BUSY
+from monta_megatron.tools.launch.arguments import DISPATCHER
+from monta_megatron.tools.launch.exchanges import exchanges_of_run
+from monta_megatron.tools.launch.iteration import iteration_of_run
+from monta_megatron.tools.launch.planning import memory_limit_bytes
+from monta_megatron.tools.launch.prepare import read_run
+from monta_megatron.tools.launch.training_log import TrainingLog, read_log
+from monta_megatron.tools.run_doctor.figures import ExchangeFigures, MemoryFigures, RunFigures
+from monta_megatron.tools.run_doctor.watched import changes_in_force, read_watched, summed_up
+from monta_megatron.tools.run_doctor.what_if import what_if
+
+# Searched for in the folder itself and in its logs/.
+WATCHED, PLANS, LOGS = "exchange_rank_*.jsonl", "plan*.yaml", "*.log"
+# The dispatcher's words: `hierarchical_alltoall, 2 chunks with their experts, EP 8 x ...`.
+RAN = re.compile(r"(\w+), ([\d,]+) chunks?( with their experts)?,")
+OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|oom.kill", re.IGNORECASE)
+WATCH = (
+    "--moe-monta-watch-steps N and, where `monta launch` has not started it, "
+    "--moe-monta-watch-out DIR"
+)
+
+
+def read_run_folder(folder: Path) -> RunFigures:
+    """What is known of a run.
+
+    Args:
+        folder: that of `monta launch`, or any with files of these names, see `WATCHED`.
+
+    Raises:
+        ValueError: one line: it holds nothing to read, or a file is malformed.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--run: got {folder}, must be a folder")
+    watched = {path: lines for path in _found(folder, WATCHED) if (lines := read_watched(path))}
+    plans = [Plan.load(path) for path in _found(folder, PLANS)]
+    logs = _found(folder, LOGS)
+    if not (watched or plans or logs):
+        raise ValueError(
+            f"--run: got {folder}, must hold {WATCHED}, {PLANS} or {LOGS}, itself or in logs/; "
+            f"a training writes the first with {WATCH}"
+        )
+
+    # Step 1: what was measured.
+    text = "\n".join(map(_text, logs))
+    log, names = read_log(text), {path: str(path.relative_to(folder)) for path in watched}
+    exchange, notes = None, list[str]()
+    if watched:
+        each = [summed_up(lines, names[path]) for path, lines in watched.items()]
+        exchange = max(each, key=lambda of: of.exchange_ms)
+        if len(each) > 1:
+            notes.append(f"the slowest of {len(each)} exchanges")
+    else:
+        notes.append(f"no iteration was watched: a training writes one in N with {WATCH}")
+    figures = RunFigures(
+        exchange=exchange,
+        iteration_ms=log.ms_per_iteration,
+        changes=tuple(
+            change
+            for path, lines in watched.items()
+            for change in changes_in_force(lines, names[path])
+        ),
+        memory=MemoryFigures(
+            out_of_memory=next(filter(OUT_OF_MEMORY.search, text.splitlines()), None),
+            basis=", ".join(str(path.relative_to(folder)) for path in logs),
+            allocated_bytes=log.peak_memory_bytes,
+        ),
+    )
+
+    # Step 2: what was predicted.
+    if (folder / "config.yaml").is_file() and (folder / "run.sh").is_file():
+        figures = _with_predictions(figures, folder / "config.yaml", plans, log, notes)
+    else:
+        notes.append("no run of `monta launch`: other choices are not priced, see `monta plan`")
+    if figures.exchange is None and plans:
+        slowest = max(plans, key=lambda plan: plan.predicted_us or 0.0)
+        figures = replace(figures, exchange=_of_plan(slowest))
+    return replace(figures, notes=tuple(notes))
+
+
+def _found(folder: Path, pattern: str) -> list[Path]:
+    return [*sorted(folder.glob(pattern)), *sorted((folder / "logs").glob(pattern))]
+
+
+def _text(log: Path) -> str:
+    try:
+        return log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{log}: cannot be read: {error.strerror}") from error
+
+
+def _with_predictions(
+    figures: RunFigures, config: Path, plans: Sequence[Plan], log: TrainingLog, notes: list[str]
+) -> RunFigures:
+    """With what the planner says of the run's model, cluster and layout; adds to the notes."""
+    _, merged = read_run(str(config), [])
+    arguments, exchange = merged.arguments, figures.exchange
+    if arguments[DISPATCHER].value != DISPATCHER_TYPE:
+        notes.append(f"{DISPATCHER} is {arguments[DISPATCHER].value}: none of our exchanges ran")
+        return figures
+    if merged.config.model is None or "moe-monta-cluster" not in arguments:
+        notes.append("the run file names no model and cluster: other choices are not priced")
+        return figures
+    exchanges = exchanges_of_run(merged.config, arguments, str(config))
+    logged = None if log.chain is None else RAN.match(log.chain)
+    if exchange is not None:
+        ran = exchange.chain, exchange.num_chunks
+    elif logged is not None:
+        ran = logged[1], int(logged[2].replace(",", ""))
+    elif plans:
+        ran = plans[0].chain, plans[0].num_chunks
+    else:
+        notes.append("neither log nor plan names a chain")
+        return figures
+    check_chain(ran[0], f"{config.parent}: chain")
+    predictions, price = what_if(exchanges, arguments, ran, bool(logged and logged[3]))
+    if exchange is None:
+        iteration = iteration_of_run(exchanges.model, arguments, merged.config.layout.parallel)
+        layers, micro_batches = iteration.num_moe_layers, iteration.num_micro_batches
+        is_known = layers is not None and micro_batches is not None
+        times = (layers or 1) * (micro_batches or 1) if is_known else 1
+        exchange = ExchangeFigures(
+            kind="predicted",
+            basis=predictions.basis,
+            chain=price.chain.name,
+            num_chunks=price.num_chunks,
+            of_iteration=is_known,
+            exchange_ms=price.total_us * times / 1e3,
+            predicted_ms=price.total_us * times / 1e3,
+            busy_ms={
+                resource: sum(of_pass.busy_us(resource) for of_pass in price.passes) * times / 1e3
+                for resource in BUSY
+            },
+        )
+    return replace(
+        figures,
+        exchange=exchange,
+        what_if=predictions,
+        memory=replace(
+            figures.memory,
+            rank_bytes=exchanges.cluster.memory_bytes_per_rank,
+            exchange_bytes=price.peak_bytes,
+            limit_bytes=memory_limit_bytes(arguments),
+        ),
+    )
+
+
+def _of_plan(plan: Plan) -> ExchangeFigures | None:
+    """A plan alone, which holds the time of each stage; None for a choice by hand."""
+    if plan.predicted_us is None or not plan.stages:
+        return None
+    return ExchangeFigures(
+        kind="predicted",
+        basis=f"plan for {plan.key.cluster}, {plan.key.routing} routing",
+        chain=plan.chain,
+        num_chunks=plan.num_chunks,
+        of_iteration=False,
+        exchange_ms=plan.predicted_us / 1e3,
+        predicted_ms=plan.predicted_us / 1e3,
+        busy_ms={
+            resource: sum(stage.alone_us for stage in plan.stages if stage.resource == resource)
+            / 1e3
+            for resource in BUSY
+        },
+    )

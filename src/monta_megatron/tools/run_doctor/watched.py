@@ -1,0 +1,103 @@
+"""The lines of watched iterations: read strictly, and summed up as medians of the newest."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.files import read_json_lines
+from monta_megatron.common.quantities import counted
+from monta_megatron.planner.watching import Change, WatchedIteration
+from monta_megatron.tools.run_doctor.figures import ExchangeFigures, LinkChange
+
+# A thousand iterations with one in 50 watched: long enough for a median, short enough to be now.
+MOST_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedLine(WatchedIteration):
+    """A line of the file: an iteration, from 1, and what was noticed in it."""
+
+    change: Change | None = None
+
+
+def read_watched(path: Path) -> list[WatchedLine]:
+    """The lines of a file of --moe-monta-watch-out.
+
+    Raises:
+        ValueError: one line that names the file, the line, the key, the value and the rule.
+    """
+    return [
+        strict_yaml.build(WatchedLine, _without_text(line), f"{path}: line {number}")
+        for number, line in enumerate(read_json_lines(path), 1)
+    ]
+
+
+def _without_text(line: Any) -> Any:
+    """A change without the words that its figures make."""
+    match line:
+        case {"change": {"text": _, **change}}:
+            return {**line, "change": change}
+    return line
+
+
+def summed_up(lines: Sequence[WatchedLine], name: str) -> ExchangeFigures:
+    """Medians of the newest lines: those of the last chain, since the last change of a link.
+
+    Args:
+        lines: of a file, at least one.
+        name: of the file.
+    """
+    last = lines[-1]
+    since = max((number for number, line in enumerate(lines) if line.change is not None), default=0)
+    newest = [
+        line
+        for line in lines[since:]
+        if (line.chain, line.num_chunks) == (last.chain, last.num_chunks)
+    ][-MOST_LINES:]
+    waited_for = Counter(rank for line in newest for rank in line.slowest_ranks)
+    return ExchangeFigures(
+        kind="measured",
+        basis=f"{name}, {_iterations(newest)}",
+        chain=last.chain,
+        num_chunks=last.num_chunks,
+        exchange_ms=median(sum(line.exchange_ms.values()) for line in newest),
+        predicted_ms=median(line.predicted_ms for line in newest),
+        busy_ms=_medians(line.predicted_busy_ms for line in newest),
+        link_ms=_medians(line.link_ms for line in newest),
+        link_over_predicted=_medians(line.link_over_predicted for line in newest),
+        avg_overload_factor=median(line.avg_overload_factor for line in newest),
+        max_overload_factor=max(line.max_overload_factor for line in newest),
+        imbalance=median(line.imbalance for line in newest),
+        slowest_ranks={rank: times / len(newest) for rank, times in waited_for.most_common()},
+    )
+
+
+def changes_in_force(lines: Sequence[WatchedLine], name: str) -> list[LinkChange]:
+    """The last change of each link, where it is slower than at first."""
+    last = {
+        line.change.resource: LinkChange(
+            change=line.change, basis=f"{name}, iteration {line.iteration}"
+        )
+        for line in lines
+        if line.change is not None
+    }
+    return [noticed for noticed in last.values() if noticed.change.rate_ratio < 1]
+
+
+def _iterations(lines: Sequence[WatchedLine]) -> str:
+    first, last = lines[0].iteration, lines[-1].iteration
+    return f"{counted(len(lines), 'watched iteration')}, {first} to {last}"
+
+
+def _medians(of_lines: Iterable[Mapping[Any, float]]) -> dict[str, float]:
+    """Those of what every line has."""
+    lines = list(of_lines)
+    return {
+        name: median(line[name] for line in lines)
+        for name in lines[0]
+        if all(name in line for line in lines)
+    }

@@ -1,0 +1,86 @@
+"""What the planner expects of other choices than a run's, by its model, cluster and layout.
+
+All of it is predicted, for the model's own router and the tokens of a rank; of exchanges that lie
+on the nodes in several ways, the one that is slowest as it ran counts.
+"""
+
+from dataclasses import replace
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.wire_format import quantized_passes
+from monta_megatron.integration.options import AUTO
+from monta_megatron.planner.chain_price import ChainPrice, price_chain
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.model_workload import with_experts
+from monta_megatron.planner.selection import select
+from monta_megatron.planner.workload import Workload
+from monta_megatron.tools.launch.arguments import Arguments
+from monta_megatron.tools.launch.exchanges import RunExchanges
+from monta_megatron.tools.run_doctor.figures import Choice, WhatIf
+
+# Arguments that leave auto nothing to choose.
+NAMING = ("moe-monta-chain", "moe-monta-num-chunks", "moe-monta-plan")
+
+
+def what_if(
+    exchanges: RunExchanges,
+    arguments: Arguments,
+    ran: tuple[str, int],
+    experts_pipelined: bool,
+) -> tuple[WhatIf, ChainPrice]:
+    """Predictions of other choices, and the price of what ran.
+
+    Args:
+        exchanges: what the run exchanges.
+        arguments: Megatron's arguments of the run.
+        ran: chain and number of chunks.
+        experts_pipelined: whether the experts ran in the pipeline.
+    """
+    model, cluster = exchanges.model, exchanges.cluster
+    workloads = [
+        replace(
+            workload,
+            quantized_passes=quantized_passes(
+                "moe-monta-wire-dtype" in arguments, "moe-monta-wire-backward" in arguments
+            ),
+            keeps_sums="moe-monta-combine-dtype" in arguments,
+        )
+        for workload in exchanges.workloads
+    ]
+    price, workload = max(
+        ((_price(workload, cluster, ran), workload) for workload in workloads),
+        key=lambda priced: priced[0].total_us,
+    )
+    in_eight_bits = replace(workload, quantized_passes=quantized_passes(True))
+    layers = select(with_experts(workload, model, cluster), cluster).prices
+    split = next((layer for layer in layers if layer.experts_pipelined), None)
+    unsplit = next(layer for layer in layers if not layer.experts_pipelined)
+    found = WhatIf(
+        basis="model and cluster file, the model's own router",
+        ran=_choice(price),
+        fastest=_choice(select(workload, cluster).price),
+        eight_bits=None
+        if workload.quantized_passes
+        else _choice(_price(in_eight_bits, cluster, ran)),
+        experts_us=sum(of_pass.busy_us("compute") for of_pass in unsplit.passes),
+        unsplit=_choice(unsplit),
+        split=None if split is None else _choice(split),
+        is_named=any(name in arguments and arguments[name].value != AUTO for name in NAMING),
+        experts_asked="moe-monta-overlap-experts" in arguments,
+        experts_pipelined=experts_pipelined,
+    )
+    return found, price
+
+
+def _price(workload: Workload, cluster: Cluster, ran: tuple[str, int]) -> ChainPrice:
+    chain, num_chunks = ran
+    return price_chain(workload, cluster, CHAINS[chain], num_chunks, "forward_backward")
+
+
+def _choice(price: ChainPrice) -> Choice:
+    return Choice(
+        chain=price.chain.name,
+        num_chunks=price.num_chunks,
+        us=price.total_us,
+        peak_bytes=price.peak_bytes,
+    )
