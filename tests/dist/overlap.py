@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from equal import assert_equal
 from layers import (
     HIDDEN,
     Case,
@@ -19,6 +20,9 @@ from layers import (
     force,
     forced_routing,
     forward_backward,
+    make_batch,
+    phases,
+    seeded_by_rank,
 )
 
 
@@ -360,6 +364,22 @@ def refusal(case: Case, **settings: Any) -> str:
     except ValueError as error:
         return str(error)
     return f"built {type(layer).__name__}"
+
+
+def compare_bits(case: Case, num_chunks: int) -> None:
+    """Experts that compute each value by itself: split and whole, nothing differs at all."""
+    hidden, routing_map = make_batch(case, seeded_by_rank())
+    split, whole = (
+        phases(
+            build_layer(case, "monta", moe_monta_num_chunks=chunks).token_dispatcher,
+            hidden.to(getattr(torch, case.dtype)),
+            routing_map,
+        )
+        for chunks in (num_chunks, 1)
+    )
+    names = ("output", "gradient of the input", "gradient of the probabilities")
+    for name, mine, theirs in zip(names, split[1:], whole[1:], strict=True):
+        assert_equal(mine, theirs, name)
 
 
 def refusal_of_sharded_weights(case: Case) -> str:

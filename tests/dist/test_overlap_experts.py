@@ -18,6 +18,7 @@ from layers import (
     replay_cuda_graph_attributes,
 )
 from overlap import (
+    compare_bits,
     compare_chosen,
     compare_frozen,
     compare_grouped,
@@ -93,6 +94,13 @@ def test_a_layer(pools: Pools, case: Case, routing: str, dtype: str) -> None:
     topk = 1 if routing == "one_expert" else 2
     case = dataclasses.replace(case, routing=routing, topk=topk, dtype=dtype)
     pools[4].run(compare_split, case, [2, 5])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_but_matrix_products_is_the_same_to_the_bit(
+    pools: Pools, case: Case, dtype: str
+) -> None:
+    pools[4].run(compare_bits, dataclasses.replace(case, dtype=dtype), 3)
 
 
 def test_shared_experts(pools: Pools, case: Case) -> None:
