@@ -1,6 +1,7 @@
 """What a watched iteration and a change look like."""
 
-from monta_megatron.planner.watching import Change, WatchedIteration
+from monta_megatron.planner.watched_iteration import WatchedIteration
+from monta_megatron.planner.watching import Change
 
 WATCHED = WatchedIteration(
     iteration=7,

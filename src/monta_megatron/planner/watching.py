@@ -1,16 +1,14 @@
 """Watching: one iteration in N is timed, and a change that lasts is noticed. No torch.
 
-Each resource has a series: what its collectives took over what was predicted for them, which takes
-out tokens and routing. What is usual is the median of the series, whatever the prediction is worth.
+Each resource has a series: what its collectives took over what was predicted for them. Usual is the
+median of the series, whatever the prediction is worth.
 A change lasts where several in a row lie outside the band around it:
 
     every N iterations          while all is as usual
     every N / 8                 at the beginning, and after one that lies outside, until that has
                                 lasted for `NUM_IN_A_ROW` of them, or one lies inside again
 
-So a change is known within 2 N iterations (N >= 16), and what passes within N / 2 is none. The time
-of a group is that of its fastest rank, which waits least for the others; that of the slowest group
-counts.
+So a change is known within 2 N iterations (N >= 16), and what passes within N / 2 is none.
 
 Notation: S = ranks of the exchange, M = micro-batches of all layers.
 """
@@ -19,25 +17,25 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import GroupName, Layout
-from monta_megatron.chains.program import FORWARD_BACKWARD, Resource
-from monta_megatron.common.rules import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Text,
-)
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.program import Resource
+from monta_megatron.common.rules import NonNegativeInt, PositiveFloat, Text
 from monta_megatron.planner.chain_policy import ChainChoice, PlannedPolicy
 from monta_megatron.planner.chain_price import RESOURCE_NAMES, ChainPrice, price_chain
 from monta_megatron.planner.network_rate import with_rate
 from monta_megatron.planner.routing import Routing
+from monta_megatron.planner.watched_iteration import (
+    LINKS,
+    NUM_SUMS,
+    Turn,
+    WatchedIteration,
+    observe,
+)
 
 # A shared host's cores change their speed by up to 1.6; a link that fails over is 4 times slower.
 BAND = 2.0
@@ -45,67 +43,6 @@ NUM_USUAL = 4
 NUM_IN_A_ROW = 6
 MOST_KEPT = 40
 LOOKS_PER_PERIOD = 8
-# The collectives' resources, in the order of what a rank sends of them.
-LINKS: tuple[Resource, ...] = ("inter", "intra")
-# What an exchange occupies.
-BUSY = (*LINKS, "memory", "host")
-PASS_NAMES = tuple(pass_.name for pass_ in FORWARD_BACKWARD)
-# Integers of a rank before those of its micro-batches: us and number by pass, us and bytes by link.
-NUM_SUMS = 2 * len(PASS_NAMES) + 2 * len(LINKS)
-# Ranks that are named, of those that the others wait for by more than this share.
-MOST_NAMED = 3
-WAITED_FOR = 0.1
-
-
-class Turn(NamedTuple):
-    """A watched iteration: its number, and for what it is priced, once it has ended."""
-
-    iteration: int
-    chain: str = ""
-    num_chunks: int = 1
-    tokens: int = 1
-    max_experts_per_token: int = 0
-    routing: Routing | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchedIteration:
-    """What a watched iteration took.
-
-    Attributes:
-        iteration: its number, from 0, among those of this exchange.
-        chain: what ran.
-        num_chunks: its number of chunks.
-        exchange_ms: pass -> its time in the whole iteration, on the rank that waited least.
-        inter_gb: 1e9 bytes that all ranks of the exchange sent to other nodes.
-        intra_gb: likewise, to other ranks of their nodes.
-        avg_overload_factor: rows of the most loaded rank over those of a balanced one: the mean
-            over micro-batches and layers; 0 where nothing was sent.
-        max_overload_factor: likewise, the largest.
-        imbalance: by how much the exchange takes longer on the rank that waits most.
-        slowest_ranks: the ranks of the job that the others wait for; empty where nobody waits long.
-        predicted_ms: of the exchange.
-        over_predicted: measured over predicted.
-        link_ms: "inter", "intra" -> time of the collectives there, of the slowest group.
-        link_over_predicted: likewise, measured over predicted.
-        predicted_busy_ms: "inter", "intra", "memory", "host" -> what was predicted of each alone.
-    """
-
-    iteration: NonNegativeInt
-    chain: Text
-    num_chunks: PositiveInt
-    exchange_ms: Mapping[str, NonNegativeFloat]
-    inter_gb: NonNegativeFloat
-    intra_gb: NonNegativeFloat
-    avg_overload_factor: NonNegativeFloat
-    max_overload_factor: NonNegativeFloat
-    imbalance: NonNegativeFloat
-    slowest_ranks: tuple[int, ...]
-    predicted_ms: PositiveFloat
-    over_predicted: PositiveFloat
-    link_ms: Mapping[Resource, NonNegativeFloat]
-    link_over_predicted: Mapping[Resource, PositiveFloat]
-    predicted_busy_ms: Mapping[str, NonNegativeFloat]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,68 +167,13 @@ class Watching:
         self.change = None
         if turn is None or not turn.chain or sums.shape[1] < NUM_SUMS:
             return
-        price = self._price(policy, turn)
-        us, times, link_us, link_bytes, rows = np.split(
-            sums,
-            [len(PASS_NAMES), 2 * len(PASS_NAMES), NUM_SUMS - len(LINKS), NUM_SUMS],
-            axis=1,
-        )
-        total_us = us.sum(axis=1)
-        if not total_us.all():
+        seen = observe(sums, turn, self._price(policy, turn), self._ranks, self._layout)
+        if seen is None:
             return
-        num_passes = dict(zip(PASS_NAMES, times[0].tolist(), strict=True))
-        predicted_us = sum(each.total_us * num_passes[each.pass_name] for each in price.passes)
-        fastest = int(total_us.argmin())
-        order = total_us.argsort(kind="stable")[:MOST_NAMED]
-        most_us = int(total_us.max())
-        busy_us = {
-            link: sum(
-                sum(work.times_us) * num_passes[each.pass_name]
-                for each in price.passes
-                for work in each.pipeline
-                if work.resource == link
-            )
-            for link in LINKS
-        }
-        stages = _stages(price)
-        ratios: dict[Resource, float] = {}
-        link_ms: dict[Resource, float] = {}
-        slowest: dict[Resource, tuple[int, ...]] = {}
-        for link, of_ranks in zip(LINKS, link_us.T, strict=True):
-            if busy_us[link] > 0 and of_ranks.all() and stages[link]:
-                slowest_us, slowest[link] = self._slowest_group(stages[link].values(), of_ranks)
-                ratios[link], link_ms[link] = slowest_us / busy_us[link], slowest_us / 1e3
-        overload = rows.max(axis=0) * len(rows) / np.maximum(rows.sum(axis=0), 1)
-        self.latest = WatchedIteration(
-            iteration=turn.iteration,
-            chain=turn.chain,
-            num_chunks=turn.num_chunks,
-            exchange_ms=dict(zip(PASS_NAMES, (us[fastest] / 1e3).tolist(), strict=True)),
-            inter_gb=int(link_bytes[:, 0].sum()) / 1e9,
-            intra_gb=int(link_bytes[:, 1].sum()) / 1e9,
-            avg_overload_factor=float(overload.mean()) if overload.size else 0.0,
-            max_overload_factor=float(overload.max()) if overload.size else 0.0,
-            imbalance=most_us / int(total_us[fastest]) - 1,
-            slowest_ranks=tuple(
-                self._ranks[rank]
-                for rank in order.tolist()
-                if total_us[rank] * (1 + WAITED_FOR) < most_us
-            ),
-            predicted_ms=predicted_us / 1e3,
-            over_predicted=int(total_us[fastest]) / predicted_us,
-            link_ms=link_ms,
-            link_over_predicted=dict(ratios),
-            predicted_busy_ms={
-                resource: sum(
-                    of_pass.busy_us(resource) * num_passes[of_pass.pass_name] / 1e3
-                    for of_pass in price.passes
-                )
-                for resource in BUSY
-            },
-        )
+        self.latest = seen.took
         self._looks_often = False
-        for link, ratio in ratios.items():
-            self._add(turn, link, ratio, tuple(stages[link]), slowest[link])
+        for link, ratio in seen.took.link_over_predicted.items():
+            self._add(turn, link, ratio, seen.stages[link], seen.slowest[link])
 
     def _add(
         self,
@@ -327,18 +209,6 @@ class Watching:
         self._series = {key: series for key, series in self._series.items() if key[2] != link}
         self._looks_often = True
 
-    def _slowest_group(
-        self, groups: Any, of_ranks: NDArray[np.int64]
-    ) -> tuple[int, tuple[int, ...]]:
-        """The time of the slowest group, by its fastest rank, and its ranks."""
-        instances = {
-            tuple(self._layout.members(group, rank))
-            for group in set(groups)
-            for rank in range(len(of_ranks))
-        }
-        us, members = max((int(of_ranks[list(each)].min()), each) for each in instances)
-        return us, tuple(self._ranks[rank] for rank in members)
-
     def _price(self, policy: PlannedPolicy, turn: Turn) -> ChainPrice:
         key = policy, turn._replace(iteration=0)
         if key not in self._prices:
@@ -363,18 +233,3 @@ def replanned(policy: PlannedPolicy, rate_ratios: Mapping[Resource, float]) -> P
         if ratio != 1:
             cluster = with_rate(cluster, resource, ratio)
     return policy if cluster is policy.cluster else replace(policy, cluster=cluster, _tables={})
-
-
-def _stages(price: ChainPrice) -> dict[Resource, dict[str, GroupName]]:
-    """By resource the stages that occupy it, as they are named in the log, and their groups."""
-    operations = [
-        operation for operation in price.passes[0].program.operations if operation.is_collective
-    ]
-    return {
-        link: {
-            f"stage {operation.stage}, group {operation.group}": operation.group
-            for operation in operations
-            if operation.resource == link and operation.group is not None
-        }
-        for link in LINKS
-    }

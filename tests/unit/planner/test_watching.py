@@ -12,11 +12,11 @@ from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.decision import Decision, Outcome
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.uncalibrated import uncalibrated
+from monta_megatron.planner.watched_iteration import PASS_NAMES
 from monta_megatron.planner.watching import (
     BAND,
     NUM_IN_A_ROW,
     NUM_USUAL,
-    PASS_NAMES,
     Change,
     Watching,
     lasting_change,

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from monta_megatron.planner.watching import BAND, LINKS
+from monta_megatron.planner.watched_iteration import LINKS
+from monta_megatron.planner.watching import BAND
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, Finding, RunFigures
 from monta_megatron.tools.run_doctor.wording import (
     NAMES,

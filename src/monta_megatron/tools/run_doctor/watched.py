@@ -10,7 +10,8 @@ from typing import Any
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_json_lines
 from monta_megatron.common.quantities import counted
-from monta_megatron.planner.watching import Change, WatchedIteration
+from monta_megatron.planner.watched_iteration import WatchedIteration
+from monta_megatron.planner.watching import Change
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, LinkChange
 
 # A thousand iterations with one in 50 watched: long enough for a median, short enough to be now.
