@@ -6,6 +6,7 @@ torchrun ... scripts/gpu_check.py streams ARGS    `monta bench ARGS`, refusing w
 """
 
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -107,8 +108,13 @@ def _median_us(do: Callable[[], object]) -> float:
 
 
 def streams(arguments: list[str]) -> int:
-    """Run `monta bench` and say where the exchange makes the host wait for the device."""
+    """Run `monta bench` and say where the exchange makes the host wait for the device.
+
+    And whether NCCL tells of every collective that it has ended; see `exchange.time_limit`.
+    """
     from monta_megatron.cli import main
+    from monta_megatron.exchange.streams import device_time_limit
+    from monta_megatron.exchange.time_limit import LOOK_S
 
     places: dict[str, None] = {}
 
@@ -123,7 +129,11 @@ def streams(arguments: list[str]) -> int:
     status = main(["bench", *arguments])
     for place in places:
         print(f"the host waits for the device: {place}")
-    return 1 if places else status
+    time.sleep(2 * LOOK_S)
+    pending = list(device_time_limit().pending)
+    for started in pending[:1]:
+        print(f"of {len(pending)} collectives no end is known, first: {started}")
+    return 1 if places or pending else status
 
 
 if __name__ == "__main__":

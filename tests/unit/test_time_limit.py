@@ -63,7 +63,7 @@ def nccl() -> Iterator[Nccl]:
     with (
         fake_world(),
         mock.patch.object(RecordedWork, "get_future_result", lambda work: made.result(work)),
-        mock.patch.object(streams, "_time_limit", lambda: made.time_limit),
+        mock.patch.object(streams, "device_time_limit", lambda: made.time_limit),
         mock.patch.object(time_limit, "timeout_of", lambda group: timedelta(seconds=LIMIT_S)),
     ):
         yield made
@@ -111,13 +111,13 @@ def test_nothing_is_said_or_held_of_passes_that_end(nccl: Nccl) -> None:
     # The host has gone on, and no handle is left that would hold its collective's outputs.
     assert not nccl.works and not State.under_way
     # One AllToAll each.
-    assert len(nccl.time_limit._started) == 3
+    assert len(nccl.time_limit.pending) == 3
     nccl.has_ended = [True] * 2 + [False]
     assert nccl.time_limit.late(time.monotonic()) is None
-    assert len(nccl.time_limit._started) == 1
+    assert len(nccl.time_limit.pending) == 1
     nccl.has_ended = [True] * 3
     assert nccl.time_limit.late(time.monotonic() + LIMIT_S) is None
-    assert not nccl.time_limit._started
+    assert not nccl.time_limit.pending
 
 
 @pytest.mark.usefixtures("no_thread")
@@ -166,4 +166,4 @@ def test_nobody_looks_where_the_host_waits(
         monkeypatch.setattr(RecordedWork, "get_future_result", mock.Mock(side_effect=error))
     nccl.time_limit = TimeLimit()
     nccl.run_pass("alltoall")
-    assert nccl.time_limit._thread is None and not nccl.time_limit._started
+    assert nccl.time_limit._thread is None and not nccl.time_limit.pending

@@ -155,7 +155,7 @@ class CudaStreams(Streams):
         operation: Operation,
         works: list[torch.distributed.Work],
     ) -> None:
-        _time_limit().add(bound, groups, operation, works)
+        device_time_limit().add(bound, groups, operation, works)
 
     def keep(self, memory: torch.Tensor) -> None:
         memory.record_stream(self._caller)
@@ -167,8 +167,8 @@ class CudaStreams(Streams):
 
 
 @cache
-def _time_limit() -> "TimeLimit":
-    """One for all: it has a thread."""
+def device_time_limit() -> "TimeLimit":
+    """What looks after the collectives of all passes."""
     from monta_megatron.exchange.time_limit import TimeLimit
 
     return TimeLimit()

@@ -64,10 +64,14 @@ class Started(NamedTuple):
 
 
 class TimeLimit:
-    """Looks after what was started on this rank's device."""
+    """Looks after what was started on this rank's device.
+
+    Attributes:
+        pending: collectives that were started and, by the latest look, had not ended.
+    """
 
     def __init__(self) -> None:
-        self._started: deque[Started] = deque(maxlen=MOST_COLLECTIVES)
+        self.pending: deque[Started] = deque(maxlen=MOST_COLLECTIVES)
         self._thread: Thread | None = None
         self._has_watchdog = all(os.environ.get(name, "0") == "0" for name in BLOCKING_WAIT)
         # What was printed last.
@@ -88,7 +92,7 @@ class TimeLimit:
         except RuntimeError:
             self._has_watchdog = False
             return
-        self._started.append(Started(bound, groups, operation, time.monotonic(), result))
+        self.pending.append(Started(bound, groups, operation, time.monotonic(), result))
         if self._thread is None:
             self._thread = Thread(target=self._look, name="monta time limit", daemon=True)
             self._thread.start()
@@ -96,9 +100,9 @@ class TimeLimit:
     def late(self, now_s: float) -> str | None:
         """What is to be printed now, by `time.monotonic`; None if there is nothing new."""
         # Only this thread takes something out.
-        while self._started and self._started[0].result.done():
-            self._started.popleft()
-        oldest = self._started[0] if self._started else None
+        while self.pending and self.pending[0].result.done():
+            self.pending.popleft()
+        oldest = self.pending[0] if self.pending else None
         for one in ([] if oldest is None else [oldest]) + gathering.host_waits[-1:]:
             limit, waited_s = timeout_of(one.process_group), now_s - one.since_s
             if limit is None or waited_s < PRINTED_AT * limit.total_seconds():
@@ -116,10 +120,10 @@ class TimeLimit:
         """Of the pass whose collective is the oldest that has not ended."""
         if oldest is None:
             return "no pass is under way"
-        same = [each for each in list(self._started) if each.bound is oldest.bound]
-        pending = {each.operation.number for each in same if not each.result.done()}
+        same = [each for each in list(self.pending) if each.bound is oldest.bound]
+        numbers = {each.operation.number for each in same if not each.result.done()}
         num_issued = same[-1].operation.number + 1
-        return last_operations(oldest.bound, oldest.groups, num_issued, pending)
+        return last_operations(oldest.bound, oldest.groups, num_issued, numbers)
 
     def _look(self) -> None:
         rank = f"monta, rank {dist.get_rank()}: "
