@@ -170,7 +170,7 @@ def test_figures_that_are_not_there_are_nobodys(
     nothing: dict[str, Any] = {name: {} for name in ("exchange_ms", "link_ms", "predicted_busy_ms")}
     write(tmp_path, exchange_rank_0_jsonl=line(1, **nothing))
     assert main(["doctor", "--run", str(tmp_path)]) == 0
-    assert "0 ms of an iteration, measured" in capsys.readouterr().out
+    assert " 0 us of an iteration, measured" in capsys.readouterr().out
 
 
 def test_other_malformed_files_are_one_line(

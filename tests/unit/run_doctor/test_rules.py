@@ -229,15 +229,17 @@ def test_what_a_memory_limit_costs() -> None:
 
 def test_experts_too_short_to_split() -> None:
     (finding,) = expected(experts_asked=True)
-    # 250 of 1,250 us of a layer, and as much of the 1,000 us of exchange.
     assert (finding.name, finding.kind) == ("experts too short to split", "predicted")
-    assert finding.held_ms == 25.0
+    # 250 of 1,250 us of a layer are the bound; the planner gains none of them.
+    assert finding.held_ms == 0.0
     assert finding.says.startswith("250 us of experts beside 1 ms of exchange")
     assert "no split hides more than 20% of a layer" in finding.says
     assert finding.says.endswith("hierarchical_alltoall in 4 chunks, changes a layer by +4%")
     (finding,) = expected(experts_asked=True, split=None)
     assert finding.says.endswith("no chain can be split here")
     assert expected(experts_asked=True, experts_pipelined=True) == []
+    (finding,) = expected(experts_asked=True, experts_us=4_000.0)
+    assert finding.name == "exchange too short to split"
 
 
 def test_experts_that_would_hide_the_exchange() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from monta_megatron.common.quantities import time_text
 from monta_megatron.planner.watched_iteration import LINKS
 from monta_megatron.planner.watching import BAND
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, Finding, RunFigures
@@ -45,7 +46,7 @@ def slower_link(run: RunFigures, least: float) -> Iterator[Finding]:
             kind="measured",
             held_ms=_link_ms(of, resource) * (1 - left),
             says=f"the {NAMES[resource]} carries its messages at {left:.0%} of the rate that auto "
-            f"plans with: {ms:.3g} ms measured, {ms * left:.3g} ms predicted",
+            f"plans with: {time_text(1e3 * ms)} measured, {time_text(1e3 * ms * left)} predicted",
             rests_on=of.basis,
             advice=(
                 "monta calibrate on these nodes, and --moe-monta-cluster with what it writes",
@@ -100,24 +101,26 @@ def _link_ms(of: ExchangeFigures, resource: str) -> float:
 
 def host(run: RunFigures, least: float) -> Iterator[Finding]:
     """The host takes longer to start the operations than the links to carry their bytes."""
-    busy_ms = {} if run.exchange is None else run.exchange.busy_ms
-    if busy_ms.get("host", 0.0) < max(busy_ms.get(resource, 0.0) for resource in LINKS):
+    of = run.exchange
+    links_ms = [] if of is None else [of.busy_ms.get(resource, 0.0) for resource in LINKS]
+    if of is None or of.busy_ms.get("host", 0.0) < max(links_ms):
         return
-    advice = (
+    advice = [
         *faster_chain(run.what_if),
-        "Triton, for --moe-monta-kernels auto: fewer launches, the same bits",
-        "--moe-monta-num-chunks 1, or plain --moe-monta-chain alltoall: fewer operations",
+        "--moe-monta-kernels auto with Triton, if it is torch: fewer launches, the same bits",
         "larger micro-batches",
-    )
+    ]
+    if of.num_chunks > 1:
+        advice.append("--moe-monta-num-chunks 1, or plain --moe-monta-chain alltoall")
     says = "the host takes longer to start the operations than the links to carry their bytes"
-    yield from _on_rank(run, "host", least, says, advice)
+    yield from _on_rank(run, "host", least, says, tuple(advice))
 
 
 def copies(run: RunFigures, least: float) -> Iterator[Finding]:
     """Rows are copied and summed on the ranks for longer than anything else takes."""
     advice = (
         *faster_chain(run.what_if),
-        "Triton, for --moe-monta-kernels auto: rows are read and written once",
+        "--moe-monta-kernels auto with Triton, if it is torch: rows are moved once",
     )
     says = "rows are copied and summed on the ranks for most of the exchange"
     yield from _on_rank(run, "memory", least, says, advice)

@@ -13,7 +13,9 @@ def experts(run: RunFigures, least: float) -> Iterator[Finding]:
     if what_if is None or what_if.experts_pipelined or what_if.ran.us <= 0:
         return
     experts_us, exchange_us, split = what_if.experts_us, what_if.ran.us, what_if.split
-    gain = 0.0 if split is None else 1 - split.us / what_if.unsplit.us
+    gain_us = 0.0 if split is None else what_if.unsplit.us - split.us
+    gain = gain_us / what_if.unsplit.us
+    held_ms = of_exchange_ms(run, max(gain_us, 0.0) / exchange_us)
     both = (
         f"{time_text(experts_us)} of experts beside {time_text(exchange_us)} of exchange in a "
         "layer and micro-batch, predicted"
@@ -22,7 +24,7 @@ def experts(run: RunFigures, least: float) -> Iterator[Finding]:
         yield Finding(
             name="experts outside the pipeline",
             kind="predicted",
-            held_ms=of_exchange_ms(run, (what_if.unsplit.us - split.us) / exchange_us),
+            held_ms=held_ms,
             says=f"{both}: with experts in the pipeline, in {named(split)}, a layer takes "
             f"{gain:.0%} less",
             rests_on=what_if.basis,
@@ -35,9 +37,9 @@ def experts(run: RunFigures, least: float) -> Iterator[Finding]:
         if split is not None:
             best = f"the best that can be had, {named(split)}, changes a layer by {-gain:+.0%}"
         yield Finding(
-            name="experts too short to split",
+            name=f"{'experts' if experts_us < exchange_us else 'exchange'} too short to split",
             kind="predicted",
-            held_ms=of_exchange_ms(run, most_us / exchange_us),
+            held_ms=held_ms,
             says=f"{both}: no split hides more than {most_us / (experts_us + exchange_us):.0%} of "
             f"a layer; {best}",
             rests_on=what_if.basis,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.quantities import counted, time_text
 from monta_megatron.common.texts import shown
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, Finding, RunFigures
 from monta_megatron.tools.run_doctor.rules import RULES
@@ -61,13 +61,13 @@ def _lines(run: RunFigures, findings: Sequence[Finding], width: int) -> Iterator
 def _head(run: RunFigures, of: ExchangeFigures) -> str:
     per = "an iteration" if of.of_iteration else "a layer and micro-batch"
     head = (
-        f"exchange: {of.chain} in {counted(of.num_chunks, 'chunk')}, {of.exchange_ms:,.3g} ms of "
+        f"exchange: {of.chain} in {counted(of.num_chunks, 'chunk')}, {_time(of.exchange_ms)} of "
         f"{per}, {of.kind}"
     )
     if of.kind == "measured":
-        head += f", {of.exchange_ms / of.predicted_ms:.2f}x the predicted {of.predicted_ms:,.3g} ms"
+        head += f", {of.exchange_ms / of.predicted_ms:.2f}x the predicted {_time(of.predicted_ms)}"
     if run.iteration_ms is not None:
-        head += f"; {run.iteration_ms:,.4g} ms a whole iteration, measured"
+        head += f"; {_time(run.iteration_ms)} a whole iteration, measured"
         if of.of_iteration:
             head += f" ({of.exchange_ms / run.iteration_ms:.0%})"
     return head
@@ -79,4 +79,8 @@ def _held(finding: Finding, of: ExchangeFigures | None) -> str:
     part = ""
     if of is not None and of.exchange_ms > 0:
         part = f", {finding.held_ms / of.exchange_ms:.0%} of the exchange"
-    return f": at most {finding.held_ms:,.3g} ms{part}, {finding.kind}"
+    return f": at most {_time(finding.held_ms)}{part}, {finding.kind}"
+
+
+def _time(ms: float) -> str:
+    return time_text(1e3 * ms)

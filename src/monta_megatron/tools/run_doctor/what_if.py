@@ -36,7 +36,10 @@ def what_if(
         ran: chain and number of chunks.
         experts_pipelined: whether the experts ran in the pipeline.
     """
-    model, cluster = exchanges.model, exchanges.cluster
+    model, kernels = exchanges.model, arguments.get("moe-monta-kernels")
+    # As the training prices them, which runs fused kernels on a GPU unless it is told not to.
+    fused = kernels is None or kernels.value != "torch"
+    cluster = replace(exchanges.cluster, fused_kernels=fused)
     workloads = [
         replace(
             workload,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.quantities import counted, time_text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.selection import MARGIN
 from monta_megatron.tools.run_doctor.figures import Choice, ExchangeFigures, RunFigures, WhatIf
@@ -28,7 +28,7 @@ def less_time(choice: Choice, ran: Choice) -> str:
 
 def each_alone(of: ExchangeFigures) -> str:
     """How long each resource was predicted to be busy."""
-    parts = (f"{NAMES[resource]} {ms:.3g} ms" for resource, ms in of.busy_ms.items())
+    parts = (f"{NAMES[resource]} {time_text(1e3 * ms)}" for resource, ms in of.busy_ms.items())
     return f"predicted of each alone: {', '.join(parts)}"
 
 
