@@ -92,6 +92,17 @@ OPTIONS = {
 }
 
 
+# Trained once more with the experts of each layer in the pipeline, by an optimizer that reduces
+# gradients while others are computed.
+PIPELINED = {
+    "full_recompute": """
+        --moe-monta-chain hierarchical_allgather --moe-monta-ranks-per-node 2
+        --moe-monta-overlap-experts --moe-monta-num-chunks 3
+        --use-distributed-optimizer --overlap-grad-reduce
+    """
+}
+
+
 @pytest.fixture(scope="module")
 def data_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A little text as Megatron's indexed dataset."""
@@ -155,6 +166,14 @@ def test_training_settings(
     assert ours[-1]["dispatcher"] == ["MontaTokenDispatcher"]
     assert stock[-1]["dispatcher"] == ["MoEAlltoAllTokenDispatcher"]
     assert sum(ours[-1]["bytes"].values()) > 0
+    if name in PIPELINED:
+        (tmp_path / "pipelined").mkdir()
+        settings = f"{SETTINGS[name]} {PIPELINED[name]}"
+        split = train(ranks, "monta", settings, data_prefix, tmp_path / "pipelined")
+        # Partial sums travel, and a weight's gradient is a sum over the chunks.
+        assert [entry["loss"] for entry in split if "loss" in entry] == pytest.approx(
+            losses, rel=1e-6
+        )
     for kept in tmp_path.glob("monta/checkpoint/monta/*.yaml"):
         assert kept.name == "cluster_ep2_etp1_rank_2.yaml"
     for saved in tmp_path.glob("*/checkpoint"):
