@@ -10,7 +10,8 @@ dispatch's, in the same order over the chunks from the last to the first.
 On a device a pass starts where the caller's stream stands, so the first pass of chunk c + 2 waits
 for the experts of chunk c: its buffers may be memory that they have just given back, and so few
 chunks are held at once. The network waits for it only where the experts of a chunk take longer than
-what travels beside them.
+what travels beside them. Before a second pass starts, what passes under way have left to issue is
+issued; on the same side streams after it, it would wait for the experts, too.
 
 Notation: C = number of chunks, B = number of token blocks.
 """
@@ -169,6 +170,8 @@ class _Layer:
         # By pass and chunk: the number of its first buffer, what its streams wait for at the fork,
         # and the numbers here of its operations.
         self._begun: dict[tuple[str, int], tuple[int, frozenset[int], list[int]]] = {}
+        # Of them, those that have operations left to issue.
+        self._under_way: list[tuple[str, int]] = []
         self._writers: dict[int, int] = {}
         # Chunk -> the buffer of its experts' outputs.
         self._computed: dict[int, int] = {}
@@ -183,12 +186,23 @@ class _Layer:
                 self._compute(chunk)
             return
         program = self._passes[name]
-        if action == "start":
-            self._fork(name, chunk)
-            self._issue(name, chunk, program.operations[: program.num_at_start])
-        else:
-            self._issue(name, chunk, program.operations[program.num_at_start :])
+        if action == "end":
+            self._go_on(name, chunk)
             self._join(name, chunk)
+            return
+        if name == "second" and program.policy != "host":
+            for under_way in list(self._under_way):
+                self._go_on(*under_way)
+        self._fork(name, chunk)
+        self._issue(name, chunk, program.operations[: program.num_at_start])
+        self._under_way.append((name, chunk))
+
+    def _go_on(self, name: str, chunk: int) -> None:
+        """Issue the rest of a pass, if that was not done before."""
+        program = self._passes[name]
+        if (name, chunk) in self._under_way:
+            self._under_way.remove((name, chunk))
+            self._issue(name, chunk, program.operations[program.num_at_start :])
 
     def _fork(self, name: str, chunk: int) -> None:
         """Begin a pass: its buffers, of which those that outlive an operation are made at once."""

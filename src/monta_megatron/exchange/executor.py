@@ -40,10 +40,17 @@ def start(state: State) -> None:
     issue(state, program.operations[: program.num_at_start])
 
 
+def go_on(state: State) -> None:
+    """Issue the rest of a pass that was begun, if that was not done before."""
+    program = state.bound.program
+    if not state.is_issued:
+        state.is_issued = True
+        issue(state, program.operations[program.num_at_start :])
+
+
 def finish(state: State) -> Columns:
     """End a pass that was begun, and return what `run` does."""
-    program = state.bound.program
-    issue(state, program.operations[program.num_at_start :])
+    go_on(state)
     return _end(state)
 
 

@@ -30,7 +30,7 @@ from monta_megatron.chains.program import (
     DISPATCH_BACKWARD,
     Pass,
 )
-from monta_megatron.exchange.executor import finish, start
+from monta_megatron.exchange.executor import finish, go_on, start
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
 
@@ -131,6 +131,11 @@ class _Pipeline:
                 self._results[pass_.name] = self._empty_like(columns)
             output = _of_tokens(self._results[pass_.name], self._tokens[chunk])
         state = State(self._chunks[chunk], pass_, columns, output)
+        if output is not None:
+            # This pass comes after the experts; what is left to issue of others must not.
+            for other in self._states.values():
+                if other.bound.program.policy != "host":
+                    go_on(other)
         start(state)
         self._states[pass_.name, chunk] = state
 
