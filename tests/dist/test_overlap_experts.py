@@ -290,6 +290,7 @@ REFUSED = {
     "fp8_recipe": {"fp8": "hybrid", "fp8_recipe": "delayed"},
     "moe_router_padding_for_quantization": {"moe_router_padding_for_quantization": True},
     "use_megatron_fsdp": {"use_megatron_fsdp": True},
+    "use_torch_fsdp2": {"use_torch_fsdp2": True},
     "offload_modules": {
         "fine_grained_activation_offloading": True,
         "offload_modules": ["attn_norm", "moe_act"],

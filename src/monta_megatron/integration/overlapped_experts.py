@@ -85,6 +85,11 @@ UNSUPPORTED_WITH_OVERLAP = (
         _FREES_WEIGHTS,
     ),
     Unsupported(
+        "use_torch_fsdp2",
+        lambda config: getattr(config, "use_torch_fsdp2", False),
+        _FREES_WEIGHTS,
+    ),
+    Unsupported(
         "offload_modules",
         lambda config: (
             getattr(config, "fine_grained_activation_offloading", False)
