@@ -288,6 +288,11 @@ REFUSED = {
     "overlap_moe_expert_parallel_comm": {"overlap_moe_expert_parallel_comm": True},
     "delay_wgrad_compute": {"delay_wgrad_compute": True},
     "fp8_recipe": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "gradient_accumulation_fusion with fp8 or fp4": {
+        "gradient_accumulation_fusion": True,
+        "fp8": "hybrid",
+        "fp8_recipe": "blockwise",
+    },
     "moe_router_padding_for_quantization": {"moe_router_padding_for_quantization": True},
     "use_megatron_fsdp": {"use_megatron_fsdp": True},
     "use_torch_fsdp2": {"use_torch_fsdp2": True},

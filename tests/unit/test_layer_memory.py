@@ -14,7 +14,7 @@ from test_stream_safety import LAYOUTS, Routing, make_exchange, make_inputs
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
-from monta_megatron.integration.main_grad import with_one_placeholder
+from monta_megatron.integration.main_grad import add_in_every_call, with_one_placeholder
 from monta_megatron.integration.overlapped_experts import priced_experts
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layer_price import layer_peak_bytes
@@ -35,12 +35,16 @@ def wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Product(torch.autograd.Function):
-    """A linear layer that keeps to Megatron's rules of gradient accumulation fusion."""
+    """A linear layer that keeps to the rules of gradient accumulation fusion.
+
+    They are Megatron's, and Transformer Engine's of the first micro-batch.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, module: Any) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.module = module
+        ctx.adds = module.disable_parameter_transpose_cache or not module.is_first_microbatch
         return rows @ weight.t()
 
     @staticmethod
@@ -49,7 +53,7 @@ class Product(torch.autograd.Function):
         rows_gradient = gradient @ weight
         if ctx.module.placeholder is None:
             return rows_gradient, gradient.t() @ rows, None
-        weight.main_grad.addmm_(gradient.t(), rows)
+        weight.main_grad.addmm_(gradient.t(), rows, beta=int(ctx.adds))
         if not hasattr(weight, MARK):
             return rows_gradient, None, None
         setattr(weight, MARK, True)
@@ -66,6 +70,7 @@ class Weighted(torch.nn.Module):
     def __init__(self, placeholder: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         super().__init__()
         self.placeholder = placeholder
+        self.is_first_microbatch, self.disable_parameter_transpose_cache = True, False
         generator = torch.Generator().manual_seed(0)
         self.weights = torch.nn.ParameterList(
             torch.randn(HIDDEN, HIDDEN, generator=generator) for _ in range(4)
@@ -95,6 +100,7 @@ class Weighted(torch.nn.Module):
             for weight in self.weights[2 * expert : 2 * expert + 2]:
                 part = Product.apply(part, weight, self)
             outputs.append(part)
+        self.is_first_microbatch = False
         return torch.cat(outputs) * probs[:, None]
 
 
@@ -206,6 +212,7 @@ def test_none_where_products_add_to_main_grad(chain_name: str, layout_name: str,
         return Weighted(torch.empty_like if kind == "fresh" else shared_placeholder())
 
     whole, split, plain = weighted(), weighted(), weighted()
+    add_in_every_call(split)
     unsplit, mine, without = (
         peak_bytes(chain_name, layout_name, num_chunks, experts, module.memory)
         for num_chunks, experts, module in (

@@ -52,6 +52,9 @@ RUNS_WITH_OVERLAP = {
 # Modules inside the experts whose activations Megatron can offload.
 _EXPERT_MODULES = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
+# With any of these Megatron says which micro-batch is the first of an iteration.
+_QUANTIZES = ("fp8", "fp4", "use_kitchen", "quant_recipe")
+
 # Besides `supported_settings.UNSUPPORTED`.
 UNSUPPORTED_WITH_OVERLAP = (
     Unsupported(
@@ -69,6 +72,16 @@ UNSUPPORTED_WITH_OVERLAP = (
         "fp8_recipe",
         lambda config: bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed",
         "delayed scaling would take every chunk for a micro-batch; take another recipe",
+    ),
+    Unsupported(
+        "gradient_accumulation_fusion with fp8 or fp4",
+        lambda config: (
+            getattr(config, "gradient_accumulation_fusion", False)
+            and any(getattr(config, name, None) for name in _QUANTIZES)
+            and not getattr(config, "disable_parameter_transpose_cache", False)
+        ),
+        "where weights are quantized once for all micro-batches, the weight gradients of a first "
+        "chunk overwrite those of the others; give --no-gradient-accumulation-fusion",
     ),
     Unsupported(
         "moe_router_padding_for_quantization",
@@ -224,6 +237,10 @@ def prepare_layer(layer: Any) -> None:
         ValueError: its experts cannot be called for every chunk.
     """
     check_experts(layer.experts)
+    if layer.config.gradient_accumulation_fusion:
+        from monta_megatron.integration.main_grad import add_in_every_call
+
+        add_in_every_call(layer.experts)
     layer_class = type(layer)
     if layer_class not in _prepared:
         _prepared.add(layer_class)
@@ -256,8 +273,8 @@ def with_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
             assert bias is None, "Megatron's experts add it themselves"
             return outputs
 
-        # Where a configuration made in code does not say so.
-        if any(hasattr(parameter, "__fsdp_param__") for parameter in self.experts.parameters()):
+        # Where a configuration made in code does not say so; it takes all parameters, or none.
+        if hasattr(next(self.experts.parameters(), None), "__fsdp_param__"):
             raise ValueError(
                 "use_megatron_fsdp: not supported with moe_monta_overlap_experts: " + _FREES_WEIGHTS
             )
