@@ -41,11 +41,8 @@ def start(state: State) -> None:
 
 
 def go_on(state: State) -> None:
-    """Issue the rest of a pass that was begun, if that was not done before."""
-    program = state.bound.program
-    if not state.is_issued:
-        state.is_issued = True
-        issue(state, program.operations[program.num_at_start :])
+    """Issue what is left of a pass that was begun."""
+    issue(state, state.bound.program.operations[state.num_issued :])
 
 
 def finish(state: State) -> Columns:

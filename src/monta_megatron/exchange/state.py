@@ -85,7 +85,6 @@ class State:
         rows, probs, device = columns.rows, columns.probs, columns.rows.device
         width = exchange.max_experts_per_token
         self.exchange = exchange
-        self.is_issued = False
         self.streams = streams_for(device)
         self.sum_dtype = promoted(exchange.sum_dtype, rows.dtype)
         row = RowFormat(

@@ -1,6 +1,6 @@
 """The groups in which a cluster is measured: all that a layout on it may have.
 
-Rails and nodes get the SMs that their communicators have in a training, others NCCL's default.
+Rails and nodes get the SMs that they have in a training by default, others NCCL's default.
 """
 
 import torch.distributed as dist
