@@ -114,7 +114,6 @@ def streams(arguments: list[str]) -> int:
     """
     from monta_megatron.cli import main
     from monta_megatron.exchange.streams import device_time_limit
-    from monta_megatron.exchange.time_limit import LOOK_S
 
     places: dict[str, None] = {}
 
@@ -129,7 +128,8 @@ def streams(arguments: list[str]) -> int:
     status = main(["bench", *arguments])
     for place in places:
         print(f"the host waits for the device: {place}")
-    time.sleep(2 * LOOK_S)
+    # NCCL's watchdog looks first, and then the thread that asks it.
+    time.sleep(2.0)
     pending = list(device_time_limit().pending)
     for started in pending[:1]:
         print(f"of {len(pending)} collectives no end is known, first: {started}")

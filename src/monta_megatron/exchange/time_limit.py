@@ -1,9 +1,9 @@
 """What a rank prints before NCCL's time limit ends its process.
 
 On a device the host waits for no collective. Where one does not end, the watchdog of its process
-group ends the process, and no line of Python runs any more. So a thread looks once a second at the
-collectives that were started, the oldest first, and at what the host waits for; where something
-comes close to its limit it prints, once, what the error says on CPU ranks.
+group ends the process, and no line of Python runs any more. So a thread looks at the collectives
+that were started, the oldest first, and at what the host waits for; where something comes close to
+its limit it prints, once, what the error says on CPU ranks.
 
 Whether a collective has ended is told by the future of its result, which that watchdog completes.
 It holds no tensors, while the collective's `Work` holds its outputs, and asking it is no call of
@@ -28,7 +28,8 @@ from monta_megatron.exchange import gathering
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.last_operations import last_operations, place_of, versions
 
-LOOK_S = 1.0
+# As often as NCCL's watchdog: while it looks the host issues nothing, so little must have ended.
+LOOK_S = 0.1
 # Of the limit: after that long it is printed.
 PRINTED_AT = 0.9
 # More collectives than end between two looks; should the oldest never end, it is forgotten.
