@@ -144,9 +144,10 @@ def test_what_was_decided_for_something_else_is_left(pools: Pools, tmp_path: Pat
     assert "rank_2.json: cannot be read: Is a directory" in said_after("folder", {})
 
 
-def test_replicas_with_another_number_of_steps_are_named(pools: Pools) -> None:
-    steps = [{"moe_monta_tune_steps": number} for number in (12, 12, 5, 5)]
-    with pytest.raises(PoolError, match="ranks 0 and 2 differ in moe_monta_tune_steps: 12 and 5"):
+@pytest.mark.parametrize("option", ["moe_monta_tune_steps", "moe_monta_watch_steps"])
+def test_replicas_with_another_number_of_steps_are_named(pools: Pools, option: str) -> None:
+    steps = [{option: number} for number in (12, 12, 5, 5)]
+    with pytest.raises(PoolError, match=f"ranks 0 and 2 differ in {option}: 12 and 5"):
         pools[4].run(disagree, Case(ep=2, options=AUTO), dict(enumerate(steps)))
 
 

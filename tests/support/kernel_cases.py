@@ -283,7 +283,9 @@ def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
         results.append({"lists": lists, "ids": ids, "gradient": leaf.grad})
     expected, actual = results
     for name in expected:
-        _same(f"expert_ids_of, {name}", actual[name].detach(), expected[name].detach())
+        # A sum over the classes may give a NaN other bits.
+        ours, theirs = actual[name].detach(), expected[name].detach()
+        _same(f"expert_ids_of, {name}", ours, theirs, with_nan=name == "gradient" and classes > 1)
 
 
 def _check_counts(case: Case, routing_map: torch.Tensor) -> None:

@@ -65,6 +65,7 @@ def _row_indices(segments: Segments, into: torch.Tensor) -> tuple[torch.Tensor, 
     shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
     runs = torch.from_numpy(np.stack([shifts, lengths]))
     if device.type == "cuda":
+        # torch keeps pinned memory for the next micro-batch, once the copy has been made.
         runs = runs.pin_memory().to(device, non_blocking=True)
     shift_of_row = torch.repeat_interleave(runs[0], runs[1], output_size=total)
     torch.add(torch.arange(total, device=device), shift_of_row, out=into)
