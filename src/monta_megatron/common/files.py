@@ -42,20 +42,26 @@ def read_text(path: str | Path, form: str, most_bytes: int) -> str:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The documents in a file; none if there is no file.
+    """The documents in a file, without a last line that was cut short; none if there is no file.
 
     Raises:
         ValueError: the file cannot be read, or has a line that is no JSON document.
     """
+    documents = list[Any]()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    documents.append(json.loads(line))
+        return documents
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path}: must hold one JSON document per line") from error
+        raise ValueError(
+            f"{path}: must hold one JSON document per line; line {len(documents) + 1} is none"
+        ) from error
 
 
 def write_json_lines(path: Path, entries: Iterable[Any]) -> None:

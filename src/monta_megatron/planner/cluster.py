@@ -236,6 +236,12 @@ class Cluster:
         """Bytes that a rank may use, or None where that is not known."""
         return bytes_of_gb(self.memory_gb_per_rank)
 
+    def was_measured(self, resource: Resource) -> bool:
+        """Whether all that prices a resource was measured on this cluster."""
+        curves = [curve.kind for curve in self.curves if curve.resource == resource]
+        kinds = curves or [link.kind for link in self.links if link.resource == resource]
+        return set(kinds) == {"measured"}
+
     def factor(self, first: ResourceOrCompute, second: ResourceOrCompute) -> float:
         """How much an operation on `first` is slowed while one on `second` runs."""
         return self._factors[first, second]

@@ -23,6 +23,7 @@ from monta_megatron.common.rules import (
     Text,
 )
 from monta_megatron.planner.chain_price import ChainPrice
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.routing import Routing
 
 # The collectives' resources, in the order of what a rank sends of them.
@@ -69,6 +70,8 @@ class WatchedIteration:
         link_ms: "inter", "intra" -> time of the collectives there, of the slowest group.
         link_over_predicted: likewise, measured over predicted.
         predicted_busy_ms: "inter", "intra", "memory", "host" -> what was predicted of each alone.
+        calibrated_links: "inter", "intra", where what was predicted says how fast the link should
+            be: it was measured, and is not the node link of CPU ranks, which waits for cores.
     """
 
     iteration: NonNegativeInt
@@ -86,6 +89,7 @@ class WatchedIteration:
     link_ms: Mapping[Resource, NonNegativeFloat]
     link_over_predicted: Mapping[Resource, PositiveFloat]
     predicted_busy_ms: Mapping[str, NonNegativeFloat]
+    calibrated_links: tuple[Resource, ...] = ()
 
 
 class Observed(NamedTuple):
@@ -104,7 +108,12 @@ class Observed(NamedTuple):
 
 
 def observe(
-    sums: NDArray[np.int64], turn: Turn, price: ChainPrice, ranks: Sequence[int], layout: Layout
+    sums: NDArray[np.int64],
+    turn: Turn,
+    price: ChainPrice,
+    cluster: Cluster,
+    ranks: Sequence[int],
+    layout: Layout,
 ) -> Observed | None:
     """What a watched iteration took; None where some rank has not timed it.
 
@@ -112,6 +121,7 @@ def observe(
         sums: [S, NUM_SUMS + M]; see `exchange.watched_passes`.
         turn: the iteration.
         price: of a micro-batch of it.
+        cluster: by which it is priced.
         ranks: [S] the ranks of the exchange in the job.
         layout: any rank's place.
     """
@@ -169,6 +179,11 @@ def observe(
             )
             for resource in BUSY
         },
+        calibrated_links=tuple(
+            link
+            for link in LINKS
+            if cluster.was_measured(link) and not (link == "intra" and cluster.copies_block_host)
+        ),
     )
     return Observed(took, stages, slowest)
 

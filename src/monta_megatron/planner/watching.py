@@ -167,7 +167,8 @@ class Watching:
         self.change = None
         if turn is None or not turn.chain or sums.shape[1] < NUM_SUMS:
             return
-        seen = observe(sums, turn, self._price(policy, turn), self._ranks, self._layout)
+        price = self._price(policy, turn)
+        seen = observe(sums, turn, price, policy.cluster, self._ranks, self._layout)
         if seen is None:
             return
         self.latest = seen.took

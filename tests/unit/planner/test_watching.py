@@ -9,6 +9,7 @@ import pytest
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.chain_policy import PlannedPolicy
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.decision import Decision, Outcome
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.uncalibrated import uncalibrated
@@ -29,7 +30,7 @@ RANKS = (4, 5, 6, 7)
 ENOUGH = NUM_USUAL + NUM_IN_A_ROW
 
 
-def make_policy(*chains: str) -> PlannedPolicy:
+def make_policy(*chains: str, cluster: Cluster | None = None) -> PlannedPolicy:
     from monta_megatron.chains import CHAINS
 
     workload = Workload(
@@ -43,7 +44,7 @@ def make_policy(*chains: str) -> PlannedPolicy:
     return PlannedPolicy(
         chains=tuple(CHAINS[name] for name in chains),
         num_chunks=(2,),
-        cluster=uncalibrated(LAYOUT, "H100"),
+        cluster=cluster or uncalibrated(LAYOUT, "H100"),
         workload=workload,
     )
 
@@ -75,10 +76,11 @@ def test_single_outliers_do_not_move_what_is_usual() -> None:
 class Run:
     """Iterations of an exchange on a rail and a node group, with given times per link."""
 
-    def __init__(self, num_steps: int, *chains: str) -> None:
+    def __init__(self, num_steps: int, *chains: str, cluster: Cluster | None = None) -> None:
         self.watching = Watching(num_steps, RANKS, LAYOUT)
         self.decision = Decision(
-            make_policy(*(chains or ("hierarchical_alltoall",))), watching=self.watching
+            make_policy(*(chains or ("hierarchical_alltoall",)), cluster=cluster),
+            watching=self.watching,
         )
         self.changes: list[tuple[int, Change]] = []
         self.num_watched = 0
@@ -196,6 +198,23 @@ def test_figures_of_an_iteration() -> None:
     busy_ms = latest.predicted_busy_ms
     assert set(busy_ms) == {"inter", "intra", "memory", "host"} and min(busy_ms.values()) > 0
     assert max(busy_ms.values()) < latest.predicted_ms < sum(busy_ms.values())
+
+
+def test_links_that_were_calibrated() -> None:
+    preset = uncalibrated(LAYOUT, "H100")
+    links = tuple(replace(link, kind="measured") for link in preset.links)
+    measured = replace(preset, links=links)
+    for cluster, calibrated in (
+        (preset, ()),
+        (measured, ("inter", "intra")),
+        # Inside a node of CPU ranks collectives wait for cores.
+        (replace(measured, copies_block_host=True), ("inter",)),
+    ):
+        run = Run(1, cluster=cluster)
+        for _ in range(3):
+            run.iterate([1_000] * 4, [100] * 4)
+        latest = run.watching.latest
+        assert latest is not None and latest.calibrated_links == calibrated
 
 
 def test_a_device_that_has_not_come_to_a_pass_is_left_out() -> None:

@@ -10,6 +10,7 @@ from watched_iteration import CHANGE, WATCHED
 
 from monta_megatron.cli import main
 from monta_megatron.tools.run_doctor.reading import read_run_folder
+from monta_megatron.tools.run_doctor.rules import diagnose
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LOG = """\
@@ -77,6 +78,38 @@ def test_a_change_counts_until_the_link_is_as_fast_again(tmp_path: Path) -> None
     assert read_run_folder(write(tmp_path, **path)).changes == ()
 
 
+def test_a_training_that_starts_again_goes_on_from_there(tmp_path: Path) -> None:
+    """From a checkpoint of iteration 25, or anew: what was noticed after it has not been."""
+    path = {"exchange_rank_0_jsonl": lines(10, 20) + line(30, change=CHANGE) + lines(40)}
+    assert len(read_run_folder(write(tmp_path, **path)).changes) == 1
+    path["exchange_rank_0_jsonl"] += lines(26)
+    run = read_run_folder(write(tmp_path, **path))
+    assert run.changes == () and run.exchange is not None
+    assert run.exchange.basis.endswith("3 watched iterations, 10 to 26")
+    path["exchange_rank_0_jsonl"] += lines(1, 2)
+    run = read_run_folder(write(tmp_path, **path))
+    assert run.exchange is not None
+    assert run.exchange.basis.endswith("2 watched iterations, 1 to 2")
+
+
+def test_a_line_cut_short_and_changes_long_ago(tmp_path: Path) -> None:
+    """Of a long file the newest lines are read, and all in which a change was noticed."""
+    content = line(1, change=CHANGE) + lines(*range(2, 100)) + line(100)[:40]
+    run = read_run_folder(write(tmp_path, exchange_rank_0_jsonl=content))
+    assert run.exchange is not None
+    assert run.exchange.basis.endswith("20 watched iterations, 80 to 99")
+    assert [noticed.basis for noticed in run.changes] == ["exchange_rank_0.jsonl, iteration 1"]
+
+
+def test_the_first_files_held_no_times_of_links(tmp_path: Path) -> None:
+    watched = json.loads(line(1))
+    for name in ("link_ms", "predicted_busy_ms", "calibrated_links"):
+        del watched[name]
+    run = read_run_folder(write(tmp_path, exchange_rank_0_jsonl=json.dumps(watched) + "\n"))
+    names = ["ranks that wait", "imbalance of the experts"]
+    assert [finding.name for finding in diagnose(run)] == names
+
+
 def test_the_slowest_exchange_counts_and_changes_of_all(tmp_path: Path) -> None:
     write(tmp_path, exchange_rank_0_jsonl=line(30, change=CHANGE))
     write(tmp_path, exchange_rank_4_jsonl=line(30, exchange_ms={"dispatch": 99.0}))
@@ -91,6 +124,16 @@ def test_a_log_that_ends_out_of_memory(tmp_path: Path) -> None:
     run = read_run_folder(write(tmp_path, logs__42_log=f"{LOG}{said}\n[rank2]: out of memory\n"))
     assert run.memory.out_of_memory == said and run.memory.basis == "logs/42.log"
     assert run.exchange is None
+
+
+def test_what_ended_an_earlier_job_is_over(tmp_path: Path) -> None:
+    said = "torch.OutOfMemoryError: CUDA out of memory."
+    write(tmp_path, logs__99_log=f"{LOG}{said}\n", logs__100_log=LOG)
+    run = read_run_folder(tmp_path)
+    assert run.memory.out_of_memory is None and run.memory.basis == "logs/100.log"
+    # So is what iterations came after.
+    write(tmp_path, logs__100_log=f"{said}\n{LOG}")
+    assert read_run_folder(tmp_path).memory.out_of_memory is None
 
 
 def test_a_plan_alone_is_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +172,7 @@ def test_a_run_that_has_not_started(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{\n", ["exchange_rank_0.jsonl: must hold one JSON document per line"]),
+        (line(1) + "{\n", ["must hold one JSON document per line; line 2 is none"]),
         ("[]\n", ["line 1: got [], must be a mapping with the keys iteration"]),
         (line(1) + '{"iteration": 2}\n', ["line 2: chain, num_chunks", "missing, must be given"]),
         (line(1, predicted_ms=-3.0), ["line 1: predicted_ms: got -3.0, must be a number > 0"]),

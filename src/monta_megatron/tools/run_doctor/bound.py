@@ -2,10 +2,16 @@
 
 from collections.abc import Iterator
 
+from monta_megatron.chains.program import Resource
 from monta_megatron.common.quantities import time_text
 from monta_megatron.planner.watched_iteration import LINKS
 from monta_megatron.planner.watching import BAND
-from monta_megatron.tools.run_doctor.figures import ExchangeFigures, Finding, RunFigures
+from monta_megatron.tools.run_doctor.figures import (
+    ExchangeFigures,
+    Finding,
+    LinkChange,
+    RunFigures,
+)
 from monta_megatron.tools.run_doctor.wording import (
     NAMES,
     PLACE,
@@ -19,26 +25,27 @@ WHERE = {"inter": "between nodes", "intra": "inside nodes"}
 
 def slower_link(run: RunFigures, least: float) -> Iterator[Finding]:
     """A link that became slower, or carries its messages slower than the cluster file says."""
-    of = run.exchange
-    for noticed in run.changes:
+    of, changes = run.exchange, _changes(run)
+    for resource, noticed in changes.items():
         change = noticed.change
         ranks = ", ".join(map(str, change.ranks))
+        times = sum(each.change.resource == resource for each in run.changes)
+        others = f"; the worst of {times} exchanges that say so" if times > 1 else ""
         yield Finding(
             name="slower link",
             kind="measured",
-            held_ms=None if of is None else _link_ms(of, change.resource) * (1 - change.rate_ratio),
-            says=f"{change.text}; {change.rate_ratio:.0%} of its rate is left",
+            held_ms=None if of is None else _link_ms(of, resource) * (1 - change.rate_ratio),
+            says=f"{change.text}; {change.rate_ratio:.0%} of its rate is left{others}",
             rests_on=noticed.basis,
             advice=(
-                f"look at the {NAMES[change.resource]} of ranks {ranks}: errors, a failed port, "
+                f"look at the {NAMES[resource]} of ranks {ranks}: errors, a failed port, "
                 "another job",
                 "leave their nodes out; or, if it stays so, monta calibrate",
             ),
         )
-    changed = {noticed.change.resource for noticed in run.changes}
     for resource in LINKS:
         left = _rate_left(run, resource, least)
-        if of is None or resource in changed or left == 1:
+        if of is None or resource in changes or left == 1:
             continue
         ms = of.link_ms.get(resource, 0.0)
         yield Finding(
@@ -49,9 +56,9 @@ def slower_link(run: RunFigures, least: float) -> Iterator[Finding]:
             f"plans with: {time_text(1e3 * ms)} measured, {time_text(1e3 * ms * left)} predicted",
             rests_on=of.basis,
             advice=(
-                "monta calibrate on these nodes, and --moe-monta-cluster with what it writes",
-                "if they are calibrated: look for another job"
-                + " and the wrong network interface" * (resource == "inter"),
+                "look for another job" + " and the wrong network interface" * (resource == "inter"),
+                "if the nodes have changed since: monta calibrate, and --moe-monta-cluster with "
+                "what it writes",
             ),
         )
 
@@ -65,7 +72,7 @@ def link(run: RunFigures, least: float) -> Iterator[Finding]:
     ms = _link_ms(of, resource)
     if ms < least * of.exchange_ms:
         return
-    ratio = of.link_over_predicted.get(resource)
+    ratio = _over_predicted(of, resource)
     rate = "" if ratio is None else f", at {1 / ratio:.0%} of the rate that auto plans with"
     yield Finding(
         name=NAMES[resource],
@@ -86,12 +93,22 @@ def link(run: RunFigures, least: float) -> Iterator[Finding]:
 
 def _rate_left(run: RunFigures, resource: str, least: float) -> float:
     """What is left of a link's rate: after a change, or where it takes `least` times as long."""
-    for noticed in run.changes:
-        if noticed.change.resource == resource:
-            return noticed.change.rate_ratio
-    over = {} if run.exchange is None else run.exchange.link_over_predicted
-    ratio = over.get(resource, 1.0)
-    return 1 / ratio if ratio >= least else 1.0
+    changes = _changes(run)
+    if resource in changes:
+        return changes[resource].change.rate_ratio
+    ratio = None if run.exchange is None else _over_predicted(run.exchange, resource)
+    return 1 / ratio if ratio is not None and ratio >= least else 1.0
+
+
+def _changes(run: RunFigures) -> dict[Resource, LinkChange]:
+    """The worst change of each link: exchanges that share it notice the same one."""
+    milder = sorted(run.changes, key=lambda noticed: -noticed.change.rate_ratio)
+    return {noticed.change.resource: noticed for noticed in milder}
+
+
+def _over_predicted(of: ExchangeFigures, resource: str) -> float | None:
+    """Measured over predicted time of a link, where the prediction says how fast it should be."""
+    return of.link_over_predicted.get(resource) if resource in of.calibrated_links else None
 
 
 def _link_ms(of: ExchangeFigures, resource: str) -> float:
@@ -112,7 +129,7 @@ def host(run: RunFigures, least: float) -> Iterator[Finding]:
     ]
     if of.num_chunks > 1:
         advice.append("--moe-monta-num-chunks 1, or plain --moe-monta-chain alltoall")
-    says = "the host takes longer to start the operations than the links to carry their bytes"
+    says = "starting the operations takes the host longer than carrying their bytes takes the links"
     yield from _on_rank(run, "host", least, says, tuple(advice))
 
 
@@ -122,7 +139,7 @@ def copies(run: RunFigures, least: float) -> Iterator[Finding]:
         *faster_chain(run.what_if),
         "--moe-monta-kernels auto with Triton, if it is torch: rows are moved once",
     )
-    says = "rows are copied and summed on the ranks for most of the exchange"
+    says = "rows are copied and summed on the ranks"
     yield from _on_rank(run, "memory", least, says, advice)
 
 
@@ -139,7 +156,7 @@ def _on_rank(
             name=NAMES[resource],
             kind="predicted",
             held_ms=part * of.exchange_ms,
-            says=f"{says}: {part:.0%} of it; {each_alone(of)}",
+            says=f"{says}: {part:.0%} of the exchange; {each_alone(of)}",
             rests_on=of.basis,
             advice=advice,
         )

@@ -25,6 +25,7 @@ class ExchangeFigures:
         busy_ms: "inter", "intra", "memory", "host" -> predicted time of each alone.
         link_ms: "inter", "intra" -> measured time of the collectives there; empty if predicted.
         link_over_predicted: likewise, measured over predicted.
+        calibrated_links: those whose prediction says how fast they should be.
         avg_overload_factor: rows of the most loaded rank over those of a balanced one; None if
             predicted.
         max_overload_factor: likewise, the largest of all iterations, layers and micro-batches.
@@ -42,6 +43,7 @@ class ExchangeFigures:
     busy_ms: Mapping[str, float]
     link_ms: Mapping[str, float] = field(default_factory=dict)
     link_over_predicted: Mapping[str, float] = field(default_factory=dict)
+    calibrated_links: tuple[str, ...] = ()
     avg_overload_factor: float | None = None
     max_overload_factor: float | None = None
     imbalance: float | None = None
@@ -157,7 +159,7 @@ class Finding:
         name: which rule found it.
         kind: whether the time that it holds is measured or predicted.
         held_ms: the most that the exchange's time, or the wait for it, would be shorter without it;
-            None where that is not known, as where the run ended of it.
+            None where the run may have ended of it, 0 where it is only worth knowing.
         says: what it is, with its figures.
         rests_on: the files and iterations.
         advice: what to try, the most promising first.

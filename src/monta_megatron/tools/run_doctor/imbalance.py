@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from monta_megatron.tools.run_doctor.figures import Finding, RunFigures
 from monta_megatron.tools.run_doctor.wording import PLACE
 
+# A balanced rank's rows times this.
+OVERLOADED = 1.2
 # Said to be the same ranks: late in so many of the iterations.
 SAME_RANKS = 2 / 3
 
@@ -23,8 +25,8 @@ def overload(run: RunFigures, least: float) -> Iterator[Finding]:
         f"{most:.2f} times at the most: exchange and experts end with it",
         rests_on=of.basis,
         advice=(
-            "--moe-router-load-balancing-type aux_loss with a larger --moe-aux-loss-coeff, or "
-            "--moe-router-enable-expert-bias",
+            "--moe-router-load-balancing-type aux_loss with a larger --moe-aux-loss-coeff; or, "
+            "with sigmoid scores, --moe-router-enable-expert-bias",
             "--moe-expert-capacity-factor X, which drops tokens",
             PLACE,
         ),
@@ -43,6 +45,9 @@ def waiting(run: RunFigures, least: float) -> Iterator[Finding]:
         late = f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
         who = f"the others wait for {late} nearly always"
         advice = [f"look at the device and node of {late}: clocks, heat, other processes"]
+    if (of.avg_overload_factor or 0.0) >= OVERLOADED:
+        who += ", and a rank comes late, too, whose experts get more rows"
+        advice.insert(0, "balance the experts first")
     yield Finding(
         name="ranks that wait",
         kind="measured",

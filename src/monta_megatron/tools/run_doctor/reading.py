@@ -14,7 +14,7 @@ from monta_megatron.tools.launch.exchanges import exchanges_of_run
 from monta_megatron.tools.launch.iteration import iteration_of_run
 from monta_megatron.tools.launch.planning import memory_limit_bytes
 from monta_megatron.tools.launch.prepare import read_run
-from monta_megatron.tools.launch.training_log import TrainingLog, read_log
+from monta_megatron.tools.launch.training_log import ITERATION, TrainingLog, read_log
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, MemoryFigures, RunFigures
 from monta_megatron.tools.run_doctor.watched import changes_in_force, read_watched, summed_up
 from monta_megatron.tools.run_doctor.what_if import what_if
@@ -43,7 +43,7 @@ def read_run_folder(folder: Path) -> RunFigures:
         raise ValueError(f"--run: got {folder}, must be a folder")
     watched = {path: lines for path in _found(folder, WATCHED) if (lines := read_watched(path))}
     plans = [Plan.load(path) for path in _found(folder, PLANS)]
-    logs = _found(folder, LOGS)
+    logs = _logs(folder)
     if not (watched or plans or logs):
         raise ValueError(
             f"--run: got {folder}, must hold {WATCHED}, {PLANS} or {LOGS}, itself or in logs/; "
@@ -51,14 +51,22 @@ def read_run_folder(folder: Path) -> RunFigures:
         )
 
     # Step 1: what was measured.
-    text = "\n".join(map(_text, logs))
-    log, names = read_log(text), {path: str(path.relative_to(folder)) for path in watched}
+    texts = list(map(_text, logs))
+    log, names = (
+        read_log("\n".join(texts)),
+        {path: str(path.relative_to(folder)) for path in watched},
+    )
     exchange, notes = None, list[str]()
     if watched:
         each = [summed_up(lines, names[path]) for path, lines in watched.items()]
         exchange = max(each, key=lambda of: of.exchange_ms)
         if len(each) > 1:
             notes.append(f"the slowest of {len(each)} exchanges")
+        if not exchange.calibrated_links:
+            notes.append(
+                "no link is held against its predicted time, as none was measured (on CPU ranks, "
+                "the network alone counts): monta calibrate, and --moe-monta-cluster"
+            )
     else:
         notes.append(f"no iteration was watched: a training writes one in N with {WATCH}")
     figures = RunFigures(
@@ -70,7 +78,7 @@ def read_run_folder(folder: Path) -> RunFigures:
             for change in changes_in_force(lines, names[path])
         ),
         memory=MemoryFigures(
-            out_of_memory=next(filter(OUT_OF_MEMORY.search, text.splitlines()), None),
+            out_of_memory=next(filter(None, map(_out_of_memory, texts)), None),
             basis=", ".join(str(path.relative_to(folder)) for path in logs),
             allocated_bytes=log.peak_memory_bytes,
         ),
@@ -89,6 +97,24 @@ def read_run_folder(folder: Path) -> RunFigures:
 
 def _found(folder: Path, pattern: str) -> list[Path]:
     return [*sorted(folder.glob(pattern)), *sorted((folder / "logs").glob(pattern))]
+
+
+def _logs(folder: Path) -> list[Path]:
+    """The logs; of Slurm's, `JOB.log`, that of the last job: what ended one before is over."""
+    logs = _found(folder, LOGS)
+    last = max((int(log.stem) for log in logs if log.stem.isdecimal()), default=None)
+    return [log for log in logs if not log.stem.isdecimal() or int(log.stem) == last]
+
+
+def _out_of_memory(text: str) -> str | None:
+    """The first line that says that a rank had too little memory, and after which nothing ran."""
+    said = None
+    for line in text.splitlines():
+        if ITERATION.search(line):
+            said = None
+        elif said is None and OUT_OF_MEMORY.search(line):
+            said = line
+    return said
 
 
 def _text(log: Path) -> str:
@@ -127,7 +153,7 @@ def _with_predictions(
         iteration = iteration_of_run(exchanges.model, arguments, merged.config.layout.parallel)
         layers, micro_batches = iteration.num_moe_layers, iteration.num_micro_batches
         is_known = layers is not None and micro_batches is not None
-        times = (layers or 1) * (micro_batches or 1) if is_known else 1
+        times = layers * micro_batches if layers and micro_batches else 1
         exchange = ExchangeFigures(
             kind="predicted",
             basis=predictions.basis,

@@ -68,13 +68,13 @@ def _head(run: RunFigures, of: ExchangeFigures) -> str:
         head += f", {of.exchange_ms / of.predicted_ms:.2f}x the predicted {_time(of.predicted_ms)}"
     if run.iteration_ms is not None:
         head += f"; {_time(run.iteration_ms)} a whole iteration, measured"
-        if of.of_iteration:
+        if of.of_iteration and run.iteration_ms > 0:
             head += f" ({of.exchange_ms / run.iteration_ms:.0%})"
     return head
 
 
 def _held(finding: Finding, of: ExchangeFigures | None) -> str:
-    if finding.held_ms is None:
+    if not finding.held_ms:
         return ""
     part = ""
     if of is not None and of.exchange_ms > 0:

@@ -14,7 +14,7 @@ from monta_megatron.planner.watching import BAND
 from monta_megatron.tools.run_doctor.bound import copies, host, link, slower_link
 from monta_megatron.tools.run_doctor.experts import experts
 from monta_megatron.tools.run_doctor.figures import Finding, RunFigures
-from monta_megatron.tools.run_doctor.imbalance import overload, waiting
+from monta_megatron.tools.run_doctor.imbalance import OVERLOADED, overload, waiting
 from monta_megatron.tools.run_doctor.memory import memory
 
 # Iterations differ by so much among themselves: what holds less of one is none of its troubles.
@@ -44,7 +44,7 @@ RULES = (
     Rule(link, 0.5, "the exchange", MOST),
     Rule(host, 0.5, "the exchange", MOST),
     Rule(copies, 0.5, "the exchange", MOST),
-    Rule(overload, 1.2, "a balanced rank's rows", "it then holds a sixth of the exchange"),
+    Rule(overload, OVERLOADED, "a balanced rank's rows", "it then holds a sixth of the exchange"),
     Rule(waiting, WAITED_FOR, "the exchange", "the log names slowest ranks from there on"),
     Rule(experts, MARGIN, "a layer", "the margin within which auto prefers what is plainer"),
 )
@@ -58,5 +58,5 @@ def diagnose(run: RunFigures) -> list[Finding]:
         least_ms = LEAST_OF_ITERATION * run.iteration_ms
     held_ms = [math.inf if each.held_ms is None else each.held_ms for each in findings]
     order = sorted(range(len(findings)), key=lambda number: -held_ms[number])
-    # What holds nothing is said because it was asked for.
+    # What holds nothing is worth knowing, or was asked for.
     return [findings[number] for number in order if not 0 < held_ms[number] < least_ms]

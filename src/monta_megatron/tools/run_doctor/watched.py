@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_json_lines
 from monta_megatron.common.quantities import counted
+from monta_megatron.common.rules import NonNegativeFloat
 from monta_megatron.planner.watched_iteration import WatchedIteration
 from monta_megatron.planner.watching import Change
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, LinkChange
@@ -20,21 +22,45 @@ MOST_LINES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedLine(WatchedIteration):
-    """A line of the file: an iteration, from 1, and what was noticed in it."""
+    """A line of the file: an iteration, from 1, and what was noticed in it.
 
+    The first files had neither `link_ms` nor `predicted_busy_ms`.
+    """
+
+    link_ms: Mapping[Resource, NonNegativeFloat] = field(default_factory=dict)
+    predicted_busy_ms: Mapping[str, NonNegativeFloat] = field(default_factory=dict)
     change: Change | None = None
 
 
 def read_watched(path: Path) -> list[WatchedLine]:
-    """The lines of a file of --moe-monta-watch-out.
+    """What counts in a file of --moe-monta-watch-out: its newest lines, and all with a change.
+
+    A training that starts again, from a checkpoint or from the beginning, writes to the same file:
+    what it had written beyond the iteration that follows is left out.
 
     Raises:
         ValueError: one line that names the file, the line, the key, the value and the rule.
     """
+    lines: list[tuple[int, int, Any]] = []
+    for number, line in enumerate(read_json_lines(path), 1):
+        iteration = _iteration(line, f"{path}: line {number}")
+        while lines and lines[-1][0] >= iteration:
+            lines.pop()
+        lines.append((iteration, number, line))
+    # Strict reading takes seven times as long as parsing.
     return [
         strict_yaml.build(WatchedLine, _without_text(line), f"{path}: line {number}")
-        for number, line in enumerate(read_json_lines(path), 1)
+        for left, (_, number, line) in zip(range(len(lines), 0, -1), lines, strict=True)
+        if left <= MOST_LINES or line.get("change") is not None
     ]
+
+
+def _iteration(line: Any, place: str) -> int:
+    match line:
+        case {"iteration": int(iteration)}:
+            return iteration
+    # Which says what is wrong with it.
+    return strict_yaml.build(WatchedLine, line, place).iteration
 
 
 def _without_text(line: Any) -> Any:
@@ -70,6 +96,7 @@ def summed_up(lines: Sequence[WatchedLine], name: str) -> ExchangeFigures:
         busy_ms=_medians(line.predicted_busy_ms for line in newest),
         link_ms=_medians(line.link_ms for line in newest),
         link_over_predicted=_medians(line.link_over_predicted for line in newest),
+        calibrated_links=last.calibrated_links,
         avg_overload_factor=median(line.avg_overload_factor for line in newest),
         max_overload_factor=max(line.max_overload_factor for line in newest),
         imbalance=median(line.imbalance for line in newest),
