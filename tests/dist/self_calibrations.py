@@ -44,3 +44,12 @@ def calibrated(case: Case, cache_of_rank: list[str]) -> tuple[int, list[str], fl
     assert torch.equal(torch.get_rng_state(), state)
     costs = first.token_dispatcher.chain_policy.cluster
     return hash_of({"costs": repr(costs)}), said.getvalue().splitlines(), elapsed_s
+
+
+def calibrated_with_triton_on_some(case: Case, cache_of_rank: list[str]) -> int:
+    """Likewise, where the last rank cannot import Triton; returns the hash."""
+    from monta_megatron.integration import self_calibration
+
+    has_triton = dist.get_rank() < dist.get_world_size() - 1
+    with mock.patch.object(self_calibration, "is_fused", lambda *_: has_triton):
+        return calibrated(case, cache_of_rank)[0]

@@ -9,7 +9,7 @@ import pytest
 from conftest import Pools
 from layers import Case, disagree
 from pool import PoolError
-from self_calibrations import calibrated
+from self_calibrations import calibrated, calibrated_with_triton_on_some
 
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster
@@ -82,3 +82,8 @@ def test_ranks_that_would_not_all_calibrate_are_told(pools: Pools) -> None:
     seconds = {rank: {"moe_monta_calibrate_seconds": float(rank != 2)} for rank in range(4)}
     with pytest.raises(PoolError, match=r"2 differ in moe_monta_calibrate_seconds: 1.0 and 0.0"):
         pools[4].run(disagree, Case(options=AUTO), seconds)
+
+
+def test_ranks_with_other_kernels_measure_the_same(pools: Pools, tmp_path: Path) -> None:
+    caches = [str(tmp_path / str(rank)) for rank in range(4)]
+    assert len(set(pools[4].run(calibrated_with_triton_on_some, CASE, caches))) == 1

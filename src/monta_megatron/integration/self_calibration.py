@@ -105,7 +105,8 @@ def _find(
     path: Path,
     report: Report,
 ) -> Cluster | None:
-    group, fused = groups["tp_ep"], is_fused(options.kernels, device_of_ranks().type)
+    group = groups["tp_ep"]
+    fused = _are_all_fused(options.kernels, group)
     identity = _identity(layout, fused)
     is_first = layout.rank == 0
     # Step 1: what an earlier start has left, as the first rank sees it.
@@ -146,6 +147,15 @@ def _find(
             said += f"; not kept for the next start: {error}"
     report(said)
     return cluster
+
+
+def _are_all_fused(choice: str, group: dist.ProcessGroup) -> bool:
+    """Whether Triton kernels run on all ranks; ranks that differ are refused later, by name."""
+    try:
+        fused = is_fused(choice, device_of_ranks().type)
+    except ValueError:
+        fused = False
+    return all(gather_objects(fused, group))
 
 
 def _measure(

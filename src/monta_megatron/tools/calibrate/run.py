@@ -16,7 +16,7 @@ from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
-from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.exchange.groups import find_nodes, gather_objects
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.integration.hardware import (
     counts_to_host_us,
@@ -191,7 +191,8 @@ def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
         on_cpu=on_cpu,
         counts_to_host_us=counts_to_host_us(device),
         source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
-        fused_kernels=is_fused("auto", device.type),
+        # What is timed has to be the same on all ranks.
+        fused_kernels=all(gather_objects(is_fused("auto", device.type))),
     )
 
 
