@@ -58,7 +58,9 @@ def read_json_lines(path: Path) -> list[Any]:
         return []
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is no text file (UTF-8), must be JSON lines") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: must hold one JSON document per line; line {len(documents) + 1} is none"
         ) from error

@@ -173,6 +173,8 @@ def test_a_run_that_has_not_started(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("content", "words"),
     [
         (line(1) + "{\n", ["must hold one JSON document per line; line 2 is none"]),
+        ("[" * 100_000 + "\n", ["must hold one JSON document per line; line 1 is none"]),
+        (line(1, chain="alltoal"), ["line 1: chain: got 'alltoal', must be one of alltoall"]),
         ("[]\n", ["line 1: got [], must be a mapping with the keys iteration"]),
         (line(1) + '{"iteration": 2}\n', ["line 2: chain, num_chunks", "missing, must be given"]),
         (line(1, predicted_ms=-3.0), ["line 1: predicted_ms: got -3.0, must be a number > 0"]),

@@ -147,7 +147,7 @@ def _with_predictions(
     else:
         notes.append("neither log nor plan names a chain")
         return figures
-    check_chain(ran[0], f"{config.parent}: chain")
+    check_chain(ran[0], f"{config.parent}: chain in the log")
     predictions, price = what_if(exchanges, arguments, ran, bool(logged and logged[3]))
     if exchange is None:
         iteration = iteration_of_run(exchanges.model, arguments, merged.config.layout.parallel)

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from monta_megatron.chains import check_chain
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_json_lines
@@ -49,7 +50,7 @@ def read_watched(path: Path) -> list[WatchedLine]:
         lines.append((iteration, number, line))
     # Strict reading takes seven times as long as parsing.
     return [
-        strict_yaml.build(WatchedLine, _without_text(line), f"{path}: line {number}")
+        _read(line, f"{path}: line {number}")
         for left, (_, number, line) in zip(range(len(lines), 0, -1), lines, strict=True)
         if left <= MOST_LINES or line.get("change") is not None
     ]
@@ -60,15 +61,17 @@ def _iteration(line: Any, place: str) -> int:
         case {"iteration": int(iteration)}:
             return iteration
     # Which says what is wrong with it.
-    return strict_yaml.build(WatchedLine, line, place).iteration
+    return _read(line, place).iteration
 
 
-def _without_text(line: Any) -> Any:
-    """A change without the words that its figures make."""
+def _read(line: Any, place: str) -> WatchedLine:
     match line:
+        # A change has the words, too, that its figures make.
         case {"change": {"text": _, **change}}:
-            return {**line, "change": change}
-    return line
+            line = {**line, "change": change}
+    watched = strict_yaml.build(WatchedLine, line, place)
+    check_chain(watched.chain, f"{place}: chain")
+    return watched
 
 
 def summed_up(lines: Sequence[WatchedLine], name: str) -> ExchangeFigures:
