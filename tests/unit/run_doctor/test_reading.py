@@ -83,9 +83,13 @@ def test_a_training_that_starts_again_goes_on_from_there(tmp_path: Path) -> None
     path = {"exchange_rank_0_jsonl": lines(10, 20) + line(30, change=CHANGE) + lines(40)}
     assert len(read_run_folder(write(tmp_path, **path)).changes) == 1
     path["exchange_rank_0_jsonl"] += lines(26)
+    again = LOG.splitlines()[2].replace("100.0", "300.0")
+    write(tmp_path, run_log=f"{LOG}{again}\n")
     run = read_run_folder(write(tmp_path, **path))
     assert run.changes == () and run.exchange is not None
     assert run.exchange.basis.endswith("3 watched iterations, 10 to 26")
+    # Of iteration 2, which ran again; the third has not.
+    assert run.iteration_ms == 300.0
     path["exchange_rank_0_jsonl"] += lines(1, 2)
     run = read_run_folder(write(tmp_path, **path))
     assert run.exchange is not None

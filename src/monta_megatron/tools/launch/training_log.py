@@ -1,9 +1,12 @@
 """What a training has printed: the lines of Megatron's own loop, and the dispatcher's."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
 
 # Megatron's line: `iteration 2/ 10 | ... | elapsed time per iteration (ms): 81.4 | ... |
 # lm loss: 5.4E+00 | ...`.
@@ -42,11 +45,24 @@ class TrainingLog:
         return median(times_ms[1:] or times_ms) if times_ms else None
 
 
+def not_repeated(entries: Iterable[tuple[int, Entry]]) -> list[tuple[int, Entry]]:
+    """What a training has written by iteration, without what it then went back behind.
+
+    One that starts again, from a checkpoint or from the beginning, goes on in the same file.
+    """
+    kept: list[tuple[int, Entry]] = []
+    for iteration, entry in entries:
+        while kept and kept[-1][0] >= iteration:
+            kept.pop()
+        kept.append((iteration, entry))
+    return kept
+
+
 def read_log(text: str) -> TrainingLog:
     """The log of a training that has ended, whether or not it came to its end."""
-    lines = [
+    lines = not_repeated(
         (int(match[1]), line) for line in text.splitlines() if (match := ITERATION.search(line))
-    ]
+    )
     peaks_mib = [float(peak) for peak in PEAK_MIB.findall(text)]
     chains = CHAIN.findall(text)
     return TrainingLog(

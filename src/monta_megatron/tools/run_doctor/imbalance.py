@@ -46,7 +46,7 @@ def waiting(run: RunFigures, least: float) -> Iterator[Finding]:
         who = f"the others wait for {late} nearly always"
         advice = [f"look at the device and node of {late}: clocks, heat, other processes"]
     if (of.avg_overload_factor or 0.0) >= OVERLOADED:
-        who += ", and a rank comes late, too, whose experts get more rows"
+        who += "; a rank whose experts get more rows comes late by that alone"
         advice.insert(0, "balance the experts first")
     yield Finding(
         name="ranks that wait",

@@ -52,10 +52,8 @@ def read_run_folder(folder: Path) -> RunFigures:
 
     # Step 1: what was measured.
     texts = list(map(_text, logs))
-    log, names = (
-        read_log("\n".join(texts)),
-        {path: str(path.relative_to(folder)) for path in watched},
-    )
+    log = read_log("\n".join(texts))
+    names = {path: str(path.relative_to(folder)) for path in watched}
     exchange, notes = None, list[str]()
     if watched:
         each = [summed_up(lines, names[path]) for path, lines in watched.items()]

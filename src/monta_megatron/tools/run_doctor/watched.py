@@ -15,6 +15,7 @@ from monta_megatron.common.quantities import counted
 from monta_megatron.common.rules import NonNegativeFloat
 from monta_megatron.planner.watched_iteration import WatchedIteration
 from monta_megatron.planner.watching import Change
+from monta_megatron.tools.launch.training_log import not_repeated
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, LinkChange
 
 # A thousand iterations with one in 50 watched: long enough for a median, short enough to be now.
@@ -36,22 +37,17 @@ class WatchedLine(WatchedIteration):
 def read_watched(path: Path) -> list[WatchedLine]:
     """What counts in a file of --moe-monta-watch-out: its newest lines, and all with a change.
 
-    A training that starts again, from a checkpoint or from the beginning, writes to the same file:
-    what it had written beyond the iteration that follows is left out.
-
     Raises:
         ValueError: one line that names the file, the line, the key, the value and the rule.
     """
-    lines: list[tuple[int, int, Any]] = []
-    for number, line in enumerate(read_json_lines(path), 1):
-        iteration = _iteration(line, f"{path}: line {number}")
-        while lines and lines[-1][0] >= iteration:
-            lines.pop()
-        lines.append((iteration, number, line))
+    lines = not_repeated(
+        (_iteration(line, f"{path}: line {number}"), (number, line))
+        for number, line in enumerate(read_json_lines(path), 1)
+    )
     # Strict reading takes seven times as long as parsing.
     return [
         _read(line, f"{path}: line {number}")
-        for left, (_, number, line) in zip(range(len(lines), 0, -1), lines, strict=True)
+        for left, (_, (number, line)) in zip(range(len(lines), 0, -1), lines, strict=True)
         if left <= MOST_LINES or line.get("change") is not None
     ]
 
