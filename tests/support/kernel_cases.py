@@ -186,8 +186,7 @@ def _check_reduce(case: Case, copies: Copies, width: int) -> None:
     index = torch.randperm(num_rows)[:num_copies] if in_place else None
     columns, _ = _message(case, num_rows, None if per_expert else width)
     if case.dtype == torch.bfloat16:
-        is_subnormal = columns.rows.abs() < torch.finfo(torch.bfloat16).tiny
-        columns.rows.masked_fill_(is_subnormal, 0)
+        _drop_subnormals(columns.rows)
     into, _ = _message(case, case.num_rows, width)
     sums = copies.sum_by_row(columns.rows, dtype, index)
     expected = _clone(into)
@@ -225,7 +224,7 @@ def _check_reduce_parts(case: Case, width: int) -> None:
     kept = _values((num_rows, case.hidden_size), dtype) if dtype != case.dtype else None
     for values in (columns.rows, columns.probs, kept):
         if values is not None and torch.bfloat16 in (case.dtype, case.probs_dtype):
-            values.masked_fill_(values.abs() < torch.finfo(torch.bfloat16).tiny, 0)
+            _drop_subnormals(values)
     sums = torch.empty(num_rows, case.hidden_size, dtype=dtype)
     reduced = Columns(rows=torch.empty_like(sums))
     sum_parts(sums, columns.rows, dtype, parts_per_sum, kept, rank)
@@ -247,7 +246,7 @@ def _check_quantize(case: Case) -> None:
         return
     rows, size = _values((case.num_rows + 3, case.hidden_size), case.dtype), case.hidden_size
     if case.dtype == torch.bfloat16:
-        rows.masked_fill_(rows.abs() < torch.finfo(torch.bfloat16).tiny, 0)
+        _drop_subnormals(rows)
     index = torch.randperm(len(rows))[: case.num_rows] if case.in_place else None
     rows = rows if case.in_place else rows[: case.num_rows]
     sent, expected = torch.zeros(2, case.num_rows, row_bytes(size), dtype=torch.uint8)
@@ -275,6 +274,8 @@ def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
     probs = [_values((case.num_rows, case.num_experts // classes), dtype) for _ in range(2)]
     probs[1] = probs[0].clone()
     gradient = _values((case.num_rows, width), dtype)
+    if classes > 1 and dtype == torch.bfloat16:
+        _drop_subnormals(gradient)
     results = []
     for function, leaf in zip((count_table.expert_ids_of, expert_ids_of), probs, strict=True):
         leaf.requires_grad_()
@@ -337,6 +338,11 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     values = torch.randn(shape, dtype=torch.float32).to(dtype)
     special = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), shape)].to(dtype)
     return torch.where(torch.rand(shape) < 0.02, special, values)
+
+
+def _drop_subnormals(values: torch.Tensor) -> None:
+    """Where it calculates, the interpreter takes those of bf16 for 0."""
+    values.masked_fill_(values.abs() < torch.finfo(torch.bfloat16).tiny, 0)
 
 
 def _narrowed(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
