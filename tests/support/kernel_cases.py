@@ -185,8 +185,9 @@ def _check_reduce(case: Case, copies: Copies, width: int) -> None:
     num_rows = num_copies + (5 if in_place else 0)
     index = torch.randperm(num_rows)[:num_copies] if in_place else None
     columns, _ = _message(case, num_rows, None if per_expert else width)
-    if case.dtype == torch.bfloat16:
-        _drop_subnormals(columns.rows)
+    for values in (columns.rows, columns.probs):
+        if values is not None and values.dtype == torch.bfloat16:
+            _drop_subnormals(values)
     into, _ = _message(case, case.num_rows, width)
     sums = copies.sum_by_row(columns.rows, dtype, index)
     expected = _clone(into)
