@@ -35,6 +35,8 @@ PRINTED_AT = 0.9
 # More collectives than end between two looks; should the oldest never end, it is forgotten.
 MOST_COLLECTIVES = 2**16
 BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+# What torch takes for "on" in them, in any case.
+ON = ("y", "yes", "1", "t", "true")
 
 
 class Started(NamedTuple):
@@ -74,7 +76,8 @@ class TimeLimit:
     def __init__(self) -> None:
         self.pending: deque[Started] = deque(maxlen=MOST_COLLECTIVES)
         self._thread: Thread | None = None
-        self._has_watchdog = all(os.environ.get(name, "0") == "0" for name in BLOCKING_WAIT)
+        given = [os.environ.get(name, "").lower() for name in BLOCKING_WAIT]
+        self._has_watchdog = not any(value in ON for value in given)
         # What was printed last.
         self._printed: object = None
 
@@ -121,7 +124,8 @@ class TimeLimit:
         """Of the pass whose collective is the oldest that has not ended."""
         if oldest is None:
             return "no pass is under way"
-        same = [each for each in list(self.pending) if each.bound is oldest.bound]
+        pending = list(self.pending)
+        same = [oldest, *(each for each in pending if each.bound is oldest.bound)]
         numbers = {each.operation.number for each in same if not each.result.done()}
         num_issued = same[-1].operation.number + 1
         return last_operations(oldest.bound, oldest.groups, num_issued, numbers)
