@@ -4,15 +4,16 @@ Notation: N = rows, W = experts of a token, M = copies, H = hidden size.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
-from monta_megatron.chains.calibration_tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Point
+from monta_megatron.chains.calibration_tasks import NUM_COPIES, Point
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.calibration.operations import (
     Prepare,
     drawn_lists,
-    routing_map,
+    lists,
     rows_of,
     rows_with_lists,
 )
@@ -75,11 +76,6 @@ def _find(point: Point, device: torch.device) -> Callable[[], object]:
     return lambda: find_copies(ids, parts, copies)
 
 
-def _lists(point: Point, device: torch.device) -> Callable[[], object]:
-    on_device = routing_map(point.num_rows, NUM_EXPERTS).to(device)
-    probs = torch.ones(point.num_rows, NUM_EXPERTS, device=device)
-    return lambda: expert_ids_of(on_device, probs, TOPK)
-
-
+_lists = partial(lists, list_experts=expert_ids_of)
 OPERATIONS = (("copy", _copy), ("put", _put), ("sum", _sum), ("lists", _lists))
 IN_MEMORY: Mapping[str, Prepare] = dict((*OPERATIONS, ("find", _find), ("find_lists", _find)))

@@ -230,13 +230,16 @@ def _count(point: Point, device: torch.device, table: CountTable) -> Callable[[]
     return lambda: table.count(counted)
 
 
-def _lists(point: Point, device: torch.device) -> Callable[[], object]:
+def lists(
+    point: Point, device: torch.device, list_experts: Callable[..., object] = expert_ids_of
+) -> Callable[[], object]:
+    """Makes the lists of experts of every token, as the dispatcher does."""
     on_device = routing_map(point.num_rows, NUM_EXPERTS).to(device)
     probs = torch.ones(point.num_rows, NUM_EXPERTS, device=device)
-    return lambda: expert_ids_of(on_device, probs, TOPK)
+    return lambda: list_experts(on_device, probs, TOPK)
 
 
-OPERATIONS = (("copy", _copy), ("put", _put), ("sum", _sum), ("lists", _lists))
+OPERATIONS = (("copy", _copy), ("put", _put), ("sum", _sum), ("lists", lists))
 IN_MEMORY: Mapping[str, Prepare] = dict((*OPERATIONS, ("find", _find), ("find_lists", _find)))
 
 
