@@ -48,8 +48,8 @@ def calibrated(case: Case, cache_of_rank: list[str]) -> tuple[int, list[str], fl
 
 def calibrated_with_triton_on_some(case: Case, cache_of_rank: list[str]) -> int:
     """Likewise, where the last rank cannot import Triton; returns the hash."""
-    from monta_megatron.integration import self_calibration
+    from monta_megatron.exchange import kernel_choice
 
     has_triton = dist.get_rank() < dist.get_world_size() - 1
-    with mock.patch.object(self_calibration, "is_fused", lambda *_: has_triton):
+    with mock.patch.object(kernel_choice, "is_fused", lambda *_: has_triton):
         return calibrated(case, cache_of_rank)[0]

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from monta_megatron.chains.chain import Chain
 from monta_megatron.chains.layout import GroupName
-from monta_megatron.chains.program import PricedOperation, ResourceOrCompute
+from monta_megatron.chains.program import LINKS, PricedOperation, ResourceOrCompute
 from monta_megatron.chains.stages import AllGather, AllToAll
 
 Collective: TypeAlias = Literal["alltoall", "allgather"]
@@ -62,7 +62,7 @@ class Point:
     @property
     def is_collective(self) -> bool:
         """Whether other ranks take part."""
-        return self.resource in ("inter", "intra")
+        return self.resource in LINKS
 
     @property
     def curve(self) -> tuple[str, str, int]:

@@ -29,7 +29,9 @@ SUM_COLUMNS = 2048
 Policy: TypeAlias = Literal["host", "streams", "fused"]
 # What an operation occupies: the network between nodes, the link inside a node, memory.
 Resource: TypeAlias = Literal["inter", "intra", "memory"]
-# Likewise, and the compute units: of experts, or of work beside an exchange.
+# Those of collectives.
+LINKS: tuple[Resource, ...] = ("inter", "intra")
+# A resource, or the compute units: of experts, or of work beside an exchange.
 ResourceOrCompute: TypeAlias = Literal[Resource, "compute"]
 Kind: TypeAlias = Literal[
     "pack",

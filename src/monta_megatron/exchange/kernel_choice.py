@@ -3,7 +3,10 @@
 import logging
 from functools import cache
 
+import torch.distributed as dist
+
 from monta_megatron.common.rules import require
+from monta_megatron.exchange.groups import gather_objects
 
 
 @cache
@@ -21,3 +24,15 @@ def is_fused(choice: str, device: str) -> bool:
     rule = f"be auto or torch where {problem}"
     require(not problem or choice == "auto", "moe_monta_kernels", choice, rule)
     return not problem
+
+
+def are_all_fused(choice: str, device: str, group: dist.ProcessGroup) -> bool:
+    """Whether they do on all ranks of a group, which all call this.
+
+    What is timed has to be the same on all of them; a training refuses ranks that differ, by name.
+    """
+    try:
+        fused = is_fused(choice, device)
+    except ValueError:
+        fused = False
+    return all(gather_objects(fused, group))

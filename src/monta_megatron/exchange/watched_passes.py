@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains.program import FORWARD_BACKWARD
+from monta_megatron.chains.program import FORWARD_BACKWARD, LINKS
 from monta_megatron.exchange.step_times import HostRecorder
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.monitor import Monitor, Step
     from monta_megatron.exchange.pass_times import Mark
-
-LINKS = ("inter", "intra")
 
 
 class Collective(NamedTuple):

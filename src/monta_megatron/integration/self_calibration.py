@@ -30,7 +30,7 @@ from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.exchange.calibration.operations import starts_of
 from monta_megatron.exchange.calibration.timer import RUN_US, Timer
 from monta_megatron.exchange.groups import gather_objects, peer_groups
-from monta_megatron.exchange.kernel_choice import is_fused
+from monta_megatron.exchange.kernel_choice import are_all_fused
 from monta_megatron.integration.hardware import (
     counts_to_host_us,
     device_of_ranks,
@@ -106,7 +106,7 @@ def _find(
     report: Report,
 ) -> Cluster | None:
     group = groups["tp_ep"]
-    fused = _are_all_fused(options.kernels, group)
+    fused = are_all_fused(options.kernels, device_of_ranks().type, group)
     identity = _identity(layout, fused)
     is_first = layout.rank == 0
     # Step 1: what an earlier start has left, as the first rank sees it.
@@ -147,15 +147,6 @@ def _find(
             said += f"; not kept for the next start: {error}"
     report(said)
     return cluster
-
-
-def _are_all_fused(choice: str, group: dist.ProcessGroup) -> bool:
-    """Whether Triton kernels run on all ranks; ranks that differ are refused later, by name."""
-    try:
-        fused = is_fused(choice, device_of_ranks().type)
-    except ValueError:
-        fused = False
-    return all(gather_objects(fused, group))
 
 
 def _measure(

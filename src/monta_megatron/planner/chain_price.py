@@ -98,12 +98,13 @@ class ChainPrice:
         """Sort key: smaller is plainer."""
         return self.experts_pipelined, *plainness(self.chain, self.num_chunks)
 
+    def busy_us(self, resource: str) -> float:
+        """How long all passes occupy a resource; see `PassPrice.busy_us`."""
+        return sum(of_pass.busy_us(resource) for of_pass in self.passes)
+
     def busiest(self) -> tuple[str, float]:
         """The busiest resource, and for how long it is busy."""
-        busy = {
-            resource: sum(of_pass.busy_us(resource) for of_pass in self.passes)
-            for resource in RESOURCE_NAMES
-        }
+        busy = {resource: self.busy_us(resource) for resource in RESOURCE_NAMES}
         resource = max(RESOURCE_NAMES, key=lambda name: busy[name])
         return RESOURCE_NAMES[resource], busy[resource]
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains.layout import GroupName, Layout
-from monta_megatron.chains.program import FORWARD_BACKWARD, Resource
+from monta_megatron.chains.program import FORWARD_BACKWARD, LINKS, Resource
 from monta_megatron.common.rules import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -26,8 +26,6 @@ from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.routing import Routing
 
-# The collectives' resources, in the order of what a rank sends of them.
-LINKS: tuple[Resource, ...] = ("inter", "intra")
 # What an exchange occupies.
 BUSY = (*LINKS, "memory", "host")
 PASS_NAMES = tuple(pass_.name for pass_ in FORWARD_BACKWARD)

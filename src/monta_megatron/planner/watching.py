@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.program import Resource
+from monta_megatron.chains.program import LINKS, Resource
 from monta_megatron.common.rules import NonNegativeInt, PositiveFloat, Text
 from monta_megatron.planner.chain_policy import ChainChoice, PlannedPolicy
 from monta_megatron.planner.chain_price import RESOURCE_NAMES, ChainPrice, price_chain
 from monta_megatron.planner.network_rate import with_rate
 from monta_megatron.planner.routing import Routing
 from monta_megatron.planner.watched_iteration import (
-    LINKS,
     NUM_SUMS,
     Turn,
     WatchedIteration,

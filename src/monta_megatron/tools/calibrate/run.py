@@ -16,8 +16,8 @@ from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
-from monta_megatron.exchange.groups import find_nodes, gather_objects
-from monta_megatron.exchange.kernel_choice import is_fused
+from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.exchange.kernel_choice import are_all_fused
 from monta_megatron.integration.hardware import (
     counts_to_host_us,
     find_nics_per_node,
@@ -93,7 +93,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     assert world is not None, "it has been joined"
     nodes = find_nodes(world, settings.ranks_per_node)
     shape = shape_of(nodes)
-    machine = _machine(settings, shape, device)
+    machine = _machine(settings, shape, device, world)
     fused = machine.fused_kernels
     points = all_points(series_of_cluster(shape), NUM_SIZES[device.type], fused)
     layer, operations, experts = settings.layer, dict(PERMUTATION), None
@@ -177,7 +177,9 @@ def shape_of(nodes: tuple[int, ...]) -> Shape:
     return shape
 
 
-def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
+def _machine(
+    settings: Settings, shape: Shape, device: torch.device, world: dist.ProcessGroup
+) -> Machine:
     kind, on_cpu = hardware_name(), device.type == "cpu"
     day = datetime.now(timezone.utc).date().isoformat()
     return Machine(
@@ -191,8 +193,7 @@ def _machine(settings: Settings, shape: Shape, device: torch.device) -> Machine:
         on_cpu=on_cpu,
         counts_to_host_us=counts_to_host_us(device),
         source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
-        # What is timed has to be the same on all ranks.
-        fused_kernels=all(gather_objects(is_fused("auto", device.type))),
+        fused_kernels=are_all_fused("auto", device.type, world),
     )
 
 

@@ -160,10 +160,7 @@ def _with_predictions(
             of_iteration=is_known,
             exchange_ms=price.total_us * times / 1e3,
             predicted_ms=price.total_us * times / 1e3,
-            busy_ms={
-                resource: sum(of_pass.busy_us(resource) for of_pass in price.passes) * times / 1e3
-                for resource in BUSY
-            },
+            busy_ms={resource: price.busy_us(resource) * times / 1e3 for resource in BUSY},
         )
     return replace(
         figures,

@@ -39,7 +39,7 @@ def what_if(
     model, kernels = exchanges.model, arguments.get("moe-monta-kernels")
     # As the training prices them, which runs fused kernels on a GPU unless it is told not to.
     fused = kernels is None or kernels.value != "torch"
-    cluster = replace(exchanges.cluster, fused_kernels=fused)
+    cluster = exchanges.cluster.with_kernels(fused)
     workloads = [
         replace(
             workload,
@@ -65,7 +65,7 @@ def what_if(
         eight_bits=None
         if workload.quantized_passes
         else _choice(_price(in_eight_bits, cluster, ran)),
-        experts_us=sum(of_pass.busy_us("compute") for of_pass in unsplit.passes),
+        experts_us=unsplit.busy_us("compute"),
         unsplit=_choice(unsplit),
         split=None if split is None else _choice(split),
         is_named=any(name in arguments and arguments[name].value != AUTO for name in NAMING),
