@@ -37,6 +37,8 @@ class Case:
     `routing`: "router" lets Megatron's router choose. The others force a choice:
     "uniform" is random; "rank0_empty" gives rank 0 no token; "expert0_empty" spares expert 0;
     "one_expert" sends every token to the last expert (top-1); "few_tokens" has 2 tokens a rank.
+    Not top-k for each token: every third has one expert ("fewer"), none ("none") or all ("more"),
+    by turns of ranks ("mixed"); no token has one, on rank 1 ("rank1_unrouted") or any ("unrouted").
     `config` goes to both dispatchers, `options` to ours.
     """
 
@@ -199,7 +201,15 @@ def forced_routing(case: Case, num_tokens: int, generator: torch.Generator) -> t
         scores[:, -1] = 2.0
     chosen = scores.topk(case.topk, dim=1).indices
     routing_map = torch.zeros(num_tokens, case.num_experts, dtype=torch.bool)
-    return routing_map.scatter(1, chosen, True).to("cuda")
+    routing_map.scatter_(1, chosen, True)
+    kinds = ("fewer", "more", "none") if case.routing == "mixed" else (case.routing,)
+    kind = kinds[dist.get_rank() % len(kinds)]
+    if kind in ("fewer", "none", "more"):
+        routing_map[::3] = kind == "more"
+        routing_map[::3, 1] |= kind == "fewer"
+    if kind == "unrouted" or (kind == "rank1_unrouted" and dist.get_rank() == 1):
+        routing_map[:] = False
+    return routing_map.to("cuda")
 
 
 def force(router: Any, routing_map: torch.Tensor | None) -> None:

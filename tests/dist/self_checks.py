@@ -7,24 +7,69 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from layers import Case, build_layer, forward_backward
+from equal import assert_equal
+from layers import Case, build_layer, forced_routing, forward_backward, phases
 
-from monta_megatron.integration import kernel_check, self_check
+from monta_megatron.integration import dispatcher, kernel_check, self_check
 
 FAULTY_RANK = 1
 
 
-def error_with(case: Case, function: str) -> str:
-    """The error of a layer's first pass if a rank's `dispatch` or `combine` is faulty, or ""."""
-    original = getattr(self_check, function)
+def errors_with(case: Case, function: str, num_passes: int = 1) -> list[str]:
+    """The error of each pass of a layer if a rank's `dispatch` or `combine` is faulty, or ""."""
+    original = getattr(dispatcher, function)
     is_faulty = dist.get_rank() == FAULTY_RANK
     self_check._checked.clear()
-    with mock.patch.object(self_check, function, faulty(original) if is_faulty else original):
+    layer, errors = build_layer(case, "monta"), []
+    with mock.patch.object(dispatcher, function, faulty(original) if is_faulty else original):
+        for _ in range(num_passes):
+            errors.append("")
+            try:
+                forward_backward(case, layer)
+            except self_check.SelfCheckError as error:
+                errors[-1] = str(error)
+    return errors
+
+
+def error_if_stock_fails(case: Case) -> str:
+    """The error of a layer's first pass if stock's dispatcher fails on every rank."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    self_check._checked.clear()
+    layer = build_layer(case, "monta")
+    failure = RuntimeError("split sizes do not match")
+    with mock.patch.object(MoEAlltoAllTokenDispatcher, "token_dispatch", side_effect=failure):
         try:
-            forward_backward(case, build_layer(case, "monta"))
+            forward_backward(case, layer)
         except self_check.SelfCheckError as error:
+            assert not self_check._checked
             return str(error)
     return ""
+
+
+def check_all(case: Case, chains: list[tuple[str, int]]) -> int:
+    """Check chains in the middle of a micro-batch of another one; how many were checked."""
+    from monta_megatron.chains import CHAINS
+
+    self_check._checked.clear()
+    layer = build_layer(case, "monta")
+    made = layer.token_dispatcher
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    routing_map = forced_routing(case, case.num_tokens, generator)
+    hidden = torch.randn(case.num_tokens, 16, generator=generator)
+    assert routing_map is not None
+    expected = phases(made, hidden, routing_map)
+    bind = made._bind
+
+    def checking(counts: Any) -> None:
+        bind(counts)
+        named = [(CHAINS[name], num_chunks) for name, num_chunks in chains]
+        self_check.check_chains(made, made._stock_dispatcher, named)
+
+    made._bind = checking
+    for mine, theirs in zip(phases(made, hidden, routing_map), expected, strict=True):
+        assert_equal(mine, theirs, "the micro-batch under way")
+    return len(self_check._checked)
 
 
 def faulty(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,11 +85,11 @@ def faulty(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def round_trips(case: Case, num_layers: int) -> int:
-    """How many round trips two layers of a shape make in two passes."""
+    """How many round trips, stock's among them, layers of a shape make in two passes."""
     self_check._checked.clear()
     layers = [build_layer(case, "monta") for _ in range(num_layers)]
-    trip = self_check._our_round_trip
-    with mock.patch.object(self_check, "_our_round_trip", side_effect=trip) as counted:
+    trip = self_check.round_trip
+    with mock.patch.object(self_check, "round_trip", side_effect=trip) as counted:
         for layer in layers * 2:
             forward_backward(case, layer)
     return counted.call_count

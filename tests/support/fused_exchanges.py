@@ -27,7 +27,7 @@ from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.kernels import expert_lists
-from monta_megatron.exchange.payload import Columns
+from monta_megatron.exchange.payload import Columns, Payload
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 
@@ -38,7 +38,15 @@ CASES = ((torch.float32, False), (torch.float16, False), (torch.float16, True))
 
 
 class MovingRecorder(Recorder):
-    """Rows that come from other ranks are rows of this one, where those of all ranks differ."""
+    """Rows that come from other ranks are rows of this one, where those of all ranks differ.
+
+    Attributes:
+        sent: the bytes of every message that was sent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[torch.Tensor] = []
 
     def collective(
         self,
@@ -47,6 +55,8 @@ class MovingRecorder(Recorder):
         share: torch.Tensor | None,
         group: PeerGroup,
     ) -> RecordedWork:
+        with self.muted():
+            self.sent.append(input_.contiguous().flatten().view(torch.uint8).clone())
         work = super().collective(output, input_, share, group)
         if share is None and len(input_) > 0:
             with self.muted():
@@ -117,7 +127,7 @@ def _passes(
     fused: bool,
     quantized: bool,
 ) -> dict[str, torch.Tensor]:
-    """By pass and column, what comes out of it."""
+    """By pass and column, what comes out of it; and what was sent."""
     recorder = MovingRecorder()
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
     exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused, quantized)
@@ -134,7 +144,21 @@ def _passes(
     outputs = torch.randn(num_expert_rows, HIDDEN).to(dtype)
     prob_gradients = torch.rand(num_expert_rows)
     results = {}
-    with recorder, recorded_launches(recorder.kernel, run=recorder.muted):
+    # What is not written differs.
+    allocate, before = Payload.allocate, 255 if fused else 170
+
+    def allocate_filled(payload: Payload, num_rows: int) -> list[torch.Tensor]:
+        messages = allocate(payload, num_rows)
+        with recorder.muted():
+            for message in messages:
+                message.view(torch.uint8).fill_(before)
+        return messages
+
+    with (
+        mock.patch.object(Payload, "allocate", allocate_filled),
+        recorder,
+        recorded_launches(recorder.kernel, run=recorder.muted),
+    ):
         for pass_, columns in (
             (DISPATCH, Columns(rows=rows, probs=probs, ids=ids)),
             (COMBINE, Columns(rows=outputs)),
@@ -149,4 +173,4 @@ def _passes(
     has_kernels = chain.rows == "tokens" or layout.etp > 1 or quantized
     assert launched == (fused and has_kernels), "what was launched"
     assert recorder.findings == []
-    return results
+    return results | {f"message {number}": each for number, each in enumerate(recorder.sent)}

@@ -101,12 +101,12 @@ FUSED_OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
 def _written(state: State, operation: Operation) -> Columns:
     """Where an operation writes; its chunk's rows of the output, where they lie in order there."""
     number = operation.writes[0]
-    state.allocate(number)
+    columns = state.columns_to_write(number)
     program, stages = state.bound.program, state.exchange.bound.stages
     if program.buffers[number].chunk is not None:
-        return state.columns(number)
+        return columns
     segments = stages[0 if program.pass_.transpose else -1].segments
     assert segments is not None, "rows that lie in order are no chunk's alone"
     if not segments.is_slice:
-        return state.columns(number)
-    return state.columns(number).of_rows(segments.slice_of(operation.chunk))
+        return columns
+    return columns.of_rows(segments.slice_of(operation.chunk))

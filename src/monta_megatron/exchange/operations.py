@@ -81,13 +81,13 @@ def duplicate(state: State, operation: Operation) -> Works:
     """Copy each row for every part that it goes to: [N, H] -> [M, H], with its list."""
     columns, _ = state.read(operation)
     copies = state.indices.copies[operation.position, operation.chunk]
-    into = _written(state, operation)
     read, written = operation.reads[0], operation.writes[0]
     if state.payloads[read] == state.payloads[written]:
         # Messages of the same layout are copied with all of their columns at once.
         for target, message in zip(state.allocate(written), state.messages(operation), strict=True):
             copy_rows(target, message, copies.row)
         return []
+    into = _written(state, operation)
     for target, column in zip(into.tensors(), columns.tensors(), strict=False):
         if target.dim() == column.dim():
             copy_rows(target, column, copies.row)
@@ -168,8 +168,7 @@ OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
 
 
 def _written(state: State, operation: Operation) -> Columns:
-    state.allocate(operation.writes[0])
-    return state.columns(operation.writes[0])
+    return state.columns_to_write(operation.writes[0])
 
 
 def _places(state: State, operation: Operation) -> tuple[Columns, torch.Tensor | None]:

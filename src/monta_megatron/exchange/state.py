@@ -144,6 +144,11 @@ class State:
                     self._wholes |= dict.fromkeys(whole.numbers, whole)
         return self._messages[number]
 
+    def columns_to_write(self, number: int) -> Columns:
+        """The columns of a buffer that is about to be written, with nothing else left open."""
+        self.payloads[number].clear_gaps(self.allocate(number))
+        return self.columns(number)
+
     def reserve(self) -> None:
         """Allocate what is held until the join, for a pass whose caller goes on before it ends.
 

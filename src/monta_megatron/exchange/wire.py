@@ -37,6 +37,7 @@ def quantize(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None 
         index: [N] int64, or None.
     """
     values, scales = values_and_scales(into, rows.shape[1])
+    clear_gaps(into, rows.shape[1])
     for block in column_blocks(rows, torch.float32):
         scaled, groups = _block(values[:, block])
         scaled.copy_(rows[:, block] if index is None else rows[:, block][index])
@@ -72,6 +73,15 @@ def values_and_scales(rows: torch.Tensor, hidden_size: int) -> tuple[torch.Tenso
     offset = scales_offset_bytes(hidden_size)
     end = offset + SCALE_BYTES * num_groups(hidden_size)
     return rows[:, :hidden_size].view(E4M3), rows[:, offset:end].view(torch.float32)
+
+
+def clear_gaps(rows: torch.Tensor, hidden_size: int) -> None:
+    """Zero the bytes of [N, B] that hold neither values nor scales."""
+    offset = scales_offset_bytes(hidden_size)
+    end = offset + SCALE_BYTES * num_groups(hidden_size)
+    for first, last in ((hidden_size, offset), (end, rows.shape[1])):
+        if first < last:
+            rows[:, first:last].zero_()
 
 
 def _block(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
 
 from monta_megatron.chains import Counts
@@ -38,7 +39,8 @@ class CountExchange:
         """Bring what this rank needs: [T, E] bool -> [K] int32 on its device, with no sync.
 
         Returns:
-            The counts, and the number of permuted tokens; None if only the counts tell it.
+            The counts, and the number of permuted tokens: that of a map with top-k experts for
+            each token, or None if only the counts tell it.
         """
         messages, sent = self.count_table.count(routing_map, agreement)
         received = torch.empty_like(messages)
@@ -113,3 +115,14 @@ def capacity_of(routing_map: torch.Tensor, config: Any) -> int:
         capacity_factor=config.moe_expert_capacity_factor,
     )
     return capacity
+
+
+def counts_are_patched() -> bool:
+    """Whether a framework has replaced stock's `preprocess`.
+
+    As they do where routing maps hold fewer or more experts of a token than top-k: it then counts
+    the rows that stock permutes by the map.
+    """
+    replaced = getattr(stock.MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
+    original = stock.MoETokenDispatcher.__init__.__code__
+    return replaced is None or replaced.co_filename != original.co_filename

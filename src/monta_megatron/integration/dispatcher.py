@@ -42,7 +42,11 @@ from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.agreement import on_every_exchange
 from monta_megatron.integration.chain_policy import agreed_policy
 from monta_megatron.integration.choices import choices_of
-from monta_megatron.integration.counts import CapacityCounts, CountExchange
+from monta_megatron.integration.counts import (
+    CapacityCounts,
+    CountExchange,
+    counts_are_patched,
+)
 from monta_megatron.integration.iteration import iteration_here
 from monta_megatron.integration.nodes import nodes_of_exchange
 from monta_megatron.integration.options import AUTO, Options
@@ -184,19 +188,26 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Count, and permute where rows are permuted tokens.
 
-        [S/TP, B, H], [T, E] bool, [T, E] -> [N, H], [N] in expert order; or [T, H], [T, E].
+        [S/TP, B, H] or [T, H], [T, E] bool, [T, E] -> [N, H], [N] in expert order; or [T, H],
+        [T, E].
         """
         self.hidden_shape = hidden_states.shape
-        self.probs = probs
-        self.routing_map = self._padded(routing_map)
+        # Kernels take values of a row to lie side by side.
+        self.probs = probs = probs.contiguous()
+        self.routing_map = self._padded(routing_map.contiguous())
         self.preprocess(self.routing_map)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self._maybe_dtoh_and_synchronize("before_permutation_1")
         # [S/TP, B, H] -> [T, H]
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
-        is_early = len(self._kinds_of_rows) > 1 and self._exchange is None and not self._chunks
-        self._entered_early = (self.chain.rows, tokens) if is_early else None
+        is_early = self.cuda_sync_point != "before_permutation_1"
+        # A CUDA graph's tokens are gone when it is replayed, and the 1F1B schedule frees them.
+        keeps_tokens = (
+            self.cuda_dtoh_point == "before_permutation_1"
+            and not self.config.overlap_moe_expert_parallel_comm
+        )
+        self._entered_early = (self.chain.rows, tokens) if is_early and keeps_tokens else None
         return self._strategy.enter(self, tokens, probs)
 
     def token_dispatch(
@@ -210,11 +221,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.shared_experts.wait_current_stream()
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
         rows, row_probs = permutated_local_input_tokens, permuted_probs
-        if self._entered_early is not None:
-            (entered, tokens), self._entered_early = self._entered_early, None
-            if entered != self.chain.rows:
-                # A rank has another number of tokens than before, so another chain was chosen.
-                rows, row_probs = self._strategy.enter(self, tokens, self.probs)
+        early, self._entered_early = self._entered_early, None
+        if early is not None and early[0] != self.chain.rows:
+            # A rank has another number of tokens than before, so another chain was chosen.
+            rows, row_probs = self._strategy.enter(self, early[1], self.probs)
+        else:
+            tokens = None if early is None else early[1]
+            rows, row_probs = self._strategy.as_counted(self, rows, row_probs, tokens)
         if self.computes:
             if self.shared_experts is not None:
                 self.shared_experts.linear_fc1_forward_and_act()
@@ -292,7 +305,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """Count by [T, E] or, with padding in separate columns, [T, 2E]; with no sync.
 
         The counts are waited for before the permutation if they decide whether there is one, or
-        how many rows it makes.
+        how many rows it makes. Where each token should have top-k experts, so many rows are
+        permuted, and `as_counted` corrects them; a framework that has replaced stock's own method
+        has maps for which they have to be corrected always.
         """
         if self.options.check and routing_map.is_cuda and self.options.kernels != "torch":
             from monta_megatron.integration.kernel_check import check_kernels
@@ -307,7 +322,11 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             expected = self._choices.expected()
             if expected is not None:
                 self.chain, kinds = expected.chain, {expected.chain.rows}
-        decides_permutation = self.num_out_tokens is None or len(kinds) > 1
+        decides_permutation = (
+            self.num_out_tokens is None
+            or len(kinds) > 1
+            or (self.cuda_dtoh_point == "before_permutation_1" and counts_are_patched())
+        )
         self.cuda_sync_point = (
             "before_permutation_1"
             if decides_permutation and "permuted tokens" in kinds
@@ -332,9 +351,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._take(choice, self._choices.news(choice, counts))
         self.monitor.choices[self.chain.name, self.num_chunks] += 1
         if self.options.check and self.tp_ep_group.size() > 1:
-            from monta_megatron.integration.self_check import check_first_use
+            from monta_megatron.integration.self_check import check_chains
 
-            check_first_use(self, self._stock_dispatcher, counts)
+            check_chains(self, self._stock_dispatcher, [(self.chain, self.num_chunks)])
         self._chunks = []
         if self.experts_pipelined:
             self._chunks = WHOLE_TOKENS.bind_chunks(self, counts)

@@ -40,13 +40,13 @@ def check_kernels(dispatcher: Any, device: torch.device) -> None:
     identity = _identity(device, hidden_size, dtype)
     if (group, identity) in _checked:
         return
-    _checked.add((group, identity))
     difference = ""
     if is_fused(dispatcher.options.kernels, device.type):
         difference = _difference(identity, device, hidden_size, dtype)
     advice = "Report it, and train with moe_monta_kernels torch"
     what = "Triton kernels do not give what PyTorch's operations give"
     end_if_any(gather_objects(difference, group), group, what, advice)
+    _checked.add((group, identity))
 
 
 def _identity(device: torch.device, hidden_size: int, dtype: torch.dtype) -> str:

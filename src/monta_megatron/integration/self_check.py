@@ -1,8 +1,8 @@
 """At the first use of a chain: it gives what stock's dispatcher gives, on the real groups.
 
-Random rows are dispatched and combined by both, along the routing of the micro-batch at hand, so
-counts and sizes are real. A driver, a network or a library that moves rows wrongly here ends the
-run before it trains on them.
+Random rows are dispatched and combined by both, along a random routing of their own, so nothing
+depends on the micro-batch under way. A driver, a network or a library that moves rows wrongly here
+ends the run before it trains on them.
 
 Rows are small integers, which the experts multiply by 1 or 2: every sum of them is exact in the
 rows' dtype, whatever its order, and everything is compared bit for bit.
@@ -11,31 +11,50 @@ Notation: T = tokens of this rank, H = hidden size, E = experts, N = rows for th
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains import Chain
 from monta_megatron.common.quantities import counted
-from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.exchange.count_table import ExchangeCounts
 from monta_megatron.exchange.differences import first_difference
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration.strategies import STRATEGIES
+from monta_megatron.integration.choices import Choices
+from monta_megatron.planner.chain_policy import FixedPolicy
 
+# Tokens of a rank at most: a few less on most ranks, so that their numbers differ.
+MOST_TOKENS = 256
+FEWER_TOKENS = 8
 # Rows hold integers from 0 to this, fewer where their sums would not be exact.
 LARGEST_VALUE = 3
 LARGEST_FACTOR = 2
+ADVICE = "Report it, and train with moe_token_dispatcher_type alltoall"
 
-# What was checked on a group: number of experts, chain, number of chunks.
+# What was checked on a group and found well: number of experts, chain, number of chunks.
 _checked: set[tuple[dist.ProcessGroup, int, str, int]] = set()
 
 
 class SelfCheckError(RuntimeError):
-    """What runs gives something else than what it stands for; names it, ranks and coordinate."""
+    """A check has failed, or found a difference; the message names it, ranks and coordinate."""
+
+
+class Batch(NamedTuple):
+    """What a rank dispatches.
+
+    Attributes:
+        tokens: [T, H] small integers.
+        routing_map: [T, E] bool, top-k experts for each token.
+        probs: [T, E], 0 where a token has no such expert.
+    """
+
+    tokens: torch.Tensor
+    routing_map: torch.Tensor
+    probs: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,7 +65,7 @@ class RoundTrip:
         rows: [N, H] at the experts.
         probs: [N] at the experts.
         tokens_per_expert: [L].
-        output: [S/TP, B, H].
+        output: [T, H].
     """
 
     rows: torch.Tensor
@@ -55,34 +74,39 @@ class RoundTrip:
     output: torch.Tensor
 
 
-def check_first_use(dispatcher: Any, stock_dispatcher: Any, counts: ExchangeCounts) -> None:
-    """Compare the chain that was just chosen with stock's dispatcher, unless it was before.
+def check_chains(
+    dispatcher: Any, stock_dispatcher: Callable[[], Any], chains: Sequence[tuple[Chain, int]]
+) -> None:
+    """Compare chains with stock's dispatcher, unless that was done before.
 
-    All ranks of the exchange call it at the same place, and wait for each other.
+    All ranks of the exchange call it at the same place with the same chains, and wait for each
+    other.
 
     Args:
-        dispatcher: a MontaTokenDispatcher that has taken a chain and dispatched nothing yet.
+        dispatcher: a MontaTokenDispatcher that counts for these chains, in a micro-batch.
         stock_dispatcher: makes stock's dispatcher for the same layer.
-        counts: of the micro-batch under way.
+        chains: each with its number of chunks.
 
     Raises:
-        SelfCheckError: there is a difference on a rank of the exchange.
+        SelfCheckError: there is a difference on a rank of the exchange, or a round trip failed.
     """
-    group, chain, num_chunks = dispatcher.tp_ep_group, dispatcher.chain, dispatcher.num_chunks
-    key = group, dispatcher.layout.num_experts, chain.name, num_chunks
-    if key in _checked:
+    group, num_experts = dispatcher.tp_ep_group, dispatcher.layout.num_experts
+    keys = {(group, num_experts, chain.name, num_chunks): chain for chain, num_chunks in chains}
+    new = {key: chain for key, chain in keys.items() if key not in _checked}
+    if not new:
         return
-    _checked.add(key)
+    batch = random_batch(dispatcher)
     with torch.no_grad():
-        tokens = random_rows(dispatcher)
-        ours = _our_round_trip(dispatcher, tokens, counts)
-        theirs = _stock_round_trip(stock_dispatcher(), dispatcher, tokens)
-    what = (
-        f"chain {chain.name} in {counted(num_chunks, 'chunk')} does not give what stock's "
-        f"dispatcher gives"
-    )
-    advice = "Report it, and train with moe_token_dispatcher_type alltoall"
-    end_if_any(gather_objects(difference(ours, theirs), group), group, what, advice)
+        with _naming_check("stock's dispatcher"):
+            theirs = round_trip(stock_dispatcher(), batch, dispatcher.layout)
+        for key, chain in new.items():
+            what = f"chain {chain.name} in {counted(key[-1], 'chunk')}"
+            with _naming_check(what):
+                probe = probe_of(dispatcher, chain, key[-1])
+                ours = round_trip(probe, batch, dispatcher.layout)
+            what += " does not give what stock's dispatcher gives"
+            end_if_any(gather_objects(difference(ours, theirs), group), group, what, ADVICE)
+            _checked.add(key)
 
 
 def end_if_any(
@@ -109,17 +133,61 @@ def end_if_any(
         )
 
 
-def random_rows(dispatcher: Any) -> torch.Tensor:
-    """[S/TP, B, H] integers in the rows' dtype; the training's random numbers are not touched."""
-    dtype, like = dispatcher.config.params_dtype, dispatcher.probs
-    most_terms = dispatcher.layout.etp * _most_experts(dispatcher)
+def random_batch(dispatcher: Any) -> Batch:
+    """Rows in the dtype of the parameters; the training's random numbers are not touched."""
+    config, layout, like = dispatcher.config, dispatcher.layout, dispatcher.probs
+    dtype, topk, num_experts = config.params_dtype, config.moe_router_topk, layout.num_experts
+    is_padded = dispatcher.drop_and_pad or config.moe_router_padding_for_quantization
     # Integers up to 2 / eps are exact.
+    most_terms = layout.etp * (num_experts if is_padded else topk)
     exact = int(2 / torch.finfo(dtype).eps) // (LARGEST_FACTOR * most_terms)
     largest = max(min(exact, LARGEST_VALUE), 1)
-    generator = torch.Generator(like.device).manual_seed(dispatcher.layout.rank)
-    return torch.randint(
-        largest + 1, dispatcher.hidden_shape, generator=generator, device=like.device
-    ).to(dtype)
+    # Where experts are filled to capacity, stock wants the same number everywhere.
+    num_tokens = MOST_TOKENS - (0 if dispatcher.drop_and_pad else layout.rank % FEWER_TOKENS)
+    generator = torch.Generator(like.device).manual_seed(layout.rank)
+    on_device: dict[str, Any] = {"generator": generator, "device": like.device}
+    shape = num_tokens, dispatcher.hidden_shape[-1]
+    tokens = torch.randint(largest + 1, shape, **on_device).to(dtype)
+    scores = torch.rand(num_tokens, num_experts, **on_device)
+    routing_map = torch.zeros_like(scores, dtype=torch.bool)
+    routing_map.scatter_(1, scores.topk(topk, dim=1).indices, True)
+    return Batch(tokens, routing_map, (scores * routing_map).to(like.dtype))
+
+
+def probe_of(dispatcher: Any, chain: Chain, num_chunks: int) -> Any:
+    """A dispatcher that runs a chain beside the micro-batch under way, and leaves no trace of it.
+
+    The phases set attributes on the copy. It has no shared experts, whose turn is not now, and
+    neither monitor nor check.
+    """
+    probe = copy.copy(dispatcher)
+    for name in vars(dispatcher):
+        # Hooks around the phases of one dispatcher are of its own micro-batches.
+        if callable(getattr(type(dispatcher), name, None)):
+            delattr(probe, name)
+    policy = FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason="")
+    choices = dispatcher._choices
+    probe._choices = Choices(policy, choices.agreed_rule, choices.group)
+    probe._counts = copy.copy(dispatcher._counts)
+    probe.options = replace(dispatcher.options, check=0, overlap_experts=False)
+    probe.monitor, probe.shared_experts, probe.experts_pipelined = Monitor(), None, False
+    # Nothing of it is captured in a CUDA graph.
+    probe.cuda_dtoh_point = "before_permutation_1"
+    return probe
+
+
+def round_trip(dispatcher: Any, batch: Batch, layout: Any) -> RoundTrip:
+    """The six phases of any dispatcher, with experts that multiply their rows."""
+    rows, probs = dispatcher.dispatch_preprocess(
+        batch.tokens, batch.routing_map.clone(), batch.probs
+    )
+    rows, tokens_per_expert, probs = dispatcher.dispatch_postprocess(
+        *dispatcher.token_dispatch(rows, probs)
+    )
+    tokens_per_expert = torch.as_tensor(tokens_per_expert).cpu()
+    computed = dispatcher.combine_preprocess(_experts(layout, rows, tokens_per_expert))
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(computed))
+    return RoundTrip(rows, probs, tokens_per_expert, output)
 
 
 def difference(ours: RoundTrip, theirs: RoundTrip) -> str:
@@ -133,49 +201,23 @@ def difference(ours: RoundTrip, theirs: RoundTrip) -> str:
     return ""
 
 
-def _most_experts(dispatcher: Any) -> int:
-    """The most experts that any token of this rank may have."""
-    if dispatcher.drop_and_pad:
-        return int(dispatcher.layout.num_experts)
-    experts = dispatcher.routing_map.sum(dim=1)
-    return int(experts.max()) if len(experts) else 1
-
-
-def _our_round_trip(dispatcher: Any, tokens: torch.Tensor, counts: ExchangeCounts) -> RoundTrip:
-    # What the phases set stays on this copy.
-    probe = copy.copy(dispatcher)
-    probe.shared_experts, probe.monitor = None, Monitor()
-    strategy = STRATEGIES[probe.chain.rows]
-    exchange = strategy.bind(probe, counts)
-    probe.num_out_tokens = int(exchange.bound.num_source_rows)
-    # [S/TP, B, H] -> [T, H]
-    entered, entered_probs = strategy.enter(probe, tokens.flatten(0, 1), probe.probs)
-    columns = strategy.columns(probe, exchange, entered_probs)
-    rows, probs = dispatch(exchange, entered, *columns)
-    tokens_per_expert = torch.from_numpy(exchange.bound.rows_per_local_expert)
-    combined = combine(exchange, _experts(dispatcher, rows, tokens_per_expert))
-    return RoundTrip(rows, probs, tokens_per_expert, strategy.leave(probe, combined))
-
-
-def _stock_round_trip(made: Any, dispatcher: Any, tokens: torch.Tensor) -> RoundTrip:
-    routing_map, num_experts = dispatcher.routing_map, dispatcher.layout.num_experts
-    if routing_map.shape[1] > num_experts:
-        # [T, 2E] -> [T, E]: stock pads by itself; see `fill_to_capacity`.
-        routing_map = routing_map.unflatten(1, (num_experts, -1))[..., 0]
-    rows, probs = made.dispatch_preprocess(tokens, routing_map, dispatcher.probs)
-    rows, tokens_per_expert, probs = made.dispatch_postprocess(*made.token_dispatch(rows, probs))
-    tokens_per_expert = torch.as_tensor(tokens_per_expert).cpu()
-    computed = made.combine_preprocess(_experts(dispatcher, rows, tokens_per_expert))
-    output = made.combine_postprocess(made.token_combine(computed))
-    return RoundTrip(rows, probs, tokens_per_expert, output)
-
-
-def _experts(dispatcher: Any, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+def _experts(layout: Any, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
     """[N, H] times 1 or 2, which differs between an expert and the next, and its ETP ranks."""
-    layout = dispatcher.layout
     numbers = (
         torch.arange(layout.num_local_experts) + layout.first_expert + layout.rank % layout.etp
     )
     factors = (1 + numbers % LARGEST_FACTOR).repeat_interleave(tokens_per_expert)
     # [N] -> [N, 1]
     return rows * factors.to(rows)[:, None]
+
+
+@contextmanager
+def _naming_check(what: str) -> Iterator[None]:
+    """Name the check where a round trip fails."""
+    try:
+        yield
+    except Exception as error:
+        raise SelfCheckError(
+            f"moe_monta_check: a round trip of {what} failed: {type(error).__name__}: {error}. "
+            f"{ADVICE}"
+        ) from error

@@ -24,6 +24,9 @@ from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import capacity_of
 
+_PERMUTES_ONCE = "moe_permute_fusion"
+_HAS_NO_TOKENS = "overlap_moe_expert_parallel_comm, or moe_preprocess in cuda_graph_modules"
+
 
 def _as_asked_for(dispatcher: Any) -> dict[str, Any]:
     """Arguments of an `Exchange`: what the options say of all chains alike."""
@@ -54,6 +57,47 @@ class PermutedTokens:
             )
         dispatcher.reversed_local_input_permutation_mapping = permutation
         return rows, row_probs
+
+    def as_counted(
+        self,
+        dispatcher: Any,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        tokens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows that the map holds, where they were permuted before that was known.
+
+        Megatron's permute puts what a map does not hold behind what it holds.
+
+        Args:
+            dispatcher: whose `num_out_tokens` was counted.
+            rows: [any number, H] permuted tokens.
+            probs: [any number].
+            tokens: [T, H], or None where they are gone.
+
+        Returns:
+            [N, H] and [N].
+
+        Raises:
+            ValueError: the map holds more, and they cannot be permuted again.
+        """
+        num_rows, num_permuted = dispatcher.num_out_tokens, rows.shape[0]
+        if num_permuted == num_rows:
+            return rows, probs
+        fused = dispatcher.config.moe_permute_fusion
+        if num_permuted < num_rows:
+            # The fused kernel has written behind its output by now.
+            if tokens is None or fused:
+                raise ValueError(
+                    f"{_PERMUTES_ONCE if fused else _HAS_NO_TOKENS}: given, must be left out where "
+                    f"a routing map holds more experts than moe_router_topk: got {num_rows} "
+                    f"token-expert pairs, of which {num_permuted} were permuted"
+                )
+            return self.enter(dispatcher, tokens, dispatcher.probs)
+        if not fused:
+            mapping = dispatcher.reversed_local_input_permutation_mapping
+            dispatcher.reversed_local_input_permutation_mapping = mapping[:num_rows]
+        return rows[:num_rows], probs[:num_rows]
 
     def bind(self, dispatcher: Any, counts: ExchangeCounts) -> Exchange:
         """This micro-batch's exchange."""
@@ -92,6 +136,16 @@ class WholeTokens:
             # The 1F1B schedule frees what goes into token_dispatch, but the router has saved these.
             return tokens.clone(), probs.clone()
         return tokens, probs
+
+    def as_counted(
+        self,
+        dispatcher: Any,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        tokens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave everything as it is: how many tokens there are needs no counts."""
+        return rows, probs
 
     def bind(self, dispatcher: Any, counts: ExchangeCounts) -> Exchange:
         """This micro-batch's exchange."""

@@ -40,6 +40,7 @@ ROUNDS_TO_STEP_BITS = tl.constexpr((127 + 14) << 23)
 
 def quantize(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None = None) -> None:
     """As `wire.quantize`; of a group with a NaN or infinity only the scale has the same bits."""
+    wire.clear_gaps(into, rows.shape[1])
     _launch(_quantize, len(into), rows, into, index)
 
 
