@@ -121,6 +121,15 @@ def train(
     return losses, [sorted(ran) for ran in model.ran]
 
 
+def train_recorded(case: Case, training: Training) -> list[list[float]]:
+    """The losses of each iteration, where the first dispatcher of this process may be recorded."""
+    from monta_megatron.integration import recording, watching
+
+    with mock.patch.object(recording, "_recorders", []):
+        watching._num_published = 0
+        return train(case, "monta", training)[0]
+
+
 def numbers_of_iterations(case: Case, training: Training) -> list[int]:
     """The number of the decision after each iteration."""
     model = Model(case, "monta", training)

@@ -18,6 +18,7 @@ import timeit
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -771,6 +772,17 @@ def groups_with_megatrons_time_limit(case: Case) -> list[str]:
 def disagree(case: Case, options_of_rank: dict[int, dict[str, Any]]) -> None:
     """Build a layer whose options differ on some ranks."""
     build_layer(case, "monta", **options_of_rank.get(dist.get_rank(), {}))
+
+
+def disagree_in_communicators(case: Case, max_ctas_of_rank: list[int]) -> None:
+    """Build a layer where ranks were given different files of communicator settings."""
+    from monta_megatron.exchange import groups
+
+    settings: dict[str, Any] = dict.fromkeys(groups.NCCL_SETTINGS, groups.UNSET)
+    settings |= {"net_name": None, "max_ctas": max_ctas_of_rank[dist.get_rank()]}
+    options = SimpleNamespace(config=SimpleNamespace(**settings), is_high_priority_stream=False)
+    with mock.patch.object(groups, "options_of", lambda group: options):
+        build_layer(case, "monta")
 
 
 def disagree_later(case: Case, rank: int) -> None:

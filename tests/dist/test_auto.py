@@ -11,6 +11,7 @@ from layers import (
     Case,
     compare_steps,
     disagree,
+    disagree_in_communicators,
     disagree_later,
     lookup_us,
     refusal_of,
@@ -131,6 +132,16 @@ def test_ranks_that_exchange_other_rows_are_told(
     other = replace(case, **{**changes, "options": options})
     refusals = pools[4].run(refusal_of, [case, case, other, case], [{}] * 4)
     assert refusals == [f"moe_monta: {message}; give every rank the same options and files"] * 4
+
+
+def test_ranks_with_other_communicator_settings_are_told(pools: Pools) -> None:
+    """Before groups are made that are named by them, for which the ranks would wait."""
+    with pytest.raises(PoolError) as error:
+        pools[4].run(disagree_in_communicators, Case(), [16, 16, 32, 16])
+    assert (
+        "ranks 0 and 2 differ in max_ctas of ep (--nccl-communicator-config-path): 16 and 32; give "
+        "every rank the same options and files"
+    ) in str(error.value)
 
 
 def test_ranks_that_come_to_differ_are_told_before_they_exchange(pools: Pools) -> None:

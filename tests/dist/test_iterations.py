@@ -1,5 +1,6 @@
 """What runs is decided once per training iteration, by all ranks alike; losses do not notice."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from iterations import (
     replay_between_decisions,
     resume_while_tuning,
     train,
+    train_recorded,
     tuned,
     watched,
 )
@@ -53,6 +55,31 @@ def test_losses_while_tuning_are_those_of_a_fixed_chain(pools: Pools, training: 
     assert all(len(each) == 1 for each in ran) or training.evaluates
     assert len({key for each in ran for key in each}) >= 3
     assert ("alltoall", 1) in {key for each in ran for key in each}
+
+
+@pytest.mark.parametrize("routing", ["none", "rank1_unrouted", "unrouted", "no_tokens"])
+def test_tokens_without_experts_are_tuned_watched_and_recorded(
+    pools: Pools, tmp_path: Path, routing: str
+) -> None:
+    """On one rank or on all, in the first micro-batch and in later ones."""
+    case = Case(tp=2, topk=2, routing=routing.replace("no_tokens", "uniform"))
+    if routing == "no_tokens":
+        case = replace(case, num_tokens=0)
+    training = Training(num_iterations=STEPS + 8, num_micro_batches=2)
+    watched = {"moe_monta_watch_steps": 2, "moe_monta_watch_out": str(tmp_path / "watched")}
+    named = {"moe_monta_chain": "hierarchical_alltoall", "moe_monta_ranks_per_node": 2}
+    recorded = {"moe_monta_record": str(tmp_path / "recorded"), "moe_monta_record_iteration": 2}
+    ours, theirs = (
+        pools[4].run(train_recorded, replace(case, options=options), training)
+        for options in (TUNED | watched, named | recorded)
+    )
+    assert str(ours) == str(theirs)
+    assert len(list((tmp_path / "recorded").iterdir())) == 4
+    lines = (tmp_path / "watched" / "exchange_rank_0.jsonl").read_text().splitlines()
+    factors = [json.loads(line)["avg_overload_factor"] for line in lines]
+    assert factors and all(
+        (factor > 0) == (routing in ("none", "rank1_unrouted")) for factor in factors
+    )
 
 
 def test_sums_in_another_order_stay_within_their_bound(pools: Pools) -> None:

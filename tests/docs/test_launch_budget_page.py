@@ -15,10 +15,18 @@ PAGE = REPOSITORY / "docs" / "launch_budget.md"
 COUNTS = ("tensor_operations", "kernel_launches", "collectives", "stream_switches", "waits")
 
 
+# The script as it is started, where there is no pytest.
+WITHOUT_PYTEST = """
+import runpy, sys
+sys.modules["pytest"] = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=280
-    )
+    command = [sys.executable, "-c", WITHOUT_PYTEST, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 def test_the_page_is_current() -> None:

@@ -11,13 +11,13 @@ as indices (all of them copies between devices), pageable and blocking copies, w
 
 import importlib.util
 import sys
+import unittest
 from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from stream_recorder import RecordedEvent, RecordedStream, Recorder
@@ -34,10 +34,10 @@ try:
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.empty(1, device="cuda")[0]  # A torch built for CPUs alone cannot do this.
 except (ImportError, RuntimeError, AssertionError) as error:
-    pytest.skip(
-        f"torch {torch.__version__} has no fake tensors on cuda, or no fake process group: {error}",
-        allow_module_level=True,
-    )
+    # pytest skips what imports this; scripts, which need no pytest, say it.
+    raise unittest.SkipTest(
+        f"torch {torch.__version__} has no fake tensors on cuda, or no fake process group: {error}"
+    ) from error
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 PACKAGE = "monta_megatron."

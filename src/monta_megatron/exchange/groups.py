@@ -78,7 +78,7 @@ def peer_groups(
     names = {name for chain in chains for name in chain.groups}
     groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
     like = megatron_groups["ep"]
-    budget = max_ctas or _configured_max_ctas(like) or DEFAULT_MAX_CTAS
+    budget = max_ctas or nccl_settings(like).get("max_ctas") or DEFAULT_MAX_CTAS
     # The same order on every rank.
     for name in OWN_GROUPS:
         if name in names:
@@ -116,6 +116,19 @@ def new_local_group(
     return group
 
 
+def nccl_settings(group: dist.ProcessGroup) -> dict[str, Any]:
+    """NCCL settings with which a group was made, None where one is not set; {} without NCCL."""
+    options = options_of(group)
+    config = getattr(options, "config", None)
+    if config is None:
+        return {}
+    values = {name: getattr(config, name) for name in NCCL_SETTINGS}
+    return {
+        "is_high_priority_stream": options.is_high_priority_stream,
+        **{name: None if value == UNSET else value for name, value in values.items()},
+    }
+
+
 def _nccl_options_like(group: dist.ProcessGroup, max_ctas: int | None) -> Any:
     """NCCL settings for our group: those of Megatron's; None if that is not an NCCL group."""
     # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
@@ -134,12 +147,6 @@ def _nccl_options_like(group: dist.ProcessGroup, max_ctas: int | None) -> Any:
         # NCCL refuses a lower limit above the upper one.
         options.config.min_ctas = min(options.config.min_ctas, max_ctas)
     return options
-
-
-def _configured_max_ctas(group: dist.ProcessGroup) -> int | None:
-    """What Megatron's communicator config file says for a group, if it says anything."""
-    value = getattr(getattr(options_of(group), "config", None), "max_ctas", UNSET)
-    return None if value == UNSET else value
 
 
 def _peer_group(name: str, group: dist.ProcessGroup, node_of: dict[int, int]) -> PeerGroup:

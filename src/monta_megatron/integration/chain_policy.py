@@ -1,5 +1,6 @@
 """From a configuration to a chain policy, the same on all ranks of an exchange."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import bytes_of_gb, counted
+from monta_megatron.exchange.groups import nccl_settings
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.integration.agreement import agree
 from monta_megatron.integration.options import AUTO, Options
@@ -107,24 +109,28 @@ def check_chain_runs(options: Options, layout: Layout) -> None:
 
 
 def agreed_policy(
-    options: Options, config: Any, layout: Layout, permuted_only: bool, group: dist.ProcessGroup
+    options: Options,
+    config: Any,
+    layout: Layout,
+    permuted_only: bool,
+    groups: Mapping[str, dist.ProcessGroup],
 ) -> tuple[ChainPolicy, dict[str, Any]]:
     """The chain policy of all ranks of an exchange, and what they agree on.
 
     Args:
         options, config, layout, permuted_only: see `policy_for`.
-        group: the ranks of the exchange; all of them call this.
+        groups: Megatron's; all ranks of "tp_ep" call this.
 
     Raises:
         ValueError: the chain cannot run here, or the ranks differ; on all of them.
     """
     try:
         policy = policy_for(options, config, layout, permuted_only)
-        problem, rule = None, rule_of(policy, config, layout)
+        problem, rule = None, rule_of(policy, config, layout) | _settings_of(groups)
     except ValueError as error:
         chain, problem = options.named_chain, error
         rule = {"chain": AUTO if chain is None else chain.name, "problem": str(error)}
-    agree(rule, group)
+    agree(rule, groups["tp_ep"])
     if problem is not None:
         raise problem
     return policy, rule
@@ -155,6 +161,15 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         # All ranks compare their clocks in the iteration that is recorded.
         "moe_monta_record": getattr(config, "moe_monta_record", None) is not None,
         "moe_monta_record_iteration": getattr(config, "moe_monta_record_iteration", None),
+    }
+
+
+def _settings_of(groups: Mapping[str, dist.ProcessGroup]) -> dict[str, Any]:
+    """Settings of Megatron's communicators: ours are made alike, and named by them."""
+    return {
+        f"{setting} of {name} (--nccl-communicator-config-path)": value
+        for name, group in groups.items()
+        for setting, value in nccl_settings(group).items()
     }
 
 

@@ -412,7 +412,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             costs = self_calibrated(options, layout, self._megatron_groups, self._report)
             options = replace(options, cluster=costs)
         chain_policy, rule = agreed_policy(
-            options, self.config, layout, permuted_only, self.tp_ep_group
+            options, self.config, layout, permuted_only, self._megatron_groups
         )
         return layout, chain_policy, rule
 
