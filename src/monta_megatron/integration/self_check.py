@@ -168,6 +168,7 @@ def probe_of(dispatcher: Any, chain: Chain, num_chunks: int) -> Any:
     policy = FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason="")
     choices = dispatcher._choices
     probe._choices = Choices(policy, choices.agreed_rule, choices.group)
+    probe.chain, probe.num_chunks, probe._kinds_of_rows = chain, num_chunks, {chain.rows}
     probe._counts = copy.copy(dispatcher._counts)
     probe.options = replace(dispatcher.options, check=0, overlap_experts=False)
     probe.monitor, probe.shared_experts, probe.experts_pipelined = Monitor(), None, False
