@@ -41,12 +41,6 @@ class Call:
         return made.to("cuda", getattr(torch, self.dtype))[..., ::step]
 
 
-def chains_on(case: Case) -> list[str]:
-    """The chains that can run there."""
-    layout = build_layer(case, "monta", moe_monta_chain="auto").token_dispatcher.layout
-    return [name for name, chain in CHAINS.items() if chain.incompatibility(layout) is None]
-
-
 def round_trip(
     dispatcher: Any, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,10 +59,13 @@ def layers_of(case: Case, num_chunks: int) -> dict[str, Any]:
     self_check._checked.clear()
     layers = {"stock alltoall": build_layer(case, "alltoall")}
     options = {"moe_monta_ranks_per_node": 2} | case.options
-    for name in chains_on(case):
-        each = dataclasses.replace(case, options=options | {"moe_monta_chain": name})
-        chunks = 1 if CHAINS[name].serial else num_chunks
-        layers[name] = build_layer(each, "monta", moe_monta_num_chunks=chunks)
+    plainest = dataclasses.replace(case, options=options | {"moe_monta_chain": "alltoall"})
+    layout = build_layer(plainest, "monta").token_dispatcher.layout
+    for name, chain in CHAINS.items():
+        if chain.incompatibility(layout) is None:
+            each = dataclasses.replace(case, options=options | {"moe_monta_chain": name})
+            chunks = 1 if chain.serial else num_chunks
+            layers[name] = build_layer(each, "monta", moe_monta_num_chunks=chunks)
     return layers
 
 
@@ -81,8 +78,12 @@ def restores(case: Case, call: Call, num_chunks: int = 2) -> list[str]:
     for name, layer in layers.items():
         hidden = call.hidden_states().requires_grad_(call.with_gradient)
         with torch.set_grad_enabled(call.with_gradient):
-            routed, routing_map = layer.router(hidden.detach())
-            probs = (torch.ones_like(routed) * (routed != 0) / case.topk).detach()
+            if hidden.numel():
+                _, routing_map = layer.router(hidden.detach())
+            else:
+                # Megatron's router takes no empty batch of this kind.
+                routing_map = torch.zeros(0, case.num_experts, dtype=torch.bool)
+            probs = routing_map.float() / case.topk
             # Lists that lie transposed are taken, too.
             output, _ = round_trip(
                 layer.token_dispatcher,
