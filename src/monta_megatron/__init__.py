@@ -6,11 +6,26 @@ Importing this package imports neither torch nor Megatron; `docs/python_api.md` 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from monta_megatron.api import plan, register, statistics, timeline, with_monta
+    from monta_megatron.api import (
+        forget_groups,
+        plan,
+        register,
+        statistics,
+        timeline,
+        with_monta,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "plan", "register", "statistics", "timeline", "with_monta"]
+__all__ = [
+    "__version__",
+    "forget_groups",
+    "plan",
+    "register",
+    "statistics",
+    "timeline",
+    "with_monta",
+]
 
 
 def __getattr__(name: str) -> Any:

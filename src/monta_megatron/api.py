@@ -101,6 +101,17 @@ def statistics() -> list[LayerStatistics]:
     return layer_statistics()
 
 
+def forget_groups() -> None:
+    """Close the process groups that are ours, to give their communicators' memory back.
+
+    For frameworks that close Megatron's groups between phases and make them again: every rank calls
+    this between steps, when no exchange is under way. The next exchange makes what it needs again.
+    """
+    from monta_megatron.exchange import groups
+
+    groups.close_groups()
+
+
 def register() -> None:
     """Make Megatron-Core accept `moe_token_dispatcher_type="monta"`.
 

@@ -27,7 +27,7 @@ def uncalibrated_cluster(ranks_per_node: int) -> Cluster:
 
 
 def found_nodes(
-    pools: Pools, node_of_rank: str, variable: str = "GROUP_RANK", **options: Any
+    pools: Pools, node_of_rank: str, variable: str = "NCCL_HOSTID", **options: Any
 ) -> tuple[int, ...]:
     """The nodes on which all of 4 ranks agree."""
     (found,) = set(pools[4].run(nodes_found, list(node_of_rank), variable, options))
@@ -66,7 +66,7 @@ def test_uneven_nodes_are_refused_where_the_chain_needs_rails(pools: Pools) -> N
 def test_one_exchange_refuses_for_all(pools: Pools) -> None:
     """EP 3 on nodes of 2 and 4 ranks: only the first of two exchanges lies on uneven nodes."""
     case = Case(ep=3, options={"moe_monta_chain": "hierarchical_alltoall"})
-    environment = [{"GROUP_RANK": each} for each in "aabbbb"]
+    environment = [{"NCCL_HOSTID": each} for each in "aabbbb"]
     refusals = pools[6].run(refusal_of, [case] * 6, environment)
     here = "moe_monta_chain: hierarchical_alltoall cannot run here: the ranks of the exchange lie "
     there = [f" (on the exchange of rank {rank})" for rank in range(3)]

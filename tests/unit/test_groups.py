@@ -82,14 +82,14 @@ def test_who_says_what_a_communicator_may_take(
 ) -> None:
     asked: list[Any] = []
 
-    def new_group(ranks: list[int], *, pg_options: Any, **_: Any) -> Any:
-        asked.append(pg_options)
+    def new_named_group(ranks: list[int], *, options: Any, **_: Any) -> Any:
+        asked.append(options)
         return dist.group.WORLD
 
     with (
         one_rank() as megatron_groups,
         mock.patch.object(groups, "options_of", lambda group: nccl_options(*given)),
-        mock.patch.object(dist, "new_group", new_group),
+        mock.patch.object(groups, "new_named_group", new_named_group),
     ):
         peer_groups([CHAIN], ALONE, megatron_groups, flag)
     # Of one rank, rail and node are one group.

@@ -1,9 +1,11 @@
 """Ranks to nodes, from what launchers say."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from monta_megatron.chains import nodes
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.nodes import (
     consecutive_nodes,
@@ -15,13 +17,32 @@ from monta_megatron.common.this_rank import ranks_per_node_from_launcher
 
 
 def test_names_of_nodes() -> None:
-    host = socket.gethostname()
     torchrun_in_slurm = {"GROUP_RANK": "3", "LOCAL_WORLD_SIZE": "8", "SLURM_NODEID": "1"}
-    assert node_here(torchrun_in_slurm) == f"{host} (GROUP_RANK 3)"
-    assert node_here({"SLURM_NODEID": "1"}) == f"{host} (SLURM_NODEID 1)"
-    assert node_here({}) == host
+    # Several agents of torchrun on a host are of one node.
+    boot = nodes.BOOT_ID.read_text().strip()
+    here = f"{socket.gethostname()} (boot {boot})"
+    assert node_here({}) == node_here(torchrun_in_slurm) == node_here({"GROUP_RANK": "4"}) == here
+    # As NCCL does.
+    assert node_here({**torchrun_in_slurm, "NCCL_HOSTID": "pod 5"}) == "pod 5"
     # A domain of several hosts, named by the user.
     assert node_here({**torchrun_in_slurm, "MONTA_NODE": "rack 7"}) == "rack 7"
+
+
+def test_containers_of_one_name_on_two_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for boot in ("5f0c", "a117"):
+        (tmp_path / boot).write_text(f"{boot}\n")
+        monkeypatch.setattr(nodes, "BOOT_ID", tmp_path / boot)
+        names.append(node_here({}))
+    host = socket.gethostname()
+    assert names == [f"{host} (boot 5f0c)", f"{host} (boot a117)"]
+    # Where the system does not tell, launchers do.
+    monkeypatch.setattr(nodes, "BOOT_ID", tmp_path / "missing")
+    assert node_here({"GROUP_RANK": "3", "SLURM_NODEID": "1"}) == f"{host} (GROUP_RANK 3)"
+    assert node_here({"SLURM_NODEID": "1"}) == f"{host} (SLURM_NODEID 1)"
+    assert node_here({}) == host
 
 
 @pytest.mark.parametrize(

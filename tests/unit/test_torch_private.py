@@ -17,7 +17,7 @@ import monta_megatron
 from monta_megatron.common.torch_private import (
     PRIVATE_NAMES,
     is_profiling,
-    naming_group,
+    new_named_group,
     options_of,
     timeout_of,
 )
@@ -129,9 +129,8 @@ def test_a_group_tells_its_time_limit(world: dist.ProcessGroup) -> None:
 
 def test_a_named_group_leaves_no_trace(world: dist.ProcessGroup) -> None:
     counted = dist.distributed_c10d._world.group_count
-    with naming_group("of our own"):
-        group = dist.new_group([0], use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup) and group.group_name == "of our own"
+    group = new_named_group([0], "of our own", "for the log")
+    assert (group.group_name, group.group_desc) == ("of our own", "for the log")
     assert dist.distributed_c10d._world.group_count == counted
     later = dist.new_group([0], use_local_synchronization=True)
     assert isinstance(later, dist.ProcessGroup) and later.group_name != "of our own"

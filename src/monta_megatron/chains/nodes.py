@@ -1,15 +1,21 @@
 """Finds which ranks share a node: the set of ranks joined by the node link.
 
-A rank learns from its launcher and its host name on which host it runs; the ranks of an exchange
-share this once. A host is a node, unless a cluster file says how many consecutive ranks are one,
-MONTA_NODE names the nodes, or `--moe-monta-ranks-per-node` overrides all of that.
+A rank learns from its system on which host it runs; the ranks of an exchange share this once. A
+host is a node, unless a cluster file says how many consecutive ranks are one, MONTA_NODE names the
+nodes, or `--moe-monta-ranks-per-node` overrides all of that.
 """
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from monta_megatron.common.texts import check_printable
+
+# The same in all containers of a host, and another on every host.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+HOST_NUMBERS = ("GROUP_RANK", "SLURM_NODEID")
 
 
 def is_named(environ: Mapping[str, str] = os.environ) -> bool:
@@ -20,20 +26,26 @@ def is_named(environ: Mapping[str, str] = os.environ) -> bool:
 def node_here(environ: Mapping[str, str] = os.environ) -> str:
     """A name that exactly the ranks of this node share.
 
-    It is MONTA_NODE if that is set. Otherwise it is that of this host: torchrun numbers its agents
-    (GROUP_RANK), of which one runs on each host, and srun numbers the hosts (SLURM_NODEID). Host
-    names alone could be the same, and numbers too, in a job of several parts.
+    It is MONTA_NODE if that is set. Otherwise it is that of this host, as NCCL finds it, which uses
+    the node link only where this is the same: NCCL_HOSTID if it is set, or else the host's name and
+    the identity of its last start, since containers on several hosts may have one name. Launchers'
+    numbers do not tell: torchrun may have several agents on a host.
 
     Raises:
         ValueError: MONTA_NODE is not one line of printable characters.
     """
     if is_named(environ):
         return check_printable(environ["MONTA_NODE"], "MONTA_NODE")
+    if environ.get("NCCL_HOSTID"):
+        return check_printable(environ["NCCL_HOSTID"], "NCCL_HOSTID")
     host = socket.gethostname()
-    for name in ("GROUP_RANK", "SLURM_NODEID"):
-        if name in environ:
-            return f"{host} ({name} {environ[name]})"
-    return host
+    try:
+        return f"{host} (boot {BOOT_ID.read_text(encoding='ascii').strip()})"
+    except OSError:
+        # No Linux, or a sandbox without it: numbers of torchrun's agents and of srun's hosts.
+        numbers = (f"{name} {environ[name]}" for name in HOST_NUMBERS if name in environ)
+        number = next(numbers, None)
+        return host if number is None else f"{host} ({number})"
 
 
 def check_named_alike(named: Sequence[bool], ranks: Sequence[int]) -> None:

@@ -5,8 +5,7 @@ All but the patches of the CPU ranks (emulation/), which stay beside the public 
 patch, are used in this file alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +18,12 @@ from torch.distributed import distributed_c10d
 PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._hash_ranks_to_str(ranks)": "names a group that its "
     "members make alone; replaced while we make one",
+    "torch.distributed.distributed_c10d._new_group_with_tag": "makes a group; `new_group`, which "
+    "calls it, may be replaced by one that records what it makes, to make it again without a name",
     "torch.distributed.distributed_c10d._world": "its `group_count` names the groups that all "
-    "ranks make, so ours must not count",
+    "ranks make, so ours must not count; its `pg_map` holds the groups that are open",
     "torch.distributed.ProcessGroup.bound_device_id": "of the default group: makes torch split new "
     "groups off it, for which all ranks would have to call; put aside while we make one",
-    "torch.distributed.ProcessGroup._device_types": "says whether a group serves GPUs",
     "torch.distributed.ProcessGroup._get_backend": "holds the options that Megatron gave a group, "
     "which ours take over",
     "torch.distributed.ProcessGroupGloo._Options._timeout": "of any backend's options: the group's "
@@ -99,11 +99,17 @@ def is_profiling() -> bool:
 def options_of(group: dist.ProcessGroup) -> Any:
     """The options with which a group was made; None if its backend keeps none.
 
-    A group may have a backend for each device: that for GPUs counts, if it has one.
+    A group may have a backend for each device: that for GPUs counts, if it has one. The group is
+    asked for it by a method alone, which frameworks that wrap groups forward.
     """
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    device = cuda if cuda in group._device_types else cpu
-    return getattr(group._get_backend(device), "options", None)
+    for device in ("cuda", "cpu"):
+        try:
+            backend = group._get_backend(torch.device(device))
+        except RuntimeError:
+            # It serves the other device alone.
+            continue
+        return getattr(backend, "options", None)
+    return None
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -111,9 +117,27 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return getattr(options_of(group), "_timeout", None)
 
 
-@contextmanager
-def naming_group(name: str) -> Iterator[None]:
-    """Make `new_group` use this name for a group, without affecting the groups made after it.
+def is_open(group: dist.ProcessGroup) -> bool:
+    """Whether a group was made in this `torch.distributed`, and not destroyed since."""
+    return group in distributed_c10d._world.pg_map
+
+
+def is_wrapped(group: dist.ProcessGroup) -> bool:
+    """Whether a framework has put an object of its own around a group, to exchange what is in it.
+
+    Such frameworks replace torch's public functions by some that take such objects.
+    """
+    return isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
+
+
+def new_named_group(
+    ranks: Sequence[int],
+    name: str,
+    description: str,
+    timeout: timedelta | None = None,
+    options: Any = None,
+) -> dist.ProcessGroup:
+    """A group made by its members alone, without affecting the groups made after it.
 
     torch names groups by counters that it assumes to be the same on every rank: a group made by all
     ranks together by the number of groups made before, and a group made by its members alone by
@@ -121,6 +145,16 @@ def naming_group(name: str) -> Iterator[None]:
     without MoE layers makes none of ours, so the next group of all ranks would have two names and
     hang. If the launch has bound a device, torch would split the group off the default group, which
     needs all ranks and so hangs too.
+
+    Frameworks that close groups and make them again replace `new_group`, and repeat its calls. Ours
+    must not be among these, for the same reason.
+
+    Args:
+        ranks: in ascending order, this one among them.
+        name: unique among all groups that were ever made; the same on all members.
+        description: for NCCL's logs.
+        timeout: the group's time limit; None for that of its backend.
+        options: of its backend.
     """
     world, default = distributed_c10d._world, dist.group.WORLD
     assert default is not None, "torch.distributed is not initialised"
@@ -129,7 +163,16 @@ def naming_group(name: str) -> Iterator[None]:
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     default.bound_device_id = None
     try:
-        yield
+        group = distributed_c10d._new_group_with_tag(
+            list(ranks),
+            timeout,
+            None,
+            options,
+            use_local_synchronization=True,
+            group_desc=description,
+        )
     finally:
         distributed_c10d._hash_ranks_to_str, world.group_count = name_of, count
         default.bound_device_id = device
+    assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {ranks}"
+    return group

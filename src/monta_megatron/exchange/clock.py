@@ -2,16 +2,15 @@
 
 import socket
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains.nodes import BOOT_ID
 from monta_megatron.exchange.groups import gather_objects
 
 NUM_BARRIERS = 31
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def now_us() -> float:

@@ -1,7 +1,8 @@
 """The two collectives of a chain, started without waiting for them, and the groups they run in.
 
 On a device the process group is called itself: what torch's functions look up and check each time
-takes the host as long as the call. CPU ranks call those functions, which their emulation replaces.
+takes the host as long as the call. CPU ranks call those functions, which their emulation replaces;
+so do groups that a framework has wrapped, which need not have the methods of those in them.
 """
 
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ class PeerGroup:
     nodes: tuple[int, ...]
 
     @cached_property
+    def is_called(self) -> bool:
+        """Whether a device calls the process group itself."""
+        return not torch_private.is_wrapped(self.process_group)
+
+    @cached_property
     def peers(self) -> dict[str, list[int]]:
         """The other ranks by resource: "inter" over the network, "intra" over the node link."""
         here = self.nodes[self.rank]
@@ -51,7 +57,7 @@ def start_all_to_all(
     group: PeerGroup,
 ) -> dist.Work:
     """Send `send[p]` rows to every peer p and receive `receive[p]` rows from it."""
-    if output.is_cuda:
+    if output.is_cuda and group.is_called:
         return torch_private.start_all_to_all(group.process_group, output, input_, receive, send)
     work = dist.all_to_all_single(
         output,
@@ -74,14 +80,17 @@ def start_all_gather(
 ) -> dist.Work:
     """Send the same rows to everyone and receive `receive[p]` rows from every peer p."""
     process_group, is_equal = group.process_group, len(set(receive)) == 1
-    if output.is_cuda:
-        if is_equal:
-            return torch_private.start_all_gather(process_group, output, input_)
-        # NCCL gathers unequal parts by one broadcast after the other.
-        outputs, inputs = list(output.split(receive)), [input_] * group.size
-        return torch_private.start_all_to_all_of_lists(process_group, outputs, inputs)
+    is_called = output.is_cuda and group.is_called
+    if is_equal and is_called:
+        return torch_private.start_all_gather(process_group, output, input_)
     if is_equal:
         work = dist.all_gather_into_tensor(output, input_, group=process_group, async_op=True)
+    elif output.is_cuda:
+        # NCCL gathers unequal parts by one broadcast after the other.
+        outputs, inputs = list(output.split(receive)), [input_] * group.size
+        if is_called:
+            return torch_private.start_all_to_all_of_lists(process_group, outputs, inputs)
+        work = dist.all_to_all(outputs, inputs, group=process_group, async_op=True)
     else:
         outputs = list(output.split(receive))
         work = dist.all_gather(outputs, input_, group=process_group, async_op=True)

@@ -1,7 +1,8 @@
 """The process groups of an exchange: Megatron's, and the rails and nodes made from them."""
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ from monta_megatron.chains.nodes import (
     node_here,
     number_nodes,
 )
-from monta_megatron.common.torch_private import naming_group, options_of, timeout_of
+from monta_megatron.common.torch_private import is_open, new_named_group, options_of, timeout_of
 from monta_megatron.exchange.collectives import PeerGroup
 
 T = TypeVar("T")
@@ -25,9 +26,19 @@ NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 # What NCCL takes for "not set" in such a setting that is a number.
 UNSET = -(2**31)
 
-# Groups are made once and shared by layers; none is freed during training. Those from before a
-# restart of torch.distributed, which had another default group, are no longer valid.
-_made: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], int], dist.ProcessGroup] = {}
+
+class _Made(NamedTuple):
+    """A group of ours, and how often it was made: all of its members have made it as often."""
+
+    group: dist.ProcessGroup
+    times: int
+
+
+# By default group, which is another after a restart of torch.distributed; then by members and
+# budget. Layers share them.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], int], _Made]] = (
+    WeakKeyDictionary()
+)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -83,11 +94,45 @@ def peer_groups(
     for name in OWN_GROUPS:
         if name in names:
             members = tuple(ranks[member] for member in layout.members(name, layout.rank))
-            key = dist.group.WORLD, members, budget
-            if key not in _made:
-                _made[key] = new_local_group(members, f"monta {name}", like, budget)
-            groups[name] = _made[key]
+            groups[name] = _own_group(members, f"monta {name}", like, budget)
     return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
+
+
+def are_open(groups: Mapping[str, PeerGroup]) -> bool:
+    """Whether those groups of an exchange that are ours were not closed since they were made."""
+    return all(is_open(groups[name].process_group) for name in OWN_GROUPS if name in groups)
+
+
+def close_groups() -> None:
+    """Close the groups that are ours, which gives the memory of their communicators back.
+
+    All ranks of an exchange call this at the same place, when none of its passes is under way.
+    `peer_groups` makes them again.
+    """
+    made = _made.get(_world(), {}) if dist.is_initialized() else {}
+    for group, _ in made.values():
+        if is_open(group):
+            dist.destroy_process_group(group)
+
+
+def _own_group(
+    members: tuple[int, ...], name: str, like: dist.ProcessGroup, budget: int
+) -> dist.ProcessGroup:
+    """The group of ours that was made before, or made now if there is none that is open."""
+    groups = _made.setdefault(_world(), {})
+    before = groups.get((members, budget))
+    if before is not None and is_open(before.group):
+        return before.group
+    times = 1 if before is None else before.times + 1
+    made = _Made(new_local_group(members, name, like, budget, times), times)
+    groups[members, budget] = made
+    return made.group
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is not initialised"
+    return world
 
 
 def new_local_group(
@@ -95,25 +140,26 @@ def new_local_group(
     name: str,
     like: dist.ProcessGroup | None = None,
     max_ctas: int | None = None,
+    times: int = 1,
 ) -> dist.ProcessGroup:
     """A group made by its members alone, whatever groups other ranks make meanwhile.
 
     Args:
         ranks: in ascending order, this one among them.
-        name: for NCCL's logs; together with ranks and budget it is unique to the group.
+        name: for NCCL's logs; together with ranks, budget and `times` it is unique to the group.
         like: a group whose time limit and NCCL settings the new one takes over.
         max_ctas: in place of that setting of its; None to take it over too.
+        times: how often the group was made with this one. The store still holds what members of
+            one that was closed have told each other under its name.
     """
-    with naming_group(f"{name}, max_ctas {max_ctas}, ranks {'_'.join(map(str, ranks))}"):
-        group = dist.new_group(
-            list(ranks),
-            timeout=None if like is None else timeout_of(like),
-            use_local_synchronization=True,
-            pg_options=None if like is None else _nccl_options_like(like, max_ctas),
-            group_desc=name,
-        )
-    assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {ranks}"
-    return group
+    members = "_".join(map(str, ranks))
+    return new_named_group(
+        ranks,
+        name=f"{name}, max_ctas {max_ctas}, ranks {members}, made {times} times",
+        description=name,
+        timeout=None if like is None else timeout_of(like),
+        options=None if like is None else _nccl_options_like(like, max_ctas),
+    )
 
 
 def nccl_settings(group: dist.ProcessGroup) -> dict[str, Any]:

@@ -19,7 +19,6 @@ EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N =
 """
 
 import functools
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +32,11 @@ from monta_megatron.chains.chain import Rows
 from monta_megatron.chains.count_format import num_counted_blocks
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import counted
+from monta_megatron.common.torch_private import is_open, is_wrapped
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
-from monta_megatron.exchange.groups import peer_groups
+from monta_megatron.exchange.groups import are_open, peer_groups
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.agreement import on_every_exchange
@@ -135,13 +135,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             also = " and the gradients of their outputs" * self.options.wire_backward
             self._report(f"tokens{also} travel in eight bits: results differ from alltoall's")
         chains = self.chain_policy.chains
-        self.groups = peer_groups(
-            chains,
-            self.layout,
-            self._megatron_groups,
-            self.options.max_ctas,
-        )
-        _share_time_limit(self.groups)
+        self.groups: dict[str, PeerGroup] = {}
+        self._make_groups()
         self.monitor = Monitor(pass_times=self._choices.pass_times)
         if self.options.record is not None:
             from monta_megatron.integration.recording import record_iteration
@@ -194,6 +189,15 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.hidden_shape = hidden_states.shape
         # Kernels take values of a row to lie side by side.
         self.probs = probs = probs.contiguous()
+        # A pass that was abandoned, as by an error in the experts, has left them.
+        self._exchange, self._chunks = None, []
+        if not is_wrapped(self.tp_ep_group) and not is_open(self.tp_ep_group):
+            raise ValueError(
+                "moe_monta: the process groups that this model was built with were destroyed; "
+                "build it again with those of now"
+            )
+        if not are_open(self.groups):
+            self._make_groups()
         self.routing_map = self._padded(routing_map.contiguous())
         self.preprocess(self.routing_map)
         if self.shared_experts is not None:
@@ -390,6 +394,25 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             return fill_to_capacity(routing_map, self.config)
         return routing_map
 
+    def _make_groups(self) -> None:
+        """Make those of our groups that are not open; all ranks of the exchange call this."""
+        before, self.groups = (
+            self.groups,
+            peer_groups(
+                self.chain_policy.chains, self.layout, self._megatron_groups, self.options.max_ctas
+            ),
+        )
+        # Megatron changes the time limit of the groups in this list after the first iterations
+        # (--distributed-timeout-seconds-after-init): that of ours together with its own.
+        known = parallel_state._global_process_group_list
+        if known is not None:
+            closed, ours = (
+                [group.process_group for group in groups.values()]
+                for groups in (before, self.groups)
+            )
+            known[:] = [group for group in known if group in ours or group not in closed]
+            known += [group for group in ours if group not in known]
+
     def _set_up(self) -> tuple[Layout, ChainPolicy, dict[str, Any]]:
         """Layout, chain policy and its rule; raises on all ranks of the exchange, or on none."""
         nodes, note = nodes_of_exchange(self.options, self.tp_ep_group)
@@ -415,15 +438,3 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             options, self.config, layout, permuted_only, self._megatron_groups
         )
         return layout, chain_policy, rule
-
-
-def _share_time_limit(groups: Mapping[str, PeerGroup]) -> None:
-    """Let Megatron change our groups' time limit together with that of its groups.
-
-    It does after the first iterations (--distributed-timeout-seconds-after-init), for those in this
-    list.
-    """
-    known = parallel_state._global_process_group_list
-    if known is not None:
-        ours = [group.process_group for group in groups.values()]
-        known += [group for group in ours if group not in known]
