@@ -46,8 +46,9 @@ VARIABLES = {
 READ_VARIABLES = {
     "RANK, WORLD_SIZE, LOCAL_RANK": "torchrun; without them SLURM_PROCID, SLURM_NTASKS and "
     "SLURM_LOCALID of srun, which then needs MASTER_ADDR",
-    "LOCAL_WORLD_SIZE, GROUP_RANK": "torchrun: ranks per node, and which node this is; under srun "
-    "SLURM_NTASKS_PER_NODE and SLURM_NODEID",
+    "LOCAL_WORLD_SIZE": "torchrun: ranks per node; under srun SLURM_NTASKS_PER_NODE",
+    "NCCL_HOSTID": "NCCL: the name of this rank's host, in place of the host's own and its boot; a "
+    "host is a node unless something else says so",
     "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron demands 1 before Blackwell for TP or CP > 1, with "
     "exceptions; `monta doctor` says what it costs",
     "NCCL_MAX_CTAS": "NCCL: comes before `--moe-monta-max-ctas`, for all communicators",

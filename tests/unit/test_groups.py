@@ -2,18 +2,29 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.communicator_memory import communicator_bytes
 from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
 from monta_megatron.chains.layout import Layout
+from monta_megatron.common import torch_private
+from monta_megatron.common.torch_private import timeout_of
 from monta_megatron.exchange import groups
-from monta_megatron.exchange.groups import UNSET, peer_groups
+from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
+from monta_megatron.exchange.groups import (
+    UNSET,
+    are_open,
+    close_groups,
+    new_local_group,
+    peer_groups,
+)
 
 CHAIN = CHAINS["hierarchical_allgather"]
 ALONE = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))
@@ -124,3 +135,62 @@ def test_the_memory_of_our_communicators(
     nodes = tuple(rank // per_node for rank in range(num_ranks))
     here = Layout(ep=num_ranks, etp=1, num_local_experts=2, rank=0, nodes=nodes)
     assert communicator_bytes(CHAINS[chain_name], here, max_ctas) == mib * MIB
+
+
+def wrapped(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A framework's group around another: methods are forwarded, properties are not."""
+
+    class Wrapped(dist.ProcessGroup):
+        def _get_backend(self, device: torch.device) -> Any:
+            return group._get_backend(device)
+
+    return Wrapped(0, 1)
+
+
+def test_a_wrapper_around_a_group_of_a_device_alone() -> None:
+    limit = timedelta(seconds=77)
+    with one_rank():
+        group = dist.new_group([0], backend="cuda:gloo", timeout=limit)
+        assert isinstance(group, dist.ProcessGroup)
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            group._get_backend(torch.device("cpu"))
+        assert (timeout_of(group), timeout_of(wrapped(group))) == (limit, limit)
+        like = new_local_group([0], "ours", wrapped(group))
+        assert timeout_of(like) == limit
+
+
+def test_groups_that_were_closed_are_made_again_under_another_name() -> None:
+    names = []
+    with one_rank() as megatron_groups:
+        for close in (close_groups, dist.destroy_process_group, close_groups):
+            made = peer_groups([CHAIN], ALONE, megatron_groups)
+            assert are_open(made)
+            (group,) = {each.process_group for each in made.values()}
+            names.append(group.group_name)
+            close(*[group] * (close is not close_groups))
+            assert not are_open(made)
+    assert len(set(names)) == 3
+    # Without torch.distributed there are none.
+    close_groups()
+
+
+def test_what_is_wrapped_is_called_by_the_functions_of_torch() -> None:
+    """A device calls a group of torch itself; a wrapper need not have its methods."""
+    with one_rank():
+        plain = dist.group.WORLD
+        assert plain is not None
+        calls = []
+        for group in (plain, wrapped(plain)):
+            peers = PeerGroup(name="ep", process_group=group, size=1, rank=0, nodes=(0,))
+            rows = mock.MagicMock(is_cuda=True)
+            with (
+                mock.patch.object(torch_private, "start_all_to_all") as itself,
+                mock.patch.object(torch_private, "start_all_gather") as gathers_itself,
+                mock.patch.object(dist, "all_to_all_single") as by_torch,
+                mock.patch.object(dist, "all_gather_into_tensor") as gathers_by_torch,
+            ):
+                start_all_to_all(rows, rows, [1], [1], peers)
+                start_all_gather(rows, rows, [1], [1], peers)
+            functions = (itself, gathers_itself, by_torch, gathers_by_torch)
+            calls.append([function.call_count for function in functions])
+    assert calls == [[1, 1, 0, 0], [0, 0, 1, 1]]

@@ -130,6 +130,11 @@ def is_wrapped(group: dist.ProcessGroup) -> bool:
     return isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
 
 
+def is_usable(group: dist.ProcessGroup) -> bool:
+    """Whether a group was not destroyed, as far as this process can see."""
+    return is_wrapped(group) or is_open(group)
+
+
 def new_named_group(
     ranks: Sequence[int],
     name: str,

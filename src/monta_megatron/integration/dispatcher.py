@@ -32,7 +32,7 @@ from monta_megatron.chains.chain import Rows
 from monta_megatron.chains.count_format import num_counted_blocks
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import counted
-from monta_megatron.common.torch_private import is_open, is_wrapped
+from monta_megatron.common.torch_private import is_usable
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
@@ -191,7 +191,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.probs = probs = probs.contiguous()
         # A pass that was abandoned, as by an error in the experts, has left them.
         self._exchange, self._chunks = None, []
-        if not is_wrapped(self.tp_ep_group) and not is_open(self.tp_ep_group):
+        if not is_usable(self.tp_ep_group):
             raise ValueError(
                 "moe_monta: the process groups that this model was built with were destroyed; "
                 "build it again with those of now"

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted
+from monta_megatron.common.torch_private import is_usable
 from monta_megatron.exchange.count_table import ExchangeCounts
 from monta_megatron.exchange.gathering import Gathering
 from monta_megatron.exchange.groups import gather_objects
@@ -241,8 +242,11 @@ def _advice(options: Options) -> str:
 
 
 def all_iterations() -> Iterator[Iterations]:
-    """Those of all exchanges of this rank, in the order in which its layers were built."""
-    yield from list(_shared.values())
+    """Those of all exchanges of this rank, in the order in which its layers were built.
+
+    Layers from before a restart in this process may not be gone yet, but their groups are.
+    """
+    yield from [each for each in _shared.values() if is_usable(each.group)]
 
 
 def _end_iterations() -> None:

@@ -86,7 +86,7 @@ class OptionFields:
     )
     moe_monta_ranks_per_node: Optional[int] = _option(  # noqa: UP045
         "Ranks joined by the node link (NVLink domain; default: as MONTA_NODE says, else those of "
-        "the cluster file; without one, what the launcher or the host names say).",
+        "the cluster file; without one, those of a host as NCCL finds it).",
         _or_text(int),
     )
     moe_monta_cluster: Optional[str] = _option(  # noqa: UP045

@@ -72,8 +72,11 @@ LEAST_GROWTH = 2
 MOST_DAYS = 30
 MEASURED = "; measured "
 
-# What was found for an exchange of this process, for its other layers.
-_found: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], int], Cluster | None] = {}
+# What was found for an exchange of this process, for its other layers: by default group, ranks, ETP
+# and nodes.
+_found: dict[
+    tuple[dist.ProcessGroup | None, tuple[int, ...], int, tuple[int, ...]], Cluster | None
+] = {}
 
 
 def self_calibrated(
@@ -92,7 +95,7 @@ def self_calibrated(
     """
     group = groups["tp_ep"]
     ranks = dist.get_process_group_ranks(group)
-    key = dist.group.WORLD, tuple(ranks), layout.etp
+    key = dist.group.WORLD, tuple(ranks), layout.etp, layout.nodes
     if key not in _found:
         _found[key] = _find(options, layout, groups, _path(layout, ranks[0]), report)
     return _found[key]

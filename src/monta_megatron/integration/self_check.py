@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import Chain
+from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.differences import first_difference
 from monta_megatron.exchange.groups import gather_objects
@@ -35,8 +36,8 @@ LARGEST_VALUE = 3
 LARGEST_FACTOR = 2
 ADVICE = "Report it, and train with moe_token_dispatcher_type alltoall"
 
-# What was checked on a group and found well: number of experts, chain, number of chunks.
-_checked: set[tuple[dist.ProcessGroup, int, str, int]] = set()
+# What was checked on a group and found well: layout, chain, number of chunks.
+_checked: set[tuple[dist.ProcessGroup, Layout, str, int]] = set()
 
 
 class SelfCheckError(RuntimeError):
@@ -90,8 +91,8 @@ def check_chains(
     Raises:
         SelfCheckError: there is a difference on a rank of the exchange, or a round trip failed.
     """
-    group, num_experts = dispatcher.tp_ep_group, dispatcher.layout.num_experts
-    keys = {(group, num_experts, chain.name, num_chunks): chain for chain, num_chunks in chains}
+    group, layout = dispatcher.tp_ep_group, dispatcher.layout
+    keys = {(group, layout, chain.name, num_chunks): chain for chain, num_chunks in chains}
     new = {key: chain for key, chain in keys.items() if key not in _checked}
     if not new:
         return
