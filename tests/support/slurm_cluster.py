@@ -46,10 +46,14 @@ SelectType=select/cons_tres
 SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
 ReturnToService=2
 KillWait={kill_wait_s}
+TaskProlog={folder}/name_host.sh
 NodeName={nodes[0]} Port={ports[1]} CPUs=4
 NodeName={nodes[1]} Port={ports[2]} CPUs=4
 PartitionName=all Nodes=ALL Default=YES
 """
+
+# Both nodes are this host, and so one node of an exchange, if they are not named.
+NAME_HOST = '#!/bin/sh\necho "export NCCL_HOSTID=$SLURMD_NODENAME"\n'
 
 
 def missing() -> str | None:
@@ -153,6 +157,8 @@ def running_cluster() -> Iterator[Cluster]:
         kill_wait_s=KILL_WAIT_S,
     )
     (folder / "slurm.conf").write_text(text)
+    (folder / "name_host.sh").write_text(NAME_HOST)
+    (folder / "name_host.sh").chmod(0o755)
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
