@@ -6,6 +6,7 @@ Every function takes plain data and returns plain data.
 import contextlib
 import copy
 import dataclasses
+import itertools
 import os
 import pickle
 from collections.abc import Iterator
@@ -146,25 +147,30 @@ def step_of(layer: Any) -> None:
     torch.optim.SGD(layer.parameters(), lr=0.0).step()
 
 
-def abandon_and_change(case: Case, numbers: tuple[int, int]) -> list[str]:
-    """Iterations with so many tokens; a pass is abandoned before the number changes, either way.
+def abandon_and_change(case: Case) -> list[str]:
+    """A pass is abandoned before a chain of other rows than expected is chosen, either way.
 
     Returns:
-        what the rows of the chain are after each change.
+        the rows of the chains that were chosen.
     """
-    stock, ours = build_layer(case, "alltoall"), build_layer(case, "monta")
-    rows = []
-    few, many = (dataclasses.replace(case, num_tokens=number) for number in numbers)
-    for before, after in ((few, many), (many, few)):
-        # The next iteration is expected to be like this one.
-        forward_backward(before, ours)
-        step_of(ours)
-        abandon(before, ours)
-        expected, result = forward_backward(after, stock), forward_backward(after, ours)
-        assert_same_results(result, expected, False, f"{after.num_tokens} tokens")
-        step_of(ours)
-        rows.append(ours.token_dispatcher.chain.rows)
-    return rows
+    stock = forward_backward(case, build_layer(case, "alltoall"))
+    layer = build_layer(case, "monta")
+    dispatcher = layer.token_dispatcher
+    some = dispatcher.chain_policy.choose(1)
+    by_rows = {
+        chain.rows: dataclasses.replace(some, chain=chain, num_chunks=1, reason="")
+        for chain in dispatcher.chain_policy.chains
+    }
+    for expected, chosen in itertools.permutations(by_rows.values(), 2):
+        with mock.patch.object(dispatcher._choices, "expected", lambda choice=expected: choice):
+            for choice, run in ((expected, abandon), (chosen, forward_backward)):
+                choose = mock.patch.object(
+                    dispatcher._choices, "choose", lambda *_, choice=choice: choice
+                )
+                with choose:
+                    result = run(case, layer)
+        assert_same_results(result, stock, False, chosen.chain.name)
+    return sorted(by_rows)
 
 
 def two_models(case: Case, chains: list[str]) -> None:
