@@ -17,6 +17,7 @@ import time
 import timeit
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -359,12 +360,12 @@ def mismatch(case: Case, num_chunks: int) -> str:
     return ""
 
 
-def compare_padded_for_quantization(case: Case, num_chunks: int) -> None:
-    """Router padding to a multiple of 16 rows: Megatron ties it to fp8, the dispatcher does not."""
+def compare_padded_for_quantization(case: Case, num_chunks: int, align_to: int) -> None:
+    """Router padding to a multiple of rows: Megatron ties it to fp8, the dispatcher does not."""
     from megatron.core.transformer.moe import token_dispatcher
 
     align_size = token_dispatcher.get_align_size_for_quantization
-    token_dispatcher.get_align_size_for_quantization = lambda config: 16
+    token_dispatcher.get_align_size_for_quantization = lambda config: align_to
     try:
         results = []
         for dispatcher in ("alltoall", "monta"):
@@ -375,7 +376,7 @@ def compare_padded_for_quantization(case: Case, num_chunks: int) -> None:
     finally:
         token_dispatcher.get_align_size_for_quantization = align_size
     stock, ours = results
-    assert (stock.tokens_per_expert % 16 == 0).all()
+    assert (stock.tokens_per_expert % align_to == 0).all()
     assert_same_results(ours, stock, case.exact_sums, f"{case}, router padding")
 
 
@@ -466,14 +467,98 @@ def compare_width(case: Case, num_chunks: int, width: int) -> None:
         assert_close(mine, theirs[: len(mine)], case.exact_sums, "width")
 
 
+@contextlib.contextmanager
+def batch_invariant_mode() -> Iterator[None]:
+    """Megatron's batch-invariant mode without the kernels that it puts in place of torch's."""
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+    with mock.patch.object(batch_invariant_kernels, "_batch_invariant_MODE", True):
+        yield
+
+
+def in_batch_invariant_mode(case: Case) -> Case:
+    """A case with the settings that the mode demands."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    config = {
+        **case.config,
+        "batch_invariant_mode": True,
+        "batch_invariant_backend": "te_native",
+        "attention_backend": AttnBackend.flash,
+        "flash_attention_version": 3,
+        "attention_dropout": 0.0,
+    }
+    return dataclasses.replace(case, dtype="bfloat16", config=config)
+
+
+def knows_batch_invariant_sums() -> bool:
+    """Whether Megatron has an order for a token's sum in batch-invariant mode (since 0.20)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    return hasattr(moe_utils, "is_batch_invariant_mode_enabled")
+
+
+def compare_batch_invariant(case: Case, num_chunks: int) -> None:
+    """Sums by EP rank, then by expert: stock's bits, which are not those of its usual sums."""
+    hidden, routing_map = make_batch(case, seeded_by_rank())
+    batch = hidden.bfloat16(), routing_map
+    usual = phases(build_layer(case, "alltoall").token_dispatcher, *batch)
+    case = in_batch_invariant_mode(case)
+    with batch_invariant_mode():
+        stock = build_layer(case, "alltoall").token_dispatcher
+        ours = build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
+        (_, output, *gradients), (_, expected, *others) = (
+            phases(dispatcher, *batch) for dispatcher in (ours, stock)
+        )
+    assert not torch.equal(expected, usual[1]), "the order does not matter here"
+    assert_equal(output, expected, "batch-invariant sums")
+    for mine, theirs in zip(gradients, others, strict=True):
+        assert_close(mine, theirs, case.exact_sums, "gradient")
+
+
+def refusal_in_batch_invariant_mode(case: Case) -> str:
+    """What a layer in this mode says as it is built; empty if it says nothing."""
+    with batch_invariant_mode():
+        return refusal_of([in_batch_invariant_mode(case)] * case.ep * case.etp, [{}] * 8)
+
+
+def rows_to_choose_from_in_batch_invariant_mode(case: Case) -> set[str]:
+    """As `rows_to_choose_from`."""
+    with batch_invariant_mode():
+        return rows_to_choose_from(in_batch_invariant_mode(case), False)
+
+
+def calibrate_in_batch_invariant_mode() -> None:
+    """What a calibration times runs in the mode, too."""
+    from monta_megatron.chains.calibration_tasks import Point
+    from monta_megatron.integration.permutation import PERMUTATION
+
+    point = Point(
+        operation="unpermute",
+        resource="memory",
+        group_size=1,
+        ranks_on_node=1,
+        num_rows=10,
+        num_bytes=0,
+    )
+    usual = PERMUTATION["unpermute"](point, torch.device("cpu"))()
+    with batch_invariant_mode():
+        ordered = PERMUTATION["unpermute"](point, torch.device("cpu"))()
+    assert isinstance(usual, torch.Tensor) and isinstance(ordered, torch.Tensor)
+    assert_close(ordered, usual, False, "unpermute")
+
+
 def replay_cuda_graph_attributes(case: Case, num_chunks: int) -> None:
     """Megatron replays a captured preprocess by setting the listed attributes: do that.
 
     Batch A is preprocessed and its attributes are kept; batch B is preprocessed after it; then
-    A's attributes come back, and the rest of the phases must belong to A.
+    A's attributes come back, and the rest of the phases must belong to A. A name with dots is that
+    of an attribute of the shared experts.
     """
     generator = seeded_by_rank()
     dispatcher = build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
+    # Overlapped shared experts refuse a second preprocess while the first is under way.
+    idle = getattr(dispatcher.shared_experts, "_overlap_state", None)
     # As Megatron sets it where moe_preprocess is captured: no copy to the host inside the graph.
     dispatcher.cuda_dtoh_point = "before_ep_alltoall"
     batches = [make_batch(case, generator) for _ in range(2)]
@@ -486,13 +571,18 @@ def replay_cuda_graph_attributes(case: Case, num_chunks: int) -> None:
         attributes = {
             name: value.clone()
             for name in dispatcher.cudagraph_attrs
-            if isinstance(value := getattr(dispatcher, name, None), torch.Tensor)
+            if isinstance(value := attrgetter(name)(dispatcher), torch.Tensor)
         }
         kept.append((outputs, attributes))
-    assert "exchange_counts" in kept[0][1]
+        if idle is not None and len(kept) < len(batches):
+            dispatcher.shared_experts._overlap_state = idle
     (rows, row_probs), attributes = kept[0]
+    if dispatcher.shared_experts is not None:
+        assert "shared_experts.cached_fc1_input" in attributes
+    assert "exchange_counts" in attributes
     for name, value in attributes.items():
-        setattr(dispatcher, name, value)
+        *path, last = name.split(".")
+        setattr(attrgetter(path[0])(dispatcher) if path else dispatcher, last, value)
     _, output = after_preprocess(dispatcher, rows, row_probs)
     assert_equal(output, expected, "the replayed batch")
 

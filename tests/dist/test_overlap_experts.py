@@ -12,9 +12,11 @@ from conftest import Pools
 from layers import (
     HIDDEN,
     Case,
+    compare_batch_invariant,
     compare_steps,
     compare_width,
     compare_without_gradient,
+    knows_batch_invariant_sums,
     replay_cuda_graph_attributes,
 )
 from overlap import (
@@ -41,7 +43,7 @@ from monta_megatron.integration.overlapped_experts import (
     check_experts,
     is_pipelined,
 )
-from monta_megatron.integration.supported_settings import RUNS, check_supported
+from monta_megatron.integration.supported_settings import OUT_OF_REACH, RUNS, check_supported
 from monta_megatron.planner.chain_policy import ChainChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.experts import ExpertSizes, with_timer
@@ -143,6 +145,14 @@ def test_token_count_changes_every_step(pools: Pools, case: Case) -> None:
 
 def test_cuda_graph_attributes_replay(pools: Pools, case: Case) -> None:
     pools[4].run(replay_cuda_graph_attributes, case, 3)
+
+
+def test_batch_invariant_sums(pools: Pools) -> None:
+    if not all(pools[4].run(knows_batch_invariant_sums)):
+        pytest.skip("needs Megatron-Core >= 0.20, which orders a token's sum in this mode")
+    options = {**CASES[1].options, "moe_monta_combine_dtype": "fp32"}
+    case = Case(ep=4, num_local_experts=4, topk=9, options=options)
+    pools[4].run(compare_batch_invariant, case, 3)
 
 
 def test_evaluation_without_gradient(pools: Pools, case: Case) -> None:
@@ -277,6 +287,7 @@ def test_a_plan_says_whether_its_experts_are_split(tmp_path: Path) -> None:
 
 def test_every_setting_has_its_line() -> None:
     refused = {unsupported.setting for unsupported in UNSUPPORTED_WITH_OVERLAP}
+    assert OUT_OF_REACH.keys() - refused == {"gtp_weight_remat_size", "gtp_remat_opt_in_modules"}
     assert RUNS.keys() <= RUNS_WITH_OVERLAP.keys() | refused
     assert not RUNS_WITH_OVERLAP.keys() & refused
     for name in RUNS_WITH_OVERLAP.values():
@@ -295,6 +306,11 @@ REFUSED = {
     },
     "moe_router_padding_for_quantization": {"moe_router_padding_for_quantization": True},
     "use_megatron_fsdp": {"use_megatron_fsdp": True},
+    "expert_gtp_weight_remat_size": {
+        "expert_tensor_parallel_size": 2,
+        "expert_tensor_parallel_num_weight_shards": 4,
+    },
+    "moe_use_grouped_tensor": {"moe_use_grouped_tensor": True},
     "use_torch_fsdp2": {"use_torch_fsdp2": True},
     "offload_modules": {
         "fine_grained_activation_offloading": True,
@@ -326,6 +342,9 @@ def test_similar_settings_are_not_refused() -> None:
             fp8_recipe="blockwise",
             fine_grained_activation_offloading=True,
             offload_modules=["attn_norm"],
+            expert_gtp_weight_remat_size=1,
+            expert_tensor_parallel_size=2,
+            expert_tensor_parallel_num_weight_shards=2,
         )
     )
 

@@ -11,18 +11,24 @@ from conftest import Pools
 from layers import (
     Case,
     build_from_spec,
+    calibrate_in_batch_invariant_mode,
     compare,
+    compare_batch_invariant,
     compare_padded_for_quantization,
     compare_steps,
     compare_under_overlap_schedule,
     compare_width,
     compare_without_gradient,
+    knows_batch_invariant_sums,
     nodes_of_tokens,
     options_survive_copies,
+    refusal_in_batch_invariant_mode,
     replay_cuda_graph_attributes,
+    rows_to_choose_from_in_batch_invariant_mode,
 )
 from pool import PoolError
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.integration.dispatcher_type import answer_should_free_input
 from monta_megatron.integration.supported_settings import RUNS, check_supported
 
@@ -96,7 +102,59 @@ def test_tokens_on_few_nodes(pools: Pools) -> None:
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 def test_router_padding(pools: Pools, case: Case, num_chunks: int) -> None:
-    pools[4].run(compare_padded_for_quantization, case, num_chunks)
+    pools[4].run(compare_padded_for_quantization, case, num_chunks, 16)
+    # As Transformer Engine's grouped tensors need it, in bf16 too.
+    case = dataclasses.replace(case, dtype="bfloat16", num_tokens=300)
+    pools[4].run(compare_padded_for_quantization, case, num_chunks, 256)
+
+
+# Chains, and options, that add a token's rows in the order of Megatron's batch-invariant mode.
+ORDERED = {
+    "alltoall": {},
+    "alltoall_allgather": {},
+    "alltoall_dedup": {"moe_monta_combine_dtype": "fp32"},
+}
+# Tokens with two or three experts on most ranks.
+MANY_EXPERTS = Case(ep=4, num_local_experts=4, topk=9)
+
+
+def needs_batch_invariant_sums(pools: Pools) -> None:
+    if not all(pools[4].run(knows_batch_invariant_sums)):
+        pytest.skip("needs Megatron-Core >= 0.20, which orders a token's sum in this mode")
+
+
+def with_chain(chain: str, **options: Any) -> Case:
+    options |= {"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2}
+    return dataclasses.replace(MANY_EXPERTS, options=options)
+
+
+@pytest.mark.parametrize("num_chunks", CHUNKS)
+@pytest.mark.parametrize("chain", ORDERED)
+def test_batch_invariant_sums(pools: Pools, chain: str, num_chunks: int) -> None:
+    needs_batch_invariant_sums(pools)
+    num_chunks = 1 if chain == "alltoall" else num_chunks
+    pools[4].run(compare_batch_invariant, with_chain(chain, **ORDERED[chain]), num_chunks)
+
+
+def test_batch_invariant_sums_with_expert_tensor_parallelism(pools: Pools) -> None:
+    needs_batch_invariant_sums(pools)
+    case = dataclasses.replace(with_chain("alltoall_allgather"), tp=2, ep=2, etp=2, topk=6)
+    pools[4].run(compare_batch_invariant, case, 3)
+
+
+def test_chains_that_add_in_another_order_are_refused_in_batch_invariant_mode(
+    pools: Pools,
+) -> None:
+    needs_batch_invariant_sums(pools)
+    for chain in set(CHAINS) - {"alltoall", "alltoall_allgather"}:
+        for refused in pools[4].run(refusal_in_batch_invariant_mode, with_chain(chain)):
+            assert refused.startswith(f"moe_monta_chain: {chain} cannot run here: batch_invariant")
+    # The planner does not ask them.
+    auto = with_chain("auto")
+    assert (
+        pools[4].run(rows_to_choose_from_in_batch_invariant_mode, auto) == [{"permuted tokens"}] * 4
+    )
+    pools[4].run(calibrate_in_batch_invariant_mode)
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
@@ -116,6 +174,10 @@ def test_token_count_changes_every_step(pools: Pools, case: Case) -> None:
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 def test_cuda_graph_attributes_replay(pools: Pools, case: Case, num_chunks: int) -> None:
     pools[4].run(replay_cuda_graph_attributes, case, num_chunks)
+    # They list attributes of the shared experts.
+    config = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
+    shared = dataclasses.replace(case, config={**config, "moe_shared_expert_gate": True})
+    pools[4].run(replay_cuda_graph_attributes, shared, num_chunks)
 
 
 @pytest.mark.parametrize("num_local_experts", [1, 2])

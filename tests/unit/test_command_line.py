@@ -209,7 +209,7 @@ NEWER = "0.21.0"
 def test_megatron_outside_the_range_is_refused_by_version(parse: Parse) -> None:
     result = parse(MOE, NEWER)
     assert result.returncode == 2, result.stderr
-    assert "version 0.21.0 found, monta-megatron 0.1.0 supports >= 0.16 and < 0.20" in result.stderr
+    assert "version 0.21.0 found, monta-megatron 0.1.0 supports >= 0.16 and < 0.21" in result.stderr
 
 
 def test_megatron_outside_the_range_goes_on_if_asked(parse: Parse) -> None:

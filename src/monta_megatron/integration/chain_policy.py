@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains import Chain
+from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import bytes_of_gb, counted
 from monta_megatron.exchange.groups import nccl_settings
@@ -50,7 +52,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         if incompatibility is not None:
             raise ValueError(f"moe_monta_plan: {incompatibility}")
         num_chunks, reason = options.plan.num_chunks, options.plan.reason
-    check_chain_runs(options, layout)
+    check_chain_runs(options, config, layout)
     if chain is not None and not options.watch_steps:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason=reason)
@@ -78,7 +80,10 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
 
         workload = priced_experts(workload, config, cluster, permuted_only)
     chains = (
-        each for each in chains_for(layout) if each.rows == "permuted tokens" or not permuted_only
+        each
+        for each in chains_for(layout)
+        if each.rows == "permuted tokens"
+        or not (permuted_only or _adds_in_other_order(each, options, config))
     )
     return _planned_policy(
         cluster=cluster,
@@ -95,14 +100,36 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
 _planned_policy = cache(PlannedPolicy)
 
 
-def check_chain_runs(options: Options, layout: Layout) -> None:
+def _adds_in_other_order(chain: Chain, options: Options, config: Any) -> str | None:
+    """Why a chain cannot run in batch-invariant mode; None if it can, or in another mode.
+
+    Megatron's unpermute adds by EP rank, then by expert, in fp32, and rounds once.
+    `alltoall_dedup` adds so, too, where its partial sums travel unrounded.
+    """
+    if chain.rows == "permuted tokens" or not getattr(config, "batch_invariant_mode", False):
+        return None
+    from monta_megatron.integration.permutation import demands_order
+
+    adds_so = chain.name == ALLTOALL_DEDUP.name and options.combine_dtype is not None
+    if adds_so or not demands_order(config):
+        return None
+    return (
+        "batch_invariant_mode wants the rows of a token added by EP rank, then by expert, and "
+        "rounded once; alltoall, alltoall_allgather, and alltoall_dedup with "
+        "moe_monta_combine_dtype fp32 do so"
+    )
+
+
+def check_chain_runs(options: Options, config: Any, layout: Layout) -> None:
     """Check that the chain that the options name, if they do, can run on a layout.
 
     Raises:
         ValueError: it cannot; the message names the option.
     """
     chain = options.named_chain
-    reason = None if chain is None else chain.incompatibility(layout)
+    reason = None
+    if chain is not None:
+        reason = chain.incompatibility(layout) or _adds_in_other_order(chain, options, config)
     if chain is not None and reason is not None:
         option = "moe_monta_chain" if options.plan is None else "moe_monta_plan"
         raise ValueError(f"{option}: {chain.name} cannot run here: {reason}")

@@ -69,7 +69,9 @@ def check_config(config: Any) -> None:
     # What depends on the nodes is checked once they are known.
     one_node = (0,) * (ep_size * etp_size)
     check_chain_runs(
-        options, Layout(ep=ep_size, etp=etp_size, num_local_experts=1, rank=0, nodes=one_node)
+        options,
+        config,
+        Layout(ep=ep_size, etp=etp_size, num_local_experts=1, rank=0, nodes=one_node),
     )
 
 

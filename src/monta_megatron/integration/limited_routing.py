@@ -67,13 +67,18 @@ class LimitedTopk:
         self.layer_number: int | None = None
 
     def get_replay_topk(
-        self, scores: torch.Tensor, topk: int, *_: Any, **__: Any
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, E] scores, with the expert bias -> [T, k] scores and experts, as torch.topk does."""
+        """[T, E] scores, with the expert bias -> [T, k] scores and experts, as Megatron does."""
         for num_places, most in self.limits.items():
             scores = within_best_places(scores, num_places, most)
-        # As Megatron calls it.
-        return torch.topk(scores, k=topk, dim=1, sorted=torch.is_grad_enabled())
+        # Megatron's own: whether it sorts depends on release and mode.
+        return default_compute_topk(scores, topk, num_groups, group_topk)
 
 
 def within_best_places(scores: torch.Tensor, num_places: int, most: int) -> torch.Tensor:

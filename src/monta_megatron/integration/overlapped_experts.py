@@ -39,6 +39,8 @@ RUNS_WITH_OVERLAP = {
     "recompute_granularity='full'": _TESTS + "test_full_recompute",
     "recompute_modules=['moe']": _TESTS + "test_selective_recompute",
     "variable_seq_lengths": _TESTS + "test_token_count_changes_every_step",
+    "packed_seq_params": _TESTS + "test_token_count_changes_every_step",
+    "batch_invariant_mode": _TESTS + "test_batch_invariant_sums",
     "cuda_graph_modules with moe_preprocess": _TESTS + "test_cuda_graph_attributes_replay",
     "moe_grouped_gemm": _TESTS + "test_grouped_experts",
     "moe_apply_probs_on_input": _TESTS + "test_probabilities_on_the_input",
@@ -54,6 +56,18 @@ _EXPERT_MODULES = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
 # With any of these Megatron says which micro-batch is the first of an iteration.
 _QUANTIZES = ("fp8", "fp4", "use_kitchen", "quant_recipe")
+
+
+def _gathers_experts(config: Any) -> bool:
+    # The second is what a user gives; Megatron derives the first from it after our checks.
+    shards = getattr(config, "expert_tensor_parallel_num_weight_shards", None)
+    etp_size = getattr(config, "expert_tensor_parallel_size", None) or (
+        getattr(config, "tensor_model_parallel_size", None) or 1
+    )
+    return (getattr(config, "expert_gtp_weight_remat_size", None) or 1) > 1 or (
+        shards is not None and shards > etp_size
+    )
+
 
 # Besides `supported_settings.UNSUPPORTED`.
 UNSUPPORTED_WITH_OVERLAP = (
@@ -96,6 +110,18 @@ UNSUPPORTED_WITH_OVERLAP = (
         "use_megatron_fsdp",
         lambda config: getattr(config, "use_megatron_fsdp", False),
         _FREES_WEIGHTS,
+    ),
+    Unsupported(
+        "expert_gtp_weight_remat_size",
+        _gathers_experts,
+        "ranks gather an expert's weights in each call together, but may have other numbers of "
+        "chunks, and would wait for each other for ever",
+    ),
+    Unsupported(
+        "moe_use_grouped_tensor",
+        lambda config: getattr(config, "moe_use_grouped_tensor", False),
+        "every chunk would be padded to 256 rows for each expert, which neither the planner's "
+        "prices nor its memory count",
     ),
     Unsupported(
         "use_torch_fsdp2",

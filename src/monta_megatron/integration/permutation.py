@@ -1,11 +1,16 @@
 """Megatron's permutation of tokens, and back, for a calibration, which times it.
 
+In batch-invariant mode (since 0.20) `unpermute` adds a token's rows by EP rank, then by expert, and
+finds them by a map that `permute` returns where it is asked to.
+
 Notation: T = tokens, E = experts, H = hidden size.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe import moe_utils
 
 from monta_megatron.chains.calibration_tasks import NUM_EXPERTS, TOPK, Point
@@ -21,8 +26,18 @@ def permute(point: Point, device: torch.device) -> Callable[[], object]:
 def unpermute(point: Point, device: torch.device) -> Callable[[], object]:
     """Sums the copies of every token: the way back to [T, H]."""
     tokens, on_device = _tokens(point, device)
-    rows, _, indices, *_ = _permute(tokens, on_device)
-    return lambda: moe_utils.unpermute(rows, indices, tokens.shape)
+    rows, _, indices, *more = _permute(tokens, on_device)
+    given: dict[str, Any] = {}
+    if _is_batch_invariant_here():
+        # Of this map it takes the width alone, which has to be a multiple of the EP ranks.
+        wide = on_device.new_empty(0, NUM_EXPERTS * dist.get_world_size())
+        given = {"routing_map": wide, "batch_invariant_inverse_map": more[0]}
+    return lambda: moe_utils.unpermute(rows, indices, tokens.shape, **given)
+
+
+def demands_order(config: Any) -> bool:
+    """Whether Megatron adds a token's rows in the order of its batch-invariant mode."""
+    return bool(getattr(config, "batch_invariant_mode", False)) and _KNOWS_ORDER
 
 
 PERMUTATION = {"permute": permute, "unpermute": unpermute}
@@ -34,7 +49,16 @@ def _tokens(point: Point, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def _permute(tokens: torch.Tensor, on_device: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    asked = {"return_batch_invariant_inverse_map": True} if _is_batch_invariant_here() else {}
     permuted: tuple[torch.Tensor, ...] = moe_utils.permute(
-        tokens, on_device, num_out_tokens=len(tokens) * TOPK
+        tokens, on_device, num_out_tokens=len(tokens) * TOPK, **asked
     )
     return permuted
+
+
+_KNOWS_ORDER = hasattr(moe_utils, "is_batch_invariant_mode_enabled")
+
+
+def _is_batch_invariant_here() -> bool:
+    """Whether the process is in the mode, by which `unpermute` goes."""
+    return _KNOWS_ORDER and moe_utils.is_batch_invariant_mode_enabled()

@@ -23,6 +23,7 @@ from monta_megatron.exchange.count_table import ExchangeCounts
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import capacity_of
+from monta_megatron.integration.permutation import demands_order
 
 _PERMUTES_ONCE = "moe_permute_fusion"
 _HAS_NO_TOKENS = "overlap_moe_expert_parallel_comm, or moe_preprocess in cuda_graph_modules"
@@ -46,15 +47,20 @@ class PermutedTokens:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Permute: [T, H] and [T, E] -> [N, H] in expert order and [N]."""
         dispatcher.hidden_shape_before_permute = tokens.shape
+        by_map = demands_order(dispatcher.config)
         with dispatcher.monitor.timed_copies(tokens.device):
-            rows, row_probs, permutation, *_ = stock.permute(
+            asked = {"return_batch_invariant_inverse_map": True} if by_map else {}
+            rows, row_probs, permutation, *more = stock.permute(
                 tokens,
                 dispatcher.routing_map,
                 probs=probs,
                 num_out_tokens=dispatcher.num_out_tokens,
                 fused=dispatcher.config.moe_permute_fusion,
                 drop_and_pad=dispatcher.drop_and_pad,
+                **asked,
             )
+        if by_map:
+            dispatcher.batch_invariant_inverse_permutation_mapping = more[0]
         dispatcher.reversed_local_input_permutation_mapping = permutation
         return rows, row_probs
 

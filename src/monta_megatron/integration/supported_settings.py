@@ -1,10 +1,12 @@
 """The Megatron settings that change what a dispatcher has to do, and whether ours does it.
 
-Every such setting is listed, either with the test that shows that it works or with the reason why
-it is an error when the configuration is made, so that none is dropped unnoticed.
+Every such setting is listed, with the test that shows that it works, with the reason why there is
+nothing to do, or with the reason why it is an error when the configuration is made, so that none is
+dropped unnoticed.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 _TESTS = "tests/dist/test_supported_settings.py::"
@@ -24,6 +26,24 @@ RUNS = {
     "cuda_graph_modules with moe_preprocess": _TESTS + "test_cuda_graph_attributes_replay",
     "overlap_moe_expert_parallel_comm": _TESTS + "test_overlap_schedule",
     "delay_wgrad_compute": _TESTS + "test_overlap_schedule",
+    # With Transformer Engine's grouped tensors the router pads to 256 rows, in bf16 too.
+    "moe_use_grouped_tensor": _TESTS + "test_router_padding",
+    # What a dispatcher gets of packed sequences (THD) is another number of tokens, [T, 1, H].
+    "packed_seq_params": _TESTS + "test_token_count_changes_every_step",
+    "batch_invariant_mode": _TESTS + "test_batch_invariant_sums",
+}
+
+# Setting -> why it does not reach a dispatcher. Nothing can run it on CPU ranks: it needs
+# Transformer Engine or CUDA.
+OUT_OF_REACH = {
+    "gtp_weight_remat_size": "gathers weights of other modules; ranks with shards of one weight "
+    "are in exchanges of their own",
+    "expert_gtp_weight_remat_size": "gathers the experts' weights once for each call of them, "
+    "which every rank makes once for a micro-batch, whatever its chain and chunks",
+    "gtp_remat_opt_in_modules": "gathers weights of the latent projections, before and behind "
+    "the six phases",
+    "use_megatron_fsdp": "gathers and frees weights, of which a dispatcher has none, around calls "
+    "of modules; the 1F1B overlap schedule makes these calls in the order that it has with stock",
 }
 
 
@@ -55,12 +75,27 @@ def _graphs_whole_exchange(config: Any) -> bool:
     return whole or not names
 
 
+def _is_quantized(name: str, config: Any) -> bool:
+    return getattr(config, name, "bf16") != "bf16"
+
+
 UNSUPPORTED = (
     Unsupported(
         "cuda_graph_impl",
         _graphs_whole_exchange,
         "it would capture the exchange of a whole MoE layer, which has not been tested on a GPU; "
         "name the modules to capture in cuda_graph_modules and leave 'moe' out",
+    ),
+    *(
+        Unsupported(
+            name,
+            partial(_is_quantized, name),
+            f"it quantizes what the NCCL EP backend of the flex dispatcher sends; {instead}",
+        )
+        for name, instead in (
+            ("moe_dispatch_fwd_dtype", "moe_monta_wire_dtype sends tokens in eight bits here"),
+            ("moe_combine_bwd_dtype", "moe_monta_wire_backward sends gradients in eight bits here"),
+        )
     ),
     Unsupported(
         "overlap_dispatch_backward_with_experts_wgrad",

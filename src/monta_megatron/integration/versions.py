@@ -4,7 +4,7 @@ import os
 import re
 
 # The first release that is supported, and the first one after it that is not.
-SUPPORTED = ((0, 16), (0, 20))
+SUPPORTED = ((0, 16), (0, 21))
 OVERRIDE_VARIABLE = "MONTA_ALLOW_ANY_MEGATRON"
 
 
