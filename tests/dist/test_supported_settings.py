@@ -30,7 +30,12 @@ from pool import PoolError
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.integration.dispatcher_type import answer_should_free_input
-from monta_megatron.integration.supported_settings import RUNS, check_supported
+from monta_megatron.integration.supported_settings import (
+    OUT_OF_REACH,
+    RUNS,
+    UNSUPPORTED,
+    check_supported,
+)
 
 pytestmark = pytest.mark.old_end
 
@@ -260,6 +265,19 @@ def test_the_overlap_schedule_frees_no_experts_input(low_precision: dict[str, An
 def test_cuda_graphs_that_would_capture_the_exchange_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cuda_graph_impl: not supported"):
         check_supported(SimpleNamespace(**settings))
+
+
+@pytest.mark.parametrize("setting", ["moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"])
+def test_eight_bits_of_another_dispatcher_are_refused(setting: str) -> None:
+    check_supported(SimpleNamespace(**{setting: "bf16"}))
+    with pytest.raises(ValueError, match=f"^{setting}: not supported with .* moe_monta_wire_"):
+        check_supported(SimpleNamespace(**{setting: "mxfp8"}))
+
+
+def test_a_setting_has_one_line() -> None:
+    refused = {unsupported.setting for unsupported in UNSUPPORTED}
+    assert len(RUNS | OUT_OF_REACH) == len(RUNS) + len(OUT_OF_REACH)
+    assert not refused & (RUNS | OUT_OF_REACH).keys()
 
 
 def test_other_cuda_graphs_are_not_refused() -> None:

@@ -1,0 +1,91 @@
+"""Megatron's batch-invariant mode (0.20) with what an older release lacks put in its place.
+
+`tests/dist/test_supported_settings.py` compares the sums where the mode is there.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.transformer.moe import token_dispatcher as stock
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.layout import Layout
+from monta_megatron.integration import permutation
+from monta_megatron.integration.chain_policy import check_chain_runs, policy_for
+from monta_megatron.integration.options import Options
+from monta_megatron.integration.strategies import STRATEGIES
+
+LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
+
+
+@pytest.fixture(autouse=True)
+def order() -> Any:
+    with mock.patch.object(permutation, "_KNOWS_ORDER", True):
+        yield
+
+
+def config_of(**options: Any) -> SimpleNamespace:
+    given = {f"moe_monta_{name}": value for name, value in options.items()}
+    return SimpleNamespace(
+        batch_invariant_mode=True,
+        params_dtype=torch.bfloat16,
+        hidden_size=64,
+        num_moe_experts=8,
+        moe_router_topk=4,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+        **given,
+    )
+
+
+def problem(**options: Any) -> str:
+    config = config_of(**options)
+    try:
+        check_chain_runs(Options.of(config), config, LAYOUT)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_chains_that_add_in_another_order_are_refused() -> None:
+    said = {chain: problem(chain=chain) for chain in CHAINS}
+    assert [chain for chain in CHAINS if not said[chain]] == ["alltoall", "alltoall_allgather"]
+    for chain, line in said.items():
+        assert not line or line.startswith(f"moe_monta_chain: {chain} cannot run here: batch_inv")
+    assert not problem(chain="alltoall_dedup", combine_dtype="fp32")
+    assert problem(chain="hierarchical_alltoall", combine_dtype="fp32")
+
+
+def test_an_older_megatron_demands_no_order() -> None:
+    with mock.patch.object(permutation, "_KNOWS_ORDER", False):
+        assert not problem(chain="hierarchical_alltoall")
+
+
+@pytest.mark.parametrize("combine_dtype", [None, "fp32"])
+def test_auto_chooses_among_chains_that_add_in_order(combine_dtype: str | None) -> None:
+    config = config_of(combine_dtype=combine_dtype)
+    policy = policy_for(Options.of(config), config, LAYOUT, permuted_only=False)
+    names = {chain.name for chain in policy.chains}
+    assert names - {"alltoall", "alltoall_allgather"} == (
+        set() if combine_dtype is None else {"alltoall_dedup"}
+    )
+
+
+def test_the_map_of_permute_is_kept_for_unpermute() -> None:
+    tokens, inverse_map = torch.ones(3, 2), torch.zeros(2, 3, 1, dtype=torch.long)
+    dispatcher = SimpleNamespace(
+        config=SimpleNamespace(batch_invariant_mode=True, moe_permute_fusion=False),
+        monitor=SimpleNamespace(timed_copies=lambda device: nullcontext()),
+        routing_map=torch.ones(3, 1, dtype=torch.bool),
+        num_out_tokens=3,
+        drop_and_pad=False,
+    )
+    answer = (tokens, tokens[:, 0], torch.arange(3), inverse_map, None)
+    with mock.patch.object(stock, "permute", return_value=answer) as permute:
+        STRATEGIES["permuted tokens"].enter(dispatcher, tokens, torch.ones(3, 1))
+    assert permute.call_args.kwargs["return_batch_invariant_inverse_map"] is True
+    assert dispatcher.batch_invariant_inverse_permutation_mapping is inverse_map
