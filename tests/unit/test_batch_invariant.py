@@ -14,17 +14,16 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
-from monta_megatron.integration import permutation
+from monta_megatron.integration import strategies
 from monta_megatron.integration.chain_policy import check_chain_runs, policy_for
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.strategies import STRATEGIES
 
 LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
 
 
 @pytest.fixture(autouse=True)
 def order() -> Any:
-    with mock.patch.object(permutation, "_KNOWS_ORDER", True):
+    with mock.patch.object(strategies, "KNOWS_ORDER", True):
         yield
 
 
@@ -61,7 +60,7 @@ def test_chains_that_add_in_another_order_are_refused() -> None:
 
 
 def test_an_older_megatron_demands_no_order() -> None:
-    with mock.patch.object(permutation, "_KNOWS_ORDER", False):
+    with mock.patch.object(strategies, "KNOWS_ORDER", False):
         assert not problem(chain="hierarchical_alltoall")
 
 
@@ -86,6 +85,6 @@ def test_the_map_of_permute_is_kept_for_unpermute() -> None:
     )
     answer = (tokens, tokens[:, 0], torch.arange(3), inverse_map, None)
     with mock.patch.object(stock, "permute", return_value=answer) as permute:
-        STRATEGIES["permuted tokens"].enter(dispatcher, tokens, torch.ones(3, 1))
+        strategies.STRATEGIES["permuted tokens"].enter(dispatcher, tokens, torch.ones(3, 1))
     assert permute.call_args.kwargs["return_batch_invariant_inverse_map"] is True
     assert dispatcher.batch_invariant_inverse_permutation_mapping is inverse_map

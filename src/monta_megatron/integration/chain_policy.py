@@ -108,7 +108,7 @@ def _adds_in_other_order(chain: Chain, options: Options, config: Any) -> str | N
     """
     if chain.rows == "permuted tokens" or not getattr(config, "batch_invariant_mode", False):
         return None
-    from monta_megatron.integration.permutation import demands_order
+    from monta_megatron.integration.strategies import demands_order
 
     adds_so = chain.name == ALLTOALL_DEDUP.name and options.combine_dtype is not None
     if adds_so or not demands_order(config):

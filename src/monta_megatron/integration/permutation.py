@@ -1,8 +1,5 @@
 """Megatron's permutation of tokens, and back, for a calibration, which times it.
 
-In batch-invariant mode (since 0.20) `unpermute` adds a token's rows by EP rank, then by expert, and
-finds them by a map that `permute` returns where it is asked to.
-
 Notation: T = tokens, E = experts, H = hidden size.
 """
 
@@ -15,6 +12,7 @@ from megatron.core.transformer.moe import moe_utils
 
 from monta_megatron.chains.calibration_tasks import NUM_EXPERTS, TOPK, Point
 from monta_megatron.exchange.calibration.operations import routing_map, rows_of
+from monta_megatron.integration.strategies import KNOWS_ORDER
 
 
 def permute(point: Point, device: torch.device) -> Callable[[], object]:
@@ -35,11 +33,6 @@ def unpermute(point: Point, device: torch.device) -> Callable[[], object]:
     return lambda: moe_utils.unpermute(rows, indices, tokens.shape, **given)
 
 
-def demands_order(config: Any) -> bool:
-    """Whether Megatron adds a token's rows in the order of its batch-invariant mode."""
-    return bool(getattr(config, "batch_invariant_mode", False)) and _KNOWS_ORDER
-
-
 PERMUTATION = {"permute": permute, "unpermute": unpermute}
 
 
@@ -56,9 +49,6 @@ def _permute(tokens: torch.Tensor, on_device: torch.Tensor) -> tuple[torch.Tenso
     return permuted
 
 
-_KNOWS_ORDER = hasattr(moe_utils, "is_batch_invariant_mode_enabled")
-
-
 def _is_batch_invariant_here() -> bool:
     """Whether the process is in the mode, by which `unpermute` goes."""
-    return _KNOWS_ORDER and moe_utils.is_batch_invariant_mode_enabled()
+    return KNOWS_ORDER and moe_utils.is_batch_invariant_mode_enabled()

@@ -16,6 +16,7 @@ W = most experts of any token.
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.chains import TokenCounts
@@ -23,7 +24,15 @@ from monta_megatron.exchange.count_table import ExchangeCounts
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import capacity_of
-from monta_megatron.integration.permutation import demands_order
+
+# In batch-invariant mode (since 0.20) Megatron's unpermute adds a token's rows by EP rank, then by
+# expert, and finds them by a map that permute returns where it is asked to.
+KNOWS_ORDER = hasattr(moe_utils, "is_batch_invariant_mode_enabled")
+
+
+def demands_order(config: Any) -> bool:
+    """Whether Megatron adds a token's rows in the order of its batch-invariant mode."""
+    return bool(getattr(config, "batch_invariant_mode", False)) and KNOWS_ORDER
 
 _PERMUTES_ONCE = "moe_permute_fusion"
 _HAS_NO_TOKENS = "overlap_moe_expert_parallel_comm, or moe_preprocess in cuda_graph_modules"
