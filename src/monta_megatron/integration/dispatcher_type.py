@@ -42,6 +42,12 @@ COMPARISONS = (
         "the stock dispatcher that it builds is replaced by ours before anyone uses it",
     ),
     Comparison(
+        "megatron.core.transformer.moe.moe_layer",
+        "MoELayer._setup_inference_mode",
+        "alltoall",
+        "part of the constructor above (0.17)",
+    ),
+    Comparison(
         "megatron.core.models.common.utils",
         "should_free_input",
         "answered",
