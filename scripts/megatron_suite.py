@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8, help="what the tests are written for")
     parser.add_argument("--files", nargs="+", metavar="FILE", help="of the suite; all unless given")
     parser.add_argument(
-        "--tests-per-round", type=int, default=30, help="every Gloo group of a round keeps threads"
+        "--tests-per-round", type=int, default=16, help="every Gloo group of a round keeps threads"
     )
     parser.add_argument(
         "--limit-s", type=float, default=300.0, help="seconds in which the next test has to end"
@@ -191,9 +191,11 @@ class Run:
         return outcomes, end if end < len(tests) else None
 
     def _wait(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        """Wait until all ranks have ended, or no test has for too long; then end them."""
+        """Wait until all ranks are done, or no test has ended for too long; then end them."""
         seen, deadline = -1, time.monotonic() + self._limit_s
         while process.poll() is None and time.monotonic() < deadline:
+            if len(list(folder.glob("*.done"))) == self._ranks:
+                break
             size = sum(path.stat().st_size for path in folder.glob("*.jsonl"))
             if size != seen:
                 seen, deadline = size, time.monotonic() + self._limit_s
@@ -256,6 +258,7 @@ def fork_ranks() -> None:
 def run_tests(rank: int) -> None:
     """Body of one rank: run the tests of this round with pytest, and note how each phase ends."""
     import pytest
+    import torch
 
     class Notes:
         def __init__(self) -> None:
@@ -265,6 +268,11 @@ def run_tests(rank: int) -> None:
             self._note(test="", tests=[item.nodeid for item in items])
             first, number = (int(os.environ[f"SUITE_{name}"]) for name in ("FIRST", "NUM_TESTS"))
             items[:] = items[first : first + number]
+
+        def pytest_runtest_teardown(self, nextitem: Any) -> None:
+            if nextitem is None:
+                # Destroying groups takes a minute, with the threads of this many.
+                torch.distributed.destroy_process_group = lambda *_: None
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             crash = getattr(report.longrepr, "reprcrash", None)
@@ -284,6 +292,8 @@ def run_tests(rank: int) -> None:
     # Its signals do not reach a rank that waits in a collective.
     options = ["-q", "--tb=short", "-p", "no:timeout", "-p", "no:cacheprovider", "--rootdir=."]
     pytest.main([*options, os.environ["SUITE_FILE"]], plugins=[Notes()])
+    Path(os.environ["SUITE_FOLDER"], f"rank{rank}.done").touch()
+    signal.pause()
 
 
 if __name__ == "__main__":

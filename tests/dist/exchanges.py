@@ -9,11 +9,11 @@ Notation: S = ranks of the exchange, T = tokens of a rank, H = hidden size, E = 
 experts, W = length of the lists, N = pairs or expert rows, C = chunks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -32,6 +32,8 @@ from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import Streams
 from monta_megatron.exchange.wire import dequantize, quantize
+
+C = TypeVar("C")
 
 ROUTINGS = (
     "uniform",
@@ -444,7 +446,12 @@ def rounding_bound(case: Case, result: torch.Tensor, magnitude: torch.Tensor) ->
 
 
 def check_many(cases: list[Case]) -> list[tuple[int, str]]:
-    """`check` for many cases in one call: the position of each case that failed, and how.
+    """`check` for many cases in one call: the position of each case that failed, and how."""
+    return each_checked(check, cases)
+
+
+def each_checked(check: Callable[[C], list[str]], cases: list[C]) -> list[tuple[int, str]]:
+    """What `check` finds: the position of each case that failed, and how.
 
     A failed comparison does not end the batch: it comes after all collectives of its case.
     """

@@ -50,6 +50,8 @@ class Pool:
             environment = {
                 **os.environ,
                 "MONTA_CPU_RANKS": "1" if backend == "gloo" else "0",
+                # For the test that launches Triton's kernels on CPU ranks.
+                "TRITON_INTERPRET": "1" if backend == "gloo" else "0",
                 "OMP_NUM_THREADS": "1",
                 "PYTHONWARNINGS": "ignore",
                 "WORLD_SIZE": str(world_size),

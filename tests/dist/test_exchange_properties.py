@@ -7,7 +7,7 @@ case. `scripts/property_tests.py` runs more of them, or one of them alone.
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from pool import Pool, PoolError
 
 from monta_megatron.chains import CHAINS
+
+C = TypeVar("C")
 
 # (ep, etp, ranks per node) by world size. On 8 ranks the exchanges of 4 are two, side by side.
 # Fixed, so that every process group is made once.
@@ -106,17 +108,7 @@ def run_properties(pool: Pool, num_cases: int, seed: int) -> None:
         fresh = [case for case in dict.fromkeys(drawn) if case not in done]
         if failures or not fresh:
             return
-        try:
-            results = pool.run(check_many, fresh)
-        except PoolError as error:
-            failures.append(str(error))
-            return
-        lines: dict[int, list[str]] = {}
-        for position, line in sorted({each for result in results for each in result}):
-            lines.setdefault(position, []).append(line)
-        for position, found in lines.items():
-            case = fresh[position]
-            failures.append("\n    ".join([repr(case), *found, command(pool.world_size, case)]))
+        failures.extend(failures_of(pool, check_many, fresh))
         done.update(fresh)
 
     # As often as it takes until so many different ones have run.
@@ -135,16 +127,40 @@ def run_properties(pool: Pool, num_cases: int, seed: int) -> None:
     assert not failures, "\n".join([f"after {len(done)} cases:", *failures[:10]])
 
 
-def command(world_size: int, case: Case) -> str:
+def failures_of(
+    pool: Pool, check_many: Callable[[list[C]], list[tuple[int, str]]], cases: list[C]
+) -> list[str]:
+    """The cases of a batch that fail: their parameters, what differed, and how to run each alone.
+
+    Args:
+        pool: the ranks.
+        check_many: what they run; the position of each case that fails, and how.
+        cases: what it takes.
+    """
+    try:
+        results = pool.run(check_many, cases)
+    except PoolError as error:
+        return [str(error)]
+    lines: dict[int, list[str]] = {}
+    for position, line in sorted({each for result in results for each in result}):
+        lines.setdefault(position, []).append(line)
+    return [
+        "\n    ".join([repr(cases[position]), *found, command(pool.world_size, cases[position])])
+        for position, found in lines.items()
+    ]
+
+
+def command(world_size: int, case: Any) -> str:
     """The command that runs one case alone."""
     text = json.dumps(dataclasses.asdict(case))
-    return f"scripts/property_tests.py --world-size {world_size} --case '{text}'"
+    against = "" if isinstance(case, Case) else " --against stock"
+    return f"scripts/property_tests.py{against} --world-size {world_size} --case '{text}'"
 
 
-def case_from(text: str) -> Case:
+def case_from(kind: type[C], text: str) -> C:
     """The case that `command` wrote."""
     fields = json.loads(text)
-    return Case(**{**fields, "tokens": tuple(fields["tokens"])})
+    return kind(**{**fields, "tokens": tuple(fields["tokens"])})
 
 
 @pytest.mark.timeout(900)
@@ -155,7 +171,7 @@ def test_every_chain_gives_what_the_reference_gives(pools: Pools, world_size: in
 
 def test_a_case_survives_its_command_line() -> None:
     case = Case(chain="alltoall", tokens=(3, 0, 1, 7), routing="capacity", seed=5)
-    assert case_from(command(4, case).split("'")[1]) == case
+    assert case_from(Case, command(4, case).split("'")[1]) == case
 
 
 def test_a_wrong_row_is_reported_with_its_case(pools: Pools) -> None:

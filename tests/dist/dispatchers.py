@@ -1,0 +1,391 @@
+"""Functions that run on the ranks of a pool: the dispatcher, on any routing map, against stock's.
+
+All six phases run, with experts that compute each value of a row by itself. So a rank knows the
+terms of its tokens' sums, which bound what their order may change.
+
+Notation: T = tokens of this rank, W = width of a row, E = experts, L = local experts, N = rows for
+them.
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import exchanges
+import layers
+import torch
+import torch.distributed as dist
+from equal import difference
+
+# Of a dispatcher that may change its chain, see `Case.mode`.
+STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A dispatcher, and the micro-batches that go through it.
+
+    `chain` may be "auto", with the step of an optimizer after each micro-batch; `mode` is then
+    "planned", "tuned" or "watched". Rank r has `tokens[r + step]` tokens, cyclically. `routing` is
+    as in `exchanges.Case`, or "no_expert" (no token has any), "empty_rank" (none of a rank's has),
+    or "router": Megatron's, under the limit. `capacity`: "" for none; "drop" counts what a router
+    has dropped, "pad" fills the experts up. `wire`: "dispatch" or "both" ways in eight bits.
+    `limit`: places of which a token may use one, "nodes" or "ranks". `flat` rows are [T, W], not
+    [T, 1, W]; `strided` ones have gaps between them. `fused` is Triton's interpreter, `pipelined`
+    the experts inside the pipeline, `checked` the check of the first use.
+    """
+
+    chain: str
+    ep: int = 4
+    etp: int = 1
+    ranks_per_node: int = 2
+    num_local_experts: int = 2
+    topk: int = 2
+    tokens: tuple[int, ...] = (8, 8, 8, 8)
+    width: int = 8
+    dtype: str = "float32"
+    probs_dtype: str = "float32"
+    routing: str = "uniform"
+    capacity: str = ""
+    num_chunks: int = 1
+    num_steps: int = 1
+    mode: str = "planned"
+    wire: str = ""
+    keeps_sums: bool = False
+    pipelined: bool = False
+    limit: str = ""
+    fused: bool = False
+    flat: bool = False
+    strided: bool = False
+    is_training: bool = True
+    checked: bool = False
+    seed: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.ep * self.num_local_experts
+
+    @property
+    def layer(self) -> layers.Case:
+        """The layer whose dispatcher it is."""
+        router_dtypes = {"float32": "fp32", "float64": "fp64"}
+        config: dict[str, Any] = {"moe_router_dtype": router_dtypes.get(self.probs_dtype)}
+        if self.capacity:
+            config["moe_expert_capacity_factor"] = 1.0
+            config["moe_pad_expert_input_to_capacity"] = self.capacity == "pad"
+        options = {
+            "chain": self.chain,
+            "ranks_per_node": self.ranks_per_node,
+            "num_chunks": None if self.chain == "auto" else self.num_chunks,
+            "tune_steps": STEPS if self.mode == "tuned" else 0,
+            "watch_steps": STEPS if self.mode == "watched" else 0,
+            "wire_dtype": "fp8" if self.wire else None,
+            "wire_backward": True if self.wire == "both" else None,
+            "combine_dtype": "fp32" if self.keeps_sums else None,
+            "overlap_experts": self.pipelined or None,
+            "max_nodes_per_token": 1 if self.limit == "nodes" else None,
+            "max_ranks_per_token": 1 if self.limit == "ranks" else None,
+            "check": int(self.checked),
+        }
+        return layers.Case(
+            ep=self.ep,
+            etp=self.etp,
+            num_local_experts=self.num_local_experts,
+            topk=self.topk,
+            # Of the router, and of experts that are not run.
+            hidden=8,
+            dtype=self.dtype,
+            config=config,
+            options={f"moe_monta_{name}": value for name, value in options.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A micro-batch of this rank.
+
+    Attributes:
+        tokens: [T, W].
+        routing_map: [T, E] bool.
+        probs: [T, E], 0 outside of the map.
+        gradient: [T, W], of the output.
+    """
+
+    tokens: torch.Tensor
+    routing_map: torch.Tensor
+    probs: torch.Tensor
+    gradient: torch.Tensor
+
+    def arrived(self, wire: str) -> "Batch":
+        """The same in eight bits, where rows travel so."""
+        travelled = exchanges.travelled
+        return Batch(
+            tokens=travelled(self.tokens) if wire else self.tokens,
+            routing_map=self.routing_map,
+            probs=self.probs,
+            gradient=travelled(self.gradient) if wire == "both" else self.gradient,
+        )
+
+
+def make_batch(case: Case, step: int, layer: Any) -> Batch:
+    """What this rank has in a step; `layer` has the router."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(1009 * case.seed + 101 * step + rank)
+    num_tokens = case.tokens[(rank + step) % len(case.tokens)]
+
+    def normal(width: int, dtype: str) -> torch.Tensor:
+        values = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64)
+        return values.to(getattr(torch, dtype))
+
+    if case.routing == "router":
+        with torch.no_grad():
+            _, routing_map = layer.router(normal(8, case.dtype).unsqueeze(1))
+    else:
+        routing = exchanges.Case(
+            chain=case.chain,
+            ep=case.ep,
+            num_local_experts=case.num_local_experts,
+            topk=case.topk,
+            routing=case.routing if case.routing in exchanges.ROUTINGS else "uniform",
+        )
+        routing_map = exchanges.make_routing(routing, num_tokens, generator)
+    empty = case.seed % dist.get_world_size()
+    if case.routing == "no_expert" or (case.routing == "empty_rank" and rank == empty):
+        routing_map = torch.zeros_like(routing_map)
+    return Batch(
+        tokens=normal(case.width, case.dtype),
+        routing_map=routing_map,
+        probs=normal(case.num_experts, case.probs_dtype) * routing_map,
+        gradient=normal(case.width, case.dtype),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """What a dispatcher gave; None where it did not, as rows at experts inside the pipeline.
+
+    Attributes:
+        rows, probs, tokens_per_expert: [N, W], [N] and [L] at the experts.
+        expert_gradient: [N, W], of what the experts handed back.
+        output: [T, W].
+        token_gradient, prob_gradient: [T, W] and [T, E].
+    """
+
+    rows: torch.Tensor | None
+    probs: torch.Tensor | None
+    tokens_per_expert: torch.Tensor | None
+    expert_gradient: torch.Tensor | None
+    output: torch.Tensor
+    token_gradient: torch.Tensor | None
+    prob_gradient: torch.Tensor | None
+
+
+# By their names in `Passes`.
+SUMS = ("output", "token_gradient", "prob_gradient")
+
+
+def factors_of(experts: torch.Tensor, etp_rank: int) -> torch.Tensor:
+    """What each expert multiplies rows by: exact in any dtype."""
+    return 1 + (3 * experts + etp_rank) % 4 / 4
+
+
+def compute(rows: torch.Tensor, factors: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Run experts: [N, W], [N], [N] -> [N, W], value by value."""
+    outputs = rows * factors.to(rows.dtype)[:, None] + rows * rows / 2
+    return (outputs * probs[:, None]).to(rows.dtype)
+
+
+def run_phases(case: Case, dispatcher: Any, batch: Batch) -> Passes:
+    """All six phases and, in training, their backward passes."""
+    num_tokens = len(batch.tokens)
+    shape = (num_tokens, case.width) if case.flat else (num_tokens, 1, case.width)
+
+    def given(rows: torch.Tensor) -> torch.Tensor:
+        """[T, W] -> `shape`."""
+        if case.strided:
+            gaps = torch.full_like(rows, torch.nan)
+            rows = torch.cat([rows, gaps], dim=1)[:, : case.width]
+        return rows if case.flat else rows.unsqueeze(1)
+
+    seen: list[tuple[torch.Tensor, ...]] = []
+    gradients: list[torch.Tensor] = []
+    local_experts = torch.tensor(dispatcher.local_expert_indices)
+
+    def experts(
+        rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        tokens_per_expert = torch.as_tensor(tokens_per_expert)
+        seen.append((rows.detach().clone(), probs.detach().clone(), tokens_per_expert.clone()))
+        factors = factors_of(local_experts, dispatcher.tp_rank)
+        outputs = compute(rows, factors.repeat_interleave(tokens_per_expert), probs)
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: gradients.append(gradient.clone()))
+        return outputs
+
+    tokens, probs = batch.tokens.clone().requires_grad_(), batch.probs.clone().requires_grad_()
+    with torch.set_grad_enabled(case.is_training):
+        entered = dispatcher.dispatch_preprocess(given(tokens), batch.routing_map.clone(), probs)
+        sent = dispatcher.token_dispatch(*entered)
+        if in_pipeline := getattr(dispatcher, "computes", False):
+            computed = dispatcher.compute(experts, *sent)
+        else:
+            at_experts = experts(*dispatcher.dispatch_postprocess(*sent))
+            computed = dispatcher.combine_preprocess(at_experts)
+        output = dispatcher.combine_postprocess(dispatcher.token_combine(computed))
+    assert output.shape == shape, f"an output of {tuple(output.shape)} for {shape}"
+    if case.is_training:
+        torch.autograd.backward(output, given(batch.gradient))
+    rows_seen, probs_seen, counts_seen = (None,) * 3 if in_pipeline else seen[0]
+    return Passes(
+        rows=rows_seen,
+        probs=probs_seen,
+        tokens_per_expert=counts_seen,
+        expert_gradient=None if in_pipeline or not case.is_training else gradients[0],
+        output=output.detach().reshape(num_tokens, case.width),
+        token_gradient=tokens.grad,
+        prob_gradient=probs.grad,
+    )
+
+
+def bounds_of(case: Case, batch: Batch) -> dict[str, torch.Tensor]:
+    """How far two sums of the same terms may be apart, in other orders; by name, in fp64.
+
+    Every partial sum is at most the sum of the terms' absolute values, and a rounding moves it by
+    at most half an eps. Stock adds in the rows' dtype, over ETP ranks and then over experts; ours
+    round to it 4 times at most and add in at least fp32. A probability's gradient is a sum over ETP
+    ranks.
+    """
+    pairs = batch.routing_map
+    if case.capacity == "pad":
+        from monta_megatron.integration.strategies import fill_to_capacity
+
+        layers.initialize(case.layer)
+        config = layers.transformer_config(case.layer, "alltoall")
+        # [T, 2E] -> [T, E]
+        pairs = fill_to_capacity(pairs, config).unflatten(1, (case.num_experts, 2)).any(dim=2)
+    token, expert = pairs.nonzero(as_tuple=True)
+    magnitudes = {
+        name: torch.zeros(like.shape, dtype=torch.float64)
+        for name, like in zip(SUMS, (batch.tokens, batch.tokens, batch.probs), strict=True)
+    }
+    for etp_rank in range(case.etp):
+        rows = batch.tokens[token].requires_grad_()
+        probs = batch.probs[token, expert].requires_grad_()
+        outputs = compute(rows, factors_of(expert, etp_rank), probs)
+        torch.autograd.backward(outputs, batch.gradient[token])
+        assert rows.grad is not None and probs.grad is not None
+        for name, terms in (("output", outputs.detach()), ("token_gradient", rows.grad)):
+            magnitudes[name].index_add_(0, token, terms.double().abs())
+        magnitudes["prob_gradient"][token, expert] += probs.grad.double().abs()
+    # [T, 1], and one number for probabilities.
+    num_terms = case.etp * pairs.sum(dim=1, keepdim=True)
+    roundings = dict.fromkeys(SUMS[:2], num_terms + 6) | {"prob_gradient": 2 * case.etp + 2}
+    bounds = {}
+    for name, magnitude in magnitudes.items():
+        dtype = getattr(torch, case.probs_dtype if name == "prob_gradient" else case.dtype)
+        eps, sum_eps = (
+            torch.finfo(each).eps for each in (dtype, torch.promote_types(dtype, torch.float32))
+        )
+        # 1%: errors on top of errors.
+        bounds[name] = 1.01 / 2 * (roundings[name] * eps + num_terms * sum_eps) * magnitude
+    return bounds
+
+
+def check(case: Case) -> list[str]:
+    """Our dispatcher against stock's: what differs, one line each."""
+    from monta_megatron.integration import self_check
+
+    if case.checked:
+        self_check._checked.clear()
+    stock = layers.build_layer(case.layer, "alltoall").token_dispatcher
+    with contextlib.redirect_stdout(io.StringIO()):
+        layer = layers.build_layer(case.layer, "monta")
+        dispatcher = layer.token_dispatcher
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+        found = []
+        for step in range(case.num_steps):
+            batch = make_batch(case, step, layer)
+            with exchanges.uninitialised_memory_is_nan():
+                with kernels_in_interpreter() if case.fused else contextlib.nullcontext():
+                    ours = run_phases(case, dispatcher, batch)
+                arrived = batch.arrived(case.wire)
+                with rows_counted_from_the_map():
+                    theirs = run_phases(case, stock, arrived)
+            found += [f"step {step}: {line}" for line in limit_exceeded(case, dispatcher, batch)]
+            what = f"rank {dist.get_rank()}, step {step}, chain {dispatcher.chain.name}"
+            keeps_order = dispatcher.chain.rows == "permuted tokens" and case.etp <= 2
+            bounds = {} if keeps_order else bounds_of(case, arrived)
+            if case.etp == 1:
+                # Probabilities only move.
+                bounds.pop("prob_gradient", None)
+            found += [f"{what}: {line}" for line in differences(ours, theirs, bounds)]
+            if case.chain == "auto":
+                optimizer.step()
+    return found
+
+
+def differences(ours: Passes, theirs: Passes, bounds: dict[str, torch.Tensor]) -> Iterator[str]:
+    """What differs: equal to the bit, but for sums that have bounds."""
+    for name, mine in vars(ours).items():
+        other = getattr(theirs, name)
+        if mine is None:
+            continue
+        assert other is not None, f"stock gave no {name}"
+        if name in bounds and mine.dtype != other.dtype:
+            yield f"{name}: {mine.dtype}, expected {other.dtype}"
+        elif line := difference(mine, other, bounds.get(name)):
+            yield f"{name}: {line}"
+
+
+def limit_exceeded(case: Case, dispatcher: Any, batch: Batch) -> Iterator[str]:
+    """Whether experts of a token lie on more places than they may."""
+    if case.limit:
+        num_places = dispatcher.layout.num_nodes if case.limit == "nodes" else case.ep
+        # [T, E] -> [T, places]
+        used = batch.routing_map.unflatten(1, (num_places, -1)).any(dim=2).sum(dim=1)
+        if (used > 1).any():
+            yield f"a token uses {int(used.max())} {case.limit}"
+
+
+@contextlib.contextmanager
+def rows_counted_from_the_map() -> Iterator[None]:
+    """Let stock's dispatcher take tokens with any number of experts, as frameworks patch it.
+
+    Without capacity it assumes top-k of them.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    original = MoEAlltoAllTokenDispatcher.preprocess
+
+    def preprocess(self: Any, routing_map: torch.Tensor) -> Any:
+        result = original(self, routing_map)
+        if not self.drop_and_pad:
+            self.num_out_tokens = int(routing_map.sum())
+        return result
+
+    with mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", preprocess):
+        yield
+
+
+@contextlib.contextmanager
+def kernels_in_interpreter() -> Iterator[None]:
+    """Run Triton's kernels on the host, see `Pool`."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
+    from monta_megatron.exchange import count_table
+    from monta_megatron.integration import strategies
+
+    with (
+        mock.patch.object(count_table, "is_fused", lambda *_: True),
+        mock.patch.object(strategies, "is_fused", lambda *_: True),
+    ):
+        yield
+
+
+def check_many(cases: list[Case]) -> list[tuple[int, str]]:
+    """`check` for many cases in one call, see `exchanges.check_many`."""
+    return exchanges.each_checked(check, cases)

@@ -1,0 +1,136 @@
+"""Random dispatchers give what stock's dispatcher gives, whatever the routing map and the options.
+
+`scripts/property_tests.py --against stock` runs more of them, or one of them alone.
+"""
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+from conftest import Pools
+from dispatchers import Case, check_many
+from exchanges import ROUTINGS
+from faults import two_rows_swapped, with_fault
+from pool import Pool
+from test_exchange_properties import (
+    BATCH,
+    DTYPES,
+    SHAPES,
+    case_from,
+    command,
+    failures_of,
+    runnable,
+)
+
+from monta_megatron.chains import CHAINS
+
+# In the ordinary test run.
+NUM_CASES = {4: 48}
+# Megatron makes some twenty groups for a layout, and each keeps threads as long as its processes:
+# so few layouts in each life of the ranks, of so many cases.
+SHAPES_PER_POOL = 3
+CASES_PER_POOL = 400
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_size: int) -> Case:
+    """A dispatcher on one of some shapes, with tiny rows, and options that go together."""
+    is_auto = chance(draw, 0.05)
+    named = [each for each in runnable(world_size) if each[1] in shapes]
+    name, shape = ("auto", draw.choice(shapes)) if is_auto else draw.choice(named)
+    ep, etp, ranks_per_node = shape
+    of_tokens = not is_auto and CHAINS[name].rows == "tokens"
+    places = {"ranks": ep}
+    if ep * etp % ranks_per_node == 0 and ranks_per_node % etp == 0:
+        places["nodes"] = ep * etp // ranks_per_node
+    dtype, probs_dtype = draw.choice(DTYPES)
+    # A planner takes longer than a case: a few configurations, which it is asked for again.
+    num_local_experts = 2 if is_auto else draw.randint(1, 3)
+
+    limit = draw.choice(list(places)) if chance(draw, 0.1) else ""
+    # Those of a place have to suffice.
+    most = ep * num_local_experts // places.get(limit, 1)
+    topk = 2 if is_auto else draw.randint(1, min(most, 4))
+    routing = "router" if limit else draw.choice([*ROUTINGS, "no_expert", "empty_rank", "router"])
+    capacity = draw.choice(["", "", "", "drop", "pad"]) if routing != "router" else ""
+    num_tokens = draw.choice([3, 12, 24])
+    # A router needs some, and ranks fill experts up to the same capacity.
+    least = 1 if routing == "router" else 0
+    tokens = [draw.randint(least, num_tokens) for _ in range(world_size)]
+    if capacity == "pad":
+        tokens = [max(tokens)] * world_size if any(tokens) else [1] * world_size
+
+    pipelined = of_tokens and chance(draw, 0.25)
+    wire = draw.choice(["", "", "dispatch", "both"]) if dtype != "float64" else ""
+    fused = HAS_TRITON and of_tokens and dtype == "float32" and chance(draw, 0.05)
+    return Case(
+        chain=name,
+        ep=ep,
+        etp=etp,
+        ranks_per_node=ranks_per_node,
+        num_local_experts=num_local_experts,
+        topk=topk,
+        tokens=tuple(tokens),
+        width=draw.choice([8, 32, 40, 64]),
+        dtype=dtype,
+        probs_dtype=probs_dtype,
+        routing=routing,
+        capacity=capacity,
+        num_chunks=1 if is_auto or CHAINS[name].serial else draw.randint(1, 7),
+        num_steps=draw.randint(1, 6) if is_auto else draw.choice([1, 1, 2]),
+        mode=draw.choice(["planned", "tuned", "watched"]) if is_auto else "planned",
+        wire=wire,
+        keeps_sums=of_tokens and chance(draw, 0.3),
+        pipelined=pipelined,
+        limit=limit,
+        fused=fused,
+        flat=chance(draw, 0.3),
+        strided=chance(draw, 0.3),
+        is_training=chance(draw, 0.9),
+        checked=chance(draw, 0.1),
+        seed=draw.randrange(2**31),
+    )
+
+
+def chance(draw: random.Random, probability: float) -> bool:
+    return draw.random() < probability
+
+
+def cases_of_pool(world_size: int, seed: int) -> Iterator[Case]:
+    """Cases without end on a few shapes, so that the ranks make few groups."""
+    draw = random.Random(seed)
+    shapes = draw.sample(SHAPES[world_size], SHAPES_PER_POOL)
+    while True:
+        yield draw_case(draw, shapes, world_size)
+
+
+def run_dispatchers(pool: Pool, num_cases: int, seed: int) -> None:
+    """Compare so many dispatchers with stock's.
+
+    Raises:
+        AssertionError: see `failures_of`.
+    """
+    cases = list(islice(cases_of_pool(pool.world_size, seed), num_cases))
+    for first in range(0, num_cases, BATCH):
+        failures = failures_of(pool, check_many, cases[first : first + BATCH])
+        assert not failures, "\n".join(failures[:10])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", sorted(NUM_CASES))
+def test_every_dispatcher_gives_what_stock_gives(pools: Pools, world_size: int) -> None:
+    run_dispatchers(pools[world_size], NUM_CASES[world_size], seed=0)
+
+
+def test_a_case_survives_its_command_line() -> None:
+    case = Case(chain="auto", tokens=(3, 0, 1, 7), routing="no_expert", flat=True, seed=5)
+    assert case_from(Case, command(4, case).split("'")[1]) == case
+
+
+def test_a_wrong_row_is_reported_with_its_case(pools: Pools) -> None:
+    """Planted: two rows change places on the way."""
+    cases = [Case(chain="hierarchical_alltoall", seed=seed) for seed in range(2)]
+    for found in pools[4].run(with_fault, two_rows_swapped, check_many, cases):
+        assert {position for position, _ in found} == {0, 1}
