@@ -302,10 +302,9 @@ def check(case: Case) -> list[str]:
 
     if case.checked:
         self_check._checked.clear()
-    stock = layers.build_layer(case.layer, "alltoall").token_dispatcher
     with contextlib.redirect_stdout(io.StringIO()):
         layer = layers.build_layer(case.layer, "monta")
-        dispatcher = layer.token_dispatcher
+        dispatcher, stock = layer.token_dispatcher, stock_dispatcher(case, layer)
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
         found = []
         for step in range(case.num_steps):
@@ -327,6 +326,19 @@ def check(case: Case) -> list[str]:
             if case.chain == "auto":
                 optimizer.step()
     return found
+
+
+def stock_dispatcher(case: Case, layer: Any) -> Any:
+    """Stock's for the experts of a layer."""
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    return MoEAlltoAllTokenDispatcher(
+        layer.num_local_experts,
+        layer.local_expert_indices,
+        layers.transformer_config(case.layer, "alltoall"),
+        get_default_pg_collection(),
+    )
 
 
 def differences(ours: Passes, theirs: Passes, bounds: dict[str, torch.Tensor]) -> Iterator[str]:
