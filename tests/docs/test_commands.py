@@ -152,6 +152,14 @@ KNOWN = (
         reason="the tests run in what it makes",
     ),
     Known(
+        pattern=r"scripts/megatron_suite\.py --checkout .*",
+        run_by="tests/dist/test_megatron_suite.py",
+    ),
+    Known(
+        pattern=r"scripts/property_tests\.py .*",
+        run_by="tests/dist/test_dispatcher_properties.py",
+    ),
+    Known(
         pattern=r"((MONTA_ALLOW_ANY_MEGATRON|PYTHONPATH|MEGATRON_LM_DIR)=\S+ )*"
         r"scripts/test\.sh.*|\.ci/run",
         reason="it runs this test",
