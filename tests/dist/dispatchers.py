@@ -8,7 +8,6 @@ them.
 """
 
 import contextlib
-import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,11 +28,11 @@ STEPS = 2
 class Case:
     """A dispatcher, and the micro-batches that go through it.
 
-    `chain` may be "auto", with the step of an optimizer after each micro-batch; `mode` is then
-    "planned", "tuned" or "watched". Rank r has `tokens[r + step]` tokens, cyclically. `routing` is
-    as in `exchanges.Case`, or "no_expert" (no token has any), "empty_rank" (none of a rank's has),
-    or "router": Megatron's, under the limit. `capacity`: "" for none; "drop" counts what a router
-    has dropped, "pad" fills the experts up. `wire`: "dispatch" or "both" ways in eight bits.
+    `chain` may be "auto"; an optimizer makes a step after each micro-batch. `mode` is "planned" or
+    "watched" or, with "auto", "tuned". Rank r has `tokens[r + step]` tokens, cyclically. `routing`
+    is as in `exchanges.Case`, or "no_expert" (no token has any), "empty_rank" (none of a rank's
+    has), or "router": Megatron's, under the limit. `capacity`: "" for none; "drop" counts what a
+    router has dropped, "pad" fills the experts up. `wire`: "dispatch" or "both" ways in eight bits.
     `limit`: places of which a token may use one, "nodes" or "ranks". `flat` rows are [T, W], not
     [T, 1, W]; `strided` ones have gaps between them. `fused` is Triton's interpreter, `pipelined`
     the experts inside the pipeline, `checked` the check of the first use.
@@ -298,33 +297,33 @@ def bounds_of(case: Case, batch: Batch) -> dict[str, torch.Tensor]:
 
 def check(case: Case) -> list[str]:
     """Our dispatcher against stock's: what differs, one line each."""
-    from monta_megatron.integration import self_check
+    from monta_megatron.integration import iterations, self_check
 
+    # Of other cases, which some ranks may have collected already.
+    iterations._shared.clear()
     if case.checked:
         self_check._checked.clear()
-    with contextlib.redirect_stdout(io.StringIO()):
-        layer = layers.build_layer(case.layer, "monta")
-        dispatcher, stock = layer.token_dispatcher, stock_dispatcher(case, layer)
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
-        found = []
-        for step in range(case.num_steps):
-            batch = make_batch(case, step, layer)
-            with exchanges.uninitialised_memory_is_nan():
-                with kernels_in_interpreter() if case.fused else contextlib.nullcontext():
-                    ours = run_phases(case, dispatcher, batch)
-                arrived = batch.arrived(case.wire)
-                with rows_counted_from_the_map():
-                    theirs = run_phases(case, stock, arrived)
-            found += [f"step {step}: {line}" for line in limit_exceeded(case, dispatcher, batch)]
-            what = f"rank {dist.get_rank()}, step {step}, chain {dispatcher.chain.name}"
-            keeps_order = dispatcher.chain.rows == "permuted tokens" and case.etp <= 2
-            bounds = {} if keeps_order else bounds_of(case, arrived)
-            if case.etp == 1:
-                # Probabilities only move.
-                bounds.pop("prob_gradient", None)
-            found += [f"{what}: {line}" for line in differences(ours, theirs, bounds)]
-            if case.chain == "auto":
-                optimizer.step()
+    layer = layers.build_layer(case.layer, "monta")
+    dispatcher, stock = layer.token_dispatcher, stock_dispatcher(case, layer)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    found = []
+    for step in range(case.num_steps):
+        batch = make_batch(case, step, layer)
+        with exchanges.uninitialised_memory_is_nan():
+            with kernels_in_interpreter() if case.fused else contextlib.nullcontext():
+                ours = run_phases(case, dispatcher, batch)
+            arrived = batch.arrived(case.wire)
+            with rows_counted_from_the_map():
+                theirs = run_phases(case, stock, arrived)
+        found += [f"step {step}: {line}" for line in limit_exceeded(case, dispatcher, batch)]
+        what = f"rank {dist.get_rank()}, step {step}, chain {dispatcher.chain.name}"
+        keeps_order = dispatcher.chain.rows == "permuted tokens" and case.etp <= 2
+        bounds = {} if keeps_order else bounds_of(case, arrived)
+        if case.etp == 1:
+            # Probabilities only move.
+            bounds.pop("prob_gradient", None)
+        found += [f"{what}: {line}" for line in differences(ours, theirs, bounds)]
+        optimizer.step()
     return found
 
 

@@ -63,6 +63,9 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
         tokens = [max(tokens)] * world_size if any(tokens) else [1] * world_size
 
     pipelined = of_tokens and chance(draw, 0.25)
+    mode = draw.choice(["planned", "tuned", "watched"]) if is_auto else "planned"
+    if not is_auto and not pipelined and chance(draw, 0.02):
+        mode = "watched"
     wire = draw.choice(["", "", "dispatch", "both"]) if dtype != "float64" else ""
     fused = HAS_TRITON and of_tokens and dtype == "float32" and chance(draw, 0.05)
     return Case(
@@ -79,8 +82,10 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
         routing=routing,
         capacity=capacity,
         num_chunks=1 if is_auto or CHAINS[name].serial else draw.randint(1, 7),
-        num_steps=draw.randint(1, 6) if is_auto else draw.choice([1, 1, 2]),
-        mode=draw.choice(["planned", "tuned", "watched"]) if is_auto else "planned",
+        num_steps=draw.choice([1, 1, 2])
+        if mode == "planned" and not is_auto
+        else draw.randint(1, 6),
+        mode=mode,
         wire=wire,
         keeps_sums=of_tokens and chance(draw, 0.3),
         pipelined=pipelined,
