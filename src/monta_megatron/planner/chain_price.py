@@ -18,7 +18,7 @@ from monta_megatron.chains.program import (
 from monta_megatron.common.quantities import counted
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.memory import peak_bytes
-from monta_megatron.planner.pricing import PassPrice, price_pass
+from monta_megatron.planner.pricing import PassPrice, price_pass, with_leads
 from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.traffic import PassTraffic, pass_traffic
 from monta_megatron.planner.workload import Workload
@@ -150,15 +150,14 @@ def price_chain(
     # Rows of eight bits and sums of fp32 are those of single passes.
     all_alike = not (workload.quantized_passes or workload.keeps_sums)
     heaviest = HEAVIEST[phase] if all_alike else PASSES[phase]
+    passes = [
+        price_pass(of_pass[0].program, moved, cluster, ranks.nic_starts)
+        for of_pass, moved in zip(programs, traffic, strict=True)
+    ]
     return ChainPrice(
         chain=chain,
         num_chunks=num_chunks,
-        passes=tuple(
-            price_pass(
-                of_pass[0].program, moved, cluster, ranks.nic_starts, beside_us / len(programs)
-            )
-            for of_pass, moved in zip(programs, traffic, strict=True)
-        ),
+        passes=with_leads(passes, cluster.factor, beside_us / len(programs)),
         traffic=traffic,
         num_represented=ranks.num_represented,
         peak_bytes=max(

@@ -54,6 +54,9 @@ class Link:
         source: where it was published.
         cross_rail_rate: of inter, between ranks with different positions on their nodes; none for
             the same as `rate`.
+        conservative_rate: the lowest that was published, where `rate` is the likely one; none for
+            the same.
+        optimistic_rate: the highest; likewise.
     """
 
     resource: Resource
@@ -62,6 +65,8 @@ class Link:
     kind: Kind
     source: Text
     cross_rail_rate: Rate | None = None
+    conservative_rate: Rate | None = None
+    optimistic_rate: Rate | None = None
 
     OLD_KEYS: ClassVar[dict[str, str]] = OLD_RATE
 
@@ -71,6 +76,26 @@ class Link:
             is_less = self.resource == "inter" and across.gbytes_per_s <= self.rate.gbytes_per_s
             rule = f"be of inter and at most rate, {self.rate.in_both_units}"
             require(is_less, "cross_rail_rate", f"{across} of {self.resource}", rule)
+        likely = self.rate.gbytes_per_s
+        for name, lowest, highest, rule in (
+            ("conservative_rate", 0.0, likely, "at most"),
+            ("optimistic_rate", likely, math.inf, "at least"),
+        ):
+            rate: Rate | None = getattr(self, name)
+            if rate is not None:
+                is_end = lowest <= rate.gbytes_per_s <= highest
+                require(is_end, name, rate, f"be {rule} rate, {self.rate.in_both_units}")
+
+    def times(self, ratio: float) -> "Link":
+        """The link at `ratio` times its rates."""
+        names = ("rate", "cross_rail_rate", "conservative_rate", "optimistic_rate")
+        rates = {name: rate.times(ratio) for name in names if (rate := getattr(self, name))}
+        return replace(self, **rates)
+
+    def at_end(self, rate: Rate | None) -> "Link":
+        """The link if it has this rate, one of its ends, and no others."""
+        ratio = 1.0 if rate is None else rate.gbytes_per_s / self.rate.gbytes_per_s
+        return replace(self, conservative_rate=None, optimistic_rate=None).times(ratio)
 
     def mean_rate(self, ranks_on_node: int) -> float:
         """GB/s of an AllToAll with so many ranks on a node: bytes to one of them cross no rail."""
@@ -220,6 +245,42 @@ class Cluster:
                 "calibrate again",
             )
         return replace(self, fused_kernels=fused, doubts=doubts)
+
+    @property
+    def host(self) -> HostCosts:
+        """What it costs this cluster's host to start operations."""
+        return self.launch.at_speed
+
+    @cached_property
+    def ends(self) -> "tuple[Cluster, Cluster] | None":
+        """The cluster at the optimistic and at the conservative end of what was published.
+
+        None where neither differs from the likely figures, as with measured curves and host times.
+        """
+        curves = {curve.resource for curve in self.curves}
+        links = [link for link in self.links if link.resource not in curves]
+        stated = (
+            *(rate for link in links for rate in (link.conservative_rate, link.optimistic_rate)),
+            self.launch.conservative_speed,
+            self.launch.optimistic_speed,
+        )
+        if all(end is None for end in stated):
+            return None
+        launch = self.launch
+        optimistic, conservative = (
+            replace(
+                self,
+                links=tuple(link.at_end(getattr(link, f"{end}_rate")) for link in self.links),
+                launch=replace(
+                    launch,
+                    host_speed=getattr(launch, f"{end}_speed") or launch.host_speed,
+                    conservative_speed=None,
+                    optimistic_speed=None,
+                ),
+            )
+            for end in ("optimistic", "conservative")
+        )
+        return optimistic, conservative
 
     @property
     def num_ranks(self) -> int:

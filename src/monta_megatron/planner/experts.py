@@ -129,7 +129,7 @@ def _by_flops(sizes: ExpertSizes, cluster: Cluster, gpu: str | None) -> Experts:
         rows=rows,
         forward_us=tuple(wider * forward for forward, _ in times),
         backward_us=tuple(wider * backward for _, backward in times),
-        launch_us=HOST_OPERATIONS * (cluster.launch.operation_us or 0.0),
+        launch_us=HOST_OPERATIONS * (cluster.host.operation_us or 0.0),
         in_background=False,
         note=f"by their FLOPs: {assumed['peak_tflops']:g} TFLOP/s of {name} at "
         f"{assumed['gemm_efficiency']:.0%}, not measured; `monta calibrate --model` measures them",

@@ -1,9 +1,10 @@
 """What it costs the host to start an operation, and to go through a pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from monta_megatron.chains.program import COLLECTIVES
-from monta_megatron.common.rules import NonNegativeFloat, Text
+from monta_megatron.common.rules import NonNegativeFloat, PositiveFloat, Text, require
 from monta_megatron.planner.curves import Kind, Operation
 
 # Operations on the routing map and on expert ids, made of many short steps.
@@ -15,7 +16,8 @@ class HostCosts:
     """Host time to start an operation, for each stage and chunk, and for what surrounds the stages.
 
     Attributes:
-        collective_us: to start an AllToAll or AllGather.
+        collective_us: to start an AllToAll or AllGather, whatever its group.
+        collective_peer_us: as much more for each other rank of the group.
         operation_us: to hand one operation on tensors to the device, its launch included; what a
             stage takes of them is in `planner.host_operations`. Needed where one of `copy_us`,
             `sum_us` and `find_us` is not given.
@@ -31,11 +33,16 @@ class HostCosts:
             later ones, whose code is in the host's caches by then.
         first_copy_us: the same for an operation in memory.
         first_find_us: the same for what counts, lists and finds.
+        host_speed: how many times as fast as the processor of these figures the cluster's is: all
+            of them are divided by it.
+        conservative_speed: the least that it may be; none for the same.
+        optimistic_speed: the most that it may be; none for the same.
         kind: whether these were measured on this cluster.
         source: what they were measured with, or where they were published.
     """
 
     collective_us: NonNegativeFloat
+    collective_peer_us: NonNegativeFloat = 0.0
     operation_us: NonNegativeFloat | None = None
     copy_us: NonNegativeFloat | None = None
     sum_us: NonNegativeFloat | None = None
@@ -47,6 +54,9 @@ class HostCosts:
     first_collective_us: NonNegativeFloat = 0.0
     first_copy_us: NonNegativeFloat = 0.0
     first_find_us: NonNegativeFloat = 0.0
+    host_speed: PositiveFloat = 1.0
+    conservative_speed: PositiveFloat | None = None
+    optimistic_speed: PositiveFloat | None = None
     kind: Kind
     source: Text
 
@@ -55,12 +65,40 @@ class HostCosts:
             raise ValueError(
                 "operation_us: missing, must be given, or copy_us, sum_us and find_us instead"
             )
+        for name, is_end, rule in (
+            ("conservative_speed", lambda speed: speed <= self.host_speed, "at most"),
+            ("optimistic_speed", lambda speed: speed >= self.host_speed, "at least"),
+        ):
+            speed = getattr(self, name)
+            if speed is not None:
+                require(is_end(speed), name, speed, f"be {rule} host_speed, {self.host_speed:g}")
 
-    def start_us(self, operation: Operation, num_host_operations: float) -> float:
-        """Host time to start one operation that consists of so many on tensors."""
+    @cached_property
+    def at_speed(self) -> "HostCosts":
+        """The same costs as this host has them: of speed 1."""
+        if self.host_speed == 1:
+            return self
+        scaled = {
+            entry.name: value / self.host_speed
+            for entry in fields(self)
+            if entry.name.endswith("_us") and (value := getattr(self, entry.name)) is not None
+        }
+        ends = {"conservative_speed": None, "optimistic_speed": None}
+        return replace(self, host_speed=1.0, **scaled, **ends)
+
+    def start_us(
+        self, operation: Operation, num_host_operations: float, num_peers: int = 0
+    ) -> float:
+        """Host time to start one operation.
+
+        Args:
+            operation: what is started.
+            num_host_operations: operations on tensors that it consists of.
+            num_peers: other ranks of a collective's group.
+        """
         of_operations_us = (self.operation_us or 0.0) * num_host_operations
         if operation in COLLECTIVES:
-            return self.collective_us + of_operations_us
+            return self.collective_us + self.collective_peer_us * num_peers + of_operations_us
         given_us = self.sum_us if operation == "sum" else self.copy_us
         if operation in FINDS:
             given_us = self.find_us

@@ -31,9 +31,9 @@ from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.experts import Experts
 from monta_megatron.planner.host_operations import num_host_operations
-from monta_megatron.planner.pricing import PassPrice, work_of
+from monta_megatron.planner.pricing import NOT_YET, PassPrice, with_leads, work_of
 from monta_megatron.planner.representative_ranks import PricedRanks, priced_ranks
-from monta_megatron.planner.schedule import Work, simulate
+from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.traffic import PassTraffic, StageTraffic, pass_traffic
 from monta_megatron.planner.workload import Workload
 
@@ -63,7 +63,8 @@ def with_experts(
         for price in prices
         if price.chain.rows == "tokens" and price.num_chunks > 1
     ]
-    return [*(_unsplit(price, _experts_of(workload), rows) for price in prices), *split]
+    unsplit = [_unsplit(price, _experts_of(workload), rows, cluster) for price in prices]
+    return [*unsplit, *split]
 
 
 def bound_layers(
@@ -106,7 +107,7 @@ def _experts_of(workload: Workload) -> Experts:
     return workload.experts
 
 
-def _unsplit(price: ChainPrice, experts: Experts, rows: float) -> ChainPrice:
+def _unsplit(price: ChainPrice, experts: Experts, rows: float, cluster: Cluster) -> ChainPrice:
     """With one call of the experts behind dispatch, and behind combine's backward."""
     passes, traffic = list(price.passes), list(price.traffic)
     names = [of_pass.pass_name for of_pass in passes]
@@ -124,7 +125,8 @@ def _unsplit(price: ChainPrice, experts: Experts, rows: float) -> ChainPrice:
         )
         passes[at] = replace(of_pass, after=(*of_pass.after, work))
         traffic[at] = replace(of_traffic, after=(*of_traffic.after, EXPERTS))
-    return replace(price, passes=tuple(passes), traffic=tuple(traffic))
+    led = with_leads(passes, cluster.factor, price.beside_us / len(passes))
+    return replace(price, passes=led, traffic=tuple(traffic))
 
 
 def _pipelined(
@@ -138,12 +140,12 @@ def _pipelined(
     ]
     beside_us = price.beside_us / len(DIRECTIONS[phase])
     priced = [
-        _direction(of_ranks, price, workload, cluster, ranks.nic_starts, beside_us)
+        _direction(of_ranks, price, workload, cluster, ranks.nic_starts)
         for of_ranks in zip(*layers, strict=True)
     ]
     return replace(
         price,
-        passes=tuple(of_pass for of_pass, _ in priced),
+        passes=with_leads([of_pass for of_pass, _ in priced], cluster.factor, beside_us),
         traffic=tuple(of_traffic for _, of_traffic in priced),
         peak_bytes=max(
             layer_peak_bytes(layer, _experts_of(workload).gradient_bytes)
@@ -160,7 +162,6 @@ def _direction(
     workload: Workload,
     cluster: Cluster,
     nic_starts: Sequence[int],
-    beside_us: float,
 ) -> tuple[PassPrice, PassTraffic]:
     """A direction's price, and its traffic.
 
@@ -169,9 +170,8 @@ def _direction(
         price: of the exchange in as many chunks.
         workload, cluster: see `with_experts`.
         nic_starts: see `pricing.price_pass`.
-        beside_us: other work that runs beside it.
     """
-    program, launch, experts = layers[0].program, cluster.launch, _experts_of(workload)
+    program, launch, experts = layers[0].program, cluster.host, _experts_of(workload)
     is_forward = program.first.pass_.ids
     order = [operation.chunk for operation in program.operations if operation.kind == "experts"]
     # Step 1: each pass of the chunks, which are passes of their own to the host.
@@ -208,7 +208,7 @@ def _direction(
         times_us=tuple(experts.time_us(of_chunk, not is_forward) for of_chunk in rows),
         launch_us=experts.launch_us,
     )
-    # Step 3: when all of it runs.
+    # Step 3: what surrounds them.
     pipeline = (*works[0], computed, *works[1])
     of_pass = PassPrice(
         program=program,
@@ -216,7 +216,7 @@ def _direction(
         before=price.passes[0].before if is_forward else (),
         pipeline=pipeline,
         after=(),
-        schedule=simulate(program.operations, pipeline, cluster.factor, beside_us),
+        schedule=NOT_YET,
         notes=tuple(notes),
     )
     traffic = PassTraffic(

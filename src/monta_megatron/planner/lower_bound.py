@@ -1,6 +1,7 @@
 """Times that no schedule beats, for a plan to show."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 from monta_megatron.chains.program import ResourceOrCompute
@@ -10,8 +11,15 @@ from monta_megatron.planner.schedule import Factor, Work, serial_us
 
 def pass_lower_bound_us(price: PassPrice, factor: Factor) -> float:
     """A lower bound of a whole pass: that of its program, with what surrounds it."""
-    around_us = price.host_us + serial_us(price.before) + serial_us(price.after)
-    return around_us + lower_bound_us(price.pipeline, factor)
+    after_us = sum(sum(work.times_us) for work in price.after)
+    if not (price.waits or price.program.pass_.ids):
+        # Its host may be ahead of it.
+        unled = [replace(work, launch_us=0.0) for work in (*price.before, *price.pipeline)]
+        before, pipeline = unled[: len(price.before)], unled[len(price.before) :]
+        return serial_us(before) + lower_bound_us(pipeline, factor) + after_us
+    around_us = price.host_us + serial_us(price.before)
+    after_us = serial_us(price.after) if price.waits else after_us
+    return around_us + lower_bound_us(price.pipeline, factor) + after_us
 
 
 def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from monta_megatron.chains.program import Resource
 from monta_megatron.common.rules import require
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
-from monta_megatron.planner.cluster import Cluster, Link
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 
 
@@ -29,22 +29,13 @@ def with_rate(cluster: Cluster, resource: Resource, rate_ratio: float) -> Cluste
         # This is what the ratio is for.
         network_faster_than_node_link=True,
         links=tuple(
-            _link_scaled(link, rate_ratio) if link.resource == resource else link
+            link.times(rate_ratio) if link.resource == resource else link
             for link in cluster.links
         ),
         curves=tuple(
             scaled(curve, rate_ratio) if curve.resource == resource else curve
             for curve in cluster.curves
         ),
-    )
-
-
-def _link_scaled(link: Link, rate_ratio: float) -> Link:
-    across = link.cross_rail_rate
-    return replace(
-        link,
-        rate=link.rate.times(rate_ratio),
-        cross_rail_rate=None if across is None else across.times(rate_ratio),
     )
 
 

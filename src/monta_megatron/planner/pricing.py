@@ -6,8 +6,9 @@ so the busiest one is priced; where ranks share a network interface, the busiest
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -15,11 +16,32 @@ from monta_megatron.chains.program import Kind, Program, Resource
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.host_costs import FINDS
 from monta_megatron.planner.host_operations import Around, num_host_operations
-from monta_megatron.planner.schedule import Schedule, Work, serial_us, simulate
+from monta_megatron.planner.schedule import Factor, Schedule, Work, serial_us, simulate
 from monta_megatron.planner.traffic import COUNT_EXCHANGE, PassTraffic, StageTraffic
 
 # What the host does in a pass besides its stages.
 AROUND_STAGES = "around the stages"
+
+
+# Of a pass that is priced and not yet scheduled.
+NOT_YET = Schedule(times=(), host_us=0.0, total_us=0.0, left_over_us=0.0)
+# Rounds in which the leads of backward passes settle where the host takes longer than the device.
+LEAD_ROUNDS = 4
+
+
+class Reached(NamedTuple):
+    """How far the host and the device are, from when what was queued before a pass has ended."""
+
+    host_us: float
+    device_us: float
+
+    def after(self, works: Iterable[Work]) -> "Reached":
+        """Behind works that the host launches one after the other."""
+        host_us, device_us = self
+        for work in works:
+            host_us += work.launch_us * len(work.times_us)
+            device_us = max(device_us, host_us) + sum(work.times_us)
+        return Reached(host_us, device_us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +56,7 @@ class PassPrice:
         after: what runs after it, as before it.
         schedule: when the operations of the program run.
         notes: what had to be assumed.
+        lead_us: by how much the host is ahead of the device at the start; see `schedule`.
     """
 
     program: Program
@@ -43,11 +66,17 @@ class PassPrice:
     after: tuple[Work, ...]
     schedule: Schedule
     notes: tuple[str, ...]
+    lead_us: float = 0.0
 
     @property
     def pass_name(self) -> str:
         """Name of the pass."""
         return self.program.pass_.name
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a backward pass, or the backward direction of a layer."""
+        return self.program.pass_.name.endswith("backward")
 
     @property
     def works(self) -> tuple[Work, ...]:
@@ -57,8 +86,25 @@ class PassPrice:
     @property
     def total_us(self) -> float:
         """From the first to the last operation."""
-        return self._with_around(self.schedule.total_us)
+        return self._end(self.schedule.total_us).device_us
 
+    @property
+    def left_us(self) -> float:
+        """By how much the host is ahead at the end: the lead of what follows."""
+        if self.waits:
+            return 0.0
+        end = self._end(self.schedule.total_us)
+        return max(end.device_us - end.host_us, 0.0)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for what it has started, as on CPU ranks."""
+        return self.program.policy == "host"
+
+    @property
+    def start_us(self) -> float:
+        """When the program starts, at the earliest."""
+        return max(self._before)
     @property
     def exposed_us(self) -> float:
         """What training waits for where other work runs beside the program, and hides it.
@@ -66,7 +112,7 @@ class PassPrice:
         Nothing else is hidden: the host's time, and what runs before and after the program, are
         spent on the thread that issues that work and on the stream that it runs on.
         """
-        return self._with_around(self.schedule.left_over_us)
+        return self._end(self.schedule.left_over_us).device_us
 
     def busy_us(self, resource: str) -> float:
         """How long it occupies a resource; "host" for the time to start all of it."""
@@ -75,8 +121,65 @@ class PassPrice:
             return self.host_us + sum(work.launch_us * len(work.times_us) for work in works)
         return sum(sum(work.times_us) for work in works if work.resource == resource)
 
-    def _with_around(self, program_us: float) -> float:
-        return self.host_us + serial_us(self.before) + program_us + serial_us(self.after)
+    def scheduled(self, factor: Factor, beside_us: float, lead_us: float) -> "PassPrice":
+        """The same pass with another lead."""
+        led = replace(self, lead_us=lead_us)
+        reached = led._before
+        schedule = simulate(
+            self.program.operations,
+            self.pipeline,
+            factor,
+            beside_us,
+            lead_us=max(reached.device_us - reached.host_us, 0.0),
+        )
+        return replace(led, schedule=schedule)
+
+    @cached_property
+    def _before(self) -> Reached:
+        """Where host and device are when the program begins."""
+        if self.waits or self.program.pass_.ids:
+            # It waits for the counts, behind which nothing is queued.
+            before_us = self.host_us + serial_us(self.before)
+            return Reached(before_us, before_us)
+        return Reached(self.host_us - self.lead_us, 0.0).after(self.before)
+
+    def _end(self, program_us: float) -> Reached:
+        """Where they are at the end, if the program takes so long."""
+        device_us = self.start_us + program_us
+        if self.waits:
+            device_us += serial_us(self.after)
+            return Reached(device_us, device_us)
+        return Reached(self.start_us + self.schedule.host_us, device_us).after(self.after)
+
+
+def with_leads(
+    passes: Sequence[PassPrice], factor: Factor, beside_us: float = 0.0
+) -> tuple[PassPrice, ...]:
+    """Passes in their order, scheduled with the leads that they have in a training; see `schedule`.
+
+    Args:
+        passes: of one layer; backward passes last.
+        factor: see `schedule.simulate`.
+        beside_us: other work that runs beside each of them.
+    """
+    led: list[PassPrice] = []
+    backward: list[PassPrice] = []
+    for of_pass in passes:
+        if of_pass.waits:
+            led.append(of_pass.scheduled(factor, beside_us, 0.0))
+        elif of_pass.is_backward:
+            backward.append(of_pass.scheduled(factor, beside_us, of_pass.busy_us("host")))
+        else:
+            lead_us = led[-1].left_us if led else 0.0
+            led.append(of_pass.scheduled(factor, beside_us, lead_us))
+    host_us = sum(of_pass.busy_us("host") for of_pass in backward)
+    if host_us > sum(of_pass.total_us for of_pass in backward):
+        lead_us = 0.0
+        for _ in range(LEAD_ROUNDS):
+            for place, of_pass in enumerate(backward):
+                backward[place] = of_pass.scheduled(factor, beside_us, lead_us)
+                lead_us = backward[place].left_us
+    return (*led, *backward)
 
 
 def price_pass(
@@ -84,16 +187,14 @@ def price_pass(
     traffic: PassTraffic,
     cluster: Cluster,
     nic_starts: Sequence[int],
-    beside_us: float = 0.0,
 ) -> PassPrice:
-    """Price one pass.
+    """Price one pass; `with_leads` says when its operations run.
 
     Args:
         program: its program.
         traffic: what the ranks move in it, in order; a single one stands for all.
         cluster: the cluster whose costs are used.
         nic_starts: the first rank of each network interface; the ranks up to the next one share it.
-        beside_us: other work that runs beside the program.
     """
     notes: dict[str, None] = {}
 
@@ -121,15 +222,15 @@ def price_pass(
     )
     kinds = [series[0].kind for series in program.series]
     num_chunks = len(program.series[0]) if program.series else 1
-    pipeline = priced(traffic.pipeline, kinds, num_chunks, cluster.launch.stage_us)
-    host_us = cluster.launch.pass_us + (cluster.launch.counts_us if program.pass_.ids else 0.0)
+    pipeline = priced(traffic.pipeline, kinds, num_chunks, cluster.host.stage_us)
+    host_us = cluster.host.pass_us + (cluster.host.counts_us if program.pass_.ids else 0.0)
     return PassPrice(
         program=program,
         host_us=host_us,
         before=before,
         pipeline=pipeline,
         after=after,
-        schedule=simulate(program.operations, pipeline, cluster.factor, beside_us),
+        schedule=NOT_YET,
         notes=tuple(notes),
     )
 
@@ -143,10 +244,12 @@ def work_of(
     notes: dict[str, None],
 ) -> Work:
     """What a stage costs, whose chunks take the host so many operations on tensors each."""
-    launch_us = cluster.launch.start_us(stage.operation, host_operations)
+    host = cluster.host
+    num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
+    launch_us = host.start_us(stage.operation, host_operations, num_peers)
     launch_us *= len(stage.message_bytes)
     if stage.stage == COUNT_EXCHANGE:
-        launch_us += cluster.launch.counts_to_host_us
+        launch_us += host.counts_to_host_us
     if stage.operation not in FINDS:
         # Finding copies and making them is one stage to the host.
         launch_us += stage_us
@@ -154,7 +257,7 @@ def work_of(
         _times_us(stage, resource, cluster, nic_starts, notes) for resource in stage.moved
     ]
     times = list(map(max, zip(*by_resource, strict=True)))
-    times[0] += cluster.launch.first_us(stage.operation)
+    times[0] += host.first_us(stage.operation)
     return Work(
         stage=stage.stage, resource=stage.resource, times_us=tuple(times), launch_us=launch_us
     )
