@@ -8,7 +8,7 @@ They are this thread's time, so that what else runs on the machine matters less.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from statistics import median
 from typing import Any
@@ -53,9 +53,14 @@ class _NoStream:
 
 
 def host_us(
-    chain_name: str, ep: int, num_chunks: int, repeats: int, kernels: str = "torch"
+    chain_name: str,
+    ep: int,
+    num_chunks: int,
+    repeats: int,
+    kernels: str = "torch",
+    of_layers: Callable[[Iterable[float]], float] = median,
 ) -> dict[str, float]:
-    """Median host time of each of `ROWS`, in microseconds, over so many layers.
+    """Host time of each of `ROWS`, in microseconds, the median over so many layers.
 
     Triton kernels go through Triton's own launch path; see `compiled_kernels.no_driver`.
     """
@@ -80,7 +85,7 @@ def host_us(
         for _ in range(WARM_UP + repeats):
             times.begin()
             run_layer(made, inputs, times.row)
-    return {name: median(each[name] for each in times.layers[WARM_UP:]) for name in ROWS}
+    return {name: of_layers(each[name] for each in times.layers[WARM_UP:]) for name in ROWS}
 
 
 class _Times:

@@ -1,0 +1,113 @@
+"""What a processor takes for the host's part of an exchange: `scripts/launch_budget.py --host`.
+
+Nothing reaches a GPU. A collective of a fake group ends with c10d, which copies each rank's part on
+the host in place of NCCL's send and receive; a Triton launch ends before the driver. What NCCL and
+the driver take besides comes from published figures: docs/calibration.md adds the two up. All are
+this thread's time, the least of several rounds, so that what else runs matters less.
+"""
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import linear_regression
+
+import torch
+import torch.distributed as dist
+from compiled_kernels import no_driver
+from fake_world import RANK
+from launch_counts import LaunchCounts, count_launches
+from launch_times import host_us
+
+from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.common import torch_private
+from monta_megatron.exchange.kernels.quantize import quantize
+
+GROUP_SIZES = (2, 8, 16, 64)
+ROUNDS, CALLS = 30, 50
+# The chain whose layer is timed, in one chunk and in several.
+CHAIN, EP, CHUNKS, REPEATS = "hierarchical_alltoall", 16, 4, 60
+# A pass in which nothing is found or bound, and its operations: three of Triton, two collectives.
+PASS, OPERATIONS, GROUPS = "combine_backward", 5, (2, 8)
+
+
+def host_figures() -> dict[str, float | str]:
+    """Microseconds by the names of `HostCosts`, and what they were measured on."""
+    sizes = {size: _collective_us(size) for size in GROUP_SIZES}
+    peers = [size - 1 for size in sizes]
+    peer_us, collective_us = linear_regression(peers, list(sizes.values()))
+    launch_us, allocation_us = _launch_us(), _least_us(lambda: torch.empty(64, 64))
+
+    def without_parts(us: float, counts: LaunchCounts, collectives_us: float) -> float:
+        allocations = counts.tensor_operations - counts.kernel_launches
+        launched_us = launch_us * counts.kernel_launches + allocation_us * allocations
+        return us - launched_us - collectives_us
+
+    timed = {chunks: host_us(CHAIN, EP, chunks, REPEATS, "fused", min) for chunks in (1, CHUNKS)}
+    counted = {chunks: count_launches(CHAIN, EP, chunks, "fused") for chunks in (1, CHUNKS)}
+    of_pass = {
+        chunks: without_parts(
+            timed[chunks][PASS],
+            counted[chunks][PASS],
+            chunks * sum(sizes[size] for size in GROUPS),
+        )
+        for chunks in timed
+    }
+    stage_us = (of_pass[CHUNKS] - of_pass[1]) / (CHUNKS - 1) / OPERATIONS
+    counts, dispatch = (counted[1][name] for name in ("counts", "dispatch"))
+    counts_us = without_parts(timed[1]["counts"], counts, sizes[EP])
+    bind_us = without_parts(timed[1]["dispatch"], dispatch, sum(sizes[size] for size in GROUPS))
+    return {
+        "processor": _processor(),
+        "torch": torch.__version__,
+        **{f"collective of {size} ranks": us for size, us in sizes.items()},
+        "collective_us": collective_us,
+        "collective_peer_us": peer_us,
+        "launch of a Triton kernel": launch_us,
+        "allocation": allocation_us,
+        "stage_us": stage_us,
+        "pass_us": of_pass[1] - OPERATIONS * stage_us,
+        "counts_us": counts_us + bind_us - of_pass[1],
+    }
+
+
+def _collective_us(size: int) -> float:
+    """An uneven AllToAll of so many ranks, as the executor starts it."""
+    members = sorted((RANK + other) % dist.get_world_size() for other in range(size))
+    group = dist.new_group(members)
+    splits = [3 + rank % 3 for rank in range(size)]
+    rows, received = torch.empty(sum(splits), 8), torch.empty(sum(splits), 8)
+    return _least_us(
+        lambda: torch_private.start_all_to_all(group, received, rows, splits, splits)
+    )
+
+
+def _launch_us() -> float:
+    """A launch by Triton's own path, with a wrapper's arithmetic before it."""
+    rows = torch.empty(16, 256, dtype=torch.bfloat16)
+    into = torch.empty(16, row_bytes(256), dtype=torch.uint8)
+    with no_driver():
+        return _least_us(lambda: quantize(into, rows))
+
+
+def _least_us(call: Callable[[], object]) -> float:
+    rounds = []
+    call()
+    for _ in range(ROUNDS):
+        start = time.thread_time()
+        for _ in range(CALLS):
+            call()
+        rounds.append((time.thread_time() - start) / CALLS * 1e6)
+    return min(rounds)
+
+
+def _processor() -> str:
+    """As the kernel names it."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    named = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in named.items()}
+    if "model name" not in fields:
+        return platform.processor() or platform.machine()
+    of_model = [f"{name} {fields[name]}" for name in ("cpu family", "model") if name in fields]
+    return ", ".join([fields["model name"], *of_model])
