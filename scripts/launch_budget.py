@@ -3,6 +3,7 @@
 
     python scripts/launch_budget.py --ep 16 --chain hierarchical_alltoall --num-chunks 4 --json
     python scripts/launch_budget.py --chain alltoall_dedup --num-chunks 4 --fused
+    python scripts/launch_budget.py --host     # what this processor takes, for the presets
     python scripts/launch_budget.py --table    # docs/launch_budget.md
     python scripts/launch_budget.py --write    # into that file
 
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     what = made.add_mutually_exclusive_group()
     what.add_argument("--json", action="store_true", help="print one JSON document")
     what.add_argument("--table", action="store_true", help="print the page: all chains")
+    what.add_argument("--host", action="store_true", help="time the parts on this processor")
     what.add_argument("--write", action="store_true", help="write the page")
     return made
 
@@ -115,6 +117,8 @@ def checked(arguments: argparse.Namespace) -> None:
     from monta_megatron.chains import CHAINS
 
     chain = CHAINS.get(arguments.chain)
+    if arguments.host and find_spec("triton") is None:
+        raise ValueError("--host, got true, must come with Triton, which is not installed")
     if arguments.fused and find_spec("triton") is None:
         raise ValueError("--fused, got true, must come with Triton, which is not installed")
     if chain is None:
@@ -143,6 +147,8 @@ def main() -> int:
     with fake_world():
         if arguments.write:
             PAGE.write_text(page(), encoding="utf-8")
+        elif arguments.host:
+            print("".join(_host_lines()), end="")
         elif arguments.table:
             print(page(), end="")
         else:
@@ -153,6 +159,15 @@ def main() -> int:
             else:
                 print("".join(_text(result)), end="")
     return 0
+
+
+def _host_lines() -> list[str]:
+    """What `--host` prints: microseconds by the names of a cluster file, as a table."""
+    from host_figures import host_figures
+
+    rows = host_figures().items()
+    cells = [[name, us if isinstance(us, str) else f"{us:.1f}"] for name, us in rows]
+    return [_line(["figure", "us"]), _line(["---", "---"]), *map(_line, cells)]
 
 
 def _text(result: dict[str, object]) -> list[str]:

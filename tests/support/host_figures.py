@@ -77,9 +77,7 @@ def _collective_us(size: int) -> float:
     group = dist.new_group(members)
     splits = [3 + rank % 3 for rank in range(size)]
     rows, received = torch.empty(sum(splits), 8), torch.empty(sum(splits), 8)
-    return _least_us(
-        lambda: torch_private.start_all_to_all(group, received, rows, splits, splits)
-    )
+    return _least_us(lambda: torch_private.start_all_to_all(group, received, rows, splits, splits))
 
 
 def _launch_us() -> float:

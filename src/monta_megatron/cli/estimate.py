@@ -46,6 +46,11 @@ def add_parser(commands: Any) -> None:
         type=positive,
         help="share of the GPU's peak that products and attention reach, for their efficiencies",
     )
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "torch", "fused"),
+        help="what copies and sums rows (default: the run's --moe-monta-kernels, or auto)",
+    )
     add_set(parser)
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
     add_json(parser)
@@ -92,6 +97,7 @@ def run(parsed: argparse.Namespace) -> int:
             sizes={name: size for name in names if (size := getattr(parsed, name)) is not None},
             mfu=parsed.mfu,
             changes=dict(parsed.set),
+            kernels=parsed.kernels,
             ignore_memory=parsed.ignore_memory,
         )
     )

@@ -63,6 +63,7 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print the plan, or the ranking."""
     from monta_megatron.common import strict_yaml
+    from monta_megatron.planner.flex import predict_flex
     from monta_megatron.planner.selection import MARGIN
     from monta_megatron.tools.plan.benefit import benefit_of_plan
     from monta_megatron.tools.plan.program_table import program_lines, program_of
@@ -83,6 +84,8 @@ def run(parsed: argparse.Namespace) -> int:
     request, inputs = planning.read(parsed, **settings)
     plan, workload, memory = plan_request(request, inputs, beside_us=parsed.beside_us, **settings)
     benefit = benefit_of_plan(request, inputs, plan)
+    # The other dispatchers have no price with their experts.
+    flex = [] if request.overlap_experts else predict_flex(workload, inputs.cluster, request.phase)
     programs = program_of(plan, workload, inputs.cluster) if parsed.program else {}
     collaboration = _collaboration(parsed.routing, inputs)
     if parsed.out is not None:
@@ -91,6 +94,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         document = strict_yaml.plain(plan)
         document["memory"] = memory.document()
+        document["flex"] = [vars(entry) for entry in flex]
         document["benefit"] = None if benefit is None else benefit.document()
         document["layouts"] = None if inputs.ranking is None else strict_yaml.plain(inputs.ranking)
         if collaboration is not None:
@@ -100,7 +104,7 @@ def run(parsed: argparse.Namespace) -> int:
         print_json(document)
     else:
         lines = (
-            plan_lines(plan, memory, benefit)
+            plan_lines(plan, memory, benefit, flex)
             if inputs.ranking is None
             else [
                 *rate_lines(plan),

@@ -77,12 +77,24 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
             type=whole(1),
             help="sequences of an iteration, for what it gains",
         )
+    add_kernels(parser)
     parser.add_argument(
         "--wire-dtype",
         choices=("fp8",),
         help="tokens travel to their experts in eight bits (default: in their own dtype)",
     )
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
+
+
+def add_kernels(parser: Any) -> None:
+    """Add the flag that says which kernels are priced."""
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "torch", "fused"),
+        default="auto",
+        help="what copies and sums rows, as --moe-monta-kernels: PyTorch's operations or Triton "
+        "kernels (default: auto, fused where the ranks are GPUs)",
+    )
 
 
 def add_overlap_experts(parser: Any) -> None:

@@ -97,6 +97,7 @@ def run(parsed: argparse.Namespace) -> int:
                     "chain": plan.chain,
                     "num_chunks": plan.num_chunks,
                     "predicted_us": plan.predicted_us,
+                    "range_us": plan.range_us,
                     "reason": plan.reason,
                     "best_us": plan.best_us(),
                     "least_bytes": {chain: best_within(plan, chain)[1] for chain in CHAINS},

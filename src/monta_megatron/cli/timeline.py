@@ -43,7 +43,7 @@ RECORD_FLAGS = {
 
 # The flags that each way takes, besides those for the output.
 OUTPUT = {"out", "max_ranks", "json", "run", "command"}
-COSTS = {"cluster", "inter_rate_ratio"}
+COSTS = {"cluster", "inter_rate_ratio", "kernels"}
 WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks", "alone"}
 TAKES = {
     "recording": COSTS | {"stock"},
@@ -60,6 +60,7 @@ DEFAULTS = {
     "ignore_memory": False,
     "overlap_experts": False,
     "alone": False,
+    "kernels": "auto",
 }
 
 
@@ -204,11 +205,11 @@ def _record(parsed: argparse.Namespace) -> "Drawing | None":
 
 def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
     """The cluster of --cluster, if it is given."""
-    from monta_megatron.tools.plan.request import cluster_with_rate
+    from monta_megatron.tools.plan.request import priced_cluster
 
     if parsed.cluster is None:
         return None
-    return cluster_with_rate(parsed.cluster, parsed.inter_rate_ratio)
+    return priced_cluster(parsed.cluster, parsed.inter_rate_ratio, parsed.kernels)
 
 
 def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int] | None":

@@ -9,7 +9,12 @@ from monta_megatron.common.first_rank import linger, report
 from monta_megatron.common.texts import shown
 from monta_megatron.integration.config import check_config
 from monta_megatron.integration.dispatcher_type import is_monta
-from monta_megatron.integration.options import OPTION_NAMES, Options, defaults_from_environment
+from monta_megatron.integration.options import (
+    AUTO,
+    OPTION_NAMES,
+    Options,
+    defaults_from_environment,
+)
 
 # Not empty once Megatron has validated a command line in this process.
 _checked: list[bool] = []
@@ -63,7 +68,8 @@ def check_arguments(args: Any) -> None:
 
 def _check_plan(args: Any) -> None:
     """A plan file, against all that the command line says of its exchange; not of its nodes."""
-    plan = Options.of(args).plan
+    options = Options.of(args)
+    plan, kernels = options.plan, options.kernels
     if plan is None:
         return
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
@@ -76,6 +82,8 @@ def _check_plan(args: Any) -> None:
         "hidden_size": getattr(args, "moe_latent_size", None) or args.hidden_size,
         "value_bytes": 2 if args.bf16 or args.fp16 else 4,
         "tokens_per_rank": None if None in batch else math.prod(batch) // (tp * cp),
+        # What "auto" is depends on the ranks.
+        "kernels": None if kernels == AUTO else kernels,
     }
     # Megatron itself refuses what is missing.
     incompatibility = plan.incompatibility(

@@ -48,6 +48,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         # The number of tokens is no part of the configuration; Megatron's arguments are checked.
         here = exchange_of(_workload(config, layout))
         del here["tokens_per_rank"]
+        here["kernels"] = "fused" if fused else "torch"
         incompatibility = options.plan.incompatibility(here)
         if incompatibility is not None:
             raise ValueError(f"moe_monta_plan: {incompatibility}")

@@ -42,6 +42,8 @@ class Benefit:
         alltoall_us: that of plain `alltoall`, as stock runs it.
         why: the reason of the choice, if it is plain `alltoall` and another chain is faster.
         iteration: how often an iteration waits for it.
+        ends: the same by the optimistic and by the conservative end of what was published; none
+            where times were measured.
     """
 
     chain: str
@@ -49,6 +51,7 @@ class Benefit:
     alltoall_us: float
     why: str | None = None
     iteration: Iteration = Iteration()
+    ends: tuple["Benefit", ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -73,7 +76,9 @@ class Benefit:
             saved_s = self.saved_us * layers * micro_batches / 1e6
         return {
             "ratio": self.ratio,
+            "ratio_range": sorted(end.ratio for end in self.ends) or None,
             "saved_us": self.saved_us,
+            "saved_us_range": sorted(end.saved_us for end in self.ends) or None,
             "moe_layers": layers,
             "moe_layers_is_lower_bound": self.iteration.is_lower_bound,
             "micro_batches": micro_batches,
@@ -104,8 +109,10 @@ class Benefit:
             total_us *= micro_batches
         product = f" = {at_least}{time_text(total_us)}" if len(factors) > 1 else ""
         verb, share = ("saves", "of") if self.saved_us >= 0 else ("loses", "on top of")
+        ends = sorted(end.ratio for end in self.ends)
+        ratios = f" ({ends[0]:.2f} to {ends[-1]:.2f})" if ends else ""
         return (
-            f"{self.ratio:.2f}x stock alltoall: {verb} {' x '.join(factors)}{product} per "
+            f"{self.ratio:.2f}x{ratios} stock alltoall: {verb} {' x '.join(factors)}{product} per "
             f"{' and '.join(per) or 'iteration'} ({abs(self.percent):.0f}% {share} the exchange's "
             "predicted time)"
         )

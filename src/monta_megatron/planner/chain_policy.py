@@ -118,6 +118,7 @@ class PlannedPolicy(ChainPolicy):
             "num_chunks": list(self.num_chunks),
             "memory_limit_bytes": self.memory_limit_bytes,
             "cluster": self.cluster.name,
+            "kernels": self.cluster.kernels,
             # A hash, because the costs are kilobytes, too much to show in a message.
             "hash of the costs": hash_of({"costs": repr((self.cluster, self.workload.experts))}),
         }

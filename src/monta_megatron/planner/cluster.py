@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.program import COLLECTIVES, Policy, Resource, ResourceOrCompute
 from monta_megatron.common.quantities import bytes_of_gb
@@ -32,6 +32,10 @@ STANDS_IN: dict[Operation, Operation] = {
     "permute": "copy",
     "unpermute": "sum",
 }
+
+# PyTorch's operations or Triton kernels; "auto" takes Triton kernels on GPUs.
+Kernels: TypeAlias = Literal["torch", "fused"]
+KernelChoice: TypeAlias = Literal["auto", Kernels]
 
 
 class Time(NamedTuple):
@@ -245,6 +249,21 @@ class Cluster:
                 "calibrate again",
             )
         return replace(self, fused_kernels=fused, doubts=doubts)
+
+    def with_kernel_choice(self, choice: KernelChoice) -> "Cluster":
+        """These costs for what `--kernels` says; "auto" is what a training's "auto" runs on a GPU.
+
+        Raises:
+            ValueError: fused kernels on CPU ranks.
+        """
+        rule = f"be auto or torch: the ranks of {self.name} are no GPUs"
+        require(choice != "fused" or not self.copies_block_host, "kernels", choice, rule)
+        return self.with_kernels(choice != "torch" and not self.copies_block_host)
+
+    @property
+    def kernels(self) -> Kernels:
+        """What copies and sums rows in what is priced."""
+        return "fused" if self.policy == "fused" else "torch"
 
     @property
     def host(self) -> HostCosts:

@@ -83,8 +83,8 @@ class HostCosts:
             for entry in fields(self)
             if entry.name.endswith("_us") and (value := getattr(self, entry.name)) is not None
         }
-        ends = {"conservative_speed": None, "optimistic_speed": None}
-        return replace(self, host_speed=1.0, **scaled, **ends)
+        costs = replace(self, conservative_speed=None, optimistic_speed=None, host_speed=1.0)
+        return replace(costs, **scaled)
 
     def start_us(
         self, operation: Operation, num_host_operations: float, num_peers: int = 0

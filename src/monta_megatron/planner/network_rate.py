@@ -29,8 +29,7 @@ def with_rate(cluster: Cluster, resource: Resource, rate_ratio: float) -> Cluste
         # This is what the ratio is for.
         network_faster_than_node_link=True,
         links=tuple(
-            link.times(rate_ratio) if link.resource == resource else link
-            for link in cluster.links
+            link.times(rate_ratio) if link.resource == resource else link for link in cluster.links
         ),
         curves=tuple(
             scaled(curve, rate_ratio) if curve.resource == resource else curve

@@ -11,6 +11,7 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
 from monta_megatron.planner.benefit import Benefit, benefit_of
+from monta_megatron.planner.cluster import Kernels
 from monta_megatron.planner.resource_rates import ResourceRate
 from monta_megatron.planner.workload import Workload
 
@@ -34,6 +35,7 @@ class PlanKey:
         beside_us: other work that was taken to run beside the exchange.
         experts: where the prices of experts come from that may run in the pipeline; None where the
             exchange alone was planned.
+        kernels: what copies and sums rows in what was priced; None in files that do not say.
     """
 
     ep: PositiveInt
@@ -49,6 +51,7 @@ class PlanKey:
     cluster: Text
     beside_us: NonNegativeFloat = 0.0
     experts: str | None = None
+    kernels: Kernels | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,8 @@ class Candidate:
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
+        range_us: the least and the most that it may take, by the ends of what was published;
+            None where times were measured, and for all but the best of each chain.
         rejected: why it was not chosen; None for the choice.
         same_as: the plainer candidate that does the same at this layout, and so no rival; or None.
         experts_pipelined: whether the experts run in the pipeline; the time is the layer's where
@@ -95,6 +100,7 @@ class Candidate:
     num_chunks: PositiveInt | None
     predicted_us: NonNegativeFloat | None = None
     exposed_us: NonNegativeFloat | None = None
+    range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     lower_bound_us: NonNegativeFloat | None = None
     inter_bytes: NonNegativeFloat | None = None
     intra_bytes: NonNegativeFloat | None = None
@@ -113,6 +119,7 @@ class Plan:
         num_chunks: number of chunks of the chosen chain.
         predicted_us: time of the phase; None for a choice by hand that is no candidate.
         exposed_us: as in `Candidate`; None for any choice by hand.
+        range_us: likewise.
         reason: why this one.
         key: what it was made for.
         stages: the choice, stage by stage.
@@ -128,6 +135,7 @@ class Plan:
     reason: Text
     key: PlanKey
     exposed_us: NonNegativeFloat | None = None
+    range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     stages: tuple[StageCost, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
@@ -159,7 +167,15 @@ class Plan:
         """
         if self.key.beside_us > 0 or self.key.experts is not None:
             return None
-        return benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)
+        benefit = benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)
+        stock = next((entry for entry in self.candidates if entry.chain == "alltoall"), None)
+        if benefit is None or stock is None or stock.range_us is None or self.range_us is None:
+            return benefit
+        ends = tuple(
+            replace(benefit, chosen_us=chosen_us, alltoall_us=alltoall_us)
+            for chosen_us, alltoall_us in zip(self.range_us, stock.range_us, strict=True)
+        )
+        return replace(benefit, ends=ends)
 
     def incompatibility(self, here: Mapping[str, Any]) -> str | None:
         """Why this plan does not fit an exchange: the first reason, or None if it fits.
@@ -170,13 +186,16 @@ class Plan:
         """
         for field, value in here.items():
             planned = getattr(self.key, field)
+            if field == "kernels" and planned is None:
+                continue
             if planned != value:
+                made = f" --kernels {value}" if field == "kernels" else ""
                 shown = [
                     list(entry) if isinstance(entry, tuple) else entry for entry in (planned, value)
                 ]
                 return (
                     f"key.{field}: the plan is for {shown[0]}, used with {shown[1]}; "
-                    "make one for this model, batch and layout with `monta plan`"
+                    f"make one for this model, batch and layout with `monta plan{made}`"
                 )
         return None
 
@@ -204,6 +223,7 @@ class Plan:
             plan,
             predicted_us=priced.get(choice),
             exposed_us=None,
+            range_us=None,
             reason=f"chosen by hand in {path}",
             stages=(),
         )

@@ -105,6 +105,7 @@ class PassPrice:
     def start_us(self) -> float:
         """When the program starts, at the earliest."""
         return max(self._before)
+
     @property
     def exposed_us(self) -> float:
         """What training waits for where other work runs beside the program, and hides it.

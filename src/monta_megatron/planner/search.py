@@ -49,6 +49,7 @@ def plan_of(selection: Selection) -> Plan:
             cluster=cluster.name,
             beside_us=selection.beside_us,
             experts=None if workload.experts is None else workload.experts.note,
+            kernels=cluster.kernels,
         ),
         stages=stage_costs(price),
         candidates=(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import linear_regression, median
 from typing import cast
 
 from monta_megatron.chains.calibration_tasks import (
@@ -167,9 +167,10 @@ def _launch(
     num_passes = len(FORWARD_BACKWARD)
     more_us = times_us[PASSES_IN_CHUNKS.name] - times_us[PASSES.name]
     stage_us = max(more_us / (num_passes * (NUM_PASS_CHUNKS - 1) * NUM_PASS_STAGES), 0.0)
-    collective_us = _least_us(points, launches_us, *COLLECTIVES) - operation_us
+    collective_us, peer_us = _collective_start(machine, points, launches_us)
     return HostCosts(
-        collective_us=round(max(collective_us, 0.0), 1),
+        collective_us=round(max(collective_us - operation_us, 0.0), 1),
+        collective_peer_us=round(peer_us, 2),
         operation_us=operation_us,
         counts_to_host_us=round(machine.counts_to_host_us, 1),
         counts_us=round(max(times_us[COUNTS.name] - machine.counts_to_host_us, 0.0), 1),
@@ -181,6 +182,28 @@ def _launch(
         kind="measured",
         source=machine.source,
     )
+
+
+def _collective_start(
+    machine: Machine, points: Sequence[Point], launches_us: Mapping[str, float]
+) -> tuple[float, float]:
+    """Host time to start a collective: of any, and as much more for each other rank of its group.
+
+    The line through the least time of each group size. On CPU ranks, which start a collective's
+    copies themselves, the least time of all, as the rest is in the curves.
+    """
+    sizes = sorted({point.group_size for point in points if point.is_collective})
+    if machine.on_cpu or len(sizes) == 1:
+        return _least_us(points, launches_us, *COLLECTIVES), 0.0
+    least_us = [
+        _least_us([p for p in points if p.group_size == size], launches_us, *COLLECTIVES)
+        for size in sizes
+    ]
+    peer_us, start_us = linear_regression([size - 1 for size in sizes], least_us)
+    if peer_us <= 0 or start_us < 0:
+        # Noise: a larger group takes no longer.
+        return min(least_us), 0.0
+    return start_us, peer_us
 
 
 def _least_us(points: Sequence[Point], launches_us: Mapping[str, float], *operations: str) -> float:
@@ -202,9 +225,11 @@ def _curves(
     for group in (by_curve[key] for key in sorted(by_curve)):
         first = group[0]
         assert first.resource != "compute", "the curve of experts is another one"
-        alike = COLLECTIVES if first.is_collective else (first.operation,)
-        blocks = machine.on_cpu and not first.is_collective
-        launch_us = 0.0 if blocks else _least_us(points, launches_us, *alike)
+        if first.is_collective:
+            start_us, peer_us = _collective_start(machine, points, launches_us)
+            launch_us = start_us + peer_us * (first.group_size - 1)
+        else:
+            launch_us = 0.0 if machine.on_cpu else _least_us(points, launches_us, first.operation)
         sizes = tuple(point.num_bytes for point in group)
         times = tuple(max(round(times_us[p.name] - launch_us, 1), LEAST_US) for p in group)
         curves.append(

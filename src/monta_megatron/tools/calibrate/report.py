@@ -22,8 +22,9 @@ def lines(cluster: Cluster) -> list[str]:
         "",
         table(COLUMNS, map(cells, cluster.curves)),
         "",
-        f"host time to start a collective: {launch.collective_us:.0f} us; around the stages of a "
-        "pass:",
+        f"host time to start a collective: {launch.collective_us:.0f} us"
+        + f" and {launch.collective_peer_us:.2g} for each peer" * (launch.collective_peer_us > 0)
+        + "; around the stages of a pass:",
         f"{launch.pass_us:.0f} us, and {launch.counts_us:.0f} us to count and bind for a dispatch",
     ]
     if launch.first_collective_us + launch.first_copy_us + launch.first_find_us > 0:

@@ -7,8 +7,9 @@ from typing import Any
 from monta_megatron.chains import CHAINS
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_of
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.flex import BACKENDS
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model, with_batch
 from monta_megatron.planner.model_workload import workloads_of
@@ -21,10 +22,10 @@ from monta_megatron.planner.training_memory import (
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate.architecture import architecture_of
 from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time
-from monta_megatron.tools.estimate.flex import BACKENDS
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration
 from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
+from monta_megatron.tools.launch.exchanges import kernels_of_run
 from monta_megatron.tools.launch.memory import held_state
 from monta_megatron.tools.launch.prepare import read_run
 from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
@@ -54,6 +55,7 @@ class EstimateRequest:
         mfu: share of the peak that all products reach; None for the assumed efficiencies.
         changes: name -> value of assumptions.
         ignore_memory: estimate a run that does not fit, too.
+        kernels: what copies and sums rows; None for what the run says.
     """
 
     config: str
@@ -64,6 +66,7 @@ class EstimateRequest:
     mfu: float | None = None
     changes: Mapping[str, float]
     ignore_memory: bool = False
+    kernels: KernelChoice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,7 @@ def estimate(request: EstimateRequest) -> Estimate:
     if cluster_file is None:
         raise ValueError(f"--cluster: not given, must be where {file} names none")
     cluster = load_cluster(cluster_file)
+    cluster = cluster.with_kernel_choice(request.kernels or kernels_of_run(arguments))
     if settings.world_size > cluster.num_ranks:
         raise ValueError(
             f"--world-size: got {settings.world_size}, must be at most the {cluster.num_ranks} "

@@ -8,13 +8,13 @@ from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.planner.assumptions import Assumptions
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.flex import Backend, FlexExchange, memory_rate, one_way_us
 from monta_megatron.planner.host_costs import HostCosts
 from monta_megatron.planner.kernel_work import VALUE_BYTES, Work
 from monta_megatron.planner.layout import exchanges
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate.architecture import Architecture
-from monta_megatron.tools.estimate.flex import Backend, FlexExchange, flex_pass_us
 from monta_megatron.tools.estimate.settings import TrainingSettings
 
 PROB_BYTES = 4
@@ -145,21 +145,5 @@ def _flex_time(
         etp=settings.etp,
         ranks_per_node=cluster.ranks_per_node,
     )
-    # Rows are copied to their experts on arrival, and summed before they leave.
-    received = exchange.rows_to_ranks
-    received += settings.tokens_per_rank * model.router_topk * settings.etp
-    copy = Work(kind="memory", num_bytes=received * model.hidden_size * VALUE_BYTES)
-    one_way = flex_pass_us(exchange, cluster, backend, assumed) + copy.forward_us(
-        assumed, memory_rate(cluster)
-    )
-    one_way += assumed[f"{backend}_pass_us"]
+    one_way = one_way_us(exchange, cluster, backend, assumed)
     return ExchangeTime(forward_us=2 * one_way, backward_us=2 * one_way)
-
-
-def memory_rate(cluster: Cluster) -> float:
-    """GB/s of a GPU's memory, from the time of a large copy."""
-    num_bytes = 1e9
-    large, small = (
-        cluster.time_us("copy", "memory", size).us for size in (num_bytes, num_bytes / 2)
-    )
-    return num_bytes / 2 / (large - small) / 1e3

@@ -18,13 +18,13 @@ from monta_megatron.planner.assumptions import (
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.flex import FlexExchange, flex_pass_us
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate import published as rows
 from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
 from monta_megatron.tools.estimate.exchange import exchange_time
-from monta_megatron.tools.estimate.flex import FlexExchange, flex_pass_us
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration, moe_layer
 from monta_megatron.tools.estimate.settings import Dispatcher, TrainingSettings
 from monta_megatron.tools.launch.prepare import read_run

@@ -1,8 +1,9 @@
 """What a run exchanges: model, cluster, layout and Megatron's arguments, which have to fit."""
 
 from dataclasses import dataclass
+from typing import cast, get_args
 
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model, load_model, with_batch
@@ -22,6 +23,7 @@ MODEL_ARGUMENTS = (
     "moe-router-num-groups",
     "moe-router-group-topk",
 )
+KERNELS = "moe-monta-kernels"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ def exchanges_of_run(config: RunConfig, arguments: Arguments, file: str) -> RunE
     model = model_of_run(config.model, arguments)
     # The dispatcher's cluster file: the run file's, unless the command line names another.
     cluster_file = str(arguments["moe-monta-cluster"].value)
-    cluster = load_cluster(cluster_file)
+    cluster = load_cluster(cluster_file).with_kernel_choice(kernels_of_run(arguments))
     layout = layout_of_run(config, model, file)
     if layout.world_size > cluster.num_ranks:
         raise ValueError(
@@ -103,6 +105,21 @@ def model_of_run(path: str, arguments: Arguments) -> Model:
             if name in arguments
         },
     )
+
+
+def kernels_of_run(arguments: Arguments) -> KernelChoice:
+    """What `--moe-monta-kernels` says.
+
+    Raises:
+        ValueError: something else than it may.
+    """
+    if KERNELS not in arguments:
+        return "auto"
+    given = arguments[KERNELS]
+    choice = str(given.value)
+    if choice not in get_args(KernelChoice):
+        raise ValueError(f"{given.source}: got {choice}, must be auto, torch or fused")
+    return cast("KernelChoice", choice)
 
 
 def size_of(arguments: Arguments, name: str, default: int) -> int:

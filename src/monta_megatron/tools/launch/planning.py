@@ -31,6 +31,7 @@ from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.tools.launch.exchanges import (
     exchanges_of_run,
+    kernels_of_run,
     layout_of_run,
     model_of_run,
     size_of,
@@ -139,8 +140,10 @@ def _given_plan(
         ranks_per_node = cluster.ranks_per_node
     ranks_per_node = size_of(arguments, "moe-monta-ranks-per-node", ranks_per_node)
     workloads = workloads_of(model, layout_of_run(config, model, file), ranks_per_node)
+    kernels = kernels_of_run(arguments)
+    named = {} if kernels == "auto" else {"kernels": kernels}
     for workload in workloads:
-        incompatibility = plan.incompatibility(exchange_of(workload)) or CHAINS[
+        incompatibility = plan.incompatibility({**exchange_of(workload), **named}) or CHAINS[
             plan.chain
         ].incompatibility(workload.layout)
         if incompatibility is not None:

@@ -13,7 +13,7 @@ from monta_megatron.planner.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.new.template import Template, flags_of, make_template
 from monta_megatron.tools.plan.plan_request import PlanRequest
-from monta_megatron.tools.plan.request import cluster_with_rate, read_inputs
+from monta_megatron.tools.plan.request import priced_cluster, read_inputs
 
 # Micro-batches of each rank in an iteration, for every pipeline stage: enough to fill them.
 MICRO_BATCHES_PER_STAGE = 4
@@ -39,7 +39,7 @@ def run_template(
     Raises:
         ValueError: model, cluster and layout do not go together.
     """
-    cluster = cluster_with_rate(request.cluster, None)
+    cluster = priced_cluster(request.cluster, None)
     ranks_per_node = ranks_per_node or cluster.ranks_per_node
     most = cluster.num_ranks // ranks_per_node
     if nodes > most:

@@ -10,7 +10,7 @@ from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.rules import NonNegativeInt, PositiveFloat, PositiveInt
 from monta_megatron.common.texts import check_printable, shown
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing_names import routing_or_folder
@@ -54,6 +54,7 @@ class PlanSettings:
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
         ignore_memory: plan what does not fit into the memory of a rank, too.
         overlap_experts: plan a layer whose experts may run in the pipeline.
+        kernels: what copies and sums rows; "auto" is "fused" where the ranks are GPUs.
         wire_dtype: "fp8" where tokens travel to their experts in eight bits, else None.
     """
 
@@ -65,6 +66,7 @@ class PlanSettings:
     inter_rate_ratio: PositiveFloat | None = None
     ignore_memory: bool = False
     overlap_experts: bool = False
+    kernels: KernelChoice = "auto"
     wire_dtype: Literal["fp8"] | None = None
 
 

@@ -7,6 +7,7 @@ from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.common.tables import table
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
+from monta_megatron.planner.flex import FlexPrediction
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
 from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.tools.plan.layout_ranking import RankedLayout
@@ -22,11 +23,21 @@ STAGE_COLUMNS = ("pass", "stage", "occupies", ">us alone", ">inter", ">intra")
 
 
 def plan_lines(
-    plan: Plan, memory: TrainingMemory | None = None, benefit: Benefit | None = None
+    plan: Plan,
+    memory: TrainingMemory | None = None,
+    benefit: Benefit | None = None,
+    flex: Sequence[FlexPrediction] = (),
 ) -> list[str]:
-    """The choice, its gain and what a training holds, then all chains, the chosen one by stages."""
+    """The choice, its gain and what a training holds, then all chains, the chosen one by stages.
+
+    Args:
+        plan: the choice.
+        memory: what a training holds.
+        benefit: what is gained in an iteration.
+        flex: the same exchange with stock's other dispatcher.
+    """
     lines = [line for field in plan_fields(plan, memory, benefit) for line in _field(*field)]
-    lines += ["", *_candidate_lines(plan)]
+    lines += ["", *_candidate_lines(plan), *_flex_lines(flex)]
     if plan.stages:
         lines += ["", *_stage_lines(plan.stages)]
     return lines
@@ -37,7 +48,8 @@ def plan_fields(
 ) -> list[tuple[str, str]]:
     """What was planned, the choice and what it takes: names and texts."""
     key = plan.key
-    time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f} us"
+    time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f}"
+    time += _range(plan.range_us) + " us" if time else ""
     chunks = counted(plan.num_chunks, "chunk")
     return [
         (
@@ -59,6 +71,11 @@ def plan_fields(
         *([] if memory is None else [("needs", memory.describe())]),
         *(("note", note) for note in plan.notes),
     ]
+
+
+def _range(range_us: tuple[float, float] | None) -> str:
+    """The ends of a likely time."""
+    return "" if range_us is None else " ({:,.0f} to {:,.0f})".format(*range_us)
 
 
 def _phase(plan: Plan) -> str:
@@ -165,10 +182,21 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
             time = f"{entry.predicted_us:>{width},.0f}"
             yield f"{entry.chain:<23}{entry.num_chunks:>6}{time}{left_over}{sizes}"
         split = "experts in the pipeline: " * entry.experts_pipelined
-        yield from _wrapped(f"{split}{entry.rejected or 'chosen'}", indent="    ")
+        ends = "" if entry.range_us is None else "; {:,.0f} to {:,.0f} us".format(*entry.range_us)
+        yield from _wrapped(f"{split}{entry.rejected or 'chosen'}{ends}", indent="    ")
     hidden = len(plan.candidates) - len(shown)
     if hidden > 0:
         yield f"and {hidden} more in other numbers of chunks, all of them with --json or --out"
+
+
+def _flex_lines(flex: Sequence[FlexPrediction]) -> Iterable[str]:
+    for entry in flex:
+        time = "-" if entry.predicted_us is None else f"{entry.predicted_us:,.0f}"
+        yield f"{f'flex, {entry.backend}':<23}{'-':>6}{time:>12}"
+        ends = "" if entry.range_us is None else "; {:,.0f} to {:,.0f} us".format(*entry.range_us)
+        yield from _wrapped(
+            entry.why_not or f"Megatron's, by its published figures{ends}", indent="    "
+        )
 
 
 def stage_rows(stages: Sequence[StageCost]) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.imbalance_routing import imbalance_routing
 from monta_megatron.planner.layout import ParallelLayout
@@ -21,6 +21,7 @@ from monta_megatron.planner.model_workload import uniform_routing, with_experts,
 from monta_megatron.planner.named_routing import expected_routing, skewed_routing
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.ranges import with_ranges
 from monta_megatron.planner.router_trace import traced_routing
 from monta_megatron.planner.routing import Routing
 from monta_megatron.planner.routing_names import IMBALANCE_WORKLOADS
@@ -70,7 +71,7 @@ def read_inputs(
     """
     model = request.model if isinstance(request.model, Model) else load_model(request.model)
     model = with_batch(model, request.seq_length, request.micro_batch_size)
-    cluster = cluster_with_rate(request.cluster, request.inter_rate_ratio)
+    cluster = priced_cluster(request.cluster, request.inter_rate_ratio, request.kernels)
     ranking, sizes = None, {}
     if (request.layout, request.tp, request.ep, request.etp) == (None, None, None, None):
         world_size = cluster.num_ranks if request.world_size is None else request.world_size
@@ -101,13 +102,21 @@ def read_inputs(
     return PlanInputs(model=model, cluster=cluster, layout=layout, ranking=ranking)
 
 
-def cluster_with_rate(given: str | Path | Cluster, rate_ratio: float | None) -> Cluster:
+def priced_cluster(
+    given: str | Path | Cluster, rate_ratio: float | None, kernels: KernelChoice = "auto"
+) -> Cluster:
     """A cluster, that of a file or a preset, its network `rate_ratio` times as fast.
 
+    Args:
+        given: see `PlanRequest`.
+        rate_ratio: None for its own rate.
+        kernels: what runs on it.
+
     Raises:
-        ValueError: the file is wrong.
+        ValueError: the file is wrong, or the kernels cannot run there.
     """
     cluster = given if isinstance(given, Cluster) else load_cluster(given)
+    cluster = cluster.with_kernel_choice(kernels)
     return cluster if rate_ratio is None else with_inter_rate(cluster, rate_ratio)
 
 
@@ -136,6 +145,7 @@ def plan_request(
         phase=request.phase,
         **settings,
     )
+    plan = with_ranges(plan, workload, cluster)
     return replace(plan, notes=(*plan.notes, *model.notes)), workload, memory
 
 

@@ -117,10 +117,12 @@ def simulation_tables(
         part = planned[first : first + VALUES_PER_TABLE]
         benefits = [plan.benefit for plan, _ in part]
         ratios = ["-" if benefit is None else f"{benefit.ratio:.2f}x " for benefit in benefits]
+        ends = [_ends(plan.range_us) for plan, _ in part]
         rows = [[chain, *(cell(plan, memory, chain) for plan, memory in part)] for chain in CHAINS]
         of_choice = [
             ["chunks of the choice", *(f"{plan.num_chunks} " for plan, _ in part)],
             ["times stock alltoall", *ratios],
+            *([] if all(plan.range_us is None for plan, _ in part) else [["its range", *ends]]),
             ["its exchange holds", *(f"{size_text(memory.exchange_bytes)} " for _, memory in part)],
             ["a rank needs", *(f"{size_text(memory.needed_bytes)} " for _, memory in part)],
         ]
@@ -160,6 +162,10 @@ def benefit_line(
         return None
     largest, value = max(known, key=lambda entry: entry[0].ratio)
     return f"at {factor} {_shown(value)}: {largest.text}"
+
+
+def _ends(range_us: tuple[float, float] | None) -> str:
+    return "- " if range_us is None else "{:,.0f} to {:,.0f} ".format(*range_us)
 
 
 def _shown(value: float) -> str:
