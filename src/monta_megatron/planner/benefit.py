@@ -59,6 +59,12 @@ class Benefit:
         return self.alltoall_us / self.chosen_us if self.chosen_us > 0 else 1.0
 
     @property
+    def ratio_range(self) -> tuple[float, float] | None:
+        """The least and the most of it; None where times were measured."""
+        ratios = [self.ratio, *(end.ratio for end in self.ends)]
+        return (min(ratios), max(ratios)) if self.ends else None
+
+    @property
     def saved_us(self) -> float:
         """Below 0 where the choice, by hand or for its memory, is slower."""
         return self.alltoall_us - self.chosen_us
@@ -76,9 +82,8 @@ class Benefit:
             saved_s = self.saved_us * layers * micro_batches / 1e6
         return {
             "ratio": self.ratio,
-            "ratio_range": sorted(end.ratio for end in self.ends) or None,
+            "ratio_range": self.ratio_range,
             "saved_us": self.saved_us,
-            "saved_us_range": sorted(end.saved_us for end in self.ends) or None,
             "moe_layers": layers,
             "moe_layers_is_lower_bound": self.iteration.is_lower_bound,
             "micro_batches": micro_batches,
@@ -109,8 +114,8 @@ class Benefit:
             total_us *= micro_batches
         product = f" = {at_least}{time_text(total_us)}" if len(factors) > 1 else ""
         verb, share = ("saves", "of") if self.saved_us >= 0 else ("loses", "on top of")
-        ends = sorted(end.ratio for end in self.ends)
-        ratios = f" ({ends[0]:.2f} to {ends[-1]:.2f})" if ends else ""
+        ends = self.ratio_range
+        ratios = "" if ends is None else " ({:.2f} to {:.2f})".format(*ends)
         return (
             f"{self.ratio:.2f}x{ratios} stock alltoall: {verb} {' x '.join(factors)}{product} per "
             f"{' and '.join(per) or 'iteration'} ({abs(self.percent):.0f}% {share} the exchange's "

@@ -82,6 +82,8 @@ class Estimate:
         plan: what the planner chose.
         memory: what a rank holds.
         iterations: dispatcher -> its iteration; `STOCK` is the first.
+        ends: the same by the optimistic and by the conservative end of what the cluster states;
+            none where its times were measured.
         num_iterations: of the whole training; None where the file does not say.
         notes: what the user should know.
     """
@@ -94,13 +96,23 @@ class Estimate:
     plan: Plan
     memory: TrainingMemory
     iterations: Mapping[str, Iteration]
+    ends: tuple[Mapping[str, Iteration], ...]
     num_iterations: int | None
     notes: tuple[str, ...]
 
     def saving_pct(self, dispatcher: str) -> float:
         """What a dispatcher saves of stock's iteration."""
-        stock = self.iterations[STOCK].total_ms
-        return 100 * (stock - self.iterations[dispatcher].total_ms) / stock
+        return _saving_pct(self.iterations, dispatcher)
+
+    def saving_range_pct(self, dispatcher: str) -> list[float] | None:
+        """The least and the most that it may save; None where times were measured."""
+        # Stock may gain more from an end than this does.
+        all_of = [self.iterations, *self.ends] if self.ends else []
+        return sorted(_saving_pct(iterations, dispatcher) for iterations in all_of) or None
+
+    def iteration_range_ms(self, dispatcher: str) -> list[float] | None:
+        """Likewise, its iteration."""
+        return sorted(end[dispatcher].total_ms for end in self.ends) or None
 
     def saved_gpu_hours(self, dispatcher: str, num_iterations: int) -> float:
         """What it saves in so many iterations on all GPUs."""
@@ -143,20 +155,27 @@ def estimate(request: EstimateRequest) -> Estimate:
     # Step 3: an iteration with each.
     plain = replace(settings, overlap=False, dispatcher="alltoall")
     overlapped, notes = _overlapped(plain)
-    stock = exchange_time(model, plain, cluster, assumed)
-    chosen = chosen_time(stock, workload, cluster, assumed, CHAINS[plan.chain], plan.num_chunks)
-    iterations = {
-        STOCK: estimate_iteration(model, plain, cluster, assumed, stock),
-        CHOSEN: estimate_iteration(model, plain, cluster, assumed, chosen),
-        PIPELINED: estimate_iteration(
-            model, plain, cluster, assumed, chosen, experts_pipelined=True
-        ),
-        STOCK + OVERLAPPED: estimate_iteration(model, overlapped, cluster, assumed, stock),
-        CHOSEN + OVERLAPPED: estimate_iteration(model, overlapped, cluster, assumed, chosen),
-    }
-    for backend in BACKENDS:
-        with_backend = replace(plain, dispatcher=backend)
-        iterations[f"flex, {backend}"] = estimate_iteration(model, with_backend, cluster, assumed)
+
+    def iterations_on(cluster: Cluster) -> dict[str, Iteration]:
+        """With each dispatcher, by the costs of the cluster or of one of its ends."""
+        stock = exchange_time(model, plain, cluster, assumed)
+        chosen = chosen_time(stock, workload, cluster, assumed, CHAINS[plan.chain], plan.num_chunks)
+        iterations = {
+            STOCK: estimate_iteration(model, plain, cluster, assumed, stock),
+            CHOSEN: estimate_iteration(model, plain, cluster, assumed, chosen),
+            PIPELINED: estimate_iteration(
+                model, plain, cluster, assumed, chosen, experts_pipelined=True
+            ),
+            STOCK + OVERLAPPED: estimate_iteration(model, overlapped, cluster, assumed, stock),
+            CHOSEN + OVERLAPPED: estimate_iteration(model, overlapped, cluster, assumed, chosen),
+        }
+        for backend in BACKENDS:
+            with_backend = replace(plain, dispatcher=backend)
+            iterations[f"flex, {backend}"] = estimate_iteration(
+                model, with_backend, cluster, assumed
+            )
+        return iterations
+
     iters = arguments.get("train-iters")
     return Estimate(
         name=config.name,
@@ -166,10 +185,16 @@ def estimate(request: EstimateRequest) -> Estimate:
         assumed=assumed,
         plan=plan,
         memory=memory,
-        iterations=iterations,
+        iterations=iterations_on(cluster),
+        ends=tuple(map(iterations_on, cluster.ends or ())),
         num_iterations=None if iters is None else iters.read(SIZE),
         notes=(*notes, *planned.notes),
     )
+
+
+def _saving_pct(iterations: Mapping[str, Iteration], dispatcher: str) -> float:
+    stock = iterations[STOCK].total_ms
+    return 100 * (stock - iterations[dispatcher].total_ms) / stock
 
 
 def _settings(
@@ -248,12 +273,14 @@ def document(of: Estimate) -> dict[str, Any]:
         "settings": strict_yaml.plain(of.settings),
         "plan": {"chain": of.plan.chain, "num_chunks": of.plan.num_chunks},
         "iteration_ms": {name: each.total_ms for name, each in of.iterations.items()},
+        "iteration_range_ms": {name: of.iteration_range_ms(name) for name in of.iterations},
         "parts_ms": {name: each.parts_ms for name, each in of.iterations.items()},
         "tflops_per_gpu": {name: each.tflops_per_gpu for name, each in of.iterations.items()},
         "saving_pct": of.saving_pct(CHOSEN),
         "savings": {
             name: {
                 "percent": of.saving_pct(name),
+                "percent_range": of.saving_range_pct(name),
                 "gpu_hours_per_1000_iterations": of.saved_gpu_hours(name, 1000),
                 "gpu_hours": None if num is None else of.saved_gpu_hours(name, num),
             }

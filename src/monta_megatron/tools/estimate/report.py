@@ -76,6 +76,9 @@ def _parts(of: Estimate) -> list[str]:
             time = each.total_ms if part == "iteration" else each.parts_ms.get(part, 0.0)
             cells.append(f"{time:,.0f}" if time >= 0.5 else "0" if time == 0 else "<1")
         rows.append(cells)
+    for end, place in (("at the least", 0), ("at the most", -1)) if of.ends else ():
+        ranges = [of.iteration_range_ms(name) or [0.0] for name in COLUMNS]
+        rows.append([end, *(f"{range_ms[place]:,.0f}" for range_ms in ranges)])
     rates = [f"{of.iterations[name].tflops_per_gpu:,.0f}" for name in COLUMNS]
     rows.append(["TFLOP/s per GPU", *rates])
     return [table(["predicted ms", *(f">{short}" for short in COLUMNS.values())], rows)]
@@ -86,7 +89,7 @@ def _savings(of: Estimate) -> list[str]:
     rows = [
         (
             name,
-            f"{of.saving_pct(name):+.1f}%",
+            f"{of.saving_pct(name):+.1f}%{_ends(of.saving_range_pct(name))}",
             f"{of.saved_gpu_hours(name, 1000):,.1f}",
             *(() if num is None else (f"{of.saved_gpu_hours(name, num):,.0f}",)),
         )
@@ -101,6 +104,10 @@ def _savings(of: Estimate) -> list[str]:
             f"Predicted: not worth it here, less than {LEAST_SAVING_PCT}% of an iteration."
         )
     return lines
+
+
+def _ends(range_pct: list[float] | None) -> str:
+    return "" if range_pct is None else f" ({range_pct[0]:+.1f} to {range_pct[-1]:+.1f})"
 
 
 def _memory(of: Estimate) -> list[str]:
