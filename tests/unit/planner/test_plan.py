@@ -35,9 +35,9 @@ from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.report import plan_lines
 
-A800 = preset("a800_2x8_ib200")
-H100 = preset("h100_8x_ndr")
-GB200 = preset("gb200_nvl72")
+A800 = preset("a800_2x8_ib200").with_kernels(fused=False)
+H100 = preset("h100_8x_ndr").with_kernels(fused=False)
+GB200 = preset("gb200_nvl72").with_kernels(fused=False)
 
 Choose = Callable[[float], Plan]
 
@@ -197,6 +197,9 @@ def test_the_lower_bound_includes_what_surrounds_the_pipeline(chain: str) -> Non
     price = price_chain(workload_of(16), cluster, CHAINS[chain], num_chunks, "forward_backward")
     for pass_ in price.passes:
         around_us = pass_.host_us + serial_us(pass_.before) + serial_us(pass_.after)
+        if not pass_.program.pass_.ids:
+            # The host is ahead of all but the dispatch.
+            around_us = sum(sum(work.times_us) for work in (*pass_.before, *pass_.after))
         busiest_us = max(sum(work.times_us) for work in pass_.pipeline)
         assert around_us + busiest_us <= pass_lower_bound_us(pass_, cluster.factor) * (1 + 1e-9)
         assert pass_lower_bound_us(pass_, cluster.factor) <= pass_.total_us * (1 + 1e-9)
@@ -261,9 +264,9 @@ def test_stages_add_up_to_the_candidate() -> None:
         assert total == pytest.approx(getattr(choice, resource))
 
 
-@pytest.mark.parametrize(("phase", "host_us"), [("forward", 50 + 2 * 10), ("forward_backward", 90)])
-def test_the_host_s_time_around_the_stages_is_added(phase: Phase, host_us: float) -> None:
-    """Every pass takes 10 us of it; dispatch takes 50 us more, to count."""
+@pytest.mark.parametrize("phase", ["forward", "forward_backward"])
+def test_the_host_s_time_around_the_stages_is_added(phase: Phase) -> None:
+    """Every pass takes 10 us of it; dispatch takes 50 us more, to count, and nothing hides that."""
     without, found = (
         plan(
             workload_of(16),
@@ -273,7 +276,7 @@ def test_the_host_s_time_around_the_stages_is_added(phase: Phase, host_us: float
         for counts_us, pass_us in ((0, 0), (50, 10))
     )
     assert (found.chain, found.num_chunks) == (without.chain, without.num_chunks)
-    assert found.predicted_us == pytest.approx((without.predicted_us or 0) + host_us)
+    assert found.predicted_us == pytest.approx((without.predicted_us or 0) + 60)
     on_host = [stage.alone_us for stage in found.stages if stage.resource == "host"]
     assert on_host == [60, 10] if phase == "forward" else [60, 10, 10, 10]
 
@@ -425,21 +428,25 @@ def test_one_chunk_wins_where_the_host_is_the_limit() -> None:
     operations, and a pass allocates two messages, for all chunks at once: a quarter of that for
     each of four. Together 106 + 2: a chunk takes 4 x 365.2 + 108 x 10.3 = 2,573 us. All that it
     moves over the network, 4.2 MB per pass at 47 GB/s, takes 4 x 90: no overlap can win back a
-    chunk.
+    chunk. A combine begins with what the dispatch left, the backward passes with what each left the
+    other, so the host is the limit of all together.
     """
-    launch = H100.launch
-    host = (launch.operation_us, launch.collective_us, launch.stage_us)
-    assert host == (10.3, 89, 31.2)
+    launch = replace(LAUNCH, operation_us=10.3, collective_us=89, stage_us=31.2)
+    cluster = replace(H100, launch=launch)
     workload = workload_of(16, tokens=512)
     one, four = (
-        price_chain(workload, H100, CHAINS["hierarchical_alltoall"], chunks, "forward_backward")
+        price_chain(workload, cluster, CHAINS["hierarchical_alltoall"], chunks, "forward_backward")
         for chunks in (1, 4)
     )
     operations = (42, 25, 4, 35)
     for pass_, num_operations in zip(four.passes, operations, strict=True):
         per_chunk_us = sum(work.launch_us for work in pass_.pipeline)
         assert per_chunk_us == pytest.approx((num_operations + 0.5) * 10.3 + 365.2)
-        assert pass_.schedule.total_us >= 4 * per_chunk_us
+    host_us = [sum(pass_.busy_us("host") for pass_ in each.passes[2:]) for each in (one, four)]
+    for each, backward_us in zip((one, four), host_us, strict=True):
+        assert sum(pass_.total_us for pass_ in each.passes[2:]) == pytest.approx(
+            backward_us, rel=0.02
+        )
     # All chunks but one, less what four of them hide.
     more_us = 3 * (sum(operations) * 10.3 + 4 * 365.2)
     network_us = sum(
@@ -452,7 +459,7 @@ def test_one_chunk_wins_where_the_host_is_the_limit() -> None:
     assert more_us - network_us < four.total_us - one.total_us < more_us
     # By the host's time alone: the device's would have it in chunks.
     fewer = workload_of(16, tokens=384)
-    chosen = plan(fewer, H100)
+    chosen = plan(fewer, cluster)
     assert (chosen.chain, chosen.num_chunks) == ("alltoall", 1)
     without = plan(fewer, replace(H100, launch=LAUNCH))
     assert without.chain == "hierarchical_alltoall" and without.num_chunks > 1
