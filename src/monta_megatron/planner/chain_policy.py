@@ -11,7 +11,6 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chunks import blocks_for
-from monta_megatron.chains.count_format import message_size
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
@@ -139,9 +138,6 @@ class PlannedPolicy(ChainPolicy):
         self, tokens: int, max_experts_per_token: int = 0, routing: Routing | None = None
     ) -> Selection:
         """What is selected for `tokens` tokens per rank; see `Workload`."""
-        # The chain is chosen after the exchange of counts, which therefore holds what any of the
-        # chains needs.
-        size = message_size(self.chains, self.workload.layout, self.num_blocks)
         return select(
             replace(
                 self.workload,
@@ -154,7 +150,6 @@ class PlannedPolicy(ChainPolicy):
             num_chunks=self.num_chunks,
             memory_limit_bytes=self.memory_limit_bytes,
             or_least=True,
-            num_exchanged_counts=size,
             beside_us=self.beside_us,
         )
 
@@ -211,8 +206,8 @@ class ChoiceTable:
             chain=price.chain,
             num_chunks=price.num_chunks,
             reason=f"planned on {cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank{of_token}{routing}{beside}: {why}; holds up to "
-            f"{gb_text(price.peak_bytes)}{by}",
+            f"{counted(tokens, 'token')} per rank{of_token}{routing}{beside}: "
+            f"{price.total_us:,.0f} us, {why}; holds up to {gb_text(price.peak_bytes)}{by}",
             # It says what is predicted.
             benefit=selection.benefit if self.pick is _as_selected else None,
             experts_pipelined=price.experts_pipelined,

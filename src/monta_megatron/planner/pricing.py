@@ -57,6 +57,7 @@ class PassPrice:
         schedule: when the operations of the program run.
         notes: what had to be assumed.
         lead_us: by how much the host is ahead of the device at the start; see `schedule`.
+        beside_us: other work beside the program.
     """
 
     program: Program
@@ -67,6 +68,7 @@ class PassPrice:
     schedule: Schedule
     notes: tuple[str, ...]
     lead_us: float = 0.0
+    beside_us: float = 0.0
 
     @property
     def pass_name(self) -> str:
@@ -113,7 +115,7 @@ class PassPrice:
         Nothing else is hidden: the host's time, and what runs before and after the program, are
         spent on the thread that issues that work and on the stream that it runs on.
         """
-        return self._end(self.schedule.left_over_us).device_us
+        return self._end(self.schedule.left_over_us, self.beside_us).device_us
 
     def busy_us(self, resource: str) -> float:
         """How long it occupies a resource; "host" for the time to start all of it."""
@@ -124,7 +126,7 @@ class PassPrice:
 
     def scheduled(self, factor: Factor, beside_us: float, lead_us: float) -> "PassPrice":
         """The same pass with another lead."""
-        led = replace(self, lead_us=lead_us)
+        led = replace(self, lead_us=lead_us, beside_us=beside_us)
         reached = led._before
         schedule = simulate(
             self.program.operations,
@@ -144,13 +146,14 @@ class PassPrice:
             return Reached(before_us, before_us)
         return Reached(self.host_us - self.lead_us, 0.0).after(self.before)
 
-    def _end(self, program_us: float) -> Reached:
-        """Where they are at the end, if the program takes so long."""
+    def _end(self, program_us: float, hidden_us: float = 0.0) -> Reached:
+        """Where they are at the end, if the program takes so long beside what other work hides."""
         device_us = self.start_us + program_us
         if self.waits:
             device_us += serial_us(self.after)
             return Reached(device_us, device_us)
-        return Reached(self.start_us + self.schedule.host_us, device_us).after(self.after)
+        host_us = self.start_us + self.schedule.host_us - hidden_us
+        return Reached(host_us, device_us).after(self.after)
 
 
 def with_leads(

@@ -11,6 +11,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Candidate, Plan
+from monta_megatron.planner.selection import num_exchanged_counts
 from monta_megatron.planner.workload import Workload
 
 
@@ -55,13 +56,17 @@ def _range_us(
 def _price_at(cluster: Cluster, candidate: Candidate, plan: Plan, workload: Workload) -> ChainPrice:
     assert candidate.num_chunks is not None, "it can run"
     phase = plan.key.phase
+    chains = {entry.chain for entry in plan.candidates}
+    chunks = [entry.num_chunks for entry in plan.candidates if entry.num_chunks is not None]
+    num_counts = num_exchanged_counts(workload, chains, chunks)
     price = price_chain(
         workload,
         cluster,
         CHAINS[candidate.chain],
         candidate.num_chunks,
         phase,
-        beside_us=plan.key.beside_us,
+        num_counts,
+        plan.key.beside_us,
     )
     if workload.experts is None:
         return price

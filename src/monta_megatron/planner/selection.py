@@ -5,10 +5,12 @@ schedule, add up the passes. The space is small, so all of it is searched.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.chunks import blocks_for
+from monta_megatron.chains.count_format import message_size
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.quantities import gb_text
 from monta_megatron.planner.benefit import Benefit, benefit_of
@@ -93,6 +95,18 @@ class Selection:
         return f"{how}; the {resource} is busy for {share:.0%} of the time{over}"
 
 
+def num_exchanged_counts(
+    workload: Workload, chains: Iterable[str], num_chunks: Sequence[int]
+) -> int:
+    """Integers to each rank in the exchange of counts, behind which one of some chains is chosen.
+
+    It holds what any of them needs that can run, in any of the numbers of chunks.
+    """
+    able = [CHAINS[name] for name in chains]
+    able = [chain for chain in able if chain.incompatibility(workload.layout) is None]
+    return message_size(able, workload.layout, blocks_for(max(num_chunks))) if able else 0
+
+
 def select(
     workload: Workload,
     cluster: Cluster,
@@ -103,7 +117,6 @@ def select(
     memory_limit_bytes: float | None = None,
     or_least: bool = False,
     margin: float = MARGIN,
-    num_exchanged_counts: int | None = None,
     beside_bytes: Mapping[str, float] | None = None,
     beside_us: float = 0.0,
 ) -> Selection:
@@ -118,8 +131,6 @@ def select(
         memory_limit_bytes: limit on what the executor holds at once on a rank, or None.
         or_least: where every chain holds more, choose the one that holds the least, and say so.
         margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
-        num_exchanged_counts: integers to each rank in the exchange of counts, if the chain is
-            chosen after it; None for what each chain needs.
         beside_bytes: chain -> what it takes beside its exchange, within the limit, if anything.
         beside_us: other work that runs beside the exchange, in all passes of the phase together.
 
@@ -128,15 +139,14 @@ def select(
     """
     incompatible: dict[str, str] = {}
     prices: list[ChainPrice] = []
+    num_counts = num_exchanged_counts(workload, chains, num_chunks)
     for chain in (CHAINS[name] for name in chains):
         reason = chain.incompatibility(workload.layout)
         if reason is not None:
             incompatible[chain.name] = reason
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            price = price_chain(
-                workload, cluster, chain, chunks, phase, num_exchanged_counts, beside_us
-            )
+            price = price_chain(workload, cluster, chain, chunks, phase, num_counts, beside_us)
             prices.append(replace(price, beside_bytes=(beside_bytes or {}).get(chain.name, 0.0)))
     if workload.experts is not None:
         from monta_megatron.planner.layer_price import with_experts

@@ -61,6 +61,7 @@ def test_the_numbers() -> None:
     on_stage = replace(FASTER, iteration=STAGE)
     numbers = on_stage.document()
     assert numbers.pop("text") == on_stage.text
+    assert numbers.pop("ratio_range") is None
     assert numbers == pytest.approx(
         {
             "ratio": 67 / 31,

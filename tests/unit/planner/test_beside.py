@@ -12,7 +12,6 @@ from monta_megatron.cli import main
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster, Contention
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.search import plan
 from monta_megatron.planner.selection import select
 
@@ -30,9 +29,7 @@ TWO_NODES = workload_of(16, tokens=2048, num_experts=128)
 
 def around_us(price: ChainPrice) -> float:
     """What nothing hides: the host's own time, and what runs before and after the programs."""
-    return sum(
-        pass_.host_us + serial_us(pass_.before) + serial_us(pass_.after) for pass_ in price.passes
-    )
+    return sum(pass_.total_us - pass_.schedule.total_us for pass_ in price.passes)
 
 
 def with_compute_factor(cluster: Cluster, factor: float) -> Cluster:
