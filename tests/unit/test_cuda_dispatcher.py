@@ -5,6 +5,7 @@ Megatron's own permutation is replaced by its sizes, as its fused kernel would r
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,9 @@ import torch
 from fake_device import FakeDevice, HostWaitsError
 from fake_world import (
     LAYOUTS,
+    NUM_TOKENS,
+    RANK,
+    TOPK,
     exchanged_counts,
     fake_world,
     megatron_groups,
@@ -25,14 +29,20 @@ from launch_counts import HIDDEN, make_dispatcher, permute_sizes, unpermute_size
 from megatron.core.transformer.moe import token_dispatcher as stock
 from stream_recorder import RecordedStream
 
+from monta_megatron import plan
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
+from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.gathering import Gathering
-from monta_megatron.integration import counts, dispatcher
+from monta_megatron.exchange.kernel_choice import is_fused
+from monta_megatron.integration import chain_policy, counts, dispatcher
 from monta_megatron.integration.chain_policy import policy_for
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
+from monta_megatron.integration.reports import Report
 from monta_megatron.planner.chain_policy import PlannedPolicy
+from monta_megatron.planner.cluster import KernelChoice
+from monta_megatron.planner.model import load_model
 
 LAYOUT = LAYOUTS[16, 1]
 COPY = "integration.counts.copy_to_host"
@@ -127,6 +137,49 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
     sum_dtype = torch.float64 if made.chain.rows == "permuted tokens" else torch.float32
     assert (row.prob_bytes, row.sum_bytes) == (8, sum_dtype.itemsize)
     assert exchange.sum_dtype == sum_dtype
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("tokens", [NUM_TOKENS, 98304])
+def test_a_plan_and_the_log_of_a_training_say_the_same(
+    tokens: int, kernels: KernelChoice, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Chain, chunks and microseconds, of the kernels that run."""
+    with (
+        mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
+        mock.patch.object(chain_policy, "is_fused", lambda choice, _: is_fused(choice, "cuda")),
+    ):
+        made = make_dispatcher(
+            "auto",
+            params_dtype=torch.bfloat16,
+            moe_monta_cluster="h100_8x_ndr",
+            moe_monta_kernels=kernels,
+        )
+    choice = made.chain_policy.choose(tokens)
+    made._report = Report(reports=True)
+    made._take(choice, news=choice.reason)
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    model = replace(
+        load_model("qwen3_235b_a22b"),
+        hidden_size=HIDDEN,
+        num_experts=LAYOUT.num_experts,
+        moe_router_topk=TOPK,
+    )
+    planned = plan(
+        model=model,
+        cluster="h100_8x_ndr",
+        layout={"world_size": 16, "ep": 16, "tp": 1},
+        tokens=tokens,
+        kernels=kernels,
+        ignore_memory=True,
+    )
+    assert planned.key.kernels == ("fused" if kernels == "auto" else "torch")
+    assert planned.predicted_us is not None and planned.benefit is not None
+    chunks = counted(planned.num_chunks, "chunk")
+    assert f"chain {planned.chain}, {chunks}, EP 16 x ETP 1 over 2 nodes: " in first
+    assert f": {planned.predicted_us:,.0f} us, {planned.reason.partition(';')[0]}" in first
+    if planned.chain != "alltoall":
+        assert second.startswith(f"monta, rank {RANK}: {planned.benefit.ratio:.2f}x stock alltoall")
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,9 @@ class Link:
             is_less = self.resource == "inter" and across.gbytes_per_s <= self.rate.gbytes_per_s
             rule = f"be of inter and at most rate, {self.rate.in_both_units}"
             require(is_less, "cross_rail_rate", f"{across} of {self.resource}", rule)
+
+    def check_ends(self) -> None:
+        """Refuse ends that do not lie on their sides of the likely rate."""
         likely = self.rate.gbytes_per_s
         for name, lowest, highest, rule in (
             ("conservative_rate", 0.0, likely, "at most"),
@@ -88,7 +91,8 @@ class Link:
             rate: Rate | None = getattr(self, name)
             if rate is not None:
                 is_end = lowest <= rate.gbytes_per_s <= highest
-                require(is_end, name, rate, f"be {rule} rate, {self.rate.in_both_units}")
+                where = f"links: {self.resource}: {name}"
+                require(is_end, where, rate, f"be {rule} rate, {self.rate.in_both_units}")
 
     def times(self, ratio: float) -> "Link":
         """The link at `ratio` times its rates."""
@@ -218,6 +222,8 @@ class Cluster:
                     f"{' and '.join(needed)} there"
                 )
         self._check_network()
+        for link in self.links:
+            link.check_ends()
 
     def _check_network(self) -> None:
         """Refuse a network link that gives each rank more than the node link does."""

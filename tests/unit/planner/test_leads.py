@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from clusters import LAUNCH, link, preset, workload_of
+from clusters import LAUNCH, link, preset, with_link, workload_of
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import (
@@ -203,8 +203,8 @@ def test_the_ends_of_published_figures_bound_the_likely_one() -> None:
 def test_the_wrong_end_is_refused() -> None:
     slow = link("inter", 1.0, 40.0)
     with pytest.raises(ValueError, match=r"conservative_rate: .* must be at most rate"):
-        replace(slow, conservative_rate=slow.rate.times(2))
+        with_link(preset("h100_8x_ndr"), "inter", conservative_rate=slow.rate.times(2))
     with pytest.raises(ValueError, match=r"optimistic_rate: .* must be at least rate"):
-        replace(slow, optimistic_rate=slow.rate.times(0.5))
+        with_link(preset("h100_8x_ndr"), "inter", optimistic_rate=slow.rate.times(0.5))
     with pytest.raises(ValueError, match=r"conservative_speed: .* must be at most host_speed"):
         replace(LAUNCH, conservative_speed=2.0)
