@@ -83,9 +83,8 @@ def test_predicted_spans_are_those_of_the_schedule(
             for span in track.spans
             if span.pass_name == priced.pass_name and span.action == "run"
         }
-        # What comes before is one after the other, and ends where the pipeline begins.
-        before_us = sum(work.launch_us + sum(work.times_us) for work in priced.before)
-        first_us = pass_start_us + priced.host_us + before_us
+        # What comes before ends where the pipeline begins.
+        first_us = pass_start_us + priced.start_us
         for number, series in enumerate(priced.program.series):
             for turn, operation in enumerate(series):
                 work = priced.pipeline[number]
@@ -95,7 +94,9 @@ def test_predicted_spans_are_those_of_the_schedule(
                 times = priced.schedule.times[operation.number]
                 assert drawn.start_us == pytest.approx(first_us + times.start_us)
                 assert drawn.end_us == pytest.approx(first_us + times.end_us)
-        around = {(AROUND_STAGES, None)} if priced.host_us > 0 else set()
+        # The host is ahead of the other passes.
+        around = {(AROUND_STAGES, None)} & set(ran)
+        assert around or not priced.program.pass_.ids
         assert set(ran) == around | {(work.stage, None) for work in (*priced.before, *priced.after)}
         pass_start_us += priced.total_us
     assert pass_start_us == pytest.approx(price.total_us)
@@ -105,19 +106,25 @@ def test_predicted_spans_are_those_of_the_schedule(
 def test_what_the_host_does_around_the_stages_comes_first(
     workload: Workload, cluster: Cluster
 ) -> None:
-    """As on a calibrated cluster: 50 us in every pass, and 70 more in dispatch."""
-    cluster = replace(cluster, launch=replace(cluster.launch, pass_us=50.0, counts_us=70.0))
+    """As on a calibrated cluster: 50 us in every pass, and 70 more in dispatch.
+
+    All but dispatch's is spent while what was queued before the pass runs.
+    """
+    launch = replace(
+        cluster.launch, pass_us=50.0, counts_us=70.0, host_speed=1.0, conservative_speed=None
+    )
+    cluster = replace(cluster, launch=launch)
     chain = CHAINS["hierarchical_alltoall"]
     price = price_chain(workload, cluster, chain, 4, "forward_backward")
     (track,) = predict(workload, cluster, chain, 4, "forward_backward").tracks
     pass_start_us = 0.0
     for priced, around_us in zip(price.passes, (120.0, 50.0, 50.0, 50.0), strict=True):
         spans = [span for span in track.spans if span.pass_name == priced.pass_name]
-        (around,) = (span for span in spans if span.stage == "around the stages")
-        assert (around.resource, around.action) == ("host", "run")
-        assert around.start_us == pytest.approx(pass_start_us)
-        assert around.end_us == pytest.approx(pass_start_us + around_us)
-        assert all(span.start_us >= around.end_us - 1e-6 for span in spans if span is not around)
+        for around in (span for span in spans if span.stage == "around the stages"):
+            assert (around.resource, around.action) == ("host", "run")
+            assert around.start_us == pytest.approx(pass_start_us - priced.lead_us)
+            assert around.end_us == pytest.approx(around.start_us + around_us)
+        assert priced.lead_us == 0 or not priced.program.pass_.ids
         pass_start_us += priced.total_us
         assert max(span.end_us for span in spans) == pytest.approx(pass_start_us)
 
@@ -128,8 +135,11 @@ def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:
     assert len(rows_of(launches)) == 1
     by_key = {(span.pass_name, span.stage, span.operation): span for span in launches}
     for ran in track.spans:
-        if ran.resource != "host":
-            assert by_key[ran.pass_name, ran.stage, ran.operation].end_us <= ran.start_us + 1e-6
+        launch = by_key.get((ran.pass_name, ran.stage, ran.operation))
+        if ran.resource != "host" and launch is not None:
+            assert launch.end_us <= ran.start_us + 1e-6
+        # Launches of later passes may lie further back than the layer that is drawn.
+        assert launch is not None or ran.pass_name != "dispatch" or ran.resource == "host"
 
 
 # What happens, to which operation, and when.

@@ -115,11 +115,11 @@ class Benefit:
         product = f" = {at_least}{time_text(total_us)}" if len(factors) > 1 else ""
         verb, share = ("saves", "of") if self.saved_us >= 0 else ("loses", "on top of")
         ends = self.ratio_range
-        ratios = "" if ends is None else " ({:.2f} to {:.2f})".format(*ends)
+        ratios = "" if ends is None else "; {:.2f}x to {:.2f}x".format(*ends)
         return (
-            f"{self.ratio:.2f}x{ratios} stock alltoall: {verb} {' x '.join(factors)}{product} per "
+            f"{self.ratio:.2f}x stock alltoall: {verb} {' x '.join(factors)}{product} per "
             f"{' and '.join(per) or 'iteration'} ({abs(self.percent):.0f}% {share} the exchange's "
-            "predicted time)"
+            f"predicted time{ratios})"
         )
 
 

@@ -92,7 +92,9 @@ class Link:
             if rate is not None:
                 is_end = lowest <= rate.gbytes_per_s <= highest
                 where = f"links: {self.resource}: {name}"
-                require(is_end, where, rate, f"be {rule} rate, {self.rate.in_both_units}")
+                require(
+                    is_end, where, rate, f"be {rule} rate, {self.rate.in_both_units}, or left out"
+                )
 
     def times(self, ratio: float) -> "Link":
         """The link at `ratio` times its rates."""

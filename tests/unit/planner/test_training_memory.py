@@ -28,6 +28,7 @@ QWEN = strict_yaml.load(Model, CONFIGS / "models" / "qwen3_235b_a22b.yaml")
 H100 = replace(
     preset("h100_8x_ndr"),
     launch=replace(LAUNCH, collective_us=11.4, copy_us=7.6, sum_us=7.6, find_us=68.4),
+    fused_kernels=False,
 )
 # 94 layers of 4096; 4096 tokens per micro-batch, of which a rank brings half at TP 2.
 FITS = ParallelLayout(world_size=128, tp=2, ep=16, pp=4)

@@ -10,7 +10,7 @@ from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layer_price import with_experts
 from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice
-from monta_megatron.planner.schedule import Work, serial_us
+from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name
 
@@ -35,9 +35,15 @@ def predict(
             if each.experts_pipelined == experts_pipelined
         )
     spans: list[Span] = []
-    start_us = 0.0
+    start_us = host_us = 0.0
     for priced in price.passes:
-        spans += _spans_of(priced, start_us)
+        for span in _spans_of(priced, start_us):
+            if span.resource == "host":
+                if span.start_us < host_us - 1e-6:
+                    # A layer before this one: the host is further ahead than what is drawn.
+                    continue
+                host_us = span.end_us
+            spans.append(span)
         start_us += priced.total_us
     track = Track(name="busiest rank, predicted", spans=tuple(spans))
     name = pipeline_name(chain.name, num_chunks)
@@ -47,6 +53,7 @@ def predict(
 
 
 def _spans_of(priced: PassPrice, start_us: float) -> Iterator[Span]:
+    first_us = start_us - priced.lead_us
     if priced.host_us > 0:
         yield Span(
             pass_name=priced.pass_name,
@@ -54,10 +61,9 @@ def _spans_of(priced: PassPrice, start_us: float) -> Iterator[Span]:
             chunk=None,
             resource="host",
             action="run",
-            start_us=start_us,
-            end_us=start_us + priced.host_us,
+            start_us=first_us,
+            end_us=first_us + priced.host_us,
         )
-        start_us += priced.host_us
 
     def spans_of(
         work: Work,
@@ -86,14 +92,18 @@ def _spans_of(priced: PassPrice, start_us: float) -> Iterator[Span]:
             )
         yield run
 
-    def one_after_the_other(works: Sequence[Work], start_us: float) -> Iterator[Span]:
+    def one_after_the_other(
+        works: Sequence[Work], host_us: float, device_us: float, waits: bool
+    ) -> Iterator[Span]:
         for work in works:
-            launched_us = start_us + work.launch_us
-            start_us = launched_us + sum(work.times_us)
-            yield from spans_of(work, launched_us, (launched_us, start_us))
+            host_us = (max(host_us, device_us) if waits else host_us) + work.launch_us
+            begun_us = max(host_us, device_us)
+            device_us = begun_us + sum(work.times_us)
+            yield from spans_of(work, host_us, (begun_us, device_us))
 
-    yield from one_after_the_other(priced.before, start_us)
-    start_us += serial_us(priced.before)
+    waits = priced.waits or priced.program.pass_.ids
+    yield from one_after_the_other(priced.before, first_us + priced.host_us, start_us, waits)
+    start_us += priced.start_us
 
     for operation, times in zip(priced.program.operations, priced.schedule.times, strict=True):
         yield from spans_of(
@@ -102,4 +112,7 @@ def _spans_of(priced: PassPrice, start_us: float) -> Iterator[Span]:
             (start_us + times.start_us, start_us + times.end_us),
             operation,
         )
-    yield from one_after_the_other(priced.after, start_us + priced.schedule.total_us)
+    host_us, end_us = (
+        start_us + time_us for time_us in (priced.schedule.host_us, priced.schedule.total_us)
+    )
+    yield from one_after_the_other(priced.after, host_us, end_us, priced.waits)
