@@ -138,7 +138,7 @@ def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:
         launch = by_key.get((ran.pass_name, ran.stage, ran.operation))
         if ran.resource != "host" and launch is not None:
             assert launch.end_us <= ran.start_us + 1e-6
-        # Launches of later passes may lie further back than the layer that is drawn.
+        # Launches ahead of a pass are not drawn.
         assert launch is not None or ran.pass_name != "dispatch" or ran.resource == "host"
 
 
@@ -300,7 +300,7 @@ def test_the_command_draws_what_the_planner_picks(
     document = json.loads(capsys.readouterr().out)
     assert main(["plan", *FLAGS, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert document["title"].startswith(f"{plan['chain']} in 1 chunk, predicted")
+    assert document["title"].startswith(f"{plan['chain']} in 2 chunks, predicted")
     # Stock alltoall above it, priced as the candidate of that name.
     (stock_us,) = (row["predicted_us"] for row in plan["candidates"] if row["chain"] == "alltoall")
     assert document["ratio_to_alltoall"] == pytest.approx(stock_us / plan["predicted_us"])
@@ -328,7 +328,7 @@ def test_a_chain_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["timeline", *FLAGS, "--alone", "--out", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["ratio_to_alltoall"] is None
-    assert {row["name"] for row in document["overlaps"]} == {"hierarchical_alltoall in 1 chunk"}
+    assert {row["name"] for row in document["overlaps"]} == {"hierarchical_alltoall in 2 chunks"}
     assert Path(document["files"]["picture"]).read_bytes().startswith(b"\x89PNG")
 
 

@@ -148,7 +148,7 @@ def test_a_page_of_all_parts_loads_nothing(
     # Titles, command, processor, cluster and doubt, as they were written.
     assert page.text.count(HOSTILE) >= 6
     for words in (
-        *("over stock", "stage by stage", "allgather x1 *", "-10%", "Left out"),
+        *("x stock alltoall", "stage by stage", "allgather x1 *", "-10%", "Left out"),
         *("recorded timeline: --recording", "off their lines by 5%", "1 doubt", "times as long"),
     ):
         assert words in page.text, words
@@ -174,7 +174,7 @@ def test_without_matplotlib_the_page_says_how_to_get_it(
     assert main(["report", "--out", str(out), *MODEL]) == 0
     page = Page(out)
     assert "no picture without matplotlib: pip install matplotlib" in page.text
-    assert "1.52x stock alltoall" in page.text and not page.sources
+    assert "2.11x stock alltoall" in page.text and not page.sources
 
 
 def test_bad_input_is_one_line_and_leaves_no_page(

@@ -12,6 +12,7 @@ from monta_megatron.common.files import write_whole
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.selection import NUM_CHUNKS, num_exchanged_counts
 from monta_megatron.tools import pictures
 from monta_megatron.tools.plan.plan_request import PlanRequest
 from monta_megatron.tools.plan.report import PHASES
@@ -169,11 +170,15 @@ def of_prediction(
     """
     cluster, layout = inputs.cluster, inputs.layout
     settings: dict[str, Any] = {}
+    num_counts = None
     if given is not None:
         settings |= {"chains": (given[0].name,), "num_chunks": (given[1],)}
     plan, workload, memory = plan_request(request, inputs, **settings)
     chain = CHAINS[plan.chain]
-    ours = predict(workload, cluster, chain, plan.num_chunks, request.phase, plan.experts_pipelined)
+    if given is None:
+        num_counts = num_exchanged_counts(workload, CHAINS, NUM_CHUNKS)
+    pipelined = plan.experts_pipelined
+    ours = predict(workload, cluster, chain, plan.num_chunks, request.phase, pipelined, num_counts)
     where = f"{inputs.model.name} on {cluster.name}"
     sizes = (
         f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}, PP {layout.pp} on "
@@ -181,7 +186,7 @@ def of_prediction(
     )
     comparison = None
     if chain is not ALLTOALL and not is_alone:
-        stock = predict(workload, cluster, ALLTOALL, 1, request.phase)
+        stock = predict(workload, cluster, ALLTOALL, 1, request.phase, False, num_counts)
         about = (f"predicted: {where}", f"{sizes}; {PHASES[request.phase]}")
         comparison = Comparison(stock=stock, ours=ours, about=about)
     return Drawing(

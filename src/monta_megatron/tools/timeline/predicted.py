@@ -14,6 +14,9 @@ from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name
 
+# Times that are equal differ by rounding.
+TOLERANCE_US = 1e-6
+
 
 def predict(
     workload: Workload,
@@ -22,12 +25,14 @@ def predict(
     num_chunks: int,
     phase: Phase,
     experts_pipelined: bool = False,
+    num_counts: int | None = None,
 ) -> Timeline:
     """What the cost model expects of a chain, and of the experts where they have a price.
 
-    It prices the busiest rank of every stage, so one track stands for all ranks.
+    It prices the busiest rank of every stage, so one track stands for all ranks. `num_counts` are the
+    integers to each rank in the exchange of counts, None for those that the chain needs.
     """
-    price = price_chain(workload, cluster, chain, num_chunks, phase)
+    price = price_chain(workload, cluster, chain, num_chunks, phase, num_counts)
     if workload.experts is not None:
         price = next(
             each
@@ -35,15 +40,12 @@ def predict(
             if each.experts_pipelined == experts_pipelined
         )
     spans: list[Span] = []
-    start_us = host_us = 0.0
+    start_us = 0.0
     for priced in price.passes:
-        for span in _spans_of(priced, start_us):
-            if span.resource == "host":
-                if span.start_us < host_us - 1e-6:
-                    # A layer before this one: the host is further ahead than what is drawn.
-                    continue
-                host_us = span.end_us
-            spans.append(span)
+        # What the host does ahead of a pass lies beside an earlier one, or another layer.
+        spans += (
+            span for span in _spans_of(priced, start_us) if span.start_us > start_us - TOLERANCE_US
+        )
         start_us += priced.total_us
     track = Track(name="busiest rank, predicted", spans=tuple(spans))
     name = pipeline_name(chain.name, num_chunks)
