@@ -18,6 +18,7 @@ from monta_megatron.chains.calibration_tasks import (
 )
 from monta_megatron.planner.calibration.cluster import (
     Machine,
+    _collective_start,
     excess_of,
     make_cluster,
     slowdowns,
@@ -181,6 +182,23 @@ def test_no_operation_of_a_gpu_costs_less_than_nothing(fused: bool, num_operatio
     # What a collective takes beside the allocation of what it receives.
     assert cluster.launch.collective_us == pytest.approx(25 - cluster.launch.operation_us, abs=0.06)
     assert all(time > 0 for curve in cluster.curves for time in curve.times_us)
+
+
+def test_a_collective_of_a_gpu_s_host_is_priced_by_its_peers() -> None:
+    """Calls take 12 us and 2 for each other rank of the group; CPU ranks have the least of all."""
+    points = points_on("cuda")
+    launches_us = {
+        point.name: 12.0 + 2 * (point.group_size - 1) if point.is_collective else 5.0
+        for point in points
+    }
+    gpu = replace(MACHINE, on_cpu=False, memory_gb_per_rank=80.0)
+    start_us, peer_us = _collective_start(gpu, points, launches_us)
+    assert (start_us, peer_us) == pytest.approx((12.0, 2.0))
+    least_us = min(launches_us[point.name] for point in points if point.is_collective)
+    assert _collective_start(MACHINE, points, launches_us) == (least_us, 0.0)
+    # No line: a larger group takes no longer.
+    alike_us = dict.fromkeys(launches_us, 7.0)
+    assert _collective_start(gpu, points, alike_us) == (7.0, 0.0)
 
 
 def test_the_copy_of_the_counts_is_not_counted_twice() -> None:

@@ -213,6 +213,10 @@ def _link(
     source = alpha if rate is None else f"{alpha}; rate: {origin}"
     link: dict[str, Any] = {"resource": resource, "alpha_us": published.alpha_us}
     link |= {} if rate is None else {"rate": rate}
+    if rate == str(published.rate):
+        ends = {"conservative_rate": published.conservative_rate}
+        ends["optimistic_rate"] = published.optimistic_rate
+        link |= {name: str(end) for name, end in ends.items() if end is not None}
     return {**link, "kind": "datasheet", "source": source}, remark
 
 

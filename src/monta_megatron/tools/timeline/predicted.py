@@ -29,8 +29,8 @@ def predict(
 ) -> Timeline:
     """What the cost model expects of a chain, and of the experts where they have a price.
 
-    It prices the busiest rank of every stage, so one track stands for all ranks. `num_counts` are the
-    integers to each rank in the exchange of counts, None for those that the chain needs.
+    It prices the busiest rank of every stage, so one track stands for all ranks. `num_counts` are
+    the integers to each rank in the exchange of counts, None for those that the chain needs.
     """
     price = price_chain(workload, cluster, chain, num_chunks, phase, num_counts)
     if workload.experts is not None:
