@@ -107,7 +107,7 @@ def _savings(of: Estimate) -> list[str]:
 
 
 def _ends(range_pct: list[float] | None) -> str:
-    return "" if range_pct is None else f" ({range_pct[0]:+.1f} to {range_pct[-1]:+.1f})"
+    return "" if range_pct is None else f" ({range_pct[0]:.0f}..{range_pct[-1]:.0f})"
 
 
 def _memory(of: Estimate) -> list[str]:
