@@ -53,6 +53,10 @@ DEFINITIONS = {
     "Triton's launch with a launcher that does nothing: a figure of one machine, for ratios of "
     "interleaved runs only",
 }
+EXPOSED_US = """\
+`counts_to_first_collective_us` is the host time from when the counts are on the host to when it
+starts the first collective of dispatch: part of counts, enter and dispatch that no GPU hides.
+"""
 OUTSIDE = """\
 Megatron's own permutation, which permuted tokens go through before and behind the passes, is
 replaced by its sizes: it is not counted.
@@ -63,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
     """The flags; what the figures mean stands below them."""
     made = argparse.ArgumentParser(
         description="Count what a rank's host issues for the exchange of a MoE layer.",
-        epilog="\n".join(f"{name}: {text}" for name, text in DEFINITIONS.items()),
+        epilog="\n".join(f"{name}: {text}" for name, text in DEFINITIONS.items())
+        + f"\n{EXPOSED_US}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--ep", type=int, choices=SIZES, default=16, help="expert parallel ranks")
@@ -99,9 +104,9 @@ def page() -> str:
 
 
 def budget(chain_name: str, ep: int, num_chunks: int, kernels: str) -> dict[str, object]:
-    """What `--json` prints: `passes`, and `total` with the same fields."""
+    """What `--json` prints: `passes`, `total` with the same fields, and what nothing hides."""
     from launch_counts import count_launches
-    from launch_times import host_us
+    from launch_times import EXPOSED, host_us
 
     counts = count_launches(chain_name, ep, num_chunks, kernels)
     us = host_us(chain_name, ep, num_chunks, REPEATS, kernels)
@@ -109,7 +114,8 @@ def budget(chain_name: str, ep: int, num_chunks: int, kernels: str) -> dict[str,
         {"name": name, **vars(row), "host_us": round(us[name], 1)} for name, row in counts.items()
     ]
     total = {name: round(sum(each[name] for each in passes), 1) for name in DEFINITIONS}
-    return {"passes": passes, "total": total}
+    exposed = {"counts_to_first_collective_us": round(us[EXPOSED], 1)}
+    return {"passes": passes, "total": total, **exposed}
 
 
 def checked(arguments: argparse.Namespace) -> None:
@@ -173,7 +179,9 @@ def _host_lines() -> list[str]:
 def _text(result: dict[str, object]) -> list[str]:
     rows = [*result["passes"], {"name": "total", **result["total"]}]  # type: ignore[misc, dict-item]
     head = ["", *map(_words, DEFINITIONS)]
-    return [_line(head), _line(["---"] * len(head)), *(_line(list(row.values())) for row in rows)]
+    table = [_line(head), _line(["---"] * len(head)), *(_line(list(row.values())) for row in rows)]
+    us = result["counts_to_first_collective_us"]
+    return [*table, f"\nhost us from the counts to the first collective: {us}\n"]
 
 
 def _words(name: str) -> str:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,9 @@ from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.integration import strategies
 
 WARM_UP = 2
+# From when the counts are on the host to when it starts the first collective of dispatch: nothing
+# that a GPU has queued hides it.
+EXPOSED = "counts to first collective"
 
 
 class _NoStream:
@@ -60,7 +64,7 @@ def host_us(
     kernels: str = "torch",
     of_layers: Callable[[Iterable[float]], float] = median,
 ) -> dict[str, float]:
-    """Host time of each of `ROWS`, in microseconds, the median over so many layers.
+    """Host time of each of `ROWS` and of `EXPOSED`, in microseconds, the median over so many layers.
 
     Triton kernels go through Triton's own launch path; see `compiled_kernels.no_driver`.
     """
@@ -69,11 +73,10 @@ def host_us(
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
         made = make_dispatcher(chain_name, ep, moe_monta_num_chunks=num_chunks, **options)
     copied, routed = exchanged_counts(made._counts.count_table)
-    values = made._counts.count_table.read(copied.numpy())
     made.cuda_dtoh_stream = _NoStream()
     inputs = layer_inputs(routed, "cpu")
     times = _Times()
-    made._counts.read = lambda: values
+    made._counts.copy_to_host = times.counts_arrive(made._counts, copied)
     for name in ("preprocess", "_maybe_dtoh_and_synchronize"):
         setattr(made, name, times.in_counts(getattr(made, name)))
     is_fused, driver = kernels == "fused", nullcontext()
@@ -81,11 +84,13 @@ def host_us(
         from compiled_kernels import no_driver
 
         driver = no_driver()
-    with _one_thread(), _no_device(is_fused), driver, torch.no_grad():
+    with _one_thread(), _no_device(is_fused, times), driver, torch.no_grad():
         for _ in range(WARM_UP + repeats):
             times.begin()
             run_layer(made, inputs, times.row)
-    return {name: of_layers(each[name] for each in times.layers[WARM_UP:]) for name in ROWS}
+    return {
+        name: of_layers(each[name] for each in times.layers[WARM_UP:]) for name in (*ROWS, EXPOSED)
+    }
 
 
 class _Times:
@@ -94,6 +99,8 @@ class _Times:
     def __init__(self) -> None:
         self.layers: list[dict[str, float]] = []
         self._inside_us = 0.0
+        # When the counts of the layer under way were on the host; None behind the first collective.
+        self._arrived: float | None = None
 
     def begin(self) -> None:
         self.layers.append(defaultdict(float))
@@ -106,6 +113,23 @@ class _Times:
         spent_us = (time.thread_time() - start) * 1e6
         self.layers[-1][name] += spent_us - self._inside_us
         self._inside_us = outside_us + spent_us
+
+    def counts_arrive(self, counts: Any, copied: torch.Tensor) -> Any:
+        """In place of `copy_to_host` of a count exchange: what it brings, once it is waited for."""
+
+        def synchronize() -> None:
+            self._arrived = time.thread_time()
+
+        def copy_to_host(*_: Any) -> None:
+            counts._copy, counts._copied = copied, SimpleNamespace(synchronize=synchronize)
+
+        return copy_to_host
+
+    def collective_starts(self) -> None:
+        """The host is about to start a collective of a pass."""
+        if self._arrived is not None:
+            self.layers[-1][EXPOSED] = (time.thread_time() - self._arrived) * 1e6
+            self._arrived = None
 
     def in_counts(self, function: Any) -> Any:
         def timed(*args: Any) -> Any:
@@ -127,13 +151,13 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _no_device(is_fused: bool) -> Iterator[None]:
+def _no_device(is_fused: bool, times: _Times) -> Iterator[None]:
     """Context in which the CPU's tensors take a device's path through the exchange."""
     stream = _NoStream()
     inside = nullcontext()
     starts = {
-        "start_all_to_all": _zeroed(_start_all_to_all),
-        "start_all_gather": _zeroed(_start_all_gather),
+        "start_all_to_all": _zeroed(_start_all_to_all, times),
+        "start_all_gather": _zeroed(_start_all_gather, times),
     }
     streams._drawn.cache_clear()
     with ExitStack() as context:
@@ -186,10 +210,11 @@ def _start_all_gather(
     return torch_private.start_all_to_all_of_lists(group.process_group, outputs, outputs)
 
 
-def _zeroed(start: Any) -> Any:
+def _zeroed(start: Any, times: _Times) -> Any:
     """A collective behind which the message holds ids that are in range."""
 
     def started(output: torch.Tensor, *arguments: Any) -> Any:
+        times.collective_starts()
         work = start(output, *arguments)
         output.zero_()
         return work

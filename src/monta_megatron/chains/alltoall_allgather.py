@@ -30,6 +30,7 @@ from monta_megatron.chains.stages import (
     AllToAll,
     BoundStage,
     Permute,
+    RowCounts,
     Segments,
     bind_gather,
 )
@@ -55,8 +56,8 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
     packed = None
     if num_chunks > 1:
         packed = Segments(
-            starts=(starts_of(counts.sent) + sent_bounds[:-1]).reshape(num_chunks, -1),
             lengths=sent.reshape(num_chunks, -1),
+            find_starts=lambda: (starts_of(counts.sent) + sent_bounds[:-1]).reshape(num_chunks, -1),
         )
 
     # Step 3: the exchange and the gather.
@@ -66,11 +67,12 @@ def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundS
     # Step 4: expert order (l, t, s), each chunk's run after those of the earlier chunks.
     ordered = None
     if num_chunks > 1 or num_local_experts > 1:
-        expert_starts = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)
-        ordered = Segments(
-            starts=(expert_starts + received_bounds[:-1]).reshape(num_chunks, -1),
-            lengths=received.reshape(num_chunks, -1),
-        )
+
+        def find_starts() -> RowCounts:
+            by_expert = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)
+            return (by_expert + received_bounds[:-1]).reshape(num_chunks, -1)
+
+        ordered = Segments(lengths=received.reshape(num_chunks, -1), find_starts=find_starts)
 
     sent_total = sent.sum(axis=(1, 2))[:, None]
     gathered_total = gathered.sum(axis=1)[:, None]

@@ -165,13 +165,18 @@ class Chain:
                     f"{counts.tokens.shape[1]}"
                 )
             num_source_rows = counts.tokens[layout.rank].sum().item()
-            by_class = counts.experts.sum(axis=(0, 1)).reshape(-1, counts.classes)
-            rows_per_local_expert = by_class.sum(axis=1)
+        stages = self.bind_stages(layout, counts, num_chunks)
+        if isinstance(counts, TokenCounts):
+            # Such a chain ends with copies for each expert, [C, L], and their order.
+            rows_per_local_expert = stages[-2].receive.sum(axis=0)
+            if counts.classes > 1:
+                by_class = rows_per_local_expert.reshape(-1, counts.classes)
+                rows_per_local_expert = by_class.sum(axis=1)
         return BoundChain(
             chain=self,
             layout=layout,
             num_chunks=num_chunks,
-            stages=self.bind_stages(layout, counts, num_chunks),
+            stages=stages,
             num_source_rows=num_source_rows,
             rows_per_local_expert=rows_per_local_expert,
         )
@@ -205,14 +210,13 @@ class BoundChain:
     @cached_property
     def rows_by_boundary(self) -> RowCounts:
         """[N + 1, C] rows before the first stage, between two stages, and after the last one."""
-        before = [stage.rows_before for stage in self.stages]
-        return np.stack([*before, self.stages[-1].rows_after])
+        return np.array(self.rows_at)
 
     @cached_property
     def rows_at(self) -> list[list[float]]:
         """The same as numbers of Python, integers at run time."""
-        rows: list[list[float]] = self.rows_by_boundary.tolist()
-        return rows
+        before = [stage.rows_before.tolist() for stage in self.stages]
+        return [*before, self.stages[-1].rows_after.tolist()]
 
     @cached_property
     def shapes(self) -> tuple[StageShape, ...]:

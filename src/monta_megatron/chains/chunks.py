@@ -4,7 +4,7 @@ Notation: C = number of chunks, B = number of token blocks, S = source ranks, L 
 EP rank.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,11 +70,15 @@ def expert_order(runs: RowCounts, source_order: NDArray[np.int64], classes: int)
         Runs in the order (expert, source in stock's order, class, chunk): each after those of the
         earlier chunks.
     """
+    return Segments(
+        lengths=runs.reshape(len(runs), -1),
+        find_starts=partial(_expert_starts, runs, source_order, classes),
+    )
+
+
+def _expert_starts(runs: RowCounts, source_order: NDArray[np.int64], classes: int) -> RowCounts:
     num_chunks, num_experts, num_sources = runs.shape
     by_class = runs.reshape(num_chunks, num_experts // classes, classes, num_sources)
     # K = classes. [C, L/K, K, S] -> [L/K, S in stock's order, K, C], laid end to end, and back
     starts = starts_of(by_class[..., source_order].transpose(1, 3, 2, 0)).transpose(3, 0, 2, 1)
-    back = np.argsort(source_order)
-    return Segments(
-        starts=starts[..., back].reshape(num_chunks, -1), lengths=runs.reshape(num_chunks, -1)
-    )
+    return starts[..., np.argsort(source_order)].reshape(num_chunks, -1)

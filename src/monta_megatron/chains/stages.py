@@ -12,6 +12,7 @@ executor runs, the cost model prices and the timeline draws. Nothing here needs 
 Notation: C = number of chunks, P = ranks of the stage's group.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -74,22 +75,32 @@ class Segments:
     """Where the rows of each chunk lie in the whole tensor, as runs in the chunk's own order.
 
     Attributes:
-        starts: [C, N] first row of each run in the whole tensor.
         lengths: [C, N] rows in each run; a chunk's rows are its runs one after the other.
+        find_starts: called for `starts` when they are first needed: on the experts' side that is
+            after the first collective has started.
     """
 
-    starts: RowCounts
     lengths: RowCounts
+    find_starts: Callable[[], RowCounts]
+
+    @cached_property
+    def starts(self) -> RowCounts:
+        """[C, N] first row of each run in the whole tensor."""
+        return self.find_starts()
 
     @property
     def is_slice(self) -> bool:
         """Whether every chunk is one run, so that no row indices are needed."""
-        return self.starts.shape[1] == 1
+        return self.lengths.shape[1] == 1
 
     def slice_of(self, chunk: int) -> slice:
         """The rows of a chunk that is one run."""
-        start = int(self.starts[chunk, 0])
-        return slice(start, start + int(self.lengths[chunk, 0]))
+        return self._slices[chunk]
+
+    @cached_property
+    def _slices(self) -> list[slice]:
+        ends = (self.starts + self.lengths)[:, 0].tolist()
+        return list(map(slice, self.starts[:, 0].tolist(), ends))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +167,12 @@ class BoundStage:
         """[C] rows that go into the stage; an AllGather sends the same ones to every peer."""
         if isinstance(self.stage, AllGather):
             return self.send[:, 0]
-        return self.send.sum(axis=1)
+        return _over_peers(self.send)
 
     @property
     def rows_after(self) -> RowCounts:
         """[C] rows that come out of it."""
-        return self.receive.sum(axis=1)
+        return _over_peers(self.receive)
 
     @property
     def shape(self) -> StageShape:
@@ -170,6 +181,11 @@ class BoundStage:
         if self.segments is not None:
             placement = "slice" if self.segments.is_slice else "index"
         return StageShape(stage=self.stage, placement=placement, group_size=self.send.shape[1])
+
+
+def _over_peers(rows: RowCounts) -> RowCounts:
+    """[C, P] -> [C]. What stays on the rank has one peer, and a sum takes as long as ten views."""
+    return rows[:, 0] if rows.shape[1] == 1 else rows.sum(axis=1)
 
 
 def bind_gather(stage: AllGather, receive: RowCounts, position: int) -> BoundStage:

@@ -1,6 +1,6 @@
 """What chains whose rows are tokens share: splitting tokens, and ordering them for the experts."""
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ def by_chunk(blocks: RowCounts, num_chunks: int, axis: int) -> RowCounts:
 def bind_split(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundStage:
     """The tokens of each chunk: one run of this rank's tokens."""
     lengths = by_chunk(counts.tokens[layout.rank], num_chunks, axis=0)[:, None]
-    segments = Segments(starts=starts_of(lengths), lengths=lengths)
+    segments = Segments(lengths=lengths, find_starts=partial(starts_of, lengths))
     return BoundStage(stage=SPLIT, send=lengths, receive=lengths, segments=segments)
 
 
@@ -57,8 +57,8 @@ def bind_node_exchange(
     assert counts.sent_to_nodes is not None and counts.for_node is not None
     split = bind_split(layout, counts, num_chunks)
     send = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)  # [C, nodes]
-    rail = np.arange(layout.num_nodes) * layout.ranks_per_node + layout.position
-    receive = by_chunk(counts.for_node[rail], num_chunks, axis=1).T  # [C, nodes]
+    rail = counts.for_node[layout.position :: layout.ranks_per_node]  # [nodes, B]
+    receive = by_chunk(rail, num_chunks, axis=1).T  # [C, nodes]
     parts = ExpertRange(
         first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes
     )
@@ -106,7 +106,7 @@ def bind_experts(
     """
     rows = arrived.receive.sum(axis=1)  # [C]
     # [S, B, L] -> [C, L, S'] in the order in which a chunk's copies lie
-    runs = by_chunk(counts.experts[order.sources], len(rows), axis=1).transpose(1, 2, 0)
+    runs = by_chunk(counts.experts, len(rows), axis=1)[order.sources].transpose(1, 2, 0)
     experts = ExpertRange(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
     copies = runs.sum(axis=2)
     total = copies.sum(axis=1)

@@ -7,9 +7,10 @@ local experts, EP and ETP = sizes of its groups, P = parts of the experts, X = c
 W = most experts of any token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -34,18 +35,23 @@ class ExchangeCounts:
     """What the count exchange brought to one rank, on the host.
 
     Attributes:
-        permuted_tokens: counts for chains whose rows are permuted tokens.
+        count_permuted_tokens: called for `permuted_tokens` where they are needed.
         tokens: counts for chains whose rows are tokens; None if no candidate's are.
         num_tokens: [S] tokens of every rank.
         max_experts_per_token: of any token; 0 where rows are permuted tokens only.
         hashes: [S] each rank's hash of the rule by which it chooses; has to be equal on all.
     """
 
-    permuted_tokens: Counts
+    count_permuted_tokens: Callable[[], Counts]
     tokens: TokenCounts | None
     num_tokens: NDArray[np.int64]
     max_experts_per_token: int
     hashes: NDArray[np.int64]
+
+    @cached_property
+    def permuted_tokens(self) -> Counts:
+        """Counts for chains whose rows are permuted tokens."""
+        return self.count_permuted_tokens()
 
     @property
     def max_tokens(self) -> int:
@@ -129,29 +135,46 @@ class CountTable:
     def read(self, joined: NDArray[np.int32]) -> ExchangeCounts:
         """Read on the host what `join` returned."""
         layout, num_blocks, num_ranks = self.layout, self.num_blocks, len(self.layout.nodes)
-        columns = message_columns(self.chains, layout)
-        num_received = num_ranks * num_blocks * sum(columns.values())
-        messages = joined[:num_received].reshape(num_ranks, num_blocks, -1)
-        # The head is the same in all blocks; the hash is its last two columns.
-        hashes = messages[:, 0, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
+        columns, lengths = self._sections
+        num_received = len(joined) - num_blocks * sum(self.sizes.values())
         # Sums over ranks may take more bits than the counts of one.
-        received = _split(messages.astype(np.int64), columns)
-        num_tokens, most_experts = received.pop("head")[:, 0, :2].T
-        lengths = {name: num_blocks * size for name, size in self.sizes.items()}
-        sent = _split(joined[num_received:].astype(np.int64), lengths)
-        # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
-        pairs = received["experts"].sum(axis=1).reshape(layout.ep, layout.etp, -1)
-        return ExchangeCounts(
-            permuted_tokens=Counts(
+        # Blocks come first in memory, because a chain sums those of each chunk.
+        by_block = joined[:num_received].reshape(num_ranks, num_blocks, -1).swapaxes(0, 1)
+        messages = np.ascontiguousarray(by_block, dtype=np.int64).swapaxes(0, 1)
+        counts = joined[num_received:].astype(np.int64)
+        received = {name: messages[:, :, columns[name]] for name in columns}
+        sent = {name: counts[lengths[name]] for name in lengths}
+        # The head is the same in all blocks; the hash is its last two columns.
+        num_tokens, most_experts, *_ = received["head"][:, 0].T
+        heads = joined[:num_received].reshape(num_ranks, -1)
+        hashes = heads[:, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
+
+        def count_permuted_tokens() -> Counts:
+            # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
+            pairs = received["experts"].sum(axis=1).reshape(layout.ep, layout.etp, -1)
+            return Counts(
                 # [B * E] -> [B, EP, L] -> [EP, L]
                 sent=sent["experts"].reshape(num_blocks, layout.ep, -1).sum(axis=0),
                 received=pairs.transpose(1, 0, 2),
-            ),
+            )
+
+        return ExchangeCounts(
+            count_permuted_tokens=count_permuted_tokens,
             tokens=self._token_counts(num_tokens, received, sent) if self.by_block else None,
             num_tokens=num_tokens,
             max_experts_per_token=max(int(most_experts.max()), 1) if self.by_block else 0,
             hashes=hashes,
         )
+
+    @cached_property
+    def _sections(self) -> tuple[dict[str, slice], dict[str, slice]]:
+        """By section, its columns of a message, and where what was sent lies."""
+        lengths = {name: self.num_blocks * size for name, size in self.sizes.items()}
+        return _slices(message_columns(self.chains, self.layout)), _slices(lengths)
+
+    @cached_property
+    def _block_numbers(self) -> NDArray[np.int64]:
+        return np.arange(self.num_blocks)
 
     def _token_counts(
         self,
@@ -162,24 +185,35 @@ class CountTable:
         """By the tokens [S] of every rank, the sections of the messages, and what was sent."""
         # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
         block = block_size(num_tokens[:, None], self.num_blocks)
-        tokens = np.clip(num_tokens[:, None] - np.arange(self.num_blocks) * block, 0, block)
-        fields = {
-            f"sent_to_{part}s": sent[part].reshape(self.num_blocks, -1)
-            for part in part_sizes(self.chains, self.layout)
+        left = num_tokens[:, None] - self._block_numbers * block
+        # [S, B, 1] -> [S, B]
+        first = {
+            name: received[name][:, :, 0] for name in ("for_node", "for_rank") if name in received
         }
-        if "for_node_ranks" in received:
-            here = slice(self.layout.position, self.layout.position + 1)
-            received["for_rank"] = received["for_node_ranks"][:, :, here]
-        for name in received.keys() & {"for_node", "for_rank"}:
-            # [S, B, 1] -> [S, B]
-            received[name] = received[name][:, :, 0]
-        return TokenCounts(tokens=tokens, classes=self.classes, **received, **fields)
+        to_each = received.get("for_node_ranks")
+        if to_each is not None:
+            first["for_rank"] = to_each[:, :, self.layout.position]
+        return TokenCounts(
+            tokens=np.minimum(np.maximum(left, 0), block),
+            experts=received["experts"],
+            for_node_ranks=to_each,
+            classes=self.classes,
+            **first,
+            **{
+                f"sent_to_{part}s": sent[part].reshape(self.num_blocks, -1)
+                for part in self.sizes
+                if part != "experts"
+            },
+        )
 
 
-def _split(counts: NDArray[np.int64], widths: Mapping[str, int]) -> dict[str, NDArray[np.int64]]:
-    """By name, pieces of these widths along the last axis."""
-    pieces = np.split(counts, np.cumsum(list(widths.values()))[:-1], axis=-1)
-    return dict(zip(widths, pieces, strict=True))
+def _slices(widths: Mapping[str, int]) -> dict[str, slice]:
+    """By name, where pieces of these widths lie one after the other."""
+    ends = accumulate(widths.values())
+    return {
+        name: slice(end - width, end)
+        for (name, width), end in zip(widths.items(), ends, strict=True)
+    }
 
 
 def expert_ids_of(

@@ -20,38 +20,60 @@ class Indices:
 
     Attributes:
         memory: [any number] int64, what they lie in; None if there are none.
-        copies: by position in the chain and chunk.
+        copies: by position in the chain and chunk; views, each made at its first use.
     """
 
     def __init__(self, bound: BoundChain, device: torch.device) -> None:
         self.memory: torch.Tensor | None = None
         self.copies: dict[tuple[int, int], Copies] = {}
-        self._of_permutes: dict[int, torch.Tensor] = {}
         self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
-        # By position and chunk, or by position: how many numbers it takes.
-        copies: dict[tuple[int, int], list[int]] = {}
-        permutes: dict[int, int] = {}
+        # By position: how many numbers it takes.
+        sizes: dict[int, int] = {}
         for position, stage in enumerate(bound.stages):
             before, after = bound.rows_at[position : position + 2]
             if stage.parts is not None:
-                for chunk, (rows, num_copies) in enumerate(zip(before, after, strict=True)):
-                    copies[position, chunk] = Copies.sizes(int(rows), int(num_copies), stage.parts)
+                of_one = Copies.sizes(int(sum(before)), int(sum(after)), stage.parts)
+                # Each chunk's `row_starts` have one more than it has rows.
+                sizes[position] = sum(of_one) + bound.num_chunks - 1
             elif stage.segments is not None and not stage.segments.is_slice:
-                permutes[position] = int(sum(after))
-        sizes = [*chain.from_iterable(copies.values()), *permutes.values()]
+                sizes[position] = int(sum(after))
         if not sizes:
             return
-        self.memory = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-        pieces = iter(self.memory.split_with_sizes(sizes))
-        for at, of_chunk in copies.items():
-            self.copies[at] = Copies(*islice(pieces, len(of_chunk)))
-        self._of_permutes = dict(zip(permutes, pieces, strict=True))
+        self.memory = torch.empty(sum(sizes.values()), dtype=torch.int64, device=device)
+        pieces = self.memory.split_with_sizes(list(sizes.values()))
+        self._pieces = dict(zip(sizes, pieces, strict=True))
+        self.copies = _AtFirstUse(bound, self._pieces)
 
     def rows(self, position: int, segments: Segments) -> tuple[torch.Tensor, ...]:
         """[C][rows of the chunk] where the `Permute` at `position` takes or puts them."""
         if position not in self._rows:
-            self._rows[position] = _row_indices(segments, self._of_permutes[position])
+            self._rows[position] = _row_indices(segments, self._pieces[position])
         return self._rows[position]
+
+
+class _AtFirstUse(dict[tuple[int, int], Copies]):
+    """The copies of a stage are views, made for all chunks when the first is asked for.
+
+    So those of later stages are made while the first collective is under way.
+    """
+
+    def __init__(self, bound: BoundChain, pieces: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._bound, self._pieces = bound, pieces
+
+    def __missing__(self, at: tuple[int, int]) -> Copies:
+        position, bound = at[0], self._bound
+        parts = bound.stages[position].parts
+        assert parts is not None, f"nothing is copied at {position}"
+        before, after = bound.rows_at[position : position + 2]
+        sizes = [
+            Copies.sizes(int(rows), int(copies), parts)
+            for rows, copies in zip(before, after, strict=True)
+        ]
+        views = iter(self._pieces[position].split_with_sizes([*chain.from_iterable(sizes)]))
+        for chunk, of_chunk in enumerate(sizes):
+            self[position, chunk] = Copies(*islice(views, len(of_chunk)))
+        return self[at]
 
 
 def _row_indices(segments: Segments, into: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -114,6 +114,8 @@ class State:
         self._first = len(exchange.bound.stages) - 1 if pass_.transpose else 0
         self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
         self._columns: dict[int, Columns] = {0: columns}
+        # By chunk, its rows of what the pass was given, where they lie in order.
+        self._slices: dict[int | None, Columns] = {}
         if output is not None:
             self._messages[self.bound.program.output] = output.tensors()
         # By buffer whose columns share a message: what holds those of other chunks too.
@@ -178,7 +180,9 @@ class State:
         if segments is None:
             return self.columns(number), None
         if segments.is_slice:
-            return self.columns(number).of_rows(segments.slice_of(chunk)), None
+            if chunk not in self._slices:
+                self._slices[chunk] = self.columns(number).of_rows(segments.slice_of(chunk))
+            return self._slices[chunk], None
         return self.columns(number), self.rows_in_place(self._first, chunk)
 
     def messages(self, operation: Operation) -> list[torch.Tensor]:
@@ -247,6 +251,8 @@ class State:
             if buffer.release == "last read" and buffer.last_read == operation.number:
                 self._messages.pop(number, None)
                 self._columns.pop(number, None)
+                if number == 0:
+                    self._slices.clear()
 
 
 class _Whole(NamedTuple):

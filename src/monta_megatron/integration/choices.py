@@ -65,7 +65,7 @@ class Choices:
         return self.agreed_rule
 
     def _check_agreement(self, counts: ExchangeCounts) -> None:
-        if (counts.hashes != counts.hashes[:1]).any():
+        if len(set(counts.hashes.tolist())) > 1:
             # They agreed at construction: one has another configuration since, or another number
             # of iterations.
             agree(self.rule(), self.group)

@@ -96,7 +96,7 @@ class CapacityCounts:
         # All ranks know the capacity; each rank's number of tokens is known only to itself.
         per_token = config.moe_router_topk * config.moe_expert_capacity_factor
         return ExchangeCounts(
-            permuted_tokens=Counts(sent=received[0], received=received),
+            count_permuted_tokens=lambda: Counts(sent=received[0], received=received),
             tokens=None,
             num_tokens=np.full(
                 len(layout.nodes), int(self.capacity * layout.num_experts / per_token)

@@ -168,6 +168,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # Those of its chunks, where the experts are in the pipeline.
         self._chunks: list[Exchange] = []
         self.experts_pipelined = False
+        # Most experts of any token, as far as it is known before the counts are; and what was made
+        # by it: from these probabilities, lists [T, W] of probabilities and experts.
+        self.expected_width = config.moe_router_topk
+        self.early_lists: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
         # What entered before the counts were known, see `token_dispatch`.
         self._entered_early: tuple[Rows, torch.Tensor] | None = None
         # Megatron reads every listed attribute, those too that our phases do not set.
@@ -223,8 +227,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
-        self._maybe_dtoh_and_synchronize("before_ep_alltoall")
         rows, row_probs = permutated_local_input_tokens, permuted_probs
+        if self.cuda_sync_point == "before_ep_alltoall":
+            self._strategy.begin(self, row_probs)
+        self._maybe_dtoh_and_synchronize("before_ep_alltoall")
         early, self._entered_early = self._entered_early, None
         if early is not None and early[0] != self.chain.rows:
             # A rank has another number of tokens than before, so another chain was chosen.

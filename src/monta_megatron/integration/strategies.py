@@ -126,10 +126,15 @@ class PermutedTokens:
             **_as_asked_for(dispatcher),
         )
 
+    def begin(self, dispatcher: Any, probs: torch.Tensor) -> None:
+        """Do nothing before the counts are known."""
+
     def columns(
         self, dispatcher: Any, exchange: Exchange, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What moves with the rows: their probabilities [N], and no experts."""
+        # Those that another chain was expected to need.
+        dispatcher.early_lists = None
         return probs, None
 
     def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -190,16 +195,36 @@ class WholeTokens:
             **_as_asked_for(dispatcher),
         )
 
+    def begin(self, dispatcher: Any, probs: torch.Tensor) -> None:
+        """List the experts of tokens before the counts are known, as wide as the last time.
+
+        The device makes the lists while the counts travel. They are made again where the gathered
+        maximum turns out to be another one.
+        """
+        lists = self._lists(dispatcher, probs, dispatcher.expected_width)
+        dispatcher.early_lists = probs, lists
+
     def columns(
         self, dispatcher: Any, exchange: Exchange, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What moves with the rows: [T, E] -> probabilities [T, W] and experts [T, W]."""
+        width, early = exchange.max_experts_per_token, dispatcher.early_lists
+        dispatcher.expected_width, dispatcher.early_lists = width, None
+        if early is not None:
+            of_probs, lists = early
+            if of_probs is probs and lists[1].shape[1] == width:
+                return lists
+        return self._lists(dispatcher, probs, width)
+
+    def _lists(
+        self, dispatcher: Any, probs: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with dispatcher.monitor.timed_copies(probs.device):
-            if exchange.fused:
+            if is_fused(dispatcher.options.kernels, probs.device.type):
                 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
             else:
                 from monta_megatron.exchange.count_table import expert_ids_of
-            return expert_ids_of(dispatcher.routing_map, probs, exchange.max_experts_per_token)
+            return expert_ids_of(dispatcher.routing_map, probs, width)
 
     def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
         """Add the shared experts' output: [T, H] -> [S/TP, B, H]."""
