@@ -51,7 +51,7 @@ READ_VARIABLES = {
     "host is a node unless something else says so",
     "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron demands 1 before Blackwell for TP or CP > 1, with "
     "exceptions; `monta doctor` says what it costs",
-    "NCCL_MAX_CTAS": "NCCL: comes before `--moe-monta-max-ctas`, for all communicators",
+    "NCCL_MAX_CTAS": "NCCL: comes before the budgets of rails and nodes, for all communicators",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "NCCL >= 2.26: 1 keeps concurrent communicators from deadlock",
 }
 

@@ -10,7 +10,7 @@ import torch
 from test_cluster_file import SHAPE, points_on
 
 from monta_megatron.chains.calibration_tasks import Pair, Point, Repeated, Sample
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+from monta_megatron.chains.communicators import DEFAULT_CTAS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.calibration import timer
 from monta_megatron.exchange.calibration.timer import Timer
@@ -64,9 +64,8 @@ def test_groups_by_hand(
         assert (group.size, group.rank) == (len(groups[key]), groups[key].index(rank))
         assert group.nodes == tuple(rank // 4 for rank in groups[key])
     # Rails and the node are communicators of our own.
-    own = {name for name, budget in budgets.items() if budget == DEFAULT_MAX_CTAS}
-    assert own == {"monta inter 1", "monta intra 4"}
-    assert set(budgets.values()) == {DEFAULT_MAX_CTAS, None}
+    own = {name: budget for name, budget in budgets.items() if budget is not None}
+    assert own == {"monta inter 1": DEFAULT_CTAS.rail, "monta intra 4": DEFAULT_CTAS.node}
 
 
 class Clock:

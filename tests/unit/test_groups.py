@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.communicator_memory import communicator_bytes
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import torch_private
 from monta_megatron.common.torch_private import timeout_of
@@ -25,10 +25,17 @@ from monta_megatron.exchange.groups import (
     new_local_group,
     peer_groups,
 )
+from monta_megatron.integration.options import Options
 
 CHAIN = CHAINS["hierarchical_allgather"]
 ALONE = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))
 MIB = 1 << 20
+# Those that releases of torch since 2.8 have.
+LATER_SETTINGS = [
+    name
+    for name in ("cta_policy", "nvls_ctas")
+    if dist.is_nccl_available() and hasattr(dist.ProcessGroupNCCL.Options().config, name)
+]
 
 
 @contextmanager
@@ -53,7 +60,12 @@ def test_groups_do_not_outlive_their_torch_distributed() -> None:
 
 def test_groups_are_shared_by_layers_with_one_budget() -> None:
     with one_rank() as megatron_groups:
-        budgets = (None, DEFAULT_MAX_CTAS, 4, 4)
+        budgets: tuple[dict[str, int | None] | None, ...] = (
+            None,
+            DEFAULT_CTAS._asdict(),
+            {"rail": 2, "node": 8},
+            {"rail": 2, "node": 8},
+        )
         first, same, other, again = (
             {
                 name: each.process_group
@@ -70,26 +82,29 @@ def nccl_options(max_ctas: int = UNSET, min_ctas: int = UNSET) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas, options.config.min_ctas = max_ctas, min_ctas
     options.config.cga_cluster_size = 2
+    for name in LATER_SETTINGS:
+        setattr(options.config, name, 1)
     options.is_high_priority_stream = True
     return options
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
 @pytest.mark.parametrize(
-    ("flag", "given", "expected"),
+    ("flags", "given", "expected"),
     [
-        # (max_ctas, min_ctas): the flag comes before Megatron's, which comes before our default.
-        (None, (UNSET, UNSET), (DEFAULT_MAX_CTAS, UNSET)),
-        (None, (32, 1), (32, 1)),
-        (4, (32, 1), (4, 1)),
-        (4, (UNSET, UNSET), (4, UNSET)),
+        # (max_ctas, min_ctas) of node and rail: the flag of one comes before that of both, which
+        # comes before Megatron's, which comes before our default.
+        ({}, (UNSET, UNSET), [(DEFAULT_CTAS.node, UNSET), (DEFAULT_CTAS.rail, UNSET)]),
+        ({}, (32, 1), [(32, 1), (32, 1)]),
+        ({"max_ctas": 6}, (32, 1), [(6, 1), (6, 1)]),
+        ({"max_ctas": 6, "node_ctas": 12}, (UNSET, UNSET), [(12, UNSET), (6, UNSET)]),
+        ({"rail_ctas": 2}, (UNSET, UNSET), [(DEFAULT_CTAS.node, UNSET), (2, UNSET)]),
         # NCCL refuses a lower limit above the upper one.
-        (4, (32, 16), (4, 4)),
-        (None, (UNSET, 16), (DEFAULT_MAX_CTAS, DEFAULT_MAX_CTAS)),
+        ({"max_ctas": 6, "node_ctas": 24}, (32, 16), [(24, 16), (6, 6)]),
     ],
 )
 def test_who_says_what_a_communicator_may_take(
-    flag: int | None, given: tuple[int, int], expected: tuple[int, int]
+    flags: dict[str, int], given: tuple[int, int], expected: list[tuple[int, int]]
 ) -> None:
     asked: list[Any] = []
 
@@ -102,39 +117,43 @@ def test_who_says_what_a_communicator_may_take(
         mock.patch.object(groups, "options_of", lambda group: nccl_options(*given)),
         mock.patch.object(groups, "new_named_group", new_named_group),
     ):
-        peer_groups([CHAIN], ALONE, megatron_groups, flag)
-    # Of one rank, rail and node are one group.
-    (options,) = asked
-    assert (options.config.max_ctas, options.config.min_ctas) == expected
-    assert options.config.cga_cluster_size == 2 and options.is_high_priority_stream
+        peer_groups([CHAIN], ALONE, megatron_groups, Options(**flags).ctas)
+    # Of one rank, rail and node with one budget are one group.
+    made = [(options.config.max_ctas, options.config.min_ctas) for options in asked]
+    assert made == (expected if len(set(expected)) > 1 else expected[:1])
+    for options in asked:
+        assert options.config.cga_cluster_size == 2 and options.is_high_priority_stream
+        assert all(getattr(options.config, name) == 1 for name in LATER_SETTINGS)
 
 
 @pytest.mark.parametrize(
-    ("chain_name", "layout", "max_ctas", "mib"),
+    ("chain_name", "layout", "ctas", "mib"),
     [
+        # 2 nodes of 8. Node: 7 peers x 16 channels x 12 MiB. Rail: 4 channels x 4 MiB.
+        ("hierarchical_alltoall", (16, 8), DEFAULT_CTAS, 7 * 16 * 12 + 4 * 4),
         # 2 nodes of 8. Node: 7 peers x 8 channels x 12 MiB. Rail: 8 channels x 4 MiB.
-        ("hierarchical_alltoall", (16, 8), 8, 7 * 8 * 12 + 8 * 4),
+        ("hierarchical_alltoall", (16, 8), Ctas(rail=8, node=8), 7 * 8 * 12 + 8 * 4),
         # The AllGather's ring beside its transpose: 8 channels x 12 MiB more.
-        ("hierarchical_allgather", (16, 8), 8, 7 * 8 * 12 + 8 * 4 + 8 * 12),
+        ("hierarchical_allgather", (16, 8), Ctas(rail=8, node=8), 7 * 8 * 12 + 8 * 4 + 8 * 12),
         # Sends and receives take 4 channels for a budget of 3; the ring takes 3.
-        ("hierarchical_allgather", (16, 8), 3, 7 * 4 * 12 + 4 * 4 + 3 * 12),
+        ("hierarchical_allgather", (16, 8), Ctas(rail=3, node=3), 7 * 4 * 12 + 4 * 4 + 3 * 12),
         # More nodes have more peers on a rail, which share a channel's buffers.
-        ("hierarchical_alltoall", (64, 8), 8, 7 * 8 * 12 + 8 * 4),
+        ("hierarchical_alltoall", (64, 8), Ctas(rail=8, node=8), 7 * 8 * 12 + 8 * 4),
         # One rank on each node: rails alone. One node: that alone.
-        ("hierarchical_alltoall", (4, 1), 8, 8 * 4),
-        ("hierarchical_alltoall", (8, 8), 8, 7 * 8 * 12),
+        ("hierarchical_alltoall", (4, 1), Ctas(rail=8, node=8), 8 * 4),
+        ("hierarchical_alltoall", (8, 8), Ctas(rail=8, node=8), 7 * 8 * 12),
         # Megatron's own groups are not ours to count.
-        ("alltoall", (16, 8), 8, 0),
-        ("alltoall_dedup", (16, 8), 8, 0),
+        ("alltoall", (16, 8), Ctas(rail=8, node=8), 0),
+        ("alltoall_dedup", (16, 8), Ctas(rail=8, node=8), 0),
     ],
 )
 def test_the_memory_of_our_communicators(
-    chain_name: str, layout: tuple[int, int], max_ctas: int, mib: int
+    chain_name: str, layout: tuple[int, int], ctas: Ctas, mib: int
 ) -> None:
     num_ranks, per_node = layout
     nodes = tuple(rank // per_node for rank in range(num_ranks))
     here = Layout(ep=num_ranks, etp=1, num_local_experts=2, rank=0, nodes=nodes)
-    assert communicator_bytes(CHAINS[chain_name], here, max_ctas) == mib * MIB
+    assert communicator_bytes(CHAINS[chain_name], here, ctas) == mib * MIB
 
 
 def wrapped(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -165,11 +184,16 @@ def test_groups_that_were_closed_are_made_again_under_another_name() -> None:
         for close in (close_groups, dist.destroy_process_group, close_groups):
             made = peer_groups([CHAIN], ALONE, megatron_groups)
             assert are_open(made)
-            (group,) = {each.process_group for each in made.values()}
-            names.append(group.group_name)
-            close(*[group] * (close is not close_groups))
+            # Of one rank, rail and node are one group where their budgets are equal.
+            ours = {each.process_group for each in made.values()}
+            names += [group.group_name for group in ours]
+            if close is close_groups:
+                close()
+            else:
+                for group in ours:
+                    close(group)
             assert not are_open(made)
-    assert len(set(names)) == 3
+    assert len(set(names)) == 3 * len(ours)
     # Without torch.distributed there are none.
     close_groups()
 

@@ -13,7 +13,7 @@ A communicator has as many channels as its budget allows; sends and receives use
 """
 
 from monta_megatron.chains.chain import Chain
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, OWN_GROUPS
+from monta_megatron.chains.communicators import DEFAULT_CTAS, OWN_GROUPS, Ctas
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllGather, AllToAll
 
@@ -21,22 +21,23 @@ _NODE_LINK_BYTES = 12 << 20
 _NETWORK_BYTES = 4 << 20
 
 
-def communicator_bytes(chain: Chain, layout: Layout, max_ctas: int = DEFAULT_MAX_CTAS) -> float:
+def communicator_bytes(chain: Chain, layout: Layout, ctas: Ctas = DEFAULT_CTAS) -> float:
     """Bytes of a rank's memory that the rail and node communicators of a chain take.
 
     Args:
         chain: the chain; 0 for one that cannot run on the layout.
         layout: the rank's place.
-        max_ctas: the budget of each communicator.
+        ctas: the budgets of the communicators.
     """
     if chain.incompatibility(layout) is not None:
         return 0.0
-    # The power of two that is not below it.
-    channels = 1 << (max_ctas - 1).bit_length()
     total = 0.0
     for stage in chain.stages:
         if not isinstance(stage, AllToAll | AllGather) or stage.group not in OWN_GROUPS:
             continue
+        budget = ctas.rail if stage.group == "rail" else ctas.node
+        # The power of two that is not below it.
+        channels = 1 << (budget - 1).bit_length()
         num_peers = len(layout.members(stage.group, layout.rank)) - 1
         if num_peers == 0:
             continue
@@ -46,5 +47,5 @@ def communicator_bytes(chain: Chain, layout: Layout, max_ctas: int = DEFAULT_MAX
             total += channels * num_peers * _NODE_LINK_BYTES
         if isinstance(stage, AllGather):
             # Transposed it is an AllToAll, counted above.
-            total += max_ctas * _NODE_LINK_BYTES
+            total += budget * _NODE_LINK_BYTES
     return total

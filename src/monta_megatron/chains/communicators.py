@@ -1,7 +1,19 @@
-"""The communicators that are ours: their groups, and their budget."""
+"""The communicators that are ours: their groups, and their budgets.
 
-# CTAs (thread blocks) of a communicator: each keeps an SM busy and drives a channel. With 8 for
-# each of the two a chain takes 16 SMs. DeepEP takes 20 and Hybrid-EP 16 to 24; NCCL's own limit on
-# Hopper is 32 (megatron/core/parallel_state.py).
-DEFAULT_MAX_CTAS = 8
+A budget is how many CTAs (thread blocks) a communicator may have: each keeps an SM busy and drives
+a channel. The defaults follow NCCL's rule for sends and receives (docs/calibration.md).
+"""
+
+from typing import NamedTuple
+
 OWN_GROUPS = ("node", "rail")
+
+
+class Ctas(NamedTuple):
+    """The budgets of the communicators of a rail and of a node."""
+
+    rail: int
+    node: int
+
+
+DEFAULT_CTAS = Ctas(rail=4, node=16)

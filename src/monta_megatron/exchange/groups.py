@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS, OWN_GROUPS
+from monta_megatron.chains.communicators import DEFAULT_CTAS, OWN_GROUPS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.nodes import (
     check_named_alike,
@@ -22,7 +22,15 @@ from monta_megatron.exchange.collectives import PeerGroup
 T = TypeVar("T")
 
 # The settings that Megatron's communicator config file may hold.
-NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
+NCCL_SETTINGS = (
+    "cga_cluster_size",
+    "max_ctas",
+    "min_ctas",
+    "net_name",
+    # Of torch >= 2.8.
+    "cta_policy",
+    "nvls_ctas",
+)
 # What NCCL takes for "not set" in such a setting that is a number.
 UNSET = -(2**31)
 
@@ -70,7 +78,7 @@ def peer_groups(
     chains: Sequence[Chain],
     layout: Layout,
     megatron_groups: dict[str, dist.ProcessGroup],
-    max_ctas: int | None = None,
+    ctas: Mapping[str, int | None] | None = None,
 ) -> dict[str, PeerGroup]:
     """The process group for every group name that one of the chains uses.
 
@@ -81,19 +89,20 @@ def peer_groups(
         chains: the chains whose stages name groups.
         layout: this rank's position; gives the node of every rank of the exchange.
         megatron_groups: "ep", "etp" and "tp_ep".
-        max_ctas: of each rail and node communicator; None for what Megatron gave its expert
-            parallel group, or else our default.
+        ctas: "rail", "node" -> the budget of such a communicator; without one, what Megatron gave
+            its expert parallel group, or else our default.
     """
     ranks = dist.get_process_group_ranks(megatron_groups["tp_ep"])
     node_of = dict(zip(ranks, layout.nodes, strict=True))
     names = {name for chain in chains for name in chain.groups}
     groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
     like = megatron_groups["ep"]
-    budget = max_ctas or nccl_settings(like).get("max_ctas") or DEFAULT_MAX_CTAS
+    configured = nccl_settings(like).get("max_ctas")
     # The same order on every rank.
     for name in OWN_GROUPS:
         if name in names:
             members = tuple(ranks[member] for member in layout.members(name, layout.rank))
+            budget = (ctas or {}).get(name) or configured or getattr(DEFAULT_CTAS, name)
             groups[name] = _own_group(members, f"monta {name}", like, budget)
     return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
 
@@ -168,7 +177,7 @@ def nccl_settings(group: dist.ProcessGroup) -> dict[str, Any]:
     config = getattr(options, "config", None)
     if config is None:
         return {}
-    values = {name: getattr(config, name) for name in NCCL_SETTINGS}
+    values = {name: getattr(config, name, None) for name in NCCL_SETTINGS}
     return {
         "is_high_priority_stream": options.is_high_priority_stream,
         **{name: None if value == UNSET else value for name, value in values.items()},
@@ -184,7 +193,7 @@ def _nccl_options_like(group: dist.ProcessGroup, max_ctas: int | None) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = given.is_high_priority_stream
     for name in NCCL_SETTINGS:
-        value = getattr(given.config, name)
+        value = getattr(given.config, name, None)
         # None is skipped: torch would try to copy a string that does not exist.
         if value is not None:
             setattr(options.config, name, value)

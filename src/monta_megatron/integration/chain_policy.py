@@ -186,6 +186,8 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         "value_bytes": workload.value_bytes,
         "prob_bytes": workload.prob_bytes,
         "moe_monta_max_ctas": getattr(config, "moe_monta_max_ctas", None),
+        "moe_monta_rail_ctas": getattr(config, "moe_monta_rail_ctas", None),
+        "moe_monta_node_ctas": getattr(config, "moe_monta_node_ctas", None),
         # All ranks compare their clocks in the iteration that is recorded.
         "moe_monta_record": getattr(config, "moe_monta_record", None) is not None,
         "moe_monta_record_iteration": getattr(config, "moe_monta_record_iteration", None),

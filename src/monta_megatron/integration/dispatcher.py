@@ -405,7 +405,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         before, self.groups = (
             self.groups,
             peer_groups(
-                self.chain_policy.chains, self.layout, self._megatron_groups, self.options.max_ctas
+                self.chain_policy.chains, self.layout, self._megatron_groups, self.options.ctas
             ),
         )
         # Megatron changes the time limit of the groups in this list after the first iterations

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+from monta_megatron.chains.communicators import DEFAULT_CTAS
 from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
@@ -139,9 +139,18 @@ class OptionFields:
         "Folder for what is watched: a file for each exchange, with a line of JSON for each "
         "watched iteration."
     )
+    moe_monta_rail_ctas: Optional[int] = _option(  # noqa: UP045
+        "SMs that the NCCL communicator of a rail may keep busy (default: --moe-monta-max-ctas, "
+        f"max_ctas of ep in --nccl-communicator-config-path, else {DEFAULT_CTAS.rail}).",
+        _or_text(int),
+    )
+    moe_monta_node_ctas: Optional[int] = _option(  # noqa: UP045
+        "SMs that the NCCL communicator of a node may keep busy (default: likewise, else "
+        f"{DEFAULT_CTAS.node}).",
+        _or_text(int),
+    )
     moe_monta_max_ctas: Optional[int] = _option(  # noqa: UP045
-        "SMs that each NCCL communicator of a rail or a node may keep busy (default: max_ctas of "
-        f"ep in --nccl-communicator-config-path, else {DEFAULT_MAX_CTAS}).",
+        "Both of them, where they are not given themselves.",
         _or_text(int),
     )
     moe_monta_kernels: Optional[str] = _option(  # noqa: UP045
@@ -211,7 +220,8 @@ class Options:
         memory_limit_gb: limit for the planner, or None.
         beside_us: other work beside an exchange; 0 for none.
         overlaps: the settings of Megatron by which other work runs beside it.
-        max_ctas: of each rail and node communicator; None leaves it to Megatron's settings.
+        rail_ctas, node_ctas: budgets of these communicators, or None.
+        max_ctas: the budget of those that have none; None leaves it to Megatron's settings.
         kernels: what copies and sums rows: "auto", "torch" or "fused".
         wire_dtype: in which tokens travel to their experts, or None for their own.
         wire_backward: whether the gradients of the experts' outputs do so, too.
@@ -237,6 +247,8 @@ class Options:
     memory_limit_gb: float | None = None
     beside_us: float = 0.0
     overlaps: tuple[str, ...] = ()
+    rail_ctas: int | None = None
+    node_ctas: int | None = None
     max_ctas: int | None = None
     kernels: str = AUTO
     wire_dtype: str | None = None
@@ -259,6 +271,11 @@ class Options:
         """The chain that a flag or a plan names; None where the planner chooses."""
         name = self.chain if self.plan is None else self.plan.chain
         return None if name == AUTO else CHAINS[name]
+
+    @property
+    def ctas(self) -> dict[str, int | None]:
+        """ "rail", "node" -> the budget of such a communicator; None leaves it to Megatron's."""
+        return {"rail": self.rail_ctas or self.max_ctas, "node": self.node_ctas or self.max_ctas}
 
     @property
     def limits_routing(self) -> bool:
@@ -295,7 +312,8 @@ class Options:
         chain = given.get("chain", AUTO)
         check_chain(chain, "moe_monta_chain", also=(AUTO,))
         limits = ("max_nodes_per_token", "max_ranks_per_token")
-        for name in ("num_chunks", "ranks_per_node", "max_ctas", "record_iteration", *limits):
+        ctas = ("rail_ctas", "node_ctas", "max_ctas")
+        for name in ("num_chunks", "ranks_per_node", *ctas, "record_iteration", *limits):
             check(name, lambda value: type(value) is int and value >= 1, "be an integer >= 1")
         check(
             "memory_limit_gb",

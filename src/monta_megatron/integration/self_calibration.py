@@ -167,7 +167,7 @@ def _measure(
 
     # Step 1: the points of the groups in which chains could run here.
     chains = chains_for(layout)
-    peers = peer_groups(chains, layout, groups, options.max_ctas)
+    peers = peer_groups(chains, layout, groups, options.ctas)
     series = series_of_exchange(chains, layout)
     on_groups = {(each.resource, each.group_size): peers[name] for each, name in series.items()}
     free_bytes = sys.maxsize if on_cpu else torch.cuda.mem_get_info()[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.communicator_memory import communicator_bytes
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.common.quantities import size_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
@@ -119,7 +119,7 @@ def plan_within_memory(
     where: str,
     memory_limit_bytes: float | None = None,
     or_least: bool = False,
-    max_ctas: int = DEFAULT_MAX_CTAS,
+    ctas: Ctas = DEFAULT_CTAS,
     **settings: Any,
 ) -> tuple[Plan, Workload, TrainingMemory]:
     """`search.slowest_plan` with the chains that leave a training enough memory.
@@ -131,7 +131,7 @@ def plan_within_memory(
         where: the layout, for messages.
         memory_limit_bytes, or_least: as in `selection.select`, a limit of the user's beside
             that of the memory.
-        max_ctas: the budget of the chain's communicators.
+        ctas: the budgets of the chain's communicators.
         settings: passed to `selection.select`.
 
     Returns:
@@ -141,7 +141,7 @@ def plan_within_memory(
         ValueError: no chain can run, or it does not fit; says what is needed.
     """
     communicators = {
-        name: max(communicator_bytes(chain, workload.layout, max_ctas) for workload in workloads)
+        name: max(communicator_bytes(chain, workload.layout, ctas) for workload in workloads)
         for name, chain in CHAINS.items()
     }
     left = memory.left_bytes

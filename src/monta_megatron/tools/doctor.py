@@ -131,22 +131,27 @@ def _launch_queues() -> Iterator[Finding]:
 
 
 def _communicators() -> Iterator[Finding]:
-    from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+    from monta_megatron.chains.communicators import DEFAULT_CTAS
 
     if "NCCL_MAX_CTAS" in os.environ:
         yield Finding(
             "communicators",
             "note",
             f"at most {os.environ['NCCL_MAX_CTAS']} SMs for any, by NCCL_MAX_CTAS",
-            "unset it, so that --moe-monta-max-ctas holds for rails and nodes",
+            "unset it, so that --moe-monta-rail-ctas and --moe-monta-node-ctas hold",
         )
     else:
-        budget = os.environ.get("MOE_MONTA_MAX_CTAS") or DEFAULT_MAX_CTAS
+        both = os.environ.get("MOE_MONTA_MAX_CTAS")
+        rail, node = (
+            os.environ.get(f"MOE_MONTA_{name.upper()}_CTAS") or both or default
+            for name, default in DEFAULT_CTAS._asdict().items()
+        )
         yield Finding(
             "communicators",
             "ok",
-            f"at most {budget} SMs for a rail and for a node, where neither --moe-monta-max-ctas "
-            "nor --nccl-communicator-config-path says otherwise",
+            f"at most {rail} SMs for a rail and {node} for a node, where neither "
+            "--moe-monta-rail-ctas, --moe-monta-node-ctas, --moe-monta-max-ctas nor "
+            "--nccl-communicator-config-path says otherwise",
         )
 
 

@@ -5,7 +5,7 @@ Rails and nodes get the SMs that they have in a training by default, others NCCL
 
 import torch.distributed as dist
 
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+from monta_megatron.chains.communicators import DEFAULT_CTAS
 from monta_megatron.chains.program import Resource
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.groups import new_local_group
@@ -29,13 +29,15 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[Resource, in
             "inter": [r for r in range(len(nodes)) if r % on_node % stride == position % stride],
             "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
         }
-        is_own = {"inter": part == 1, "intra": part == on_node}
+        budgets = {
+            "inter": DEFAULT_CTAS.rail if part == 1 else None,
+            "intra": DEFAULT_CTAS.node if part == on_node else None,
+        }
         for resource, ranks in members.items():
-            budget = DEFAULT_MAX_CTAS if is_own[resource] else None
             groups[resource, len(ranks)] = PeerGroup(
                 name=f"{resource} {len(ranks)}",
                 process_group=new_local_group(
-                    ranks, f"monta {resource} {part}", dist.group.WORLD, budget
+                    ranks, f"monta {resource} {part}", dist.group.WORLD, budgets[resource]
                 ),
                 size=len(ranks),
                 rank=ranks.index(rank),

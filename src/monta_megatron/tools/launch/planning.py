@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
-from monta_megatron.chains.communicators import DEFAULT_MAX_CTAS
+from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.common.flags import not_negative, positive
 from monta_megatron.common.names import one_of
 from monta_megatron.common.quantities import bytes_of_gb
@@ -105,7 +105,7 @@ def plan_run(
         memory_limit_bytes=memory_limit_bytes(arguments),
         or_least=True,
         beside_us=_beside_us(arguments),
-        max_ctas=size_of(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
+        ctas=_ctas(arguments),
     )
     benefit = None
     if plan.key.beside_us == 0:
@@ -166,10 +166,23 @@ def _given_plan(
         where=f"{file}: layout",
         chains=(plan.chain,),
         num_chunks=(plan.num_chunks,),
-        max_ctas=size_of(arguments, "moe-monta-max-ctas", DEFAULT_MAX_CTAS),
+        ctas=_ctas(arguments),
     )
     notes = (used, *model.notes, f"needs {memory.describe()}")
     return PlannedRun(plan=plan, memory=memory, benefit=benefit, notes=notes)
+
+
+def _ctas(arguments: Arguments) -> Ctas:
+    """The budgets of a run's own communicators."""
+    rail, node = (
+        size_of(
+            arguments,
+            f"moe-monta-{name}-ctas",
+            size_of(arguments, "moe-monta-max-ctas", default),
+        )
+        for name, default in DEFAULT_CTAS._asdict().items()
+    )
+    return Ctas(rail=rail, node=node)
 
 
 def _over_alltoall(plan: Plan, workload: Workload, cluster: Cluster) -> Benefit:

@@ -14,7 +14,7 @@ OF_HOST = re.compile(r"oom.kill", re.IGNORECASE)
 LESS_ON_HOST = ("more of the node's memory for the job, or a smaller --num-workers",)
 LESS = (
     "--moe-monta-memory-limit-gb X: auto then takes a chain, or more chunks, that hold less",
-    "--moe-monta-max-ctas 2: a quarter of the buffers of rails and nodes",
+    "--moe-monta-node-ctas 4: a quarter of the buffers inside nodes",
     "more recomputation, or a larger pp, ep or tp",
 )
 
