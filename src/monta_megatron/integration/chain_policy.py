@@ -64,7 +64,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
 
         cluster = uncalibrated(layout, gpu_name())
     # Priced as they run, so ranks have to agree on the kernels here; elsewhere the bits are alike.
-    cluster = cluster.with_kernels(fused)
+    cluster = cluster.with_kernels(fused).with_ctas(options.priced_ctas())
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
             f"moe_monta_cluster: {cluster.name} has {counted(cluster.num_nodes, 'node')}, must "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
-from monta_megatron.chains.communicators import DEFAULT_CTAS
+from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
@@ -276,6 +276,13 @@ class Options:
     def ctas(self) -> dict[str, int | None]:
         """ "rail", "node" -> the budget of such a communicator; None leaves it to Megatron's."""
         return {"rail": self.rail_ctas or self.max_ctas, "node": self.node_ctas or self.max_ctas}
+
+    def priced_ctas(self) -> Ctas:
+        """The budgets that a plan is made for."""
+        rail, node = (
+            self.ctas[name] or default for name, default in DEFAULT_CTAS._asdict().items()
+        )
+        return Ctas(rail=rail, node=node)
 
     @property
     def limits_routing(self) -> bool:

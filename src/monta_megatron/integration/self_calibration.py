@@ -203,6 +203,7 @@ def _measure(
         counts_to_host_us=counts_to_host_us(device),
         source=f"{identity}{MEASURED}{_today()}",
         fused_kernels=fused,
+        ctas=options.priced_ctas(),
     )
     most: dict[str, str] = {}
     for point in sorted(times_us, key=lambda point: point.num_bytes):

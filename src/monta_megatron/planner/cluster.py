@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
+from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.chains.program import COLLECTIVES, Policy, Resource, ResourceOrCompute
 from monta_megatron.common.quantities import bytes_of_gb
 from monta_megatron.common.rules import (
@@ -61,6 +62,7 @@ class Link:
         conservative_rate: the lowest that was published, where `rate` is the likely one; none for
             the same.
         optimistic_rate: the highest; likewise.
+        rate_of_cta: of intra, what one CTA of a communicator carries; none for no limit.
     """
 
     resource: Resource
@@ -71,6 +73,7 @@ class Link:
     cross_rail_rate: Rate | None = None
     conservative_rate: Rate | None = None
     optimistic_rate: Rate | None = None
+    rate_of_cta: Rate | None = None
 
     OLD_KEYS: ClassVar[dict[str, str]] = OLD_RATE
 
@@ -80,6 +83,8 @@ class Link:
             is_less = self.resource == "inter" and across.gbytes_per_s <= self.rate.gbytes_per_s
             rule = f"be of inter and at most rate, {self.rate.in_both_units}"
             require(is_less, "cross_rail_rate", f"{across} of {self.resource}", rule)
+        is_fit = self.rate_of_cta is None or self.resource == "intra"
+        require(is_fit, "rate_of_cta", f"that of {self.resource}", "be of intra")
 
     def check_ends(self) -> None:
         """Refuse ends that do not lie on their sides of the likely rate."""
@@ -179,6 +184,8 @@ class Cluster:
         doubts: what the calibration found wanting in itself; every plan notes it.
         network_faster_than_node_link: whether a rank's share of the network may have a higher rate
             than its node link, which is refused otherwise: most such numbers are bits.
+        rail_ctas, node_ctas: budgets of these communicators when the curves were measured; without
+            them the defaults.
         calibrated_node: for which the curves of inter hold; bytes of other nodes are converted to
             those that load a network interface as much. None for this cluster's nodes.
     """
@@ -199,6 +206,8 @@ class Cluster:
     doubts: tuple[Text, ...] = ()
     network_faster_than_node_link: bool = False
     calibrated_node: NodeSizes | None = None
+    rail_ctas: PositiveInt | None = None
+    node_ctas: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         _refuse_twice("links", (link.resource for link in self.links))
@@ -310,6 +319,26 @@ class Cluster:
         return optimistic, conservative
 
     @property
+    def ctas(self) -> Ctas:
+        """The budgets of the communicators for which it prices."""
+        rail, node = self.rail_ctas or DEFAULT_CTAS.rail, self.node_ctas or DEFAULT_CTAS.node
+        return Ctas(rail=rail, node=node)
+
+    def with_ctas(self, ctas: Ctas) -> "Cluster":
+        """These costs, to price communicators with other budgets."""
+        if ctas == self.ctas:
+            return self
+        doubts = self.doubts
+        for name, resource in (("rail", "inter"), ("node", "intra")):
+            measured, here = getattr(self.ctas, name), getattr(ctas, name)
+            if measured != here and any(curve.resource == resource for curve in self.curves):
+                doubts += (
+                    f"measured with {measured} CTAs for a {name}, and {here} are given: "
+                    "calibrate again",
+                )
+        return replace(self, rail_ctas=ctas.rail, node_ctas=ctas.node, doubts=doubts)
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the whole cluster."""
         return self.num_nodes * self.ranks_per_node
@@ -376,6 +405,8 @@ class Cluster:
             if operation == "alltoall":
                 gbytes_per_s = link.mean_rate(ranks_on_node)
             num_bytes *= self._node.load(operation, ranks_on_node)
+        elif link.rate_of_cta is not None:
+            gbytes_per_s = min(gbytes_per_s, self.ctas.node * link.rate_of_cta.gbytes_per_s)
         return Time(link.alpha_us + num_bytes / (gbytes_per_s * 1e3))
 
     @cached_property

@@ -17,6 +17,7 @@ from monta_megatron.chains.calibration_tasks import (
     Point,
     Sample,
 )
+from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.chains.program import (
     COLLECTIVES,
     DISPATCH,
@@ -73,6 +74,7 @@ class Machine:
         counts_to_host_us: time of a copy of some integers to the host, with the wait for it.
         source: when and with what it was measured.
         fused_kernels: Triton kernels did the work of an exchange.
+        ctas: the budgets that rails and nodes had.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Machine:
     counts_to_host_us: float
     source: str
     fused_kernels: bool = False
+    ctas: Ctas = DEFAULT_CTAS
 
 
 def make_cluster(
@@ -123,6 +126,8 @@ def make_cluster(
         memory_gb_per_rank=machine.memory_gb_per_rank,
         copies_block_host=machine.on_cpu,
         fused_kernels=machine.fused_kernels,
+        rail_ctas=None if machine.on_cpu else machine.ctas.rail,
+        node_ctas=None if machine.on_cpu else machine.ctas.node,
         links=links,
         curves=curves,
         contention=tuple(_contention(machine, contenders, by_task) for contenders in pairs),

@@ -84,7 +84,8 @@ def plan_run(
 
     # Step 1: check that model, cluster and layout fit together.
     exchanges = exchanges_of_run(config, arguments, file)
-    model, cluster, workloads = exchanges.model, exchanges.cluster, exchanges.workloads
+    model, workloads = exchanges.model, exchanges.workloads
+    cluster = exchanges.cluster.with_ctas(_ctas(arguments))
     notes = list(model.notes)
     if exchanges.ranks_per_node != config.layout.ranks_per_node:
         notes.append(
