@@ -1,4 +1,4 @@
-"""What a budget of CTAs does to the node link's price, and what is said where it was another one."""
+"""What a budget of CTAs does to the node link's price, and what is said of another budget."""
 
 from dataclasses import replace
 

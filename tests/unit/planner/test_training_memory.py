@@ -77,8 +77,8 @@ def test_a_chain_that_leaves_too_little_gives_way() -> None:
     free, needed = plan_in(80)
     beside = needed.state_bytes + needed.activation_bytes
     # Between the buffers of the fastest chain in 2 chunks (509 MB) and in 4 (366 MB), and those of
-    # its communicators: 7 peers x 8 channels x 12 MiB in the node, 8 channels x 4 MiB on the rail.
-    communicators = (7 * 8 * 12 + 8 * 4) * 2**20
+    # its communicators: 7 peers x 16 channels x 12 MiB in the node, 4 channels x 4 MiB on the rail.
+    communicators = (7 * 16 * 12 + 4 * 4) * 2**20
     assert needed.communicator_bytes == communicators
     plan, memory = plan_in((beside + communicators + 400e6) / 1e9)
     assert (free.chain, free.num_chunks) == ("hierarchical_alltoall", 2)
@@ -110,9 +110,9 @@ def test_a_limit_of_the_users_is_for_the_exchange_alone() -> None:
     _, needed = plan_in(80)
     beside = (needed.state_bytes + needed.activation_bytes) / 1e9
     assert chosen(80) == ("hierarchical_alltoall", 4)
-    # Room for 366 MB and communicators of 738 MB; for less than both; not even for the latter.
-    assert chosen(beside + 1.2) == ("hierarchical_alltoall", 4)
-    assert chosen(beside + 1.0) == ("hierarchical_alltoall", 8)
+    # Room for 366 MB and communicators of 1,426 MB; for less than both; not even for the latter.
+    assert chosen(beside + 1.9) == ("hierarchical_alltoall", 4)
+    assert chosen(beside + 1.69) == ("hierarchical_alltoall", 8)
     assert chosen(beside + 0.5) == ("alltoall_dedup", 4)
 
 
