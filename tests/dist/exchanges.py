@@ -11,7 +11,7 @@ experts, W = length of the lists, N = pairs or expert rows, C = chunks.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 from unittest import mock
@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from equal import assert_equal, difference
 
-from monta_megatron.chains import CHAINS
+from monta_megatron.chains import CHAINS, Counts, TokenCounts
 from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.exchange import reference, state
 from monta_megatron.exchange.autograd import combine, dispatch
@@ -233,6 +234,7 @@ class Source:
 
     Attributes:
         exchange: bound to the counts of the case.
+        counts: those counts.
         rank: this rank's position in the exchange.
         token: [N] the token of each source row; 0, 1, ... where rows are tokens.
         expert: [N] the expert of each pair, or [T, W] the list of each token, filled up with E.
@@ -240,6 +242,7 @@ class Source:
     """
 
     exchange: Exchange
+    counts: Counts | TokenCounts
     rank: int
     token: torch.Tensor
     expert: torch.Tensor
@@ -254,6 +257,18 @@ class Source:
     def ids(self) -> torch.Tensor | None:
         """The lists as `dispatch` takes them."""
         return self.expert if self.has_lists else None
+
+    def chunks(self) -> list[Exchange]:
+        """An exchange of each chunk, for experts in the pipeline."""
+        assert isinstance(self.counts, TokenCounts), "rows are permuted tokens"
+        bound, num_blocks = self.exchange.bound, self.counts.tokens.shape[1]
+        return [
+            replace(
+                self.exchange,
+                bound=bound.chain.bind(bound.layout, self.counts.of_blocks(first, end), 1),
+            )
+            for first, end in blocks_of_chunks(num_blocks, bound.num_chunks)
+        ]
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [N, H]: Megatron's permute, or the tokens themselves."""
@@ -279,9 +294,20 @@ class Source:
         return dense[:, :num_experts]
 
 
-def make_source(case: Case, data: Data) -> Source:
-    """This rank's exchange, bound, and what goes into it; as the dispatcher makes it."""
-    _, rank, _, groups = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+def make_source(
+    case: Case, data: Data, place: tuple[int, dict[str, PeerGroup]] | None = None
+) -> Source:
+    """A rank's exchange, bound, and its input; as the dispatcher makes it.
+
+    Args:
+        case: the case.
+        data: of all ranks.
+        place: the rank and its groups; None for this process's.
+    """
+    if place is None:
+        _, rank, _, groups = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+    else:
+        rank, groups = place
     chain, layout = CHAINS[case.chain], case.layout(rank)
     routing_map, probs = data.routing_maps[rank], data.probs[rank]
     num_tokens, num_experts = routing_map.shape
@@ -314,7 +340,9 @@ def make_source(case: Case, data: Data) -> Source:
         quantized_passes=frozenset(QUANTIZED[: case.num_quantized]),
         keeps_sums=case.keeps_sums,
     )
-    return Source(exchange=exchange, rank=rank, token=token, expert=expert, probs=row_probs)
+    return Source(
+        exchange=exchange, counts=counts, rank=rank, token=token, expert=expert, probs=row_probs
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

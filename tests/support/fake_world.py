@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.layout import FLAT_GROUPS, Layout
+from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable
 
 NUM_TOKENS = 48
@@ -82,3 +83,29 @@ def exchanged_counts(
     received = [counted[rank % 3][0][layout.rank] for rank in range(len(layout.nodes))]
     _, sent = counted[layout.rank % 3]
     return count_table.join(torch.stack(received), sent), maps[layout.rank % 3]
+
+
+def groups_of(layout: Layout) -> dict[str, PeerGroup]:
+    """Every group that a chain may name, seen from the layout's rank."""
+    ep_rank, etp_rank = divmod(layout.rank, layout.etp)
+    here = layout.node * layout.ranks_per_node
+    members = {
+        "ep": (list(range(etp_rank, len(layout.nodes), layout.etp)), ep_rank),
+        "etp": (list(range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp)), etp_rank),
+        "tp_ep": (list(range(len(layout.nodes))), layout.rank),
+        "rail": (
+            list(range(layout.position, len(layout.nodes), layout.ranks_per_node)),
+            layout.node,
+        ),
+        "node": (list(range(here, here + layout.ranks_per_node)), layout.position),
+    }
+    return {
+        name: PeerGroup(
+            name=name,
+            process_group=None,
+            size=len(ranks),
+            rank=rank,
+            nodes=tuple(layout.nodes[member] for member in ranks),
+        )
+        for name, (ranks, rank) in members.items()
+    }

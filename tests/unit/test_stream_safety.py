@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fake_world import groups_of
 from stream_recorder import Entry, Finding, RecordedStream, Recorder, times_in_one_queue
 
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
@@ -26,7 +27,6 @@ from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
 from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable
 from monta_megatron.exchange.state import Exchange, State
 from monta_megatron.exchange.streams import CudaStreams, Ready
@@ -69,32 +69,6 @@ class Routing:
 
 
 PLAIN = Routing(num_tokens=23)
-
-
-def groups_of(layout: Layout) -> dict[str, PeerGroup]:
-    """Every group that a chain may name, seen from the layout's rank."""
-    ep_rank, etp_rank = divmod(layout.rank, layout.etp)
-    here = layout.node * layout.ranks_per_node
-    members = {
-        "ep": (list(range(etp_rank, len(layout.nodes), layout.etp)), ep_rank),
-        "etp": (list(range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp)), etp_rank),
-        "tp_ep": (list(range(len(layout.nodes))), layout.rank),
-        "rail": (
-            list(range(layout.position, len(layout.nodes), layout.ranks_per_node)),
-            layout.node,
-        ),
-        "node": (list(range(here, here + layout.ranks_per_node)), layout.position),
-    }
-    return {
-        name: PeerGroup(
-            name=name,
-            process_group=None,
-            size=len(ranks),
-            rank=rank,
-            nodes=tuple(layout.nodes[member] for member in ranks),
-        )
-        for name, (ranks, rank) in members.items()
-    }
 
 
 def count(

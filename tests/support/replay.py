@@ -1,0 +1,584 @@
+"""Record what one rank receives in an exchange of many, and replay it in a single process.
+
+Record: 16 CPU ranks run the four passes of a case over Gloo, and rank 0 keeps the columns that each
+of its collectives sent and received, and what the passes returned.
+
+Replay: one process runs rank 0's passes again. In place of a collective, a stream of its group
+waits for the caller's, clears the output, sleeps a random time, compares what is sent with the
+record, writes what was received, and overwrites the input if no later operation reads it. So a
+missing wait, or memory that is used again too early, gives other values: in what is sent, or in
+what a pass returns. The rows are random bits, which no two places share.
+
+The same replay runs on the CPU without streams, under a `Recorder`, which finds faults by the order
+of accesses, and on a GPU. It covers all of the device's side but NCCL itself. No pytest, no
+Megatron.
+
+Notation: N = rows of a message, C = chunks.
+"""
+
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+
+from exchanges import Case, Source, make_data, make_source
+from fake_world import groups_of
+
+from monta_megatron.chains import CHAINS, lower
+from monta_megatron.chains.program import Operation, Program
+from monta_megatron.chains.wire_format import SCALE_BYTES, num_groups, scales_offset_bytes
+from monta_megatron.exchange import operations
+from monta_megatron.exchange import state as state_module
+from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.pipeline import run_pipeline
+from monta_megatron.exchange.state import Exchange, State
+from monta_megatron.exchange.streams import CudaStreams, _side_streams
+
+NUM_RANKS = 16
+RANKS_PER_NODE = 8
+# Uneven, and one rank without tokens; enough for blocks of 4 chunks.
+TOKENS = (24, 17, 0, 9)
+NUM_BLOCKS = 12
+HIDDEN = 32
+NUM_CHUNKS = (1, 2, 3, 4)
+CHUNKS_IN_EIGHT_BITS = 3
+# A GPU's cycles, up to 0.1 ms: longer than the host takes for the operations that follow.
+MOST_CYCLES = 200_000
+LIMIT_S = 300
+
+# (place among the exchanges of the case, pass, stage, chunk) -> (sent columns, received columns)
+Messages: TypeAlias = dict[tuple[int, str, str, int], tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+class ReplayCase(NamedTuple):
+    """What is recorded together.
+
+    Attributes:
+        case: the exchange and its data.
+        pipelined: experts run in the pipeline, so that every chunk is an exchange of its own.
+    """
+
+    case: Case
+    pipelined: bool = False
+
+    def __str__(self) -> str:
+        case = self.case
+        kind = ", experts in the pipeline" * self.pipelined + ", eight bits" * bool(
+            case.num_quantized
+        )
+        return f"{case.chain} x{case.num_chunks}, EP {case.ep} x ETP {case.etp}{kind}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """One case, as rank 0 saw it.
+
+    Attributes:
+        messages: of its collectives.
+        results: what the passes returned, by name.
+    """
+
+    messages: Messages
+    results: dict[str, torch.Tensor]
+
+
+def replay_cases() -> list[ReplayCase]:
+    """All chains on all shapes that they take, in 1 to 4 chunks; eight bits; pipelined experts."""
+    made = []
+    for chain, (ep, etp) in product(CHAINS.values(), ((NUM_RANKS, 1), (NUM_RANKS // 2, 2))):
+        case = Case(
+            chain=chain.name,
+            ep=ep,
+            etp=etp,
+            ranks_per_node=RANKS_PER_NODE,
+            topk=4,
+            tokens=TOKENS,
+            hidden=HIDDEN,
+            dtype="bfloat16",
+            num_blocks=NUM_BLOCKS,
+        )
+        if chain.incompatibility(case.layout(0)) is not None:
+            continue
+        chunks = NUM_CHUNKS[:1] if chain.serial else NUM_CHUNKS
+        made += [ReplayCase(replace(case, num_chunks=number)) for number in chunks]
+        quantized = replace(case, num_quantized=2, keeps_sums=True, num_chunks=min(3, chunks[-1]))
+        made.append(ReplayCase(quantized))
+        if chain.rows == "tokens":
+            made += [
+                ReplayCase(replace(case, num_chunks=number), pipelined=True)
+                for number in NUM_CHUNKS
+            ]
+    return made
+
+
+def record(cases: Sequence[ReplayCase]) -> list[Recorded]:
+    """Run the cases on forked CPU ranks; called before this process has made threads or groups.
+
+    Raises:
+        RuntimeError: a rank failed; its own error is on standard error.
+    """
+    fork = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "record.pt")
+        ranks = [
+            fork.Process(target=_record_rank, args=(rank, folder, path, cases), daemon=True)
+            for rank in range(NUM_RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(LIMIT_S)
+        failed = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
+        for process in ranks:
+            process.kill()
+        if failed:
+            raise RuntimeError(f"recording failed or took over {LIMIT_S} s on ranks {failed}")
+        return read_records(path)
+
+
+def read_records(path: Path) -> list[Recorded]:
+    """The records that a file holds."""
+    loaded = torch.load(path, weights_only=True)
+    return [Recorded(messages=messages, results=results) for messages, results in loaded]
+
+
+def write_records(path: Path, records: Sequence[Recorded]) -> None:
+    """Write records to a file: tensors, numbers and texts alone."""
+    torch.save([(each.messages, each.results) for each in records], path)
+
+
+def _record_rank(rank: int, folder: str, path: Path, cases: Sequence[ReplayCase]) -> None:
+    from monta_megatron.emulation import gloo_collectives
+
+    torch.set_num_threads(1)
+    gloo_collectives.install()
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
+    records = []
+    for each in cases:
+        layer = Layer.of(each)
+        messages: Messages = {}
+        with _in_place_of_start(_recorder(layer, messages)):
+            results = layer.run()
+        records.append(Recorded(messages=messages, results=results))
+    if rank == 0:
+        write_records(path, records)
+    dist.barrier()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One rank's passes of a case.
+
+    Attributes:
+        exchanges: one, or one for each chunk where experts are in the pipeline.
+        pipelined: whether they are.
+        source: the tokens' side of it.
+        inputs: token rows, expert rows, gradients of the experts' probabilities, gradients of the
+            output.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    pipelined: bool
+    source: Source
+    inputs: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(
+        cls,
+        each: ReplayCase,
+        device: str | torch.device = "cpu",
+        fused: bool = False,
+        **monitor: Any,
+    ) -> "Layer":
+        """The layer of this rank; of rank 0 of a world that is not there, without process groups.
+
+        Args:
+            each: the case.
+            device: where its tensors are.
+            fused: whether Triton kernels do the work.
+            monitor: `monitor`, of the exchanges.
+        """
+        case = each.case
+        data, place = make_data(case), None
+        if not dist.is_initialized():
+            place = 0, groups_of(case.layout(0))
+        source = make_source(case, data, place)
+        settings = {"fused": fused, **monitor}
+        # `shared` holds tensors of a device.
+        exchanges = tuple(
+            replace(exchange, shared={}, **settings)
+            for exchange in (source.chunks() if each.pipelined else [source.exchange])
+        )
+        rank = source.rank
+        inputs = (
+            source.rows(data.tokens[rank]),
+            data.expert_rows[rank],
+            data.expert_probs[rank],
+            source.rows(data.gradients[rank]),
+        )
+        return cls(
+            exchanges=exchanges,
+            pipelined=each.pipelined,
+            source=replace(source, expert=source.expert.to(device), probs=source.probs.to(device)),
+            inputs=tuple(one.to(device) for one in inputs),
+        )
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """All four passes, through autograd, with work of the caller's stream around them."""
+        tokens, expert_rows, expert_probs, gradients = self.inputs
+        rows = tokens.clone().requires_grad_()
+        probs = self.source.probs.clone().requires_grad_()
+        if self.pipelined:
+            assert self.source.ids is not None
+            output = run_pipeline(
+                self.exchanges, rows * 1, probs * 1, self.source.ids, _Experts.apply
+            )
+            (output * 1).backward(gradients)
+            return _detached(output=output, token_gradient=rows.grad, prob_gradient=probs.grad)
+        (exchange,) = self.exchanges
+        arrived, arrived_probs = dispatch(exchange, rows * 1, probs * 1, self.source.ids)
+        torch.autograd.backward([arrived * 1, arrived_probs * 1], [expert_rows, expert_probs])
+        outputs = expert_rows.clone().requires_grad_()
+        combined = combine(exchange, outputs * 1)
+        (combined * 1).backward(gradients)
+        return _detached(
+            expert_rows=arrived,
+            expert_probs=arrived_probs,
+            token_gradient=rows.grad,
+            prob_gradient=probs.grad,
+            output=combined,
+            expert_gradient=outputs.grad,
+        )
+
+
+class _Experts(torch.autograd.Function):
+    """Experts whose values and gradients are exact on every device; not each other's derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.dtype = probs.dtype
+        return rows * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        return gradient * 2, None, gradient[:, 0].to(ctx.dtype)
+
+
+def _detached(**results: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    assert all(one is not None for one in results.values()), "a pass gave no gradient"
+    return {name: one.detach() for name, one in results.items() if one is not None}
+
+
+Start: TypeAlias = Callable[[Callable[..., Any], State, Operation, Callable[..., Any]], list[Any]]
+
+
+@contextmanager
+def _in_place_of_start(start: Start) -> Iterator[None]:
+    """Context in which collectives are started by this: (usual start, its arguments) -> works."""
+    usual = operations._start
+    with mock.patch.object(
+        operations, "_start", lambda state, operation, how: start(usual, state, operation, how)
+    ):
+        yield
+
+
+def _key(layer: Layer, state: State, operation: Operation) -> tuple[int, str, str, int]:
+    place = next(n for n, one in enumerate(layer.exchanges) if one is state.exchange)
+    return place, state.pass_name, operation.stage, operation.chunk
+
+
+def _sent(state: State, operation: Operation) -> list[torch.Tensor]:
+    """The columns of its message, without what fills a quantized row up."""
+    number = operation.reads[0]
+    columns = state.columns(number) if number else state.read(operation)[0]
+    rows, *others = columns.tensors()
+    if rows.dtype == torch.uint8:
+        hidden_size = state.bound.program.row.hidden_size
+        rows = rows[:, : scales_offset_bytes(hidden_size) + SCALE_BYTES * num_groups(hidden_size)]
+    return [rows, *others]
+
+
+def _received(state: State, operation: Operation) -> list[torch.Tensor]:
+    state.allocate(operation.writes[0])
+    return state.columns(operation.writes[0]).tensors()
+
+
+class _RecordedWork:
+    """A collective whose output is kept once it has been waited for."""
+
+    def __init__(self, work: dist.Work, keep: Callable[[], None]) -> None:
+        self._work, self._keep = work, keep
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._keep()
+
+
+def _recorder(layer: Layer, messages: Messages) -> Start:
+    """Start collectives as usual, and keep what they send and receive."""
+
+    def start(usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
+        sent = [one.clone() for one in _sent(state, operation)]
+        works = usual(state, operation, how)
+        received = _received(state, operation)
+
+        def keep() -> None:
+            messages[_key(layer, state, operation)] = sent, [one.clone() for one in received]
+
+        return [*works[:-1], _RecordedWork(works[-1], keep)]
+
+    return start
+
+
+class StandIn:
+    """Collectives of a device, of which each group has a stream; see above.
+
+    Attributes:
+        differences: by collective, how many bytes it sent that the record has not; on the device.
+    """
+
+    def __init__(
+        self, layer: Layer, recorded: Recorded, device: torch.device, seed: int = 0
+    ) -> None:
+        self.differences: dict[tuple[int, str, str, int], torch.Tensor] = {}
+        self._layer = layer
+        self._device = device
+        self._messages = {
+            key: tuple([one.to(device) for one in columns] for columns in message)
+            for key, message in recorded.messages.items()
+        }
+        self._random = random.Random(seed)
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def start(self, usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
+        """In place of a collective: what others wait for."""
+        key = _key(self._layer, state, operation)
+        state.exchange.monitor.note("start", state.pass_name, operation)
+        expected, arriving = self._messages[key]
+        sent, received = _sent(state, operation), _received(state, operation)
+        # What the caller owns, or a later operation reads, stays.
+        buffer = state.bound.program.buffers[operation.reads[0]]
+        is_last = buffer.release != "caller" and buffer.last_read == operation.number
+        assert operation.group is not None
+        stream = self._stream(operation.group)
+        stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+        with torch.cuda.stream(stream):
+            self._arrive(key, sent, expected, received, arriving)
+            if is_last:
+                self._poison(sent)
+            return [StandInWork(stream.record_event(), self._device)]
+
+    def _arrive(
+        self,
+        key: tuple[int, str, str, int],
+        sent: list[torch.Tensor],
+        expected: list[torch.Tensor],
+        received: list[torch.Tensor],
+        arriving: list[torch.Tensor],
+    ) -> None:
+        self._poison(received)
+        self.sleep(self._random.randrange(MOST_CYCLES))
+        differing = [_num_differing(*pair) for pair in zip(sent, expected, strict=True)]
+        self.differences[key] = torch.stack(differing).sum()
+        for into, columns in zip(received, arriving, strict=True):
+            into.copy_(columns)
+
+    def sleep(self, cycles: int) -> None:
+        """Take so many cycles of the device."""
+        torch.cuda._sleep(cycles)
+
+    def _poison(self, columns: list[torch.Tensor]) -> None:
+        for column in columns:
+            column.fill_(float("nan") if column.is_floating_point() else 127)
+
+    def _stream(self, group: str) -> torch.cuda.Stream:
+        if group not in self._streams:
+            # Of another pool than the executor's, as NCCL's may be.
+            self._streams[group] = torch.cuda.Stream(self._device, priority=-1)
+        return self._streams[group]
+
+
+class StandInWork:
+    """In place of `torch.distributed.Work`; like NCCL's it holds no tensors."""
+
+    def __init__(self, end: torch.cuda.Event, device: torch.device) -> None:
+        self._end, self._device = end, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+
+    def get_future_result(self) -> Any:
+        raise RuntimeError("a stand-in has no watchdog")
+
+
+class HostStandIn(StandIn):
+    """The same where there are no streams: a collective has ended when it has been started."""
+
+    def start(self, usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
+        key = _key(self._layer, state, operation)
+        expected, arriving = self._messages[key]
+        self._arrive(key, _sent(state, operation), expected, _received(state, operation), arriving)
+        return []
+
+    def sleep(self, cycles: int) -> None:
+        """Take no time: nothing runs meanwhile."""
+
+
+def _num_differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of values, how many have other bits."""
+    assert one.shape == other.shape and one.dtype == other.dtype, "another message"
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return (one.view(bits) != other.view(bits)).sum()
+
+
+class Replay:
+    """A case that runs again, from its record.
+
+    Args:
+        each: the case.
+        recorded: its record.
+        stand_in: in place of the collectives.
+        device: where its tensors are; the CPU by default.
+        fused: whether Triton kernels do the work.
+        seed: of the times that collectives take.
+        monitor: `monitor`, of the exchanges.
+    """
+
+    def __init__(
+        self,
+        each: ReplayCase,
+        recorded: Recorded,
+        stand_in: type[StandIn] = StandIn,
+        device: torch.device | None = None,
+        fused: bool = False,
+        seed: int = 0,
+        **monitor: Any,
+    ) -> None:
+        device = device or torch.device("cpu")
+        self._each, self._recorded = each, recorded
+        self._layer = Layer.of(each, device, fused, **monitor)
+        self._collectives = stand_in(self._layer, recorded, device, seed)
+        self._results: dict[str, torch.Tensor] = {}
+
+    def run(self) -> None:
+        """Issue all passes; nothing waits for the device."""
+        with _in_place_of_start(self._collectives.start):
+            self._results = self._layer.run()
+
+    def differences(self) -> list[str]:
+        """What differs from the record, a line each."""
+        each, sent = self._each, self._collectives.differences
+        lines = [
+            f"{each}: {pass_name}, {stage}, chunk {chunk}"
+            f"{f' of exchange {place}' * each.pipelined}: {int(number)} values sent differ"
+            for (place, pass_name, stage, chunk), number in sent.items()
+            if int(number)
+        ]
+        missing = self._recorded.messages.keys() - sent.keys()
+        lines += [f"{each}: {key}: was not sent" for key in sorted(missing)]
+        for name, expected in self._recorded.results.items():
+            if number := int(_num_differing(self._results[name].cpu(), expected)):
+                lines.append(f"{each}: {name}: {number} of {expected.numel()} values differ")
+        return lines
+
+
+@contextmanager
+def _other_programs(change: Callable[[Program], Program]) -> Iterator[None]:
+    """Context in which programs are changed after they have been made."""
+    made = lower._structure
+    with mock.patch.object(lower, "_structure", lambda *structure: change(made(*structure))):
+        yield
+
+
+def _with_waits(program: Program, waits: Callable[[Operation], Iterable[int]]) -> Program:
+    changed = (each._replace(waits=tuple(waits(each))) for each in program.operations)
+    return replace(program, operations=tuple(changed))
+
+
+def _no_waits_of_collectives(program: Program) -> Program:
+    return _with_waits(program, lambda each: () if each.is_collective else each.waits)
+
+
+def _no_waits_for_collectives(program: Program) -> Program:
+    started = {each.number for each in program.operations if each.is_collective}
+    changed = _with_waits(program, lambda each: [one for one in each.waits if one not in started])
+    at_end = tuple(number for number in program.waits_at_end if number not in started)
+    return replace(changed, waits_at_end=at_end)
+
+
+def _reused_early(program: Program, is_sent: bool) -> Program:
+    """A program without the waits for memory that a collective before has sent or received."""
+    slots: dict[int, list[int]] = {}
+    left_out: dict[int, set[int]] = {}
+    for operation in program.operations:
+        for number in operation.writes:
+            before = slots.setdefault(program.buffers[number].slot, [])
+            readers = [
+                each
+                for each in program.operations
+                if not set(before).isdisjoint(each.reads)
+                and (each if is_sent else operation).is_collective
+            ]
+            left_out.setdefault(operation.number, set()).update(each.number for each in readers)
+            before.append(number)
+    return _with_waits(
+        program, lambda each: [one for one in each.waits if one not in left_out[each.number]]
+    )
+
+
+@contextmanager
+def _streams(made: type[CudaStreams]) -> Iterator[None]:
+    with mock.patch.object(state_module, "streams_for", made):
+        yield
+
+
+class _NoForkInBackward(CudaStreams):
+    def fork(self, num_streams: int) -> None:
+        if torch._C._current_graph_task_id() < 0:  # in no backward pass
+            super().fork(num_streams)
+        else:
+            self._streams = _side_streams(self._device, self._caller, num_streams)
+
+
+@contextmanager
+def _poisoned_early() -> Iterator[None]:
+    """Context in which the caller overwrites what it sends once the collective was started."""
+    usual_start = StandIn.start
+
+    def start(stand_in: StandIn, usual: Any, state: State, operation: Operation, how: Any) -> Any:
+        works = usual_start(stand_in, usual, state, operation, how)
+        stand_in._poison(_sent(state, operation))
+        return works
+
+    with mock.patch.object(StandIn, "start", start):
+        yield
+
+
+# None is sound.
+FAULTS: Mapping[str | None, Callable[[], AbstractContextManager[Any]]] = {
+    None: nullcontext,
+    "the wait before a collective left out": partial(_other_programs, _no_waits_of_collectives),
+    "the wait after a collective left out": partial(_other_programs, _no_waits_for_collectives),
+    "a send buffer reused early": partial(_other_programs, partial(_reused_early, is_sent=True)),
+    "a receive buffer reused early": partial(
+        _other_programs, partial(_reused_early, is_sent=False)
+    ),
+    "a stream not forked in a backward pass": partial(_streams, _NoForkInBackward),
+    "a message poisoned before its end event": _poisoned_early,
+}
