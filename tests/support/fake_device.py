@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from monta_megatron.exchange import collectives, operations, state, streams
+from monta_megatron.exchange import collectives, kernel_choice, operations, state, streams
 from monta_megatron.exchange.collectives import PeerGroup
 
 try:
@@ -126,6 +126,10 @@ class FakeDevice(TorchDispatchMode):
                 synchronize=lambda device=None: self._cross("waits for the device"),
             ),
             mock.patch.object(torch.Tensor, "pin_memory", _pinned),
+            # A kernel cannot be built to see whether one can be.
+            mock.patch.object(
+                kernel_choice, "kernel_problem", lambda _: "" if HAS_TRITON else "none"
+            ),
             mock.patch.multiple(RecordedEvent, **waits),
             mock.patch.multiple(RecordedStream, **waits),
         ):

@@ -41,3 +41,23 @@ def test_how_communicators_share_a_gpu(
     assert finding.status == status
     text = f"{finding.found} {finding.advice}"
     assert [word for word in words if word not in text] == []
+
+
+def test_a_gpu_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from monta_megatron.exchange import kernel_choice
+
+    names = {finding.name for finding in examine()}
+    assert "Triton kernels" not in names, "of no interest without a GPU"
+    problem = "Triton cannot build a kernel: RuntimeError: Failed to find C compiler"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(kernel_choice, "kernel_problem", lambda device: problem)
+    (finding,) = [each for each in examine() if each.name == "Triton kernels"]
+    assert finding.status == "note" and problem in finding.found
+    assert finding.advice is not None and "gcc" in finding.advice
+
+
+def test_torch_says_how_it_starts_collectives() -> None:
+    (finding,) = [each for each in examine() if each.name == "torch's AllToAllOptions"]
+    assert "asyncOp" in finding.found

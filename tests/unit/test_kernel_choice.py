@@ -1,13 +1,30 @@
 """--moe-monta-kernels: what runs where, and what is refused."""
 
+import subprocess
 import sys
 from unittest import mock
 
 import pytest
 import torch
 
-from monta_megatron.exchange.kernel_choice import is_fused
+from monta_megatron.exchange import kernel_choice
+from monta_megatron.exchange.kernel_choice import (
+    agreed_kernels,
+    are_all_fused,
+    is_fused,
+    kernel_problem,
+)
 from monta_megatron.integration.options import Options
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels can be built."""
+    monkeypatch.setattr(kernel_choice, "kernel_problem", _problem_of_type)
+
+
+def _problem_of_type(device: str) -> str:
+    return "" if device == "cuda" else kernel_problem(device)
 
 
 @pytest.mark.parametrize(
@@ -20,8 +37,7 @@ from monta_megatron.integration.options import Options
         ("torch", "cpu", False),
     ],
 )
-def test_fused_kernels_are_for_gpus(choice: str, device: str, expected: bool) -> None:
-    pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
+def test_fused_kernels_are_for_gpus(gpus: None, choice: str, device: str, expected: bool) -> None:
     assert is_fused(choice, device) == expected
 
 
@@ -31,13 +47,72 @@ def test_fused_kernels_are_refused_where_they_cannot_run() -> None:
         is_fused("fused", "cpu")
 
 
-def test_without_triton_auto_says_that_it_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_pytorch_runs() -> None:
     with mock.patch.dict(sys.modules, {"triton": None}):
-        assert not is_fused.__wrapped__("auto", "cuda")
-        (line,) = caplog.messages
-        assert line.startswith("PyTorch's operations run, as Triton cannot be imported: ")
-        with pytest.raises(ValueError, match=r"^moe_monta_kernels: got fused, must be auto or"):
-            is_fused.__wrapped__("fused", "cuda")
+        assert kernel_problem.__wrapped__("cuda").startswith("Triton cannot be imported: ")
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        # What Triton says where there is no C compiler, and where Python's headers are missing.
+        (
+            RuntimeError("Failed to find C compiler. Please specify via CC.\nand more"),
+            "RuntimeError: Failed to find C compiler. Please specify via CC.",
+        ),
+        (
+            subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+            "CalledProcessError: Command '['gcc', 'main.c']' returned non-zero exit status 1.",
+        ),
+        (AssertionError(), "AssertionError: "),
+    ],
+)
+def test_a_triton_that_cannot_build_is_named(raised: Exception, said: str) -> None:
+    """Slim containers import it all the same."""
+    pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
+    from monta_megatron.exchange.kernels import tiles
+
+    kernel = mock.MagicMock()
+    kernel.__getitem__.return_value.side_effect = raised
+    with (
+        mock.patch.object(torch, "zeros"),
+        mock.patch.object(tiles, "_write_one", kernel),
+    ):
+        assert tiles.build_problem() == f"Triton cannot build a kernel: {said}"
+
+
+@pytest.fixture
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What each of the ranks 8 to 11 says."""
+    problems = ["", "", "", ""]
+    monkeypatch.setattr(kernel_choice, "gather_objects", lambda *_: problems)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [8, 9, 10, 11])
+    return problems
+
+
+def test_all_ranks_run_the_same_kernels(gpus: None, four_ranks: list[str]) -> None:
+    group = mock.sentinel.group
+    assert agreed_kernels("auto", "cuda", group) == ("fused", None)
+    assert agreed_kernels("fused", "cuda", group) == ("fused", None)
+    assert agreed_kernels("torch", "cuda", group) == ("torch", None)
+    assert agreed_kernels("auto", "cpu", group) == ("auto", None)
+    assert are_all_fused("auto", "cuda", group)
+
+
+def test_one_rank_that_cannot_build_decides_for_all(gpus: None, four_ranks: list[str]) -> None:
+    four_ranks[1] = four_ranks[3] = "Triton cannot build a kernel: no gcc"
+    group = mock.sentinel.group
+    assert agreed_kernels("auto", "cuda", group) == (
+        "torch",
+        "PyTorch's operations run on all ranks, as on rank 9, 11 Triton cannot build a kernel: "
+        "no gcc",
+    )
+    rule = (
+        r"got fused, must be auto or torch where Triton cannot build a kernel: no gcc \(rank 9\)$"
+    )
+    with pytest.raises(ValueError, match=rule):
+        agreed_kernels("fused", "cuda", group)
+    assert not are_all_fused("auto", "cuda", group)
 
 
 def test_other_kernels_are_refused() -> None:
@@ -47,10 +122,9 @@ def test_other_kernels_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("choice", "expected"), [("auto", "fused"), ("torch", "streams")])
-def test_a_training_on_gpus_prices_what_it_runs(choice: str, expected: str) -> None:
+def test_a_training_on_gpus_prices_what_it_runs(gpus: None, choice: str, expected: str) -> None:
     """Ranks that differ in it would choose otherwise: it is part of what they agree on."""
     pytest.importorskip("megatron.core", reason="needs megatron-core")
-    pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
     from test_choice import LAYOUT, config
 
     from monta_megatron.integration.chain_policy import policy_for

@@ -49,10 +49,17 @@ PRIVATE_NAMES = {
 }
 
 
+def has_async_option() -> bool:
+    """Whether a collective's options say that it runs beside the current stream.
+
+    In releases that have no such option it always does.
+    """
+    return hasattr(distributed_c10d.AllToAllOptions(), "asyncOp")
+
+
 def _beside_the_current_stream(options: Any) -> Any:
-    """The options with which torch's functions start what they do not wait for."""
-    # Releases that do not have it always do so.
-    if hasattr(options, "asyncOp"):
+    """The options with which torch's functions start a collective without waiting for it."""
+    if has_async_option():
         options.asyncOp = True
     return options
 

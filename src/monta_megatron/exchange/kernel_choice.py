@@ -1,6 +1,5 @@
 """Whether Triton kernels do the work of an exchange: the same bits, in fewer launches."""
 
-import logging
 from functools import cache
 
 import torch.distributed as dist
@@ -8,31 +7,74 @@ import torch.distributed as dist
 from monta_megatron.common.rules import require
 from monta_megatron.exchange.groups import gather_objects
 
+OPTION = "moe_monta_kernels"
+
 
 @cache
+def kernel_problem(device: str) -> str:
+    """Why Triton kernels cannot run on this type of device; "" where they can.
+
+    A container without a C compiler or Python's headers imports Triton and cannot build a kernel,
+    so a trivial one is built and run.
+    """
+    if device != "cuda":
+        return f"rows are on {device}, not on a GPU"
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    from monta_megatron.exchange.kernels.tiles import build_problem
+
+    return build_problem()
+
+
 def is_fused(choice: str, device: str) -> bool:
-    """What `--moe-monta-kernels` means for rows on this type of device; raises ValueError."""
+    """Whether `--moe-monta-kernels` means Triton kernels for rows on this type of device.
+
+    Raises:
+        ValueError: the option demands them, and they cannot run.
+    """
     if choice == "torch":
         return False
-    problem = "" if device == "cuda" else f"rows are on {device}, not on a GPU"
-    if device == "cuda":
-        try:
-            import triton  # noqa: F401
-        except ImportError as error:
-            problem = f"Triton cannot be imported: {error}"
-            logging.getLogger(__name__).warning("PyTorch's operations run, as %s", problem)
-    rule = f"be auto or torch where {problem}"
-    require(not problem or choice == "auto", "moe_monta_kernels", choice, rule)
+    problem = kernel_problem(device)
+    _check(choice, problem)
     return not problem
 
 
-def are_all_fused(choice: str, device: str, group: dist.ProcessGroup) -> bool:
-    """Whether they do on all ranks of a group, which all call this.
+def agreed_kernels(choice: str, device: str, group: dist.ProcessGroup) -> tuple[str, str | None]:
+    """The kernels that all ranks of a group run; all of them call this.
 
-    What is timed has to be the same on all of them; a training refuses ranks that differ, by name.
+    Args:
+        choice: of `--moe-monta-kernels`, the same on all ranks.
+        device: type of the ranks' devices.
+        group: the ranks of an exchange.
+
+    Returns:
+        The choice, in which "auto" has become "fused" or "torch" where ranks have GPUs; and a line
+        for the log if some rank cannot run Triton kernels.
+
+    Raises:
+        ValueError: the option demands them, and some rank cannot run them.
     """
-    try:
-        fused = is_fused(choice, device)
-    except ValueError:
-        fused = False
-    return all(gather_objects(fused, group))
+    if choice == "torch" or device != "cuda":
+        return choice, None
+    ranks = dist.get_process_group_ranks(group)
+    problems = gather_objects(kernel_problem(device), group)
+    failed = {rank: problem for rank, problem in zip(ranks, problems, strict=True) if problem}
+    if not failed:
+        return "fused", None
+    rank, problem = next(iter(failed.items()))
+    _check(choice, f"{problem} (rank {rank})")
+    which = ", ".join(map(str, failed))
+    return "torch", f"PyTorch's operations run on all ranks, as on rank {which} {problem}"
+
+
+def are_all_fused(choice: str, device: str, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of a group, which all call this, run Triton kernels."""
+    problem = "PyTorch's operations were asked for" if choice == "torch" else kernel_problem(device)
+    return not any(gather_objects(problem, group))
+
+
+def _check(choice: str, problem: str) -> None:
+    rule = f"be auto or torch where {problem}"
+    require(not problem or choice == "auto", OPTION, choice, rule)

@@ -37,6 +37,7 @@ from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
 from monta_megatron.exchange.groups import are_open, peer_groups
+from monta_megatron.exchange.kernel_choice import agreed_kernels
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.agreement import on_every_exchange
@@ -434,7 +435,11 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation,
         # there has to be one. In both cases "auto" may choose only chains of permuted tokens.
         permuted_only = self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1"
-        options = self.options
+        device = "cuda" if torch.accelerator.is_available() else "cpu"
+        kernels, note = agreed_kernels(self.options.kernels, device, self.tp_ep_group)
+        if note is not None:
+            self._report(note)
+        self.options = options = replace(self.options, kernels=kernels)
         if options.calibrate_seconds > 0 and layout.num_nodes > 1:
             from monta_megatron.integration.self_calibration import self_calibrated
 

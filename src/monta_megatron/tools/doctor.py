@@ -112,6 +112,32 @@ def _accelerator() -> Iterator[Finding]:
         yield Finding(name, "ok", f"{gpus}, NCCL {nccl}")
 
 
+def _kernels() -> Iterator[Finding]:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return
+    from monta_megatron.exchange.kernel_choice import kernel_problem
+
+    problem = kernel_problem("cuda")
+    if problem:
+        yield Finding(
+            "Triton kernels",
+            "note",
+            f"PyTorch's operations run instead, to the same bits: {problem}",
+            "a container needs triton, a C compiler (gcc) and Python.h (python3-dev)",
+        )
+    else:
+        yield Finding("Triton kernels", "ok", "can be built")
+
+
+def _private_names() -> Iterator[Finding]:
+    from monta_megatron.common.torch_private import has_async_option
+
+    held = "has" if has_async_option() else "has not (it is always so there)"
+    yield Finding("torch's AllToAllOptions", "ok", f"{held} asyncOp")
+
+
 def _launch_queues() -> Iterator[Finding]:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     value = os.environ.get(name)
@@ -193,6 +219,8 @@ CHECKS = (
     _megatron,
     _way_in,
     _accelerator,
+    _kernels,
+    _private_names,
     _launch_queues,
     _communicators,
     _launch_order,

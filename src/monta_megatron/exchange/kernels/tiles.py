@@ -152,3 +152,21 @@ def move_rows(
     mask = present[:, None] & (value < num_units * UNIT)
     values = tl.load(rows + source[:, None] * (stride * UNIT) + value, mask)
     tl.store(into + target[:, None] * (into_stride * UNIT) + value, values, mask)
+
+
+@triton.jit
+def _write_one(into: tl.tensor) -> None:
+    tl.store(into, 1)
+
+
+def build_problem() -> str:
+    """Why no kernel can be built and run on the current GPU; "" if a trivial one can."""
+    try:
+        number = torch.zeros(1, dtype=torch.int32, device="cuda")
+        _write_one[(1,)](number)
+        # What fails on the device is known once it has run.
+        number.item()
+    except Exception as error:  # noqa: BLE001 - compilers, drivers and subprocesses raise anything
+        (line, *_) = str(error).strip().splitlines() or [""]
+        return f"Triton cannot build a kernel: {type(error).__name__}: {line}"
+    return ""
