@@ -155,7 +155,8 @@ class OptionFields:
     )
     moe_monta_kernels: Optional[str] = _option(  # noqa: UP045
         "What copies and sums rows, to the same bits: torch (PyTorch's operations), fused (Triton "
-        "kernels) or auto (fused on GPUs where every rank can build a Triton kernel, else torch; default)."
+        "kernels) or auto (fused on GPUs where every rank can build a Triton kernel, else torch; "
+        "default)."
     )
     moe_monta_wire_dtype: Optional[str] = _option(  # noqa: UP045
         "fp8: tokens travel to their experts in eight bits, e4m3 with a scale for every 128 "
