@@ -1,43 +1,161 @@
 #!/usr/bin/env python
-"""The parts of `scripts/gpu_check.sh` that are Python.
+"""The parts of `scripts/gpu_check.sh` that are Python; each ends with a line "proven: ...".
 
-python scripts/gpu_check.py kernels               compare and time the Triton kernels
-torchrun ... scripts/gpu_check.py streams ARGS    `monta bench ARGS`, refusing waits of the host
+    gpu_check.py versions              what is installed, and what a container may lack
+    gpu_check.py bits                  each Triton kernel against PyTorch's operations
+    gpu_check.py record FILE           the messages of one of 16 CPU ranks
+    gpu_check.py replay FILE           that rank on the GPU, with stand-ins for its collectives
+    gpu_check.py host FILE             host time of each pass; the file takes a `launch` section
+    gpu_check.py times                 the kernels' times, beside a copy's
+    torchrun ... gpu_check.py bench    all chains against stock, by `monta bench`
+
+--short: fewer cases. Exit status 3: nothing was proven, and the last line says why.
 """
 
+import argparse
+import os
+import shutil
 import sys
+import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 HIDDEN_SIZES = (4096, 7168, 1000)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NUM_TOKENS, HIDDEN, NUM_EXPERTS, TOPK, NUM_RANKS = 4096, 4096, 64, 8, 8
-REPEATS = 20
+REPEATS, WARM_UP = 20, 3
+# More than any GPU's L2 cache holds.
+FLUSHED_BYTES = 512 * 2**20
 # Files in which the host must not wait for the device, but for the counts, by an event.
 PASSES = "monta_megatron/exchange/"
+FEW = ("--experts", "32", "--top-k", "4", "--hidden", "1024", "--tokens", "512")
+BENCH = (*FEW, "--dtype", "bf16", "--repeats", "1")
+NOT_PROVEN = 3
 
 
-def kernels() -> int:
-    """Compare each kernel with PyTorch's operations; then time it beside a copy."""
+def versions(short: bool) -> int:
+    """Print what `monta doctor` says, and what Triton needs to build a kernel."""
+    from monta_megatron.cli import main
+    from monta_megatron.exchange.kernel_choice import kernel_problem
+
+    main(["doctor"])
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    print(f"C compiler: {shutil.which('gcc') or shutil.which('cc') or 'none'}")
+    print(f"Python.h: {header if header.is_file() else 'none'}")
+    if torch.cuda.is_available() and (problem := kernel_problem("cuda")):
+        print(problem)
+        return 1
+    return _proven("versions are named above")
+
+
+def bits(short: bool) -> int:
+    """Compare each kernel with PyTorch's operations."""
     from monta_megatron.exchange.kernels.check import first_difference
 
-    device, status = torch.device("cuda", 0), 0
-    for dtype in DTYPES:
-        for hidden_size in HIDDEN_SIZES:
-            difference = first_difference(device, hidden_size, dtype)
-            print(f"{dtype}, hidden size {hidden_size}: {difference or 'nothing differs'}")
-            status = 1 if difference else status
-    for name, (us, num_bytes) in _times(device).items():
-        print(f"{name:24} {us:9.1f} us {num_bytes / us / 1e3:9.0f} GB/s")
-    return status
+    device, differing = torch.device("cuda", 0), 0
+    shapes = [(dtype, size) for dtype in DTYPES for size in HIDDEN_SIZES]
+    for dtype, hidden_size in shapes[: 1 if short else None]:
+        difference = first_difference(device, hidden_size, dtype)
+        print(f"{dtype}, hidden size {hidden_size}: {difference or 'nothing differs'}")
+        differing += bool(difference)
+    return 1 if differing else _proven("Triton kernels give the bits of PyTorch's operations")
 
 
-def _times(device: torch.device) -> dict[str, tuple[float, int]]:
-    """Median microseconds of each, and the bytes that it has to read and write at least."""
+def record(short: bool, path: Path) -> int:
+    """Record the cases, by CPU ranks."""
+    import replay
+
+    cases = _cases(short)
+    replay.write_records(path, replay.record(cases))
+    megabytes = path.stat().st_size / 1e6
+    return _proven(f"16 CPU ranks ran {len(cases)} cases; their record has {megabytes:.1f} MB")
+
+
+def replayed(short: bool, path: Path) -> int:
+    """Replay the cases on the GPU, then see whether planted faults are found."""
+    import replay
+
+    device, lines = torch.device("cuda", 0), []
+    cases, records = _cases(short), replay.read_records(path)
+    kinds = (False, True)
+    for fused in kinds:
+        for seed, (case, recorded) in enumerate(zip(cases, records, strict=True)):
+            lines += _replay(case, recorded, device, fused, seed)
+    print(*lines, sep="\n", end="\n" * bool(lines))
+    found = []
+    faulty = max(range(len(cases)), key=lambda at: _num_operations(cases[at], records[at]))
+    for name, fault in replay.FAULTS.items():
+        if name is not None:
+            with fault():
+                found.append(bool(_replay(cases[faulty], records[faulty], device, False, 0)))
+            print(f"planted in {cases[faulty]}: {name}: {'found' if found[-1] else 'not found'}")
+    if lines:
+        return 1
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    return _proven(
+        f"{len(cases)} cases in both kinds of kernels give the CPU ranks' bits with stand-ins for "
+        f"collectives, CUDA_DEVICE_MAX_CONNECTIONS {queues}; {sum(found)} of {len(found)} planted "
+        "faults seen"
+    )
+
+
+def host(short: bool, path: Path) -> int:
+    """Time each pass on the host and on the device, with collectives that end at once."""
+    import device_times
+
+    times, figures = device_times.measure(torch.device("cuda", 0), WARM_UP if short else REPEATS)
+    print(f"{'chain, kernels, pass':64} host us  device us")
+    for name, (host_us, device_us) in times.items():
+        print(f"{name:64} {host_us:7.1f} {device_us:10.1f}")
+    path.write_text(figures, encoding="utf-8")
+    print(figures)
+    return _proven("host times are above, with the launch section of a cluster file")
+
+
+def _replay(case, recorded, device: torch.device, fused: bool, seed: int) -> list[str]:
+    import replay
+
+    made = replay.Replay(case, recorded, device=device, fused=fused, seed=seed)
+    made.run()
+    torch.cuda.synchronize()
+    return [f"{'Triton' if fused else 'PyTorch'}: {line}" for line in made.differences()]
+
+
+def _cases(short: bool) -> list:
+    import replay
+
+    cases = replay.replay_cases()
+    return [case for case in cases if case.case.num_chunks == 3] if short else cases
+
+
+def _num_operations(case, recorded) -> int:
+    """Collectives of a case whose operations run in several streams; the more, the better."""
+    return 0 if case.pipelined or case.case.num_quantized else len(recorded.messages)
+
+
+def times(short: bool) -> int:
+    """Time the kernels, each with a cold cache and the host ahead, and what a launch takes."""
+    device = torch.device("cuda", 0)
+    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
+    repeats = WARM_UP if short else REPEATS
+    print(f"{'':24} device us      GB/s   host us per call")
+    for name, (do, num_bytes) in _work(device).items():
+        device_us, host_us = _median_us(do, flushed, repeats)
+        gbytes_per_s = num_bytes / device_us / 1e3
+        print(f"{name:24} {device_us:9.1f} {gbytes_per_s:9.0f} {host_us:9.1f}")
+    return _proven("times of the kernels are above, beside a copy's")
+
+
+def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+    """What is timed, and the bytes that each has to read and write at least."""
     from monta_megatron.chains.stages import ExpertRange
     from monta_megatron.exchange.copies import Copies
     from monta_megatron.exchange.kernels.count_routing import count_routing
@@ -66,7 +184,7 @@ def _times(device: torch.device) -> dict[str, tuple[float, int]]:
     places = torch.randperm(len(rows), device=device)
     columns, summed = Columns(rows=tokens, probs=lists), torch.empty_like(tokens)
     counted = {"node": 2, "rank": NUM_RANKS}
-    work: dict[str, tuple[Callable[[], object], int]] = {
+    return {
         "copy (PyTorch)": (lambda: summed.copy_(tokens), 2 * tokens.nbytes),
         "count_routing": (
             lambda: count_routing(routing_map, 8, counted, True),
@@ -93,24 +211,34 @@ def _times(device: torch.device) -> dict[str, tuple[float, int]]:
             (len(to_ranks) + NUM_TOKENS) * row_bytes,
         ),
     }
-    return {name: (_median_us(do), num_bytes) for name, (do, num_bytes) in work.items()}
 
 
-def _median_us(do: Callable[[], object]) -> float:
-    do()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
-    for begin, end in events:
-        begin.record()
+def _median_us(
+    do: Callable[[], object], flushed: torch.Tensor, repeats: int
+) -> tuple[float, float]:
+    """Device time and host time of a call, in us."""
+    for _ in range(WARM_UP):
         do()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    host_us = []
+    for begin, end in events:
+        flushed.zero_()
+        # The host is ahead: what it takes for the launches is over before they run.
+        torch.cuda._sleep(1_000_000)
+        begin.record()
+        before = time.perf_counter()
+        do()
+        host_us.append((time.perf_counter() - before) * 1e6)
         end.record()
     torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)[REPEATS // 2]
+    return median(begin.elapsed_time(end) * 1e3 for begin, end in events), median(host_us)
 
 
-def streams(arguments: list[str]) -> int:
-    """Run `monta bench` and say where the exchange makes the host wait for the device.
+def bench(short: bool, arguments: Sequence[str]) -> int:
+    """Run `monta bench`, and say where the exchange makes the host wait for the device.
 
-    And whether NCCL tells of every collective that it has ended; see `exchange.time_limit`.
+    And, over NCCL, whether it tells of every collective that it has ended; see
+    `exchange.time_limit`.
     """
     from monta_megatron.cli import main
     from monta_megatron.exchange.streams import device_time_limit
@@ -125,7 +253,7 @@ def streams(arguments: list[str]) -> int:
     warnings.simplefilter("always")
     warnings.showwarning = note  # type: ignore[assignment]
     torch.cuda.set_sync_debug_mode("warn")
-    status = main(["bench", *arguments])
+    status = main(["bench", *BENCH, *arguments])
     for place in places:
         print(f"the host waits for the device: {place}")
     # NCCL's watchdog looks first, and then the thread that asks it.
@@ -133,11 +261,35 @@ def streams(arguments: list[str]) -> int:
     pending = list(device_time_limit().pending)
     for started in pending[:1]:
         print(f"of {len(pending)} collectives no end is known, first: {started}")
-    return 1 if places or pending else status
+    if status or pending or places:
+        return status or 1
+    over = "Gloo: bits, packing, autograd; no order of streams" if "gloo" in arguments else "NCCL"
+    return _proven(f"all chains give stock's results over {over}")
+
+
+def _proven(what: str) -> int:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"proven: {what}")
+    return 0
+
+
+def main() -> int:
+    """Run one part."""
+    parser = argparse.ArgumentParser(usage=__doc__, add_help=False)
+    parser.add_argument(
+        "part", choices=("versions", "bits", "record", "replay", "host", "times", "bench")
+    )
+    parser.add_argument("--short", action="store_true")
+    arguments, rest = parser.parse_known_args()
+    short = arguments.short
+    if arguments.part == "bench":
+        return bench(short, rest)
+    parts = {"versions": versions, "bits": bits, "times": times}
+    if arguments.part in parts:
+        return parts[arguments.part](short)
+    (path,) = map(Path, rest)
+    return {"record": record, "replay": replayed, "host": host}[arguments.part](short, path)
 
 
 if __name__ == "__main__":
-    command, *rest = sys.argv[1:] or [""]
-    if command not in ("kernels", "streams"):
-        sys.exit(__doc__)
-    sys.exit(kernels() if command == "kernels" else streams(rest))
+    sys.exit(main())
