@@ -64,7 +64,7 @@ def host_us(
     kernels: str = "torch",
     of_layers: Callable[[Iterable[float]], float] = median,
 ) -> dict[str, float]:
-    """Host time of each of `ROWS` and of `EXPOSED`, in microseconds, the median over so many layers.
+    """Host time of each of `ROWS` and of `EXPOSED`, in microseconds, over so many layers.
 
     Triton kernels go through Triton's own launch path; see `compiled_kernels.no_driver`.
     """

@@ -34,6 +34,7 @@ def demands_order(config: Any) -> bool:
     """Whether Megatron adds a token's rows in the order of its batch-invariant mode."""
     return bool(getattr(config, "batch_invariant_mode", False)) and KNOWS_ORDER
 
+
 _PERMUTES_ONCE = "moe_permute_fusion"
 _HAS_NO_TOKENS = "overlap_moe_expert_parallel_comm, or moe_preprocess in cuda_graph_modules"
 
