@@ -74,6 +74,11 @@ class ReplayCase(NamedTuple):
     case: Case
     pipelined: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows travel as they are, and the experts come between the passes."""
+        return not self.pipelined and not self.case.num_quantized
+
     def __str__(self) -> str:
         case = self.case
         kind = ", experts in the pipeline" * self.pipelined + ", eight bits" * bool(
@@ -171,7 +176,7 @@ def _record_rank(rank: int, folder: str, path: Path, cases: Sequence[ReplayCase]
     for each in cases:
         layer = Layer.of(each)
         messages: Messages = {}
-        with _in_place_of_start(_recorder(layer, messages)):
+        with in_place_of_start(_recorder(layer, messages)):
             results = layer.run()
         records.append(Recorded(messages=messages, results=results))
     if rank == 0:
@@ -289,7 +294,7 @@ Start: TypeAlias = Callable[[Callable[..., Any], State, Operation, Callable[...,
 
 
 @contextmanager
-def _in_place_of_start(start: Start) -> Iterator[None]:
+def in_place_of_start(start: Start) -> Iterator[None]:
     """Context in which collectives are started by this: (usual start, its arguments) -> works."""
     usual = operations._start
     with mock.patch.object(
@@ -298,7 +303,7 @@ def _in_place_of_start(start: Start) -> Iterator[None]:
         yield
 
 
-def _key(layer: Layer, state: State, operation: Operation) -> tuple[int, str, str, int]:
+def key_of(layer: Layer, state: State, operation: Operation) -> tuple[int, str, str, int]:
     place = next(n for n, one in enumerate(layer.exchanges) if one is state.exchange)
     return place, state.pass_name, operation.stage, operation.chunk
 
@@ -314,7 +319,7 @@ def _sent(state: State, operation: Operation) -> list[torch.Tensor]:
     return [rows, *others]
 
 
-def _received(state: State, operation: Operation) -> list[torch.Tensor]:
+def received_by(state: State, operation: Operation) -> list[torch.Tensor]:
     state.allocate(operation.writes[0])
     return state.columns(operation.writes[0]).tensors()
 
@@ -336,10 +341,10 @@ def _recorder(layer: Layer, messages: Messages) -> Start:
     def start(usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
         sent = [one.clone() for one in _sent(state, operation)]
         works = usual(state, operation, how)
-        received = _received(state, operation)
+        received = received_by(state, operation)
 
         def keep() -> None:
-            messages[_key(layer, state, operation)] = sent, [one.clone() for one in received]
+            messages[key_of(layer, state, operation)] = sent, [one.clone() for one in received]
 
         return [*works[:-1], _RecordedWork(works[-1], keep)]
 
@@ -354,35 +359,39 @@ class StandIn:
     """
 
     def __init__(
-        self, layer: Layer, recorded: Recorded, device: torch.device, seed: int = 0
+        self, layer: Layer, device: torch.device, messages: Messages | None = None, seed: int = 0
     ) -> None:
         self.differences: dict[tuple[int, str, str, int], torch.Tensor] = {}
         self._layer = layer
         self._device = device
         self._messages = {
             key: tuple([one.to(device) for one in columns] for columns in message)
-            for key, message in recorded.messages.items()
+            for key, message in (messages or {}).items()
         }
         self._random = random.Random(seed)
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def start(self, usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
         """In place of a collective: what others wait for."""
-        key = _key(self._layer, state, operation)
+        key = key_of(self._layer, state, operation)
         state.exchange.monitor.note("start", state.pass_name, operation)
         expected, arriving = self._messages[key]
-        sent, received = _sent(state, operation), _received(state, operation)
+        sent, received = _sent(state, operation), received_by(state, operation)
         # What the caller owns, or a later operation reads, stays.
         buffer = state.bound.program.buffers[operation.reads[0]]
         is_last = buffer.release != "caller" and buffer.last_read == operation.number
-        assert operation.group is not None
-        stream = self._stream(operation.group)
-        stream.wait_event(torch.cuda.current_stream(self._device).record_event())
-        with torch.cuda.stream(stream):
+
+        def run() -> None:
             self._arrive(key, sent, expected, received, arriving)
             if is_last:
                 self._poison(sent)
-            return [StandInWork(stream.record_event(), self._device)]
+
+        assert operation.group is not None, f"{operation.kind} is no collective"
+        return self.on_stream(operation.group, run)
+
+    def on_stream(self, group: str, run: Callable[[], None]) -> list[Any]:
+        """Run something on the stream of a group, as NCCL orders a collective."""
+        return [order_on(self._stream(group), self._device, run)]
 
     def _arrive(
         self,
@@ -427,13 +436,25 @@ class StandInWork:
         raise RuntimeError("a stand-in has no watchdog")
 
 
+def order_on(
+    stream: torch.cuda.Stream, device: torch.device, run: Callable[[], object]
+) -> StandInWork:
+    """Run something on a stream, behind what the current one was given so far."""
+    stream.wait_event(torch.cuda.current_stream(device).record_event())
+    with torch.cuda.stream(stream):
+        run()
+        return StandInWork(stream.record_event(), device)
+
+
 class HostStandIn(StandIn):
     """The same where there are no streams: a collective has ended when it has been started."""
 
     def start(self, usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
-        key = _key(self._layer, state, operation)
+        key = key_of(self._layer, state, operation)
         expected, arriving = self._messages[key]
-        self._arrive(key, _sent(state, operation), expected, _received(state, operation), arriving)
+        self._arrive(
+            key, _sent(state, operation), expected, received_by(state, operation), arriving
+        )
         return []
 
     def sleep(self, cycles: int) -> None:
@@ -473,12 +494,12 @@ class Replay:
         device = device or torch.device("cpu")
         self._each, self._recorded = each, recorded
         self._layer = Layer.of(each, device, fused, **monitor)
-        self._collectives = stand_in(self._layer, recorded, device, seed)
+        self._collectives = stand_in(self._layer, device, recorded.messages, seed)
         self._results: dict[str, torch.Tensor] = {}
 
     def run(self) -> None:
         """Issue all passes; nothing waits for the device."""
-        with _in_place_of_start(self._collectives.start):
+        with in_place_of_start(self._collectives.start):
             self._results = self._layer.run()
 
     def differences(self) -> list[str]:
