@@ -240,8 +240,7 @@ def _median_us(
 def bench(short: bool, arguments: Sequence[str]) -> int:
     """Run `monta bench`, and say where the exchange makes the host wait for the device.
 
-    And, over NCCL, whether it tells of every collective that it has ended; see
-    `exchange.time_limit`.
+    And whether NCCL tells of every collective that it has ended; see `exchange.time_limit`.
     """
     from monta_megatron.cli import main
     from monta_megatron.exchange.streams import device_time_limit
@@ -266,8 +265,7 @@ def bench(short: bool, arguments: Sequence[str]) -> int:
         print(f"of {len(pending)} collectives no end is known, first: {started}")
     if status or pending or places:
         return status or 1
-    over = "Gloo: bits, packing, autograd; no order of streams" if "gloo" in arguments else "NCCL"
-    return _proven(f"all chains give stock's results over {over}")
+    return _proven("all chains give stock's results over NCCL")
 
 
 def _proven(what: str) -> int:

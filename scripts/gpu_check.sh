@@ -79,7 +79,7 @@ run() {
     check "versions" 60 versions
     command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm --format=csv
     if [ "$gpus" = 0 ]; then
-        for name in "kernel bits" "replay" "host times" "kernel times" "Gloo" "NCCL"; do
+        for name in "kernel bits" "replay" "host times" "kernel times" "NCCL"; do
             skip "$name" "there is no GPU"
         done
         return
@@ -100,8 +100,6 @@ run() {
         skip "host times" "nothing was recorded"
     fi
     check "kernel times" 90 times
-    ranks "Gloo, 2 processes" 90 2 bench --transport gloo --ranks-per-node 1
-    ranks "Gloo, 4 processes" 90 4 bench --transport gloo --ranks-per-node 2
     if [ "$gpus" -gt 1 ]; then
         ranks "NCCL, a rank per GPU" 240 "$gpus" bench --ranks-per-node $(((gpus + 1) / 2))
     # From this NCCL on, ranks may share a GPU: correctness, not speed.
