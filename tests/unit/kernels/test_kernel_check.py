@@ -67,6 +67,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mo
         mock.patch.multiple(
             kernel_check,
             gather_objects=lambda value, group: [value],
+            is_fused=lambda choice, _: choice != "torch",
             _checked=set(),
         ),
         mock.patch.object(torch.distributed, "get_process_group_ranks", lambda group: [0]),
