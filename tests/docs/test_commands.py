@@ -106,7 +106,8 @@ KNOWN = (
     Known(
         pattern=r"scripts/quickstart\.sh --pairs \d+"
         r"|MONTA_CPU_RANKS=1 .* scripts/quickstart/(eight_bits|experts_pipelined)\.py .*"
-        r"|(RATES=\S.* )?scripts/benchmark_sweep\.sh .*",
+        r"|(RATES=\S.* )?scripts/benchmark_sweep\.sh .*"
+        r"|python scripts/launch_budget\.py --host",
         reason="a measurement of minutes, on a quiet machine",
     ),
     Known(pattern=rf"{EMULATE} calibrate .*", run_by=CALIBRATE_TESTS),

@@ -57,7 +57,9 @@ def test_time_follows_the_factor(
 def test_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     by_chunks = points(capsys, "--ep", "16", "--tokens", "16384", "--sweep", "chunks=1,2,4")
     assert [point["num_chunks"] for point in by_chunks] == [1, 2, 4]
-    assert len({point["best_us"]["alltoall"] for point in by_chunks}) == 1
+    # In one chunk whatever is allowed; the exchange of counts has a block for each that is.
+    serial_us = [point["best_us"]["alltoall"] for point in by_chunks]
+    assert max(serial_us) - min(serial_us) < 1
 
 
 def test_table_in_80_columns_and_picture(

@@ -19,6 +19,8 @@ from monta_megatron.tools.plan.plan_request import PlanRequest
 from monta_megatron.tools.plan.request import PlanInputs, plan_request
 
 VALUES_PER_TABLE = 4
+# Of the choice's range: place, and the row's name.
+ENDS = ((0, "its range, from"), (1, "to"))
 
 
 def plan_at(
@@ -117,12 +119,12 @@ def simulation_tables(
         part = planned[first : first + VALUES_PER_TABLE]
         benefits = [plan.benefit for plan, _ in part]
         ratios = ["-" if benefit is None else f"{benefit.ratio:.2f}x " for benefit in benefits]
-        ends = [_ends(plan.range_us) for plan, _ in part]
+        ends = [[name, *(_end(plan.range_us, at) for plan, _ in part)] for at, name in ENDS]
         rows = [[chain, *(cell(plan, memory, chain) for plan, memory in part)] for chain in CHAINS]
         of_choice = [
             ["chunks of the choice", *(f"{plan.num_chunks} " for plan, _ in part)],
             ["times stock alltoall", *ratios],
-            *([] if all(plan.range_us is None for plan, _ in part) else [["its range", *ends]]),
+            *([] if all(plan.range_us is None for plan, _ in part) else ends),
             ["its exchange holds", *(f"{size_text(memory.exchange_bytes)} " for _, memory in part)],
             ["a rank needs", *(f"{size_text(memory.needed_bytes)} " for _, memory in part)],
         ]
@@ -164,8 +166,8 @@ def benefit_line(
     return f"at {factor} {_shown(value)}: {largest.text}"
 
 
-def _ends(range_us: tuple[float, float] | None) -> str:
-    return "- " if range_us is None else "{:,.0f} to {:,.0f} ".format(*range_us)
+def _end(range_us: Sequence[float] | None, at: int) -> str:
+    return "- " if range_us is None else f"{range_us[at]:,.0f} "
 
 
 def _shown(value: float) -> str:
