@@ -177,6 +177,46 @@ def tuned(case: Case, training: Training) -> dict[str, Any]:
     }
 
 
+def checked_in_each_use(
+    case: Case, training: Training, resumed_after: int
+) -> tuple[list[int], list[bool]]:
+    """Chains that are checked in each forward pass of a layer, and whether all candidates were.
+
+    The training starts anew after `resumed_after` iterations, as in another process, from what was
+    decided in the first one.
+
+    Returns:
+        numbers of chains checked, one for each pass; whether the candidates of both beginnings are
+        among the chains that were checked in its first pass.
+    """
+    from monta_megatron.integration import self_check
+
+    check, numbers, of_first = self_check.check_chains, [], []
+
+    def counting(*args: Any) -> None:
+        before = len(self_check._checked)
+        check(*args)
+        numbers.append(len(self_check._checked) - before)
+        if before == 0:
+            of_first.append({(name, chunks) for _, _, name, chunks in self_check._checked})
+
+    def run(model: Model, first: int, last: int) -> set[tuple[str, int]]:
+        self_check._checked.clear()
+        for number in range(first, last):
+            model.iterate(number)
+        return {candidate.key for candidate in model.choices.decision.tuning.candidates}
+
+    with mock.patch.object(self_check, "check_chains", counting):
+        before = Model(case, "monta", training)
+        candidates = [run(before, 0, resumed_after)]
+        state = before.choices.decision.state()
+        after = Model(case, "monta", training)
+        after.choices.resume(state)
+        candidates.append(run(after, resumed_after, training.num_iterations))
+    complete = [keys <= checked for keys, checked in zip(candidates, of_first, strict=True)]
+    return numbers, complete
+
+
 def resume_while_tuning(
     case: Case, training: Training, folder: str, num_before: int, change: dict[str, Any]
 ) -> dict[str, Any]:

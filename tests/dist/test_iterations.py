@@ -10,6 +10,7 @@ import pytest
 from conftest import Pools
 from iterations import (
     Training,
+    checked_in_each_use,
     compare_changing_tokens,
     die_in_gathering,
     end_more_often,
@@ -80,6 +81,21 @@ def test_tokens_without_experts_are_tuned_watched_and_recorded(
     assert factors and all(
         (factor > 0) == (routing in ("none", "rank1_unrouted")) for factor in factors
     )
+
+
+def test_candidates_are_checked_before_the_tuning(pools: Pools) -> None:
+    """In the first pass of a training, or of the process in which it goes on."""
+    num_iterations, resumed_after = 9, 5
+    training = Training(num_iterations=num_iterations, num_micro_batches=2)
+    found = pools[4].run(checked_in_each_use, CASE, training, resumed_after)
+    assert all(each == found[0] for each in found)
+    numbers, complete = found[0]
+    assert complete == [True, True]
+    # Two layers, and two micro-batches.
+    first, second = numbers[: 4 * resumed_after], numbers[4 * resumed_after :]
+    assert len(first) + len(second) == 4 * num_iterations
+    assert first[0] > 3 and second[0] > 3
+    assert set(first[1:]) | set(second[1:]) == {0}
 
 
 def test_sums_in_another_order_stay_within_their_bound(pools: Pools) -> None:

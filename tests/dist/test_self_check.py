@@ -50,7 +50,11 @@ def test_a_check_that_fails_names_itself(pools: Pools) -> None:
 
 
 def test_chains_are_checked_beside_a_micro_batch_of_another(pools: Pools) -> None:
-    options = {"moe_monta_chain": "auto", "moe_monta_ranks_per_node": 2}
+    options = {
+        "moe_monta_chain": "auto",
+        "moe_monta_ranks_per_node": 2,
+        "moe_monta_tune_steps": 0,
+    }
     chains = [("alltoall_dedup", 2), ("hierarchical_alltoall", 3), ("alltoall", 1)]
     counted = pools[4].run(check_all, Case(options=options), chains)
     # What auto has chosen may be one of them.

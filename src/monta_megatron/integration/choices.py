@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains import Chain
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.exchange.count_table import ExchangeCounts
 from monta_megatron.integration.agreement import agree
@@ -55,6 +56,15 @@ class Choices:
         """
         self._check_agreement(counts)
         return self._policy.choose(counts.max_tokens, counts.max_experts_per_token)
+
+    def chains_to_check(
+        self, choice: ChainChoice, counts: ExchangeCounts
+    ) -> list[tuple[Chain, int]]:
+        """Chains and numbers of chunks that may be used for the first time from here on.
+
+        The same on all ranks of the exchange.
+        """
+        return [(choice.chain, choice.num_chunks)]
 
     def news(self, choice: ChainChoice, counts: ExchangeCounts) -> str:
         """Why that was chosen for these counts, if it has to be said and was not said before."""

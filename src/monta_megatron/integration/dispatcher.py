@@ -364,7 +364,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if self.options.check and self.tp_ep_group.size() > 1:
             from monta_megatron.integration.self_check import check_chains
 
-            check_chains(self, self._stock_dispatcher, [(self.chain, self.num_chunks)])
+            chains = self._choices.chains_to_check(choice, counts)
+            check_chains(self, self._stock_dispatcher, chains)
         self._chunks = []
         if self.experts_pipelined:
             self._chunks = WHOLE_TOKENS.bind_chunks(self, counts)

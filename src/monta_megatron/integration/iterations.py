@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.torch_private import is_usable
@@ -89,6 +90,8 @@ class Iterations(Choices):
         self._pairs: list[int] = []
         self._most = 1, 0
         self._fixed_tokens: int | None = None
+        # Of this process: of the training, or since it was resumed.
+        self._is_first_iteration = True
         self._said: dict[tuple[int, ...], tuple[str, int]] = {}
         self._decided()
 
@@ -116,6 +119,19 @@ class Iterations(Choices):
             self._most = most
         return self.decision.choose(*most)
 
+    def chains_to_check(
+        self, choice: ChainChoice, counts: ExchangeCounts
+    ) -> list[tuple[Chain, int]]:
+        """See `Choices`: the tuning's candidates too, so that it times no check."""
+        chains = super().chains_to_check(choice, counts)
+        if self._is_first_iteration:
+            most = counts.max_tokens, counts.max_experts_per_token
+            chains += [
+                (CHAINS[candidate.chain], candidate.num_chunks)
+                for candidate in self.decision.candidates(*most)
+            ]
+        return chains
+
     def news(self, choice: ChainChoice, counts: ExchangeCounts) -> str:
         """See `Choices`: what was chosen before for so many tokens is none."""
         buckets = bucket_of(counts.max_tokens), bucket_of(counts.max_experts_per_token)
@@ -136,6 +152,7 @@ class Iterations(Choices):
         received, self._received = self._received, Received()
         if not received.numbers_of_tokens:
             return
+        self._is_first_iteration = False
         outcome = self._outcome() if self._gathering.is_under_way else None
         self._finished = [self.decision.number, *received.figures]
         self._pairs = received.pairs_of_each if self.decision.is_watched else []
@@ -157,6 +174,7 @@ class Iterations(Choices):
         if self._gathering.is_under_way:
             self._gathering.finish()
         self._received, self._finished = Received(), None
+        self._is_first_iteration = True
         if self.pass_times is not None:
             self.pass_times.end_iteration()
         self.decision.resume(state)

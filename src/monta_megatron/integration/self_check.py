@@ -27,9 +27,9 @@ from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.choices import Choices
 from monta_megatron.planner.chain_policy import FixedPolicy
+from monta_megatron.planner.memory import CHECK_TOKENS
 
-# Tokens of a rank at most: a few less on most ranks, so that their numbers differ.
-MOST_TOKENS = 256
+# Most ranks have so many fewer than `CHECK_TOKENS`, at most, so that their numbers differ.
 FEWER_TOKENS = 8
 # Rows hold integers from 0 to this, fewer where their sums would not be exact.
 LARGEST_VALUE = 3
@@ -144,7 +144,7 @@ def random_batch(dispatcher: Any) -> Batch:
     exact = int(2 / torch.finfo(dtype).eps) // (LARGEST_FACTOR * most_terms)
     largest = max(min(exact, LARGEST_VALUE), 1)
     # Where experts are filled to capacity, stock wants the same number everywhere.
-    num_tokens = MOST_TOKENS - (0 if dispatcher.drop_and_pad else layout.rank % FEWER_TOKENS)
+    num_tokens = CHECK_TOKENS - (0 if dispatcher.drop_and_pad else layout.rank % FEWER_TOKENS)
     generator = torch.Generator(like.device).manual_seed(layout.rank)
     on_device: dict[str, Any] = {"generator": generator, "device": like.device}
     shape = num_tokens, dispatcher.hidden_shape[-1]

@@ -41,6 +41,7 @@ from monta_megatron.planner.selection import Selection
 
 if TYPE_CHECKING:
     from monta_megatron.planner.tuning import Tuning
+    from monta_megatron.planner.tuning_candidates import TuningCandidate
     from monta_megatron.planner.watching import Watching
 
 # By when the first iteration's traffic is known, and how often it is looked at from then on:
@@ -113,6 +114,10 @@ class Decision:
         self._tuned_for: tuple[int, int] | None = None
         self._tuned_routing: Routing | None = None
         self._table = policy.table(self.routing)
+        # Until the tuning begins: by the table, and largest numbers of tokens and experts.
+        self._candidates: dict[
+            tuple[ChoiceTable, tuple[int, int]], tuple[TuningCandidate, ...]
+        ] = {}
 
     @property
     def is_timed(self) -> bool:
@@ -162,6 +167,25 @@ class Decision:
         return ChainChoice(
             chain=CHAINS[candidate.chain], num_chunks=candidate.num_chunks, reason=""
         )
+
+    def candidates(
+        self, max_tokens: int, max_experts_per_token: int = 0
+    ) -> "tuple[TuningCandidate, ...]":
+        """Candidates of the tuning under way, or of one that begins with so many tokens.
+
+        See `ChainPolicy.choose`. None where there is no tuning, or no longer.
+        """
+        if self.tuning is not None:
+            return self.tuning.candidates if self._is_tuning else ()
+        if not self._num_tuning_steps:
+            return ()
+        from monta_megatron.planner.tuning_candidates import tuning_candidates
+
+        key = self._table.key(max_tokens, max_experts_per_token)
+        if (self._table, key) not in self._candidates:
+            selection = self._policy.selection(*key, self.routing)
+            self._candidates[self._table, key] = tuning_candidates(selection)
+        return self._candidates[self._table, key]
 
     def end_iteration(
         self, outcome: Outcome | None, max_tokens: int, max_experts_per_token: int
@@ -299,11 +323,11 @@ class Decision:
 
     def _start_tuning(self, max_tokens: int, max_experts_per_token: int) -> None:
         from monta_megatron.planner.tuning import Tuning
-        from monta_megatron.planner.tuning_candidates import tuning_candidates
 
         self._tuned_for = self._table.key(max_tokens, max_experts_per_token)
-        candidates = tuning_candidates(self._policy.selection(*self._tuned_for, self.routing))
+        candidates = self.candidates(max_tokens, max_experts_per_token)
         self.tuning = Tuning(candidates=candidates, num_steps=self._num_tuning_steps)
+        self._candidates.clear()
 
     def _make_table(self) -> ChoiceTable:
         tuning = self.tuning

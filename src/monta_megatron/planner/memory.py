@@ -2,6 +2,9 @@
 
 from monta_megatron.chains.program import BoundProgram, Operation
 
+# Tokens of a rank in the check of a chain's first use, at most.
+CHECK_TOKENS = 256
+
 
 def peak_bytes(bound: BoundProgram) -> float:
     """The peak of a pass's output, messages, and sums with what is converted for them.

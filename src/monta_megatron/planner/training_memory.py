@@ -14,6 +14,7 @@ from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.common.quantities import size_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.memory import CHECK_TOKENS
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.search import slowest_plan
@@ -55,6 +56,7 @@ class TrainingMemory:
         activation_bytes: the inputs of the layers, for all micro-batches in the pipeline.
         exchange_bytes: the most that the executor holds at once; see `memory.peak_bytes`.
         communicator_bytes: buffers of the chain's communicators.
+        check_bytes: what the check of a chain's first use holds, before the exchange begins.
         available_bytes: what a rank may use; None where the cluster file does not say.
         ignored: whether the user goes on without what is available.
     """
@@ -63,14 +65,14 @@ class TrainingMemory:
     activation_bytes: float
     exchange_bytes: float = 0.0
     communicator_bytes: float = 0.0
+    check_bytes: float = 0.0
     available_bytes: float | None
     ignored: bool = False
 
     @property
     def needed_bytes(self) -> float:
-        """All of it."""
-        beside = self.exchange_bytes + self.communicator_bytes
-        return self.state_bytes + self.activation_bytes + beside
+        """The most that is held at once."""
+        return self.state_bytes + self.activation_bytes + self._moved_bytes
 
     @property
     def left_bytes(self) -> float | None:
@@ -83,7 +85,7 @@ class TrainingMemory:
     def fits(self) -> bool:
         """Whether there is enough of it, as far as that is known and wanted."""
         left = self.left_bytes
-        return left is None or self.exchange_bytes + self.communicator_bytes <= left
+        return left is None or self._moved_bytes <= left
 
     @property
     def parts(self) -> str:
@@ -93,9 +95,16 @@ class TrainingMemory:
             f"{size_text(self.activation_bytes)} (all else recomputed), exchange "
             f"{size_text(self.exchange_bytes)}"
         )
+        if self.check_bytes:
+            held += f" (first-use checks, before it, {size_text(self.check_bytes)})"
         if not self.communicator_bytes:
             return held
         return f"{held}, its communicators {size_text(self.communicator_bytes)}"
+
+    @property
+    def _moved_bytes(self) -> float:
+        """Of the exchange, or the check before it, and its communicators."""
+        return max(self.exchange_bytes, self.check_bytes) + self.communicator_bytes
 
     def describe(self) -> str:
         """What is needed of what is available, by part."""
@@ -167,6 +176,7 @@ def plan_within_memory(
         memory,
         exchange_bytes=choice.peak_bytes or 0.0,
         communicator_bytes=communicators[choice.chain],
+        check_bytes=max(map(check_bytes, workloads)),
     )
     if not memory.fits:
         raise ValueError(
@@ -209,6 +219,22 @@ def training_memory(
         available_bytes=cluster.memory_bytes_per_rank,
         ignored=ignore_memory,
     )
+
+
+def check_bytes(workload: Workload) -> float:
+    """The most that the check of a chain's first use holds at once; see `self_check`.
+
+    T tokens, and of both dispatchers [T, H] that come back and [N, H] at the experts, with the
+    [N, H] that these make of one of them: N = T * topk * ETP, where every expert gets as many.
+
+    Returns:
+        Bytes on a rank; the exchange's own buffers are not there yet. 0 without other ranks.
+    """
+    layout = workload.layout
+    if layout.ep * layout.etp == 1:
+        return 0.0
+    rows = CHECK_TOKENS * workload.routing.max_experts_per_token * layout.etp
+    return float(3 * (CHECK_TOKENS + rows) * workload.hidden_size * workload.value_bytes)
 
 
 def state_bytes(model: Model, layout: ParallelLayout, held: HeldState = MIXED_PRECISION) -> float:

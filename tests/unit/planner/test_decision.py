@@ -143,6 +143,25 @@ def test_candidates_take_turns_from_the_second_on(policy: PlannedPolicy) -> None
     assert training.decision.choose(TOKENS).chain.name == fast[0]
 
 
+def test_candidates_are_known_before_the_tuning(policy: PlannedPolicy) -> None:
+    training = Training(policy, num_tuning_steps=3)
+    ahead = training.decision.candidates(TOKENS)
+    assert len(ahead) > 3 and training.decision.candidates(TOKENS) is ahead
+    # Other numbers of tokens may have others, and do not replace them.
+    assert training.decision.candidates(8) != ahead
+    training.run(1, UNIFORM)
+    assert training.decision.tuning is not None
+    assert training.decision.tuning.candidates is ahead
+    assert training.decision.candidates(8) is ahead
+    resumed = Decision(policy, num_tuning_steps=3)
+    resumed.resume(training.decision.state())
+    assert resumed.candidates(TOKENS) == ahead
+    training.run(6, UNIFORM)
+    assert training.decision.tuning.settled_us is not None
+    assert training.decision.candidates(TOKENS) == ()
+    assert Decision(policy).candidates(TOKENS) == ()
+
+
 def test_candidates_hold_no_more_than_the_limit(policy: PlannedPolicy) -> None:
     """They are candidates for a number of tokens; for more of them the plan is."""
     most = max(price.peak_bytes for price in policy.selection(TOKENS).prices)

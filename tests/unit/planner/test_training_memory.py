@@ -18,6 +18,7 @@ from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import (
     HeldState,
     TrainingMemory,
+    check_bytes,
     plan_within_memory,
     state_bytes,
     training_memory,
@@ -71,6 +72,26 @@ def test_what_is_held_by_hand() -> None:
     assert memory_of(FITS, held=few).activation_bytes == memory.activation_bytes / 2
     none = replace(few, layers_per_input=None)
     assert memory_of(FITS, held=none).activation_bytes == 0
+
+
+def test_first_use_checks_are_counted() -> None:
+    """256 tokens with 8 experts each are 2048 rows of 4096 values, as many on every rank."""
+    _, memory = plan_in(80)
+    rows = 256 * 8
+    # The tokens, and from either dispatcher as many back, and rows at the experts; these make more.
+    held = (256 + 2 * (256 + rows) + rows) * 4096 * 2
+    assert memory.check_bytes == held < memory.exchange_bytes
+    assert "exchange 509 MB (first-use checks, before it, 56.6 MB)" in memory.parts
+    # They are over when the exchange begins, and so what is needed is the larger one.
+    less = replace(memory, check_bytes=0.0)
+    assert memory.needed_bytes == less.needed_bytes
+    more = replace(memory, check_bytes=memory.exchange_bytes + 1)
+    assert more.needed_bytes == less.needed_bytes + 1
+    # With ETP 2 a rank has the rows of two; alone it has nobody to check against.
+    layout = replace(FITS, ep=8, etp=2)
+    twice = (256 + 2 * (256 + 2 * rows) + 2 * rows) * 4096 * 2
+    assert [check_bytes(each) for each in workloads_of(QWEN, layout, 8)] == [twice]
+    assert {check_bytes(each) for each in workloads_of(QWEN, replace(FITS, ep=1), 8)} == {0.0}
 
 
 def test_a_chain_that_leaves_too_little_gives_way() -> None:
