@@ -10,7 +10,7 @@ import torch
 from test_cluster_file import SHAPE, points_on
 
 from monta_megatron.chains.calibration_tasks import Pair, Point, Repeated, Sample
-from monta_megatron.chains.communicators import DEFAULT_CTAS
+from monta_megatron.chains.communicators import Ctas
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.calibration import timer
 from monta_megatron.exchange.calibration.timer import Timer
@@ -58,14 +58,14 @@ def test_groups_by_hand(
         return ranks
 
     monkeypatch.setattr(groups_of_cluster, "new_local_group", new_local_group)
-    made = groups_of_cluster.make_groups(SHAPE, (0, 0, 0, 0, 1, 1, 1, 1))
+    made = groups_of_cluster.make_groups(SHAPE, (0, 0, 0, 0, 1, 1, 1, 1), Ctas(rail=3, node=9))
     assert {key: group.process_group for key, group in made.items()} == groups
     for key, group in made.items():
         assert (group.size, group.rank) == (len(groups[key]), groups[key].index(rank))
         assert group.nodes == tuple(rank // 4 for rank in groups[key])
     # Rails and the node are communicators of our own.
     own = {name: budget for name, budget in budgets.items() if budget is not None}
-    assert own == {"monta inter 1": DEFAULT_CTAS.rail, "monta intra 4": DEFAULT_CTAS.node}
+    assert own == {"monta inter 1": 3, "monta intra 4": 9}
 
 
 class Clock:

@@ -174,6 +174,18 @@ def test_a_given_plan_is_kept_with_the_run(tmp_path: Path) -> None:
         ready(MIXTRAL, "--moe-monta-plan", str(path))
 
 
+def test_a_given_plan_for_other_budgets_is_doubtful(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    run = [MIXTRAL, "--moe-monta-ranks-per-node", "4"]
+    planned = ready(*run, "--moe-monta-chain", "hierarchical_alltoall").plan
+    assert planned is not None
+    planned.save(path)
+    given = [*run, "--moe-monta-plan", str(path)]
+    assert not any("doubt" in note for note in ready(*given).notes)
+    (note,) = (note for note in ready(*given, "--moe-monta-node-ctas", "8").notes if "CTAs" in note)
+    assert note.startswith("doubt: planned with 16 CTAs for a node, and 8 are given: plan again")
+
+
 # What is written
 
 

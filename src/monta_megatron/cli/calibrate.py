@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.output import add_json, only_the_report, print_json
+from monta_megatron.cli.planning import add_ctas
 from monta_megatron.common.flags import positive, printable, whole
 from monta_megatron.common.quantities import counted
 
@@ -59,6 +60,7 @@ def add_parser(commands: Any) -> None:
         type=whole(1),
         help="network interfaces that they share (default: one per rank)",
     )
+    add_ctas(parser, "a training's here, by the environment")
     experts = parser.add_argument_group("experts, for --moe-monta-overlap-experts")
     experts.add_argument(
         "--model",
@@ -86,6 +88,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.first_rank import is_first_rank
     from monta_megatron.common.this_rank import find_this_rank
+    from monta_megatron.tools.calibrate.budgets import ctas_of_environment
     from monta_megatron.tools.calibrate.record import alone
     from monta_megatron.tools.pictures import check_can_plot
 
@@ -101,6 +104,7 @@ def _run(parsed: argparse.Namespace) -> int:
         check_can_plot(parsed.plot)
     partial = out.with_name(f"{out.name}.partial")
     layer = _layer(parsed, this_rank.world_size)
+    ctas = ctas_of_environment({"rail": parsed.rail_ctas, "node": parsed.node_ctas})
 
     # Step 2: measure, and write.
     mine = alone(partial) if this_rank.rank == 0 else nullcontext()
@@ -115,6 +119,7 @@ def _run(parsed: argparse.Namespace) -> int:
             ranks_per_node=parsed.ranks_per_node,
             nics_per_node=parsed.nics_per_node,
             layer=layer,
+            ctas=ctas,
         )
         with show_progress("calibrate", this_rank.rank == 0) as progress:
             result = calibrate(settings, this_rank.local_rank, progress)

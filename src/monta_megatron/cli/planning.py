@@ -78,6 +78,7 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
             help="sequences of an iteration, for what it gains",
         )
     add_kernels(parser)
+    add_ctas(parser, "the cluster file's")
     parser.add_argument(
         "--wire-dtype",
         choices=("fp8",),
@@ -95,6 +96,18 @@ def add_kernels(parser: Any) -> None:
         help="what copies and sums rows, as --moe-monta-kernels: PyTorch's operations or Triton "
         "kernels (default: auto, fused where the ranks are GPUs)",
     )
+
+
+def add_ctas(parser: Any, default: str) -> None:
+    """Add the flags for the budgets of rails and nodes; `default` says what holds without them."""
+    for name in ("rail", "node"):
+        parser.add_argument(
+            f"--{name}-ctas",
+            metavar="N",
+            type=whole(1),
+            help=f"SMs that the NCCL communicator of a {name} may keep busy, as "
+            f"--moe-monta-{name}-ctas (default: {default})",
+        )
 
 
 def add_overlap_experts(parser: Any) -> None:

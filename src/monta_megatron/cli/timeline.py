@@ -43,7 +43,7 @@ RECORD_FLAGS = {
 
 # The flags that each way takes, besides those for the output.
 OUTPUT = {"out", "max_ranks", "json", "run", "command"}
-COSTS = {"cluster", "inter_rate_ratio", "kernels"}
+COSTS = {"cluster", "inter_rate_ratio", "kernels", "rail_ctas", "node_ctas"}
 WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks", "alone"}
 TAKES = {
     "recording": COSTS | {"stock"},
@@ -209,7 +209,13 @@ def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
 
     if parsed.cluster is None:
         return None
-    return priced_cluster(parsed.cluster, parsed.inter_rate_ratio, parsed.kernels)
+    return priced_cluster(
+        parsed.cluster,
+        parsed.inter_rate_ratio,
+        parsed.kernels,
+        parsed.rail_ctas,
+        parsed.node_ctas,
+    )
 
 
 def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int] | None":

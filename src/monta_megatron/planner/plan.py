@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
+from monta_megatron.chains.communicators import Ctas
 from monta_megatron.chains.program import Phase, ResourceOrCompute
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
@@ -36,6 +37,7 @@ class PlanKey:
         experts: where the prices of experts come from that may run in the pipeline; None where the
             exchange alone was planned.
         kernels: what copies and sums rows in what was priced; None in files that do not say.
+        rail_ctas, node_ctas: budgets of these communicators; None likewise, and for CPU ranks.
     """
 
     ep: PositiveInt
@@ -52,6 +54,8 @@ class PlanKey:
     beside_us: NonNegativeFloat = 0.0
     experts: str | None = None
     kernels: Kernels | None = None
+    rail_ctas: PositiveInt | None = None
+    node_ctas: PositiveInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +202,18 @@ class Plan:
                     f"make one for this model, batch and layout with `monta plan{made}`"
                 )
         return None
+
+    def doubts_under(self, ctas: Ctas) -> tuple[str, ...]:
+        """What is doubtful where the chain's communicators have these budgets."""
+        doubts = []
+        for name, here in ctas._asdict().items():
+            planned = getattr(self.key, f"{name}_ctas")
+            if name in CHAINS[self.chain].groups and planned not in (None, here):
+                doubts.append(
+                    f"doubt: planned with {planned} CTAs for a {name}, and {here} are given: plan "
+                    f"again with --{name}-ctas {here}"
+                )
+        return tuple(doubts)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file that can be read, edited and given to --moe-monta-plan.

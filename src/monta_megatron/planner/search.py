@@ -50,6 +50,8 @@ def plan_of(selection: Selection) -> Plan:
             beside_us=selection.beside_us,
             experts=None if workload.experts is None else workload.experts.note,
             kernels=cluster.kernels,
+            rail_ctas=None if cluster.copies_block_host else cluster.ctas.rail,
+            node_ctas=None if cluster.copies_block_host else cluster.ctas.node,
         ),
         stages=stage_costs(price),
         candidates=(

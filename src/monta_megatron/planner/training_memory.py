@@ -10,7 +10,6 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.communicator_memory import communicator_bytes
-from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.common.quantities import size_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
@@ -128,7 +127,6 @@ def plan_within_memory(
     where: str,
     memory_limit_bytes: float | None = None,
     or_least: bool = False,
-    ctas: Ctas = DEFAULT_CTAS,
     **settings: Any,
 ) -> tuple[Plan, Workload, TrainingMemory]:
     """`search.slowest_plan` with the chains that leave a training enough memory.
@@ -140,7 +138,6 @@ def plan_within_memory(
         where: the layout, for messages.
         memory_limit_bytes, or_least: as in `selection.select`, a limit of the user's beside
             that of the memory.
-        ctas: the budgets of the chain's communicators.
         settings: passed to `selection.select`.
 
     Returns:
@@ -150,7 +147,9 @@ def plan_within_memory(
         ValueError: no chain can run, or it does not fit; says what is needed.
     """
     communicators = {
-        name: max(communicator_bytes(chain, workload.layout, ctas) for workload in workloads)
+        name: max(
+            communicator_bytes(chain, workload.layout, cluster.ctas) for workload in workloads
+        )
         for name, chain in CHAINS.items()
     }
     left = memory.left_bytes

@@ -157,7 +157,7 @@ def _launch_queues() -> Iterator[Finding]:
 
 
 def _communicators() -> Iterator[Finding]:
-    from monta_megatron.chains.communicators import DEFAULT_CTAS
+    from monta_megatron.tools.calibrate.budgets import ctas_of_environment
 
     if "NCCL_MAX_CTAS" in os.environ:
         yield Finding(
@@ -167,11 +167,7 @@ def _communicators() -> Iterator[Finding]:
             "unset it, so that --moe-monta-rail-ctas and --moe-monta-node-ctas hold",
         )
     else:
-        both = os.environ.get("MOE_MONTA_MAX_CTAS")
-        rail, node = (
-            os.environ.get(f"MOE_MONTA_{name.upper()}_CTAS") or both or default
-            for name, default in DEFAULT_CTAS._asdict().items()
-        )
+        rail, node = ctas_of_environment({})
         yield Finding(
             "communicators",
             "ok",

@@ -5,19 +5,22 @@ Rails and nodes get the SMs that they have in a training by default, others NCCL
 
 import torch.distributed as dist
 
-from monta_megatron.chains.communicators import DEFAULT_CTAS
+from monta_megatron.chains.communicators import Ctas
 from monta_megatron.chains.program import Resource
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.groups import new_local_group
 from monta_megatron.planner.calibration.points import Shape
 
 
-def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[Resource, int], PeerGroup]:
+def make_groups(
+    shape: Shape, nodes: tuple[int, ...], ctas: Ctas
+) -> dict[tuple[Resource, int], PeerGroup]:
     """(resource, ranks) -> the group of this rank, made by all ranks in the same order.
 
     Args:
         shape: nodes and ranks.
         nodes: node of every rank, in order.
+        ctas: the budgets of rails and nodes.
     """
     rank, on_node = dist.get_rank(), shape.ranks_per_node
     node, position = divmod(rank, on_node)
@@ -30,8 +33,8 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[Resource, in
             "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
         }
         budgets = {
-            "inter": DEFAULT_CTAS.rail if part == 1 else None,
-            "intra": DEFAULT_CTAS.node if part == on_node else None,
+            "inter": ctas.rail if part == 1 else None,
+            "intra": ctas.node if part == on_node else None,
         }
         for resource, ranks in members.items():
             groups[resource, len(ranks)] = PeerGroup(

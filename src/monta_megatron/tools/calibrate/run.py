@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Task
+from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
 from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
 from monta_megatron.exchange.groups import find_nodes
 from monta_megatron.exchange.kernel_choice import are_all_fused
+from monta_megatron.integration.agreement import agree
 from monta_megatron.integration.hardware import (
     counts_to_host_us,
     find_nics_per_node,
@@ -55,6 +57,7 @@ class Settings:
         nics_per_node: network interfaces of a node; None takes the emulated cluster's number, else
             one per rank.
         layer: whose experts are timed too; None for none.
+        ctas: the budgets of rails and nodes.
     """
 
     partial: Path
@@ -63,6 +66,7 @@ class Settings:
     ranks_per_node: int | None
     nics_per_node: int | None
     layer: LayerShape | None = None
+    ctas: Ctas = DEFAULT_CTAS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     # Step 1: the machine.
     world = dist.group.WORLD
     assert world is not None, "it has been joined"
+    agree({f"{name} CTAs": number for name, number in settings.ctas._asdict().items()}, world)
     nodes = find_nodes(world, settings.ranks_per_node)
     shape = shape_of(nodes)
     machine = _machine(settings, shape, device, world)
@@ -114,7 +119,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     progress.phase(f"first runs of {counted(len(points), 'point')}", len(points))
     # Where operations are mixed, others run between two runs of one and leave its buffers cold.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
-    groups = make_groups(shape, nodes)
+    groups = make_groups(shape, nodes, settings.ctas)
     start_of = starts_of(groups, nodes, device, cold_bytes, operations, fused)
     timer = Timer(world, device, start_of, ranks_per_core, begin_s)
 
@@ -194,6 +199,7 @@ def _machine(
         counts_to_host_us=counts_to_host_us(device),
         source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
         fused_kernels=are_all_fused("auto", device.type, world),
+        ctas=settings.ctas,
     )
 
 
@@ -209,5 +215,6 @@ def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
         "ranks_per_core": ranks_per_core,
         "torch": torch.__version__,
         "fused_kernels": machine.fused_kernels,
+        "ctas": None if on_cpu else list(machine.ctas),
         "machine": platform.node() if on_cpu else torch.cuda.get_device_name(),
     }

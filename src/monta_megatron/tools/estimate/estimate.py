@@ -25,7 +25,7 @@ from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration
 from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
-from monta_megatron.tools.launch.exchanges import kernels_of_run
+from monta_megatron.tools.launch.exchanges import ctas_of_run, kernels_of_run
 from monta_megatron.tools.launch.memory import held_state
 from monta_megatron.tools.launch.prepare import read_run
 from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
@@ -137,6 +137,7 @@ def estimate(request: EstimateRequest) -> Estimate:
         raise ValueError(f"--cluster: not given, must be where {file} names none")
     cluster = load_cluster(cluster_file)
     cluster = cluster.with_kernel_choice(request.kernels or kernels_of_run(arguments))
+    cluster = cluster.with_ctas(ctas_of_run(arguments))
     if settings.world_size > cluster.num_ranks:
         raise ValueError(
             f"--world-size: got {settings.world_size}, must be at most the {cluster.num_ranks} "

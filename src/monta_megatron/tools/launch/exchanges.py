@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import cast, get_args
 
+from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
@@ -120,6 +121,18 @@ def kernels_of_run(arguments: Arguments) -> KernelChoice:
     if choice not in get_args(KernelChoice):
         raise ValueError(f"{given.source}: got {choice}, must be auto, torch or fused")
     return cast("KernelChoice", choice)
+
+
+def ctas_of_run(arguments: Arguments) -> Ctas:
+    """The budgets of a run's own communicators."""
+    both = {
+        name: size_of(arguments, "moe-monta-max-ctas", default)
+        for name, default in DEFAULT_CTAS._asdict().items()
+    }
+    rail, node = (
+        size_of(arguments, f"moe-monta-{name}-ctas", budget) for name, budget in both.items()
+    )
+    return Ctas(rail=rail, node=node)
 
 
 def size_of(arguments: Arguments, name: str, default: int) -> int:

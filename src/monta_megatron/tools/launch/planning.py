@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
-from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.common.flags import not_negative, positive
 from monta_megatron.common.names import one_of
 from monta_megatron.common.quantities import bytes_of_gb
@@ -30,6 +29,7 @@ from monta_megatron.planner.training_memory import (
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.tools.launch.exchanges import (
+    ctas_of_run,
     exchanges_of_run,
     kernels_of_run,
     layout_of_run,
@@ -85,7 +85,7 @@ def plan_run(
     # Step 1: check that model, cluster and layout fit together.
     exchanges = exchanges_of_run(config, arguments, file)
     model, workloads = exchanges.model, exchanges.workloads
-    cluster = exchanges.cluster.with_ctas(_ctas(arguments))
+    cluster = exchanges.cluster.with_ctas(ctas_of_run(arguments))
     notes = list(model.notes)
     if exchanges.ranks_per_node != config.layout.ranks_per_node:
         notes.append(
@@ -106,7 +106,6 @@ def plan_run(
         memory_limit_bytes=memory_limit_bytes(arguments),
         or_least=True,
         beside_us=_beside_us(arguments),
-        ctas=_ctas(arguments),
     )
     benefit = None
     if plan.key.beside_us == 0:
@@ -135,9 +134,11 @@ def _given_plan(
     plan = Plan.load(str(given.value))
     assert config.model is not None, "the caller has looked"
     model = model_of_run(config.model, arguments)
+    ctas = ctas_of_run(arguments)
     cluster, ranks_per_node = None, config.layout.ranks_per_node
     if "moe-monta-cluster" in arguments:
         cluster = load_cluster(str(arguments["moe-monta-cluster"].value))
+        cluster = cluster.with_ctas(ctas)
         ranks_per_node = cluster.ranks_per_node
     ranks_per_node = size_of(arguments, "moe-monta-ranks-per-node", ranks_per_node)
     workloads = workloads_of(model, layout_of_run(config, model, file), ranks_per_node)
@@ -155,9 +156,10 @@ def _given_plan(
             benefit, iteration=iteration_of_run(model, arguments, config.layout.parallel)
         )
     used = f"no plan made: {given.value} is used"
+    doubts = plan.doubts_under(ctas)
     if cluster is None:
         note = f"{used}, and memory is not checked, as there is no cluster file"
-        return PlannedRun(plan=plan, benefit=benefit, notes=(note,))
+        return PlannedRun(plan=plan, benefit=benefit, notes=(note, *doubts))
     if cluster.name != plan.key.cluster:
         used += f", made by the costs of {plan.key.cluster} and not of {cluster.name}"
     _, _, memory = plan_within_memory(
@@ -167,23 +169,9 @@ def _given_plan(
         where=f"{file}: layout",
         chains=(plan.chain,),
         num_chunks=(plan.num_chunks,),
-        ctas=_ctas(arguments),
     )
-    notes = (used, *model.notes, f"needs {memory.describe()}")
+    notes = (used, *doubts, *model.notes, f"needs {memory.describe()}")
     return PlannedRun(plan=plan, memory=memory, benefit=benefit, notes=notes)
-
-
-def _ctas(arguments: Arguments) -> Ctas:
-    """The budgets of a run's own communicators."""
-    rail, node = (
-        size_of(
-            arguments,
-            f"moe-monta-{name}-ctas",
-            size_of(arguments, "moe-monta-max-ctas", default),
-        )
-        for name, default in DEFAULT_CTAS._asdict().items()
-    )
-    return Ctas(rail=rail, node=node)
 
 
 def _over_alltoall(plan: Plan, workload: Workload, cluster: Cluster) -> Benefit:

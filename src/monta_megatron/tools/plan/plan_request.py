@@ -55,6 +55,7 @@ class PlanSettings:
         ignore_memory: plan what does not fit into the memory of a rank, too.
         overlap_experts: plan a layer whose experts may run in the pipeline.
         kernels: what copies and sums rows; "auto" is "fused" where the ranks are GPUs.
+        rail_ctas, node_ctas: budgets of these communicators; None for those of the cluster file.
         wire_dtype: "fp8" where tokens travel to their experts in eight bits, else None.
     """
 
@@ -67,6 +68,8 @@ class PlanSettings:
     ignore_memory: bool = False
     overlap_experts: bool = False
     kernels: KernelChoice = "auto"
+    rail_ctas: PositiveInt | None = None
+    node_ctas: PositiveInt | None = None
     wire_dtype: Literal["fp8"] | None = None
 
 

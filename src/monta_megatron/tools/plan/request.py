@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from monta_megatron.chains.communicators import Ctas
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common import strict_yaml
@@ -71,7 +72,13 @@ def read_inputs(
     """
     model = request.model if isinstance(request.model, Model) else load_model(request.model)
     model = with_batch(model, request.seq_length, request.micro_batch_size)
-    cluster = priced_cluster(request.cluster, request.inter_rate_ratio, request.kernels)
+    cluster = priced_cluster(
+        request.cluster,
+        request.inter_rate_ratio,
+        request.kernels,
+        request.rail_ctas,
+        request.node_ctas,
+    )
     ranking, sizes = None, {}
     if (request.layout, request.tp, request.ep, request.etp) == (None, None, None, None):
         world_size = cluster.num_ranks if request.world_size is None else request.world_size
@@ -103,7 +110,11 @@ def read_inputs(
 
 
 def priced_cluster(
-    given: str | Path | Cluster, rate_ratio: float | None, kernels: KernelChoice = "auto"
+    given: str | Path | Cluster,
+    rate_ratio: float | None,
+    kernels: KernelChoice = "auto",
+    rail_ctas: int | None = None,
+    node_ctas: int | None = None,
 ) -> Cluster:
     """A cluster, that of a file or a preset, its network `rate_ratio` times as fast.
 
@@ -111,12 +122,17 @@ def priced_cluster(
         given: see `PlanRequest`.
         rate_ratio: None for its own rate.
         kernels: what runs on it.
+        rail_ctas, node_ctas: budgets of these communicators; None for its own.
 
     Raises:
         ValueError: the file is wrong, or the kernels cannot run there.
     """
     cluster = given if isinstance(given, Cluster) else load_cluster(given)
     cluster = cluster.with_kernel_choice(kernels)
+    ctas = cluster.ctas
+    cluster = cluster.with_ctas(
+        Ctas(rail=rail_ctas or ctas.rail, node=node_ctas or ctas.node),
+    )
     return cluster if rate_ratio is None else with_inter_rate(cluster, rate_ratio)
 
 
