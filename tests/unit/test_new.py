@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_configs import CONFIGS
+from published_configs import CONFIGS, NO_PRESET
 
 from monta_megatron.cli import main
 from monta_megatron.cli.new import GPU_NAMES
-from monta_megatron.common import strict_yaml
+from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.field_texts import field_texts
 from monta_megatron.planner.cluster import Cluster, Link
 from monta_megatron.planner.cluster_file import load_cluster
@@ -42,6 +42,10 @@ WRITTEN = [
     "run --model deepseek_v3 --cluster h100_8x_ndr --nodes 8 --ep 64 --ignore-memory",
     "run --model qwen3_30b_a3b --cluster a100_hdr --nodes 2 --ep 8 --seq-length 8192 --name mine",
 ]
+# Values of a training that its report has and the config.json lacks or has for fine-tuning: initial
+# weights of both DeepSeek papers and of Mixtral by Megatron-MoE-ModelZoo; losses likewise, and
+# the z-loss of OLMoE's paper.
+OF_THE_TRAINING = ("init-method-std", "moe-aux-loss-coeff", "moe-z-loss-coeff")
 COMMENTED_KEY = re.compile(r"^( *)#(\w+: \S)", re.MULTILINE)
 
 
@@ -174,12 +178,46 @@ def test_a_run_has_the_dtypes_of_its_model(words: str, dtype: str | None, router
     assert ("moe-router-dtype is left out" in Path("r.yaml").read_text()) == (not router)
 
 
-def test_dense_layers_of_a_run_are_a_choice() -> None:
-    new("run --model deepseek_v3 --cluster h100_8x_ndr --nodes 8 --ep 64 --ignore-memory --out r")
+@pytest.mark.parametrize("source", ["preset", "config.json"])
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - NO_PRESET))
+def test_a_run_is_the_model(name: str, source: str, tmp_path: Path) -> None:
+    model = name if source == "preset" else config(name, tmp_path)
+    new(
+        f"run --model {model} --cluster h100_8x_ndr --nodes 4 --ep 8 --tp 1 --ignore-memory --out r"
+    )
+    given = strict_yaml.load(RunConfig, "r").megatron
+    file = presets.find("runs", name)
+    text = file.read_text().partition("  # Model\n")[2].partition("  # Exchange")[0]
+    names = [*re.findall(r"^  ([\w-]+):", text, re.MULTILINE), "vocab-size"]
+    published = strict_yaml.load(RunConfig, file).megatron
+    allowed = () if source == "preset" else OF_THE_TRAINING
+    sections = Path("r").read_text()
+    theirs = {key: published[key] for key in names if key not in allowed}
+    written = re.findall(r"^  ([\w-]+):", _model_part(sections), re.MULTILINE)
+    ours = {key: given[key] for key in [*written, "vocab-size"] if key not in allowed}
+    assert ours == theirs
+
+
+def _model_part(text: str) -> str:
+    part = text.partition("\nmegatron:\n")[2]
+    experts = part.partition("Experts, common choices.")[0]
+    return experts
+
+
+def test_a_run_of_sizes_alone_is_a_choice() -> None:
+    new(f"model {SIZES} --num-moe-layers 23 --out model.yaml")
+    new("run --model model.yaml --cluster h100_8x_ndr --nodes 8 --ep 8 --ignore-memory --out r")
     text = Path("r").read_text()
     choices = text.partition("Experts, common choices.")[2]
-    assert "# taken: dense layers first\n  moe-layer-freq: ([0]*3+[1]*58)\n" in choices
+    assert "# taken: dense layers first\n  moe-layer-freq: ([0]*1+[1]*23)\n" in choices
     assert "which layers are dense" in " ".join(text.replace("#", "").split())
+
+
+def test_a_run_names_the_parts_it_does_not_express(capsys: pytest.CaptureFixture[str]) -> None:
+    new("run --model dbrx --cluster h100_8x_ndr --nodes 8 --ep 8 --ignore-memory --out r")
+    line = "not expressed by Megatron's arguments: clip_qkv (queries, keys and values are not "
+    assert f"monta new: {line}clipped)\n" in capsys.readouterr().err
+    assert line in " ".join(Path("r").read_text().replace("#", "").split())
 
 
 def test_gpus_of_nvidia_smi(tmp_path: Path) -> None:

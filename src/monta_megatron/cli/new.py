@@ -153,6 +153,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.out is not None:
         write_whole(Path(parsed.out), template.text)
         print(f"monta new: wrote {parsed.out}", file=sys.stderr)
+    for warning in template.warnings:
+        print(f"monta new: {warning}", file=sys.stderr)
     if template.to_fill_in:
         print(f"monta new: to fill in: {', '.join(template.to_fill_in)}", file=sys.stderr)
     if parsed.json:

@@ -26,6 +26,23 @@ NonNegativeFloat = Annotated[float, Rule("a number >= 0", lambda value: value >=
 Text = Annotated[str, Rule("a text that is not empty", lambda value: value.strip() != "")]
 
 
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a text or a number; true and false are none."""
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _is_argument(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) > 0 and all(map(is_scalar, value))
+    return isinstance(value, bool) or is_scalar(value)
+
+
+# An argument of Megatron: true is a flag without a value, false leaves the argument out, a list is several values.
+ArgumentValue = Annotated[
+    Any, Rule("a text, a number, true, false, or a list of texts and numbers", _is_argument)
+]
+
+
 def require(holds: bool, name: str, value: object, rule: str) -> None:
     """Refuse a value that breaks a rule, such as one between several fields of a dataclass.
 

@@ -5,17 +5,52 @@ How the model is trained is in no config.json: `SEQ_LENGTH` and `ASSUMED` say wh
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.names import one_of
 from monta_megatron.common.texts import shown
 from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_families import FAMILIES
+from monta_megatron.planner.model_arguments import (
+    TRAITS,
+    Details,
+    Traits,
+    arguments_of,
+    unexpressed,
+)
+from monta_megatron.planner.model_families import FAMILIES, DeepseekV3, Glm4Moe
 
 # The sequence length, if the model has so many positions; and the rest.
 SEQ_LENGTH = 4096
 ASSUMED = {"micro_batch_size": 1, "dtype": "bf16", "probs_dtype": "fp32"}
+
+# Our reading of an unknown family: name in GLM-4.5 -> names elsewhere, the first that is there.
+COMMON_NAMES = {
+    "n_routed_experts": (
+        *("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+        *("num_moe_experts", "num_routed_experts"),
+    ),
+    "num_experts_per_tok": (
+        *("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "experts_per_token"),
+        *("num_experts_per_token", "top_k_experts"),
+    ),
+    "moe_intermediate_size": (
+        *("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"),
+        *("expert_intermediate_size", "intermediate_size"),
+    ),
+    "intermediate_size": ("intermediate_size", "ffn_hidden_size", "moe_intermediate_size"),
+    "n_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "first_k_dense_replace": (
+        *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+    ),
+}
+MEANINGS = {
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "experts of a token",
+    "moe_intermediate_size": "FFN size of an expert",
+    "intermediate_size": "FFN size of a dense layer",
+    "n_shared_experts": "shared experts",
+    "first_k_dense_replace": "dense layers first",
+}
 
 
 def model_of_config(data: Any, file: str) -> Model:
@@ -32,14 +67,23 @@ def model_of_config(data: Any, file: str) -> Model:
     if not isinstance(data, Mapping):
         raise ValueError(f"{file}: must be a mapping, as a config.json of Hugging Face is")
     model_type = data.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or not model_type.strip():
         given = "missing" if model_type is None else f"got {shown(repr(model_type)[:60])}"
         raise ValueError(
-            f"{file}: model_type: {given}, must be {one_of(model_type, FAMILIES)}; for another "
-            "model write a file of its own, `monta new model` begins one"
+            f"{file}: model_type: {given}, must be the name of a family; for a model without one "
+            "write a file of its own, `monta new model` begins one"
         )
-    family = FAMILIES[model_type]
+    model_type = model_type[:60]
+    taken: list[str] = []
+    if model_type not in FAMILIES:
+        data, taken = in_common_names(data, file)
+    family = FAMILIES.get(model_type) or (DeepseekV3 if "kv_lora_rank" in data else Glm4Moe)
     sizes = strict_yaml.build(family, _known(family, data), file).dimensions()
+    # DBRX has its attention and its experts in mappings of their own.
+    inner = [data[name] for name in ("attn_config", "ffn_config") if name in data]
+    flat = {name: value for part in (*inner, data) for name, value in part.items()}
+    details = strict_yaml.build(Details, _known(Details, flat), file)
+    traits = TRAITS.get(model_type, Traits())
     billions = sizes.num_parameters / 1e9
     seq_length = min(SEQ_LENGTH, sizes.max_positions or SEQ_LENGTH)
     assumed = {"seq_length": seq_length, **ASSUMED}
@@ -57,14 +101,48 @@ def model_of_config(data: Any, file: str) -> Model:
         "num_parameters_billions": float(f"{billions:.4g}"),
         "moe_router_num_groups": sizes.num_groups,
         "moe_router_group_topk": sizes.group_topk,
+        "taken": taken,
+        "megatron": arguments_of(traits, details, sizes),
+        "not_expressed": list(unexpressed(traits, details)),
         **assumed,
         "assumed": list(assumed),
     }
     return strict_yaml.build(Model, values, file)
 
 
+def in_common_names(data: Mapping[str, Any], file: str) -> tuple[dict[str, Any], list[str]]:
+    """The config.json of an unknown family by the names of GLM-4.5, and a line that says so.
+
+    Raises:
+        ValueError: it has no experts.
+    """
+    taken = {
+        name: next((other for other in others if data.get(other) is not None), None)
+        for name, others in COMMON_NAMES.items()
+    }
+    family = shown(str(data["model_type"])[:60])
+    if taken["n_routed_experts"] is None:
+        raise ValueError(
+            f"{file}: model_type: got {family}, has no experts that are known by their key "
+            f"({', '.join(COMMON_NAMES['n_routed_experts'])}); a model without experts has no "
+            "exchange to plan, one with others needs a file of its own, `monta new model`"
+        )
+    renamed = {name: data[other] for name, other in taken.items() if other is not None}
+    defaults = {"n_shared_experts": None, "first_k_dense_replace": 0}
+    defaults |= {"n_group": None, "topk_group": None, "q_lora_rank": None}
+    pairs = ", ".join(f"{MEANINGS[name]} {other}" for name, other in taken.items() if other)
+    untold = ", ".join(text for name, text in MEANINGS.items() if taken[name] is None)
+    note = f"the family {family} is not known; taken from its keys: {pairs}"
+    note += f"; not told, taken as none: {untold}" if untold else ""
+    return {**defaults, **data, **renamed}, [
+        f"{note}; norms and router scores as most models have them"
+    ]
+
+
 def _known(kind: Any, data: Any) -> Any:
     """The part of a config.json that a class reads; the rest is no concern of ours."""
+    # A class that may be null is annotated as `Class | None`.
+    kind = next((each for each in get_args(kind) if is_dataclass(each)), kind)
     if not is_dataclass(kind) or not isinstance(data, Mapping):
         return data
     hints = get_type_hints(kind)

@@ -3,13 +3,14 @@
 Fields are named as Megatron-Core names them.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from monta_megatron.common.dtypes import DTYPE_BYTES, Dtype
 from monta_megatron.common.names import one_of
-from monta_megatron.common.rules import PositiveFloat, PositiveInt, Text, require
+from monta_megatron.common.rules import ArgumentValue, PositiveFloat, PositiveInt, Text, require
 
 # What the training decides; every command that takes a model has flags for them.
 BATCH = ("seq_length", "micro_batch_size")
@@ -41,6 +42,10 @@ class Model:
         probs_dtype: dtype of the routing probabilities (Megatron: moe_router_dtype).
         moe_router_num_groups: number of expert groups of a group-limited router.
         moe_router_group_topk: groups that a token may use.
+        megatron: further arguments of Megatron that the model needs, by their names without --;
+            `monta new run` writes them, plans do not read them.
+        not_expressed: parts of the model that Megatron's arguments do not say.
+        taken: how a config.json of an unknown family was read; a plan notes it.
         assumed: fields that nobody has given; a plan notes what was taken for them.
     """
 
@@ -61,6 +66,9 @@ class Model:
     probs_dtype: Dtype = "fp32"
     moe_router_num_groups: PositiveInt | None = None
     moe_router_group_topk: PositiveInt | None = None
+    megatron: Mapping[str, ArgumentValue] = field(default_factory=dict, hash=False)
+    not_expressed: tuple[Text, ...] = ()
+    taken: tuple[Text, ...] = ()
     assumed: tuple[Text, ...] = ()
 
     def __post_init__(self) -> None:
@@ -137,11 +145,12 @@ class Model:
     def notes(self) -> tuple[str, ...]:
         """What a plan has to say about it."""
         if not self.assumed:
-            return ()
+            return self.taken
         values = ", ".join(f"{name} {getattr(self, name)}" for name in self.assumed)
         flags = [f"--{name.replace('_', '-')}" for name in self.assumed if name in BATCH]
         advice = f"; {', '.join(flags)} for others" if flags else ""
-        return (f"how {self.name} is trained is not in its file, assumed: {values}{advice}",)
+        training = f"how {self.name} is trained is not in its file, assumed: {values}{advice}"
+        return (*self.taken, training)
 
 
 def load_model(path: str | Path) -> Model:

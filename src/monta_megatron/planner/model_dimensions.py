@@ -1,10 +1,14 @@
 """What every family of models comes down to, and what most config.json have in common."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.planner.model import MOST_EXPERTS
+
+# Layers are listed one by one.
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +21,7 @@ class Dimensions:
         shared_ffn_size: FFN size of a layer's shared experts together.
         dense_ffn_size: FFN size of the layers without experts.
         is_tied: whether input and output embeddings are the same weights.
+        layer_freq: which layers have experts, as Megatron's --moe-layer-freq; None for all.
     """
 
     hidden_size: int
@@ -35,6 +40,7 @@ class Dimensions:
     dense_ffn_size: int = 0
     num_groups: int | None = None
     group_topk: int | None = None
+    layer_freq: str | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -54,6 +60,17 @@ class Dimensions:
 def grouped_query_attention(hidden_size: int, heads: int, groups: int, head_dim: int) -> int:
     """Weights of query, key, value and output."""
     return 2 * hidden_size * head_dim * (heads + groups)
+
+
+def layer_freq(pattern: Iterable[int]) -> str | None:
+    """Layers with (1) and without (0) experts as Megatron's --moe-layer-freq; None for all 1."""
+    layers = list(pattern)
+    dense = layers.count(0)
+    if not dense:
+        return None
+    if layers == sorted(layers):
+        return f"([0]*{dense}+[1]*{len(layers) - dense})"
+    return str(layers).replace(" ", "")
 
 
 def check_divides(config: Any, name: str, other: str) -> None:
@@ -76,14 +93,15 @@ class Decoder:
 
     Attributes:
         EXPERTS: what a family calls the number of its experts.
+        TOPK: what it calls the experts of a token.
     """
 
     EXPERTS: ClassVar[str] = "num_experts"
+    TOPK: ClassVar[str] = "num_experts_per_tok"
 
     hidden_size: PositiveInt
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
-    num_experts_per_tok: PositiveInt
     vocab_size: PositiveInt
     num_key_value_heads: PositiveInt | None
     head_dim: PositiveInt | None = None
@@ -91,7 +109,9 @@ class Decoder:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        check_experts(self, "num_experts_per_tok", self.EXPERTS)
+        check_experts(self, self.TOPK, self.EXPERTS)
+        layers = self.num_hidden_layers
+        require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"be at most {MOST_LAYERS}")
         check_divides(self, "num_key_value_heads", "num_attention_heads")
         self._check_head_dim()
 
@@ -107,6 +127,10 @@ class Decoder:
         groups = self.num_key_value_heads or heads
         return grouped_query_attention(self.hidden_size, heads, groups, head_dim)
 
+    def dimensions(self) -> Dimensions:
+        """The sizes by our names, which every family has in its own way."""
+        raise NotImplementedError
+
     def _with(self, **sizes: Any) -> Dimensions:
         """What all of these families name alike, and what each names in its own way."""
         common = {
@@ -115,7 +139,7 @@ class Decoder:
             "num_moe_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
             "num_query_groups": self.num_key_value_heads or self.num_attention_heads,
-            "topk": self.num_experts_per_tok,
+            "topk": getattr(self, self.TOPK),
             "attention_parameters": self.attention_parameters,
             "vocab_size": self.vocab_size,
             "max_positions": self.max_position_embeddings,

@@ -14,6 +14,7 @@ from monta_megatron.planner.model_dimensions import (
     check_divides,
     check_experts,
     grouped_query_attention,
+    layer_freq,
 )
 
 
@@ -24,6 +25,7 @@ class Mixtral(Decoder):
     EXPERTS = "num_local_experts"
 
     num_local_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
     intermediate_size: PositiveInt
 
     def dimensions(self) -> Dimensions:
@@ -45,6 +47,7 @@ class Olmoe(Decoder):
     """OLMoE: as Mixtral, with another name for the number of experts."""
 
     num_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
     intermediate_size: PositiveInt
 
     def dimensions(self) -> Dimensions:
@@ -57,6 +60,7 @@ class Qwen3Moe(Decoder):
     """Qwen3-MoE: some layers may be dense."""
 
     num_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
     moe_intermediate_size: PositiveInt
     intermediate_size: PositiveInt
     decoder_sparse_step: PositiveInt = 1
@@ -65,7 +69,7 @@ class Qwen3Moe(Decoder):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.num_moe_layers > 0,
+            any(self.layers),
             "decoder_sparse_step",
             self.decoder_sparse_step,
             f"leave a layer with experts, of num_hidden_layers ({self.num_hidden_layers}) without "
@@ -73,17 +77,20 @@ class Qwen3Moe(Decoder):
         )
 
     @property
-    def num_moe_layers(self) -> int:
-        """Layers with experts."""
-        layers, step = self.num_hidden_layers, self.decoder_sparse_step
-        # Layers are counted from 0; every `step`-th one has experts unless it is listed as dense.
-        dense = {layer for layer in self.mlp_only_layers or () if 0 <= layer < layers}
-        return layers // step - sum((layer + 1) % step == 0 for layer in dense)
+    def layers(self) -> list[int]:
+        """Which layers have experts: every `decoder_sparse_step`-th one that is not listed."""
+        step, dense = self.decoder_sparse_step, set(self.mlp_only_layers or ())
+        # Layers are counted from 0.
+        return [
+            int((layer + 1) % step == 0 and layer not in dense)
+            for layer in range(self.num_hidden_layers)
+        ]
 
     def dimensions(self) -> Dimensions:
         """The same by our names."""
         return self._with(
-            num_moe_layers=self.num_moe_layers,
+            num_moe_layers=sum(self.layers),
+            layer_freq=layer_freq(self.layers),
             num_experts=self.num_experts,
             expert_ffn_size=self.moe_intermediate_size,
             shared_ffn_size=self.shared_ffn_size,
@@ -109,19 +116,15 @@ class Qwen2Moe(Qwen3Moe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3(Decoder):
-    """DeepSeek-V3 and Kimi K2: latent attention, dense layers first, groups of experts."""
+class Glm4Moe(Decoder):
+    """GLM-4.5 and dots.llm1: dense layers first, shared experts, groups of experts."""
 
     EXPERTS = "n_routed_experts"
 
     n_routed_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
     moe_intermediate_size: PositiveInt
     intermediate_size: PositiveInt
-    kv_lora_rank: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
-    q_lora_rank: PositiveInt | None
     n_shared_experts: NonNegativeInt | None
     first_k_dense_replace: NonNegativeInt
     n_group: PositiveInt | None
@@ -132,7 +135,7 @@ class DeepseekV3(Decoder):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.num_moe_layers > 0,
+            any(self.layers),
             "first_k_dense_replace",
             self.first_k_dense_replace,
             f"leave a layer with experts, of num_hidden_layers ({self.num_hidden_layers}) and at "
@@ -140,9 +143,6 @@ class DeepseekV3(Decoder):
         )
         if self.is_grouped:
             self._check_groups()
-
-    def _check_head_dim(self) -> None:
-        """The dimensions of latent attention are all given."""
 
     def _check_groups(self) -> None:
         check_divides(self, "n_group", "n_routed_experts")
@@ -162,10 +162,39 @@ class DeepseekV3(Decoder):
         return (self.n_group or 1) > 1 and self.topk_method != "greedy"
 
     @property
-    def num_moe_layers(self) -> int:
-        """The multiples of moe_layer_freq from the first layers, which are dense, to the last."""
-        step = self.moe_layer_freq
-        return -(-self.num_hidden_layers // step) - -(-self.first_k_dense_replace // step)
+    def layers(self) -> list[int]:
+        """Which layers have experts: multiples of moe_layer_freq after the first, dense ones."""
+        return [
+            int(layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0)
+            for layer in range(self.num_hidden_layers)
+        ]
+
+    def dimensions(self) -> Dimensions:
+        """The same by our names."""
+        return self._with(
+            num_moe_layers=sum(self.layers),
+            layer_freq=layer_freq(self.layers),
+            num_experts=self.n_routed_experts,
+            expert_ffn_size=self.moe_intermediate_size,
+            shared_ffn_size=(self.n_shared_experts or 0) * self.moe_intermediate_size,
+            dense_ffn_size=self.intermediate_size,
+            num_groups=self.n_group if self.is_grouped else None,
+            group_topk=self.topk_group if self.is_grouped else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3(Glm4Moe):
+    """DeepSeek-V3 and Kimi K2: the same with latent attention."""
+
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    q_lora_rank: PositiveInt | None
+
+    def _check_head_dim(self) -> None:
+        """The dimensions of latent attention are all given."""
 
     @property
     def attention_parameters(self) -> int:
@@ -178,24 +207,63 @@ class DeepseekV3(Decoder):
         keys_and_values += self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
         return query + keys_and_values + heads * self.v_head_dim * hidden_size
 
-    def dimensions(self) -> Dimensions:
-        """The same by our names."""
-        return self._with(
-            num_moe_layers=self.num_moe_layers,
-            num_experts=self.n_routed_experts,
-            expert_ffn_size=self.moe_intermediate_size,
-            shared_ffn_size=(self.n_shared_experts or 0) * self.moe_intermediate_size,
-            dense_ffn_size=self.intermediate_size,
-            num_groups=self.n_group if self.is_grouped else None,
-            group_topk=self.topk_group if self.is_grouped else None,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV2(DeepseekV3):
     """DeepSeek-V2: the same, with another router unless the file says which."""
 
     topk_method: str = "greedy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ernie(Decoder):
+    """ERNIE 4.5: dense layers first and last, shared experts."""
+
+    EXPERTS = "moe_num_experts"
+    TOPK = "moe_k"
+
+    moe_num_experts: PositiveInt
+    moe_k: PositiveInt
+    moe_intermediate_size: PositiveInt
+    intermediate_size: PositiveInt
+    moe_num_shared_experts: NonNegativeInt | None = 2
+    moe_layer_start_index: NonNegativeInt = 1
+    moe_layer_end_index: int = -1
+    moe_layer_interval: PositiveInt = 1
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            any(self.layers),
+            "moe_layer_start_index",
+            self.moe_layer_start_index,
+            f"leave a layer with experts, of num_hidden_layers ({self.num_hidden_layers})",
+        )
+
+    @property
+    def layers(self) -> list[int]:
+        """Which layers have experts: every `moe_layer_interval`-th one from start to end."""
+        end = self.moe_layer_end_index
+        last = self.num_hidden_layers - 1 if end == -1 else end
+        return [
+            int(
+                (layer + 1) % self.moe_layer_interval == 0
+                and self.moe_layer_start_index <= layer <= last
+            )
+            for layer in range(self.num_hidden_layers)
+        ]
+
+    def dimensions(self) -> Dimensions:
+        """The same by our names."""
+        return self._with(
+            num_moe_layers=sum(self.layers),
+            layer_freq=layer_freq(self.layers),
+            num_experts=self.moe_num_experts,
+            expert_ffn_size=self.moe_intermediate_size,
+            shared_ffn_size=(self.moe_num_shared_experts or 0) * self.moe_intermediate_size,
+            dense_ffn_size=self.intermediate_size,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,14 +322,21 @@ class Dbrx:
 
 
 # `model_type` -> the family that is read as this class says.
-FAMILIES: dict[str, type[Mixtral | Olmoe | Qwen3Moe | DeepseekV3 | Dbrx]] = {
+FAMILIES: dict[str, type[Decoder | Dbrx]] = {
     "dbrx": Dbrx,
     "deepseek_v2": DeepseekV2,
     "deepseek_v3": DeepseekV3,
+    "deepseek_v32": DeepseekV3,
+    "dots1": Glm4Moe,
+    "ernie4_5_moe": Ernie,
+    "glm4_moe": Glm4Moe,
     "gpt_oss": GptOss,
+    "granitemoe": Mixtral,
     "kimi_k2": DeepseekV3,
+    "minimax_m2": GptOss,
     "mixtral": Mixtral,
     "olmoe": Olmoe,
+    "phimoe": Mixtral,
     "qwen2_moe": Qwen2Moe,
     "qwen3_moe": Qwen3Moe,
 }

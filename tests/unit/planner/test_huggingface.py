@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_configs import CONFIGS, NUM_PARAMETERS
+from published_configs import CONFIGS, NO_PRESET, NUM_PARAMETERS, ROUNDED
 
 from monta_megatron.common import presets, strict_json
 from monta_megatron.planner.huggingface import model_of_config
 from monta_megatron.planner.model import Model, load_model, with_batch
+from monta_megatron.planner.model_arguments import TRAITS
 from monta_megatron.planner.model_families import FAMILIES
 
 # What a preset has from elsewhere: its name, and the number that its paper or model card rounds.
-NOT_COMPARED = {"name", "source", "num_parameters_billions", "assumed"}
+NOT_COMPARED = {"name", "source", "num_parameters_billions", "assumed", "megatron"}
 OWN = {"quickstart", "monta_2x70b"}
 
 
@@ -24,7 +25,7 @@ def written(folder: Path, config: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"qwen2_moe"}))
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - NO_PRESET))
 def test_a_published_config_is_the_preset(name: str) -> None:
     model, preset = model_of_config(CONFIGS[name], name), load_model(name)
     for entry in fields(Model):
@@ -35,17 +36,45 @@ def test_a_published_config_is_the_preset(name: str) -> None:
 
 def test_every_preset_with_a_config_is_compared() -> None:
     names = {path.stem for path in (presets.FOLDER / "models").glob("*.yaml")}
-    assert names - OWN == CONFIGS.keys() - {"qwen2_moe"}
+    assert names - OWN == CONFIGS.keys() - NO_PRESET
     compared = {config["model_type"] for config in CONFIGS.values()}
-    # Kimi K2's class is that of DeepSeek-V3.
-    assert FAMILIES.keys() - compared == {"kimi_k2"}
+    # Read by the classes of others: DeepSeek-V3, GLM-4.5 and Mixtral.
+    others = {"kimi_k2", "deepseek_v32", "dots1", "granitemoe", "phimoe"}
+    assert FAMILIES.keys() - compared == others
+    assert TRAITS.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
 def test_counted_parameters_are_the_published_ones(name: str) -> None:
     """To less than a tenth of a percent: norms and biases are not counted."""
     counted = model_of_config(CONFIGS[name], name).num_parameters_billions * 1e9
     assert counted == pytest.approx(NUM_PARAMETERS[name], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_counted_parameters_are_those_of_the_model_card(name: str) -> None:
+    """Within 4%: model cards round, and some count the layers of multi-token prediction."""
+    counted = model_of_config(CONFIGS[name], name).num_parameters_billions * 1e9
+    assert counted == pytest.approx(ROUNDED[name], rel=0.04)
+
+
+def test_an_unknown_family_is_read_by_common_names() -> None:
+    config = {**CONFIGS["mixtral_8x7b"], "model_type": "newcomer"}
+    model, known = model_of_config(config, "c"), model_of_config(CONFIGS["mixtral_8x7b"], "c")
+    assert model.num_parameters_billions == known.num_parameters_billions
+    assert (model.num_experts, model.moe_router_topk) == (8, 2)
+    note = model.notes[0]
+    assert note.startswith("the family newcomer is not known; taken from its keys: ")
+    assert "experts num_local_experts, experts of a token num_experts_per_tok" in note
+    assert "FFN size of an expert intermediate_size" in note
+    assert "not told, taken as none: shared experts, dense layers first" in note
+
+
+def test_a_model_without_experts_is_told_so() -> None:
+    config = {**CONFIGS["mixtral_8x7b"], "model_type": "llama"}
+    del config["num_local_experts"]
+    with pytest.raises(ValueError, match=r"^c: model_type: got llama, has no experts .* no exch"):
+        model_of_config(config, "c")
 
 
 def test_a_file_and_its_folder_are_the_same(tmp_path: Path) -> None:

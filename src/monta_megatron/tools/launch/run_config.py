@@ -10,25 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from monta_megatron.common.rules import PositiveInt, Rule, Text, require
+from monta_megatron.common.rules import ArgumentValue, PositiveInt, Rule, Text, is_scalar, require
 from monta_megatron.planner.layout import ParallelLayout
 
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool)
-
-
-def _is_argument(value: Any) -> bool:
-    if isinstance(value, list):
-        return len(value) > 0 and all(map(_is_scalar, value))
-    return isinstance(value, bool) or _is_scalar(value)
-
-
-# true is a flag without a value, false leaves the argument out, a list is several values.
-ArgumentValue = Annotated[
-    Any, Rule("a text, a number, true, false, or a list of texts and numbers", _is_argument)
-]
-VariableValue = Annotated[Any, Rule("a text or a number", _is_scalar)]
+VariableValue = Annotated[Any, Rule("a text or a number", is_scalar)]
 # No time such as 4:00:00: sbatch would read 4:00 as 4 minutes, others as 4 hours.
 Minutes = Annotated[
     int,

@@ -17,6 +17,23 @@ from monta_megatron.tools.plan.request import priced_cluster, read_inputs
 
 # Micro-batches of each rank in an iteration, for every pipeline stage: enough to fill them.
 MICRO_BATCHES_PER_STAGE = 4
+COMMON = {
+    "position-embedding-type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable-bias-linear": True,
+    "untie-embeddings-and-output-weights": True,
+    "attention-dropout": 0.0,
+    "hidden-dropout": 0.0,
+}
+BALANCE = {"moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 1.0e-2}
+NOT_EXPRESSED = "not expressed by Megatron's arguments: {}"
+# Of a model file that has sizes only.
+COMPARE = (
+    "The model file has sizes only and the rest is a common choice, so compare it with the model: "
+    "position embedding, normalization, latent attention, which layers are dense, dense and "
+    "shared feed-forward sizes, router scores, vocabulary."
+)
 
 
 def run_template(
@@ -58,7 +75,7 @@ def run_template(
     sizes = {size: getattr(layout, size) for size in ("tp", "ep", "etp", "pp", "cp")}
     sections = _sections(model, layout)
     remarks = {f"megatron.{next(iter(part))}": title for title, part in sections.items()}
-    if model.num_moe_layers < model.num_layers:
+    if model.num_moe_layers < model.num_layers and "moe-layer-freq" not in model.megatron:
         remarks["megatron.moe-layer-freq"] = "taken: dense layers first"
     if inputs.ranking is not None:
         remarks["layout"] = "taken: of all that fit, the one whose exchange costs least"
@@ -68,7 +85,8 @@ def run_template(
         remarks["environment.CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "Megatron demands it before Blackwell where TP or CP is above 1."
         )
-    return make_template(
+    warnings = (*map(NOT_EXPRESSED.format, model.not_expressed), *model.taken)
+    template = make_template(
         RunConfig,
         {
             "name": name or _name_of(model),
@@ -80,14 +98,14 @@ def run_template(
         },
         about=[
             "A run, for `monta launch --config`. Megatron's arguments follow from the model and "
-            "the layout where they can; what a model file does not hold is a common choice, so "
-            "compare it with the model: position embedding, normalization, latent attention, "
-            "which layers are dense, dense and shared feed-forward sizes, router scores, "
-            "vocabulary.",
+            "the layout.",
+            *([] if model.megatron else [COMPARE]),
+            *(f"{warning}." for warning in warnings),
         ],
         remarks=remarks,
         flags=flags_of([] if name is None else ["name"]),
     )
+    return replace(template, warnings=warnings)
 
 
 def _name_of(model: Model) -> str:
@@ -103,6 +121,7 @@ def _named_from(folder: Path, file: str) -> str:
 
 def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, Any]]:
     """Megatron's arguments by the comment above them."""
+    own = model.megatron
     grouped = model.num_query_groups < model.num_attention_heads
     num_dense = model.num_layers - model.num_moe_layers
     precision = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}
@@ -117,18 +136,9 @@ def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, An
                 if grouped
                 else {}
             ),
+            **{name: value for name, value in own.items() if not name.startswith("moe-")},
         },
-        "Model, common choices.": {
-            "ffn-hidden-size": model.moe_ffn_hidden_size,
-            "max-position-embeddings": model.seq_length,
-            "position-embedding-type": "rope",
-            "normalization": "RMSNorm",
-            "swiglu": True,
-            "disable-bias-linear": True,
-            "untie-embeddings-and-output-weights": True,
-            "attention-dropout": 0.0,
-            "hidden-dropout": 0.0,
-        },
+        **({} if own else {"Model, common choices.": _choices(model)}),
         "Experts, as the model file says.": {
             "num-experts": model.num_experts,
             "moe-ffn-hidden-size": model.moe_ffn_hidden_size,
@@ -141,13 +151,13 @@ def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, An
                 if model.moe_router_num_groups is not None
                 else {}
             ),
+            **{name: value for name, value in own.items() if name.startswith("moe-")},
         },
         _expert_choices(model): {
-            "moe-router-load-balancing-type": "aux_loss",
-            "moe-aux-loss-coeff": 1.0e-2,
+            **({} if own else BALANCE),
             **(
                 {"moe-layer-freq": f"([0]*{num_dense}+[1]*{model.num_moe_layers})"}
-                if num_dense
+                if num_dense and "moe-layer-freq" not in own
                 else {}
             ),
             "moe-grouped-gemm": True,
@@ -180,7 +190,7 @@ def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, An
             "mock-data": True,
             "split": "99,1,0",
             "tokenizer-type": "NullTokenizer",
-            "vocab-size": 32000,
+            **({} if "vocab-size" in own else {"vocab-size": 32000}),
             "no-create-attention-mask-in-dataloader": True,
         },
         "Checkpoints and logs.": {
@@ -193,6 +203,15 @@ def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, An
             "log-interval": 1,
             "log-throughput": True,
         },
+    }
+
+
+def _choices(model: Model) -> dict[str, Any]:
+    """Arguments of a model of which sizes alone are known."""
+    return {
+        "ffn-hidden-size": model.moe_ffn_hidden_size,
+        "max-position-embeddings": model.seq_length,
+        **COMMON,
     }
 
 

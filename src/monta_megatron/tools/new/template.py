@@ -28,11 +28,13 @@ class Template:
         text: what it holds.
         to_fill_in: the keys without which it does not load.
         remarks: key -> what was found or taken for it.
+        warnings: what the user has to know of it besides, a line each.
     """
 
     text: str
     to_fill_in: tuple[str, ...]
     remarks: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 def make_template(
