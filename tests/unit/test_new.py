@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_configs import CONFIGS, NO_PRESET
+from published_configs import CONFIGS, NO_PRESET, ROUNDED
 
 from monta_megatron.cli import main
 from monta_megatron.cli.new import GPU_NAMES
@@ -202,6 +202,16 @@ def _model_part(text: str) -> str:
     part = text.partition("\nmegatron:\n")[2]
     experts = part.partition("Experts, common choices.")[0]
     return experts
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDED))
+def test_a_config_becomes_a_run_that_starts(name: str, tmp_path: Path) -> None:
+    model = config(name, tmp_path)
+    job = f"--model {model} --cluster h100_8x_ndr --ep 64"
+    new(f"run {job} --nodes 16 --out r")
+    for words in (f"plan {job} --world-size 128", "estimate --config r", "launch --config r"):
+        dry = ["--dry-run"] if words.startswith("launch") else []
+        assert main([*words.split(), *dry]) == 0
 
 
 def test_a_run_of_sizes_alone_is_a_choice() -> None:

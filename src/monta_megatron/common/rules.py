@@ -37,7 +37,8 @@ def _is_argument(value: Any) -> bool:
     return isinstance(value, bool) or is_scalar(value)
 
 
-# An argument of Megatron: true is a flag without a value, false leaves the argument out, a list is several values.
+# An argument of Megatron: true is a flag without a value, false leaves the argument out, a list is
+# several values.
 ArgumentValue = Annotated[
     Any, Rule("a text, a number, true, false, or a list of texts and numbers", _is_argument)
 ]

@@ -1,0 +1,105 @@
+"""Megatron builds, from the arguments of a config.json, a model of the published size.
+
+On the meta device: a layer of each kind, and the others counted like it.
+"""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from published_configs import CONFIGS, NUM_PARAMETERS, ROUNDED
+
+from monta_megatron.planner.huggingface import model_of_config
+from monta_megatron.planner.model import Model
+
+pytest.importorskip("megatron.training")
+
+# How they are computed is no matter of a count; a softmax with weights needs Transformer Engine.
+PLAIN = "--transformer-impl local --no-rope-fusion --no-persist-layer-norm"
+PLAIN += " --no-gradient-accumulation-fusion --micro-batch-size 1 --seq-length 64 --bf16"
+LEFT_OUT = ("moe-layer-freq", "softmax-type", "window-size", "window-attn-skip-freq")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Any:
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def words_of(model: Model, layers: list[int]) -> list[str]:
+    arguments: dict[str, Any] = {
+        **{name: value for name, value in model.megatron.items() if name not in LEFT_OUT},
+        "num-layers": len(layers),
+        "moe-layer-freq": str(layers).replace(" ", ""),
+        "hidden-size": model.hidden_size,
+        "num-attention-heads": model.num_attention_heads,
+        "num-experts": model.num_experts,
+        "moe-ffn-hidden-size": model.moe_ffn_hidden_size,
+        "moe-router-topk": model.moe_router_topk,
+    }
+    if "multi-latent-attention" not in arguments:
+        arguments |= {"group-query-attention": True, "num-query-groups": model.num_query_groups}
+    elif "q-lora-rank" not in arguments:
+        # Without Transformer Engine there is no norm of queries that are not factored.
+        del arguments["qk-layernorm"]
+    words = PLAIN.split()
+    for name, value in arguments.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def num_parameters(model: Model, layers: list[int], monkeypatch: pytest.MonkeyPatch) -> int:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.training.arguments import core_transformer_config_from_args, parse_args
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words_of(model, layers)])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "meta")
+    # Megatron's own core of attention, which has no weights, knows no latent attention.
+    core = DotProductAttention.__init__
+
+    def without_channels(self: Any, *values: Any, **named: Any) -> None:
+        named = {name: each for name, each in named.items() if not name.endswith("_channels")}
+        core(self, *values, **named)
+
+    monkeypatch.setattr(DotProductAttention, "__init__", without_channels)
+    arguments = parse_args()
+    arguments.params_dtype = torch.bfloat16
+    arguments.use_cpu_initialization, arguments.perform_initialization = True, False
+    config = core_transformer_config_from_args(arguments)
+    with torch.device("meta"):
+        built = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization=arguments.normalization
+            ),
+            vocab_size=arguments.vocab_size,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
+        )
+    return sum(parameter.numel() for parameter in built.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_model_has_the_published_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 2% of a checkpoint, or 4% of what a model card rounds."""
+    model = model_of_config(CONFIGS[name], name)
+    one = num_parameters(model, [1], monkeypatch)
+    moe = num_parameters(model, [1, 1], monkeypatch) - one
+    num_dense = model.num_layers - model.num_moe_layers
+    dense = num_parameters(model, [0, 1], monkeypatch) - one if num_dense else 0
+    total = one + moe * (model.num_moe_layers - 1) + dense * num_dense
+    if name in NUM_PARAMETERS:
+        assert total == pytest.approx(NUM_PARAMETERS[name], rel=0.02)
+    else:
+        assert total == pytest.approx(ROUNDED[name], rel=0.04)
