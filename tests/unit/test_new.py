@@ -207,7 +207,7 @@ def _model_part(text: str) -> str:
 @pytest.mark.parametrize("name", sorted(ROUNDED))
 def test_a_config_becomes_a_run_that_starts(name: str, tmp_path: Path) -> None:
     model = config(name, tmp_path)
-    job = f"--model {model} --cluster h100_8x_ndr --ep 64"
+    job = f"--model {model} --cluster h100_8x_ndr --tp 1 --ep 64 --etp 1 --pp 1"
     new(f"run {job} --nodes 16 --out r")
     for words in (f"plan {job} --world-size 128", "estimate --config r", "launch --config r"):
         dry = ["--dry-run"] if words.startswith("launch") else []
