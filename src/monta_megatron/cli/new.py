@@ -44,7 +44,7 @@ examples:
 """
 
 # Fields of `Model` that no flag sets.
-WITHOUT_FLAG = ("assumed",)
+WITHOUT_FLAG = ("assumed", "megatron", "not_expressed", "taken")
 CLUSTER_SIZES: dict[str, tuple[Callable[[str], Any], str]] = {
     "num-nodes": (whole(1), "nodes (default: those of the Slurm job)"),
     "ranks-per-node": (whole(1), "GPUs that a node link joins (default: those found)"),
