@@ -4,13 +4,14 @@ How the model is trained is in no config.json: `SEQ_LENGTH` and `ASSUMED` say wh
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.texts import shown
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.model_arguments import (
+    BIASED_SIGMOID,
     TRAITS,
     Details,
     Traits,
@@ -43,6 +44,21 @@ COMMON_NAMES = {
         *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
     ),
 }
+# Keys that may be a list of a number for each layer.
+PER_LAYER = {name for names in COMMON_NAMES.values() for name in names} | {"num_shared_expert"}
+PER_LAYER |= {"hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
+# Keys of an unknown family that make another model of it than the sizes say, unless they are
+# null, false, 0 or 1; and beginnings of such keys.
+NOT_READ = (
+    *("layer_types", "layers_block_type", "hybrid_override_pattern", "hybrid_layer_pattern"),
+    *("attn_type_list", "linear_attn_config", "full_attention_interval", "attn_layer_period"),
+    *("sliding_window", "attention_chunk_size", "index_topk", "compress_ratios", "use_cla"),
+    *("attention_bias", "qkv_bias", "use_bias", "mlp_bias", "clip_qkv", "zero_expert_num"),
+    *("moe_layers", "interleave_moe_layer_step", "decoder_sparse_step", "mlp_only_layers"),
+    *("moe_layer_interval", "mlp_layer_types", "shared_expert_intermediate_size"),
+    *("shared_intermediate_size", "no_rope_layers", "logits_scaling", "vision_config"),
+)
+NOT_READ_BEGINNINGS = ("linear_", "mamba_", "ssm_", "embedding_mult", "residual_mult")
 MEANINGS = {
     "n_routed_experts": "experts",
     "num_experts_per_tok": "experts of a token",
@@ -74,16 +90,24 @@ def model_of_config(data: Any, file: str) -> Model:
             "write a file of its own, `monta new model` begins one"
         )
     model_type = model_type[:60]
+    if isinstance(data.get("text_config"), Mapping):
+        data = {**data, **data["text_config"], "model_type": model_type}
+    data = of_all_layers(data, file)
     taken: list[str] = []
-    if model_type not in FAMILIES:
+    is_known = model_type in FAMILIES
+    traits = TRAITS[model_type] if is_known else _traits_of_unknown(data)
+    if not is_known:
         data, taken = in_common_names(data, file)
+    elif traits.arguments.get("experimental-attention-variant"):
+        taken = ["layers with linear attention are priced as if they had full attention"]
     family = FAMILIES.get(model_type) or (DeepseekV3 if "kv_lora_rank" in data else Glm4Moe)
     sizes = strict_yaml.build(family, _known(family, data), file).dimensions()
     # DBRX has its attention and its experts in mappings of their own.
     inner = [data[name] for name in ("attn_config", "ffn_config") if name in data]
     flat = {name: value for part in (*inner, data) for name, value in part.items()}
     details = strict_yaml.build(Details, _known(Details, flat), file)
-    traits = TRAITS.get(model_type, Traits())
+    if is_known and data.get("vision_config") is not None:
+        traits = replace(traits, not_expressed=(*traits.not_expressed, "vision_config"))
     billions = sizes.num_parameters / 1e9
     seq_length = min(SEQ_LENGTH, sizes.max_positions or SEQ_LENGTH)
     assumed = {"seq_length": seq_length, **ASSUMED}
@@ -110,6 +134,53 @@ def model_of_config(data: Any, file: str) -> Model:
     return strict_yaml.build(Model, values, file)
 
 
+def of_all_layers(data: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The same with a number for each list that repeats it for every layer.
+
+    Raises:
+        ValueError: layers differ, or the list is not one of layers.
+    """
+    flat = dict(data)
+    layers = data.get("num_hidden_layers")
+    for name in sorted(PER_LAYER & data.keys()):
+        values = data[name]
+        if not isinstance(values, list):
+            continue
+        if len(values) != layers or any(value != values[0] for value in values):
+            raise ValueError(
+                f"{file}: {name}: got a list of {len(values)} values, must be a number or the same "
+                f"number for each of num_hidden_layers ({shown(repr(layers)[:20])}); Megatron's "
+                "layers are alike, so write a file of its own, `monta new model`"
+            )
+        flat[name] = values[0]
+    return flat
+
+
+def _traits_of_unknown(data: Mapping[str, Any]) -> Traits:
+    """What the keys of an unknown family say of its router, and those that nobody can read."""
+    is_sigmoid = data.get("scoring_func") == "sigmoid"
+    # A bias of each expert comes with sigmoid scores in all families that are known.
+    arguments = BIASED_SIGMOID if is_sigmoid else {}
+    known = "its meaning in this family is not known"
+    texts = [f"{name} ({known})" for name in not_read(data)]
+    return Traits(arguments=arguments, not_expressed=tuple(texts))
+
+
+def not_read(data: Mapping[str, Any]) -> list[str]:
+    """Keys of an unknown family that make another model of it than is read."""
+    names = [*NOT_READ, *(name for name in data if name.startswith(NOT_READ_BEGINNINGS))]
+    if data.get("use_sliding_window") is False:
+        names.remove("sliding_window")
+    return [name for name in names if _changes(data.get(name))]
+
+
+def _changes(value: Any) -> bool:
+    plain = ("full_attention", "attention", 1)
+    if isinstance(value, list):
+        return any(each not in plain for each in value)
+    return value is True or value not in (None, False, 0, 1, "", {})
+
+
 def in_common_names(data: Mapping[str, Any], file: str) -> tuple[dict[str, Any], list[str]]:
     """The config.json of an unknown family by the names of GLM-4.5, and a line that says so.
 
@@ -134,9 +205,12 @@ def in_common_names(data: Mapping[str, Any], file: str) -> tuple[dict[str, Any],
     untold = ", ".join(text for name, text in MEANINGS.items() if taken[name] is None)
     note = f"the family {family} is not known; taken from its keys: {pairs}"
     note += f"; not told, taken as none: {untold}" if untold else ""
-    return {**defaults, **data, **renamed}, [
-        f"{note}; norms and router scores as most models have them"
-    ]
+    scores = "norms" if "scoring_func" in data else "norms and router scores"
+    note += f"; {scores} as most models have them"
+    unread = ", ".join(map(shown, not_read(data)))
+    note += f"; not read, though it changes the model: {unread}" if unread else ""
+    # Which projections have the bias is not told.
+    return {**defaults, **data, **renamed, "attention_bias": None, "use_bias": None}, [note]
 
 
 def _known(kind: Any, data: Any) -> Any:

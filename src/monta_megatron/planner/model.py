@@ -45,7 +45,7 @@ class Model:
         megatron: further arguments of Megatron that the model needs, by their names without --;
             `monta new run` writes them, plans do not read them.
         not_expressed: parts of the model that Megatron's arguments do not say.
-        taken: how a config.json of an unknown family was read; a plan notes it.
+        taken: how a config.json was read where that leaves something open; a plan notes it.
         assumed: fields that nobody has given; a plan notes what was taken for them.
     """
 

@@ -1,12 +1,12 @@
 """Megatron's arguments of a model from its config.json, beyond the sizes that `Model` has.
 
 `Details` are keys that most families share; `TRAITS` says for each family what its config.json
-leaves to the code of the family: Megatron's arguments as they are, and what Megatron cannot
-express. Both follow `transformers` (5.23).
+leaves to the code of the family: Megatron's arguments as they are, and what Megatron (0.19.2)
+cannot express. Families follow their code in `transformers` (5.24), Kimi K2 that of DeepSeek-V3.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from monta_megatron.common.rules import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -53,6 +53,7 @@ class Details:
     rope_scaling: RotaryScaling | None = None
     rope_parameters: RotaryScaling | None = None
     partial_rotary_factor: PositiveFloat | None = None
+    rotary_dim: PositiveInt | None = None
     initializer_range: PositiveFloat | None = None
     router_aux_loss_coef: NonNegativeFloat | None = None
     moe_loss_weight: NonNegativeFloat | None = None
@@ -61,12 +62,22 @@ class Details:
     routed_scaling_factor: PositiveFloat | None = None
     use_qk_norm: bool | None = None
     attention_bias: bool | None = None
+    use_bias: bool | None = None
+    lm_head_bias: bool | None = None
+    use_cla: bool | None = None
     q_lora_rank: PositiveInt | None = None
     kv_lora_rank: PositiveInt | None = None
     qk_nope_head_dim: PositiveInt | None = None
     qk_rope_head_dim: PositiveInt | None = None
     v_head_dim: PositiveInt | None = None
     num_nextn_predict_layers: NonNegativeInt | None = None
+    mtp_num_hidden_layers: NonNegativeInt | None = None
+    num_mtp_modules: NonNegativeInt | None = None
+    linear_conv_kernel_dim: PositiveInt | None = None
+    linear_key_head_dim: PositiveInt | None = None
+    linear_value_head_dim: PositiveInt | None = None
+    linear_num_key_heads: PositiveInt | None = None
+    linear_num_value_heads: PositiveInt | None = None
 
     @property
     def scaling(self) -> RotaryScaling:
@@ -81,16 +92,43 @@ class Traits:
     Attributes:
         arguments: Megatron's arguments, over those that follow from the keys.
         rotary_base: where the config.json has none.
+        rotary_part: the same, part of a head that is rotated.
         norm_topk_prob: the same, whether the chosen scores are scaled to a sum of 1.
+        has_output_bias: whether `attention_bias` is one of the attention's output as well.
         not_expressed: what Megatron's arguments cannot say.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     rotary_base: float = 10_000
+    rotary_part: float = 1.0
     norm_topk_prob: bool = True
+    has_output_bias: bool = True
     not_expressed: tuple[str, ...] = ()
 
 
+LLAMA4 = Traits(
+    rotary_base=500_000,
+    arguments={
+        "rotary-interleaved": True,
+        "qk-l2-norm": True,
+        "moe-router-score-function": "sigmoid",
+        "moe-apply-probs-on-input": True,
+    },
+    not_expressed=(
+        "attention in chunks (attention is to all keys)",
+        "attention's temperature by position",
+    ),
+)
+QWEN3_NEXT = Traits(
+    rotary_part=0.25,
+    arguments={
+        **QK_NORM,
+        "apply-layernorm-1p": True,
+        "attention-output-gate": True,
+        "experimental-attention-variant": "gated_delta_net",
+        "moe-shared-expert-gate": True,
+    },
+)
 TRAITS: dict[str, Traits] = {
     "dbrx": Traits(
         arguments={"normalization": "LayerNorm", "norm-epsilon": 1.0e-5},
@@ -100,14 +138,18 @@ TRAITS: dict[str, Traits] = {
     "deepseek_v3": Traits(arguments=BIASED_SIGMOID),
     "deepseek_v32": Traits(
         arguments=BIASED_SIGMOID,
-        not_expressed=("the indexer of sparse attention (attention is to all keys)",),
+        not_expressed=(
+            "the indexer of sparse attention (attention is to all keys, without Megatron's "
+            "--experimental-attention-variant dsa)",
+        ),
     ),
-    "dots1": Traits(arguments={**QK_NORM, **BIASED_SIGMOID}),
+    "dots1": Traits(arguments={**QK_NORM, **BIASED_SIGMOID}, norm_topk_prob=False),
     "ernie4_5_moe": Traits(
         rotary_base=500_000,
+        arguments={"rotary-interleaved": True},
         not_expressed=("the router's bias beside softmax scores (Megatron's needs sigmoid)",),
     ),
-    "glm4_moe": Traits(arguments=BIASED_SIGMOID),
+    "glm4_moe": Traits(arguments=BIASED_SIGMOID, rotary_part=0.5, has_output_bias=False),
     "gpt_oss": Traits(
         arguments={
             "quick-geglu": True,
@@ -121,12 +163,19 @@ TRAITS: dict[str, Traits] = {
             # Biases are everywhere, not of queries, keys and values alone.
             "add-qkv-bias": False,
             "disable-bias-linear": False,
-        }
+        },
+        has_output_bias=False,
     ),
     "granitemoe": Traits(
         not_expressed=("the multipliers of embedding, residual, attention and logits",)
     ),
+    "hunyuan_v1_moe": Traits(
+        arguments=QK_NORM,
+        not_expressed=("norms of queries and keys after their rotation (Megatron's are before)",),
+    ),
     "kimi_k2": Traits(arguments=BIASED_SIGMOID),
+    "llama4": LLAMA4,
+    "llama4_text": LLAMA4,
     "minimax_m2": Traits(
         rotary_base=5_000_000,
         arguments={**QK_NORM, **BIASED_SIGMOID},
@@ -135,13 +184,17 @@ TRAITS: dict[str, Traits] = {
     "mixtral": Traits(rotary_base=1_000_000),
     "olmoe": Traits(arguments=QK_NORM, norm_topk_prob=False),
     "phimoe": Traits(
+        rotary_base=1_000_000,
         arguments={"normalization": "LayerNorm"},
-        not_expressed=("the sparse mixer of the router", "longrope", "a bias of the output layer"),
+        not_expressed=("the sparse mixer of the router",),
     ),
     "qwen2_moe": Traits(
         arguments={"add-qkv-bias": True, "moe-shared-expert-gate": True}, norm_topk_prob=False
     ),
-    "qwen3_moe": Traits(arguments=QK_NORM),
+    "qwen3_5_moe": QWEN3_NEXT,
+    "qwen3_5_moe_text": QWEN3_NEXT,
+    "qwen3_moe": Traits(arguments=QK_NORM, norm_topk_prob=False),
+    "qwen3_next": QWEN3_NEXT,
 }
 
 
@@ -155,17 +208,19 @@ def arguments_of(traits: Traits, details: Details, sizes: Dimensions) -> dict[st
         "normalization": "RMSNorm",
         **({} if details.rms_norm_eps is None else {"norm-epsilon": details.rms_norm_eps}),
         "swiglu": True,
-        "disable-bias-linear": True,
+        "disable-bias-linear": not details.use_bias,
         "untie-embeddings-and-output-weights": not sizes.is_tied,
         "attention-dropout": 0.0,
         "hidden-dropout": 0.0,
         "init-method-std": details.initializer_range or 0.02,
         "vocab-size": sizes.vocab_size,
         **scores,
+        **_further_tokens(details),
         **traits.arguments,
     }
     if details.use_qk_norm is not None:
-        arguments["qk-layernorm"] = details.use_qk_norm
+        name = "qk-l2-norm" if "qk-l2-norm" in traits.arguments else "qk-layernorm"
+        arguments[name] = details.use_qk_norm
     return {name: value for name, value in arguments.items() if value is not False}
 
 
@@ -186,7 +241,25 @@ def _attention(details: Details, sizes: Dimensions) -> dict[str, Any]:
     return {
         **({"kv-channels": head_dim} if own else {}),
         **({"add-qkv-bias": True} if details.attention_bias else {}),
+        **_linear_attention(details, sizes),
     }
+
+
+def _linear_attention(details: Details, sizes: Dimensions) -> dict[str, Any]:
+    if sizes.linear_freq is None:
+        return {}
+    names = [entry.name for entry in fields(Details) if entry.name.startswith("linear_")]
+    given = {name.replace("_", "-"): getattr(details, name) for name in names}
+    return {
+        "linear-attention-freq": sizes.linear_freq,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+
+
+def _further_tokens(details: Details) -> dict[str, Any]:
+    """Layers of multi-token prediction."""
+    layers = details.num_nextn_predict_layers or details.mtp_num_hidden_layers
+    return {"mtp-num-layers": layers} if layers else {}
 
 
 def _positions(traits: Traits, details: Details, sizes: Dimensions) -> dict[str, Any]:
@@ -197,8 +270,14 @@ def _positions(traits: Traits, details: Details, sizes: Dimensions) -> dict[str,
         "position-embedding-type": "rope",
         "rotary-base": int(base),
     }
+    if sizes.no_rope_freq is not None:
+        positions["no-rope-freq"] = sizes.no_rope_freq
     partial = scaling.partial_rotary_factor or details.partial_rotary_factor
-    if partial is not None and partial != 1:
+    if partial is None and details.rotary_dim is not None:
+        head_dim = details.head_dim or sizes.hidden_size // sizes.num_attention_heads
+        partial = details.rotary_dim / head_dim
+    partial = traits.rotary_part if partial is None else partial
+    if partial != 1 and details.kv_lora_rank is None:
         positions["rotary-percent"] = partial
     if scaling.kind == "yarn":
         original = scaling.original_max_position_embeddings
@@ -219,8 +298,7 @@ def _positions(traits: Traits, details: Details, sizes: Dimensions) -> dict[str,
 
 
 def _scores(traits: Traits, details: Details) -> dict[str, Any]:
-    normed = details.norm_topk_prob
-    normed = traits.norm_topk_prob if normed is None else normed
+    normed = is_normed(traits, details)
     sigmoid = traits.arguments.get("moe-router-score-function") == "sigmoid"
     factor = details.routed_scaling_factor
     given = (details.router_aux_loss_coef, details.moe_loss_weight, details.aux_loss_alpha)
@@ -247,8 +325,25 @@ def _experts(sizes: Dimensions) -> dict[str, Any]:
 def unexpressed(traits: Traits, details: Details) -> tuple[str, ...]:
     """What of the model Megatron's arguments here do not say, of its family and its keys."""
     texts = list(traits.not_expressed)
-    if details.num_nextn_predict_layers:
-        texts.append("num_nextn_predict_layers (no multi-token prediction)")
+    if details.attention_bias and details.kv_lora_rank is not None:
+        texts.append("attention_bias (latent attention has none)")
+    elif details.attention_bias and traits.has_output_bias:
+        texts.append("attention_bias of the output (queries, keys and values have theirs)")
+    if details.lm_head_bias or details.use_bias:
+        texts.append("a bias of the output layer")
+    if details.use_cla:
+        texts.append("use_cla (layers do not share keys and values)")
+    if details.num_mtp_modules:
+        texts.append("num_mtp_modules (no multi-token prediction; published weights have none)")
+    is_sigmoid = traits.arguments.get("moe-router-score-function") == "sigmoid"
+    if is_sigmoid and not is_normed(traits, details) and "qk-l2-norm" not in traits.arguments:
+        texts.append("norm_topk_prob false (Megatron scales sigmoid scores to a sum of 1)")
     if details.scaling.kind not in ("default", "yarn"):
         texts.append(f"rotary scaling {details.scaling.kind[:20]!r}")
     return tuple(texts)
+
+
+def is_normed(traits: Traits, details: Details) -> bool:
+    """Whether the scores of the chosen experts are scaled to a sum of 1."""
+    given = details.norm_topk_prob
+    return traits.norm_topk_prob if given is None else given

@@ -16,12 +16,14 @@ class Dimensions:
     """What every family comes down to; `Model` explains what is not explained here.
 
     Attributes:
-        attention_parameters: weights of one layer's attention.
+        attention_parameters: weights of one layer's attention, the mean of all layers.
         expert_ffn_size: FFN size of one expert.
         shared_ffn_size: FFN size of a layer's shared experts together.
         dense_ffn_size: FFN size of the layers without experts.
         is_tied: whether input and output embeddings are the same weights.
         layer_freq: which layers have experts, as Megatron's --moe-layer-freq; None for all.
+        linear_freq: which layers have linear attention, as --linear-attention-freq; None for none.
+        no_rope_freq: which layers rotate nothing, as --no-rope-freq; None for none.
     """
 
     hidden_size: int
@@ -41,6 +43,8 @@ class Dimensions:
     num_groups: int | None = None
     group_topk: int | None = None
     layer_freq: str | None = None
+    linear_freq: str | int | None = None
+    no_rope_freq: str | int | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -71,6 +75,17 @@ def layer_freq(pattern: Iterable[int]) -> str | None:
     if layers == sorted(layers):
         return f"([0]*{dense}+[1]*{len(layers) - dense})"
     return str(layers).replace(" ", "")
+
+
+def every(pattern: list[int]) -> str | int:
+    """A pattern of layers as Megatron takes it: N where the last of every N differs, or a list."""
+    first = pattern[0]
+    period = pattern.index(1 - first) + 1 if 1 - first in pattern else 0
+    if period > 1 and pattern == [
+        first if (layer + 1) % period else 1 - first for layer in range(len(pattern))
+    ]:
+        return period
+    return str(pattern).replace(" ", "")
 
 
 def check_divides(config: Any, name: str, other: str) -> None:
@@ -118,6 +133,11 @@ class Decoder:
     def _check_head_dim(self) -> None:
         if self.head_dim is None:
             check_divides(self, "num_attention_heads", "hidden_size")
+
+    def _check_layers(self, layers: list[int], name: str, also: str = "") -> None:
+        """Refuse a field that leaves no layer with experts."""
+        rule = f"leave a layer with experts, of num_hidden_layers ({self.num_hidden_layers}){also}"
+        require(any(layers), name, getattr(self, name), rule)
 
     @property
     def attention_parameters(self) -> int:

@@ -2,10 +2,10 @@
 
 A family is a dataclass with fields of its config.json, under their names there. A field without a
 default must be there, though it may be null where the annotation says so; a default is that of the
-family's class in `transformers` (5.23), which writes all fields.
+family's class in `transformers` (5.24), which writes all fields.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monta_megatron.common.rules import NonNegativeInt, PositiveInt, require
 from monta_megatron.planner.model_dimensions import (
@@ -13,6 +13,7 @@ from monta_megatron.planner.model_dimensions import (
     Dimensions,
     check_divides,
     check_experts,
+    every,
     grouped_query_attention,
     layer_freq,
 )
@@ -68,13 +69,7 @@ class Qwen3Moe(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            any(self.layers),
-            "decoder_sparse_step",
-            self.decoder_sparse_step,
-            f"leave a layer with experts, of num_hidden_layers ({self.num_hidden_layers}) without "
-            "mlp_only_layers",
-        )
+        self._check_layers(self.layers, "decoder_sparse_step", " without mlp_only_layers")
 
     @property
     def layers(self) -> list[int]:
@@ -94,7 +89,7 @@ class Qwen3Moe(Decoder):
             num_experts=self.num_experts,
             expert_ffn_size=self.moe_intermediate_size,
             shared_ffn_size=self.shared_ffn_size,
-            dense_ffn_size=self.intermediate_size,
+            dense_ffn_size=self.intermediate_size or 0,
         )
 
     @property
@@ -116,8 +111,153 @@ class Qwen2Moe(Qwen3Moe):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qwen3Next(Qwen2Moe):
+    """Qwen3-Next: most layers have linear attention, and full attention has a gate."""
+
+    head_dim: PositiveInt | None = 256
+    layer_types: tuple[str, ...] | None = None
+    full_attention_interval: PositiveInt = 4
+    linear_conv_kernel_dim: PositiveInt = 4
+    linear_key_head_dim: PositiveInt = 128
+    linear_value_head_dim: PositiveInt = 128
+    linear_num_key_heads: PositiveInt = 16
+    linear_num_value_heads: PositiveInt = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, types = self.num_hidden_layers, self.layer_types or ()
+        rule = f"be linear_attention or full_attention for each of num_hidden_layers ({layers})"
+        are_known = {*types} <= {"linear_attention", "full_attention"}
+        is_whole = len(types) == layers or self.layer_types is None
+        require(are_known and is_whole, "layer_types", sorted({*types}), rule)
+
+    @property
+    def linear_layers(self) -> list[int]:
+        """Which layers have linear attention."""
+        if self.layer_types is not None:
+            return [int(kind == "linear_attention") for kind in self.layer_types]
+        interval = self.full_attention_interval
+        return [int((layer + 1) % interval != 0) for layer in range(self.num_hidden_layers)]
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of a layer's attention, the mean of both kinds."""
+        # The gate of full attention has the size of the queries.
+        gate = self.hidden_size * self.num_attention_heads * (self.head_dim or 0)
+        full = super().attention_parameters + gate
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        # Queries and keys, values, their gate and the output, and two numbers of each head.
+        linear = self.hidden_size * (2 * keys + 3 * values + 2 * self.linear_num_value_heads)
+        linear += self.linear_conv_kernel_dim * (2 * keys + values)
+        num_linear, layers = sum(self.linear_layers), self.num_hidden_layers
+        return (num_linear * linear + (layers - num_linear) * full) // layers
+
+    def dimensions(self) -> Dimensions:
+        """The same by our names."""
+        layers = self.linear_layers
+        return replace(super().dimensions(), linear_freq=every(layers) if any(layers) else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Moe(Qwen3Next):
+    """Qwen3.5-MoE: the same without dense layers."""
+
+    intermediate_size: PositiveInt | None = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama4(Decoder):
+    """Llama 4: a shared expert as large as the others, and layers that rotate nothing."""
+
+    EXPERTS = "num_local_experts"
+
+    num_local_experts: PositiveInt
+    num_experts_per_tok: PositiveInt = 1
+    intermediate_size: PositiveInt
+    intermediate_size_mlp: PositiveInt
+    head_dim: PositiveInt | None = 128
+    moe_layers: tuple[int, ...] | None = None
+    interleave_moe_layer_step: PositiveInt = 1
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: PositiveInt = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_layers(self.layers, "interleave_moe_layer_step")
+        given, layers = self.no_rope_layers, self.num_hidden_layers
+        require(
+            not given or (len(given) == layers and {*given} <= {0, 1}),
+            "no_rope_layers",
+            len(given or ()),
+            f"be a 0 or 1 for each of num_hidden_layers ({layers})",
+        )
+
+    @property
+    def layers(self) -> list[int]:
+        """Which layers have experts: those that are listed, or every so many."""
+        step, listed = self.interleave_moe_layer_step, self.moe_layers
+        layers = range(self.num_hidden_layers)
+        if listed is None:
+            return [int((layer + 1) % step == 0) for layer in layers]
+        return [int(layer in listed) for layer in layers]
+
+    def dimensions(self) -> Dimensions:
+        """The same by our names."""
+        interval = self.no_rope_layer_interval
+        # Their list has a 1 where a layer rotates.
+        rotates = self.no_rope_layers or [
+            int((layer + 1) % interval != 0) for layer in range(self.num_hidden_layers)
+        ]
+        return self._with(
+            num_moe_layers=sum(self.layers),
+            layer_freq=layer_freq(self.layers),
+            num_experts=self.num_local_experts,
+            expert_ffn_size=self.intermediate_size,
+            shared_ffn_size=self.intermediate_size,
+            dense_ffn_size=self.intermediate_size_mlp,
+            no_rope_freq=None if all(rotates) else every([1 - each for each in rotates]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hunyuan(Decoder):
+    """Hunyuan-A13B: sizes may be lists of a number for each layer, all alike."""
+
+    TOPK = "moe_topk"
+
+    num_experts: PositiveInt
+    moe_topk: PositiveInt
+    intermediate_size: PositiveInt
+    moe_intermediate_size: PositiveInt | None = None
+    num_shared_expert: NonNegativeInt = 1
+    moe_layer_num_skipped: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_layers(self.layers, "moe_layer_num_skipped")
+
+    @property
+    def layers(self) -> list[int]:
+        """Which layers have experts: all after the first ones."""
+        skipped = self.moe_layer_num_skipped
+        return [int(layer >= skipped) for layer in range(self.num_hidden_layers)]
+
+    def dimensions(self) -> Dimensions:
+        """The same by our names."""
+        return self._with(
+            num_moe_layers=sum(self.layers),
+            layer_freq=layer_freq(self.layers),
+            num_experts=self.num_experts,
+            expert_ffn_size=self.moe_intermediate_size or self.intermediate_size,
+            shared_ffn_size=self.num_shared_expert * self.intermediate_size,
+            dense_ffn_size=self.intermediate_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Glm4Moe(Decoder):
-    """GLM-4.5 and dots.llm1: dense layers first, shared experts, groups of experts."""
+    """GLM-4.5: dense layers first, shared experts, groups of experts."""
 
     EXPERTS = "n_routed_experts"
 
@@ -134,13 +274,8 @@ class Glm4Moe(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            any(self.layers),
-            "first_k_dense_replace",
-            self.first_k_dense_replace,
-            f"leave a layer with experts, of num_hidden_layers ({self.num_hidden_layers}) and at "
-            f"every moe_layer_freq ({self.moe_layer_freq})",
-        )
+        also = f" and at every moe_layer_freq ({self.moe_layer_freq})"
+        self._check_layers(self.layers, "first_k_dense_replace", also)
         if self.is_grouped:
             self._check_groups()
 
@@ -181,6 +316,14 @@ class Glm4Moe(Decoder):
             num_groups=self.n_group if self.is_grouped else None,
             group_topk=self.topk_group if self.is_grouped else None,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dots1(Glm4Moe):
+    """dots.llm1: the same, with one group unless the file says more."""
+
+    n_group: PositiveInt | None = 1
+    topk_group: PositiveInt | None = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,12 +377,7 @@ class Ernie(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            any(self.layers),
-            "moe_layer_start_index",
-            self.moe_layer_start_index,
-            f"leave a layer with experts, of num_hidden_layers ({self.num_hidden_layers})",
-        )
+        self._check_layers(self.layers, "moe_layer_start_index")
 
     @property
     def layers(self) -> list[int]:
@@ -327,16 +465,22 @@ FAMILIES: dict[str, type[Decoder | Dbrx]] = {
     "deepseek_v2": DeepseekV2,
     "deepseek_v3": DeepseekV3,
     "deepseek_v32": DeepseekV3,
-    "dots1": Glm4Moe,
+    "dots1": Dots1,
     "ernie4_5_moe": Ernie,
     "glm4_moe": Glm4Moe,
     "gpt_oss": GptOss,
     "granitemoe": Mixtral,
+    "hunyuan_v1_moe": Hunyuan,
     "kimi_k2": DeepseekV3,
+    "llama4": Llama4,
+    "llama4_text": Llama4,
     "minimax_m2": GptOss,
     "mixtral": Mixtral,
     "olmoe": Olmoe,
     "phimoe": Mixtral,
     "qwen2_moe": Qwen2Moe,
+    "qwen3_5_moe": Qwen35Moe,
+    "qwen3_5_moe_text": Qwen35Moe,
     "qwen3_moe": Qwen3Moe,
+    "qwen3_next": Qwen3Next,
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_configs import CONFIGS, NO_PRESET, NUM_PARAMETERS, ROUNDED
+from published_configs import CONFIGS, NO_PRESET, NUM_PARAMETERS, OF_THE_CLASS
 
 from monta_megatron.common import presets, strict_json
 from monta_megatron.planner.huggingface import model_of_config
@@ -38,24 +38,112 @@ def test_every_preset_with_a_config_is_compared() -> None:
     names = {path.stem for path in (presets.FOLDER / "models").glob("*.yaml")}
     assert names - OWN == CONFIGS.keys() - NO_PRESET
     compared = {config["model_type"] for config in CONFIGS.values()}
-    # Read by the classes of others: DeepSeek-V3, GLM-4.5 and Mixtral.
-    others = {"kimi_k2", "deepseek_v32", "dots1", "granitemoe", "phimoe"}
+    # Read as DeepSeek-V3, and text parts without their wrapper.
+    others = {"kimi_k2", "deepseek_v32", "llama4_text", "qwen3_5_moe_text"}
     assert FAMILIES.keys() - compared == others
     assert TRAITS.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("name", NUM_PARAMETERS)
+@pytest.mark.parametrize("name", [*NUM_PARAMETERS, *OF_THE_CLASS])
 def test_counted_parameters_are_the_published_ones(name: str) -> None:
     """To less than a tenth of a percent: norms and biases are not counted."""
     counted = model_of_config(CONFIGS[name], name).num_parameters_billions * 1e9
-    assert counted == pytest.approx(NUM_PARAMETERS[name], rel=1e-3)
+    assert counted == pytest.approx({**NUM_PARAMETERS, **OF_THE_CLASS}[name], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ROUNDED)
-def test_counted_parameters_are_those_of_the_model_card(name: str) -> None:
-    """Within 4%: model cards round, and some count the layers of multi-token prediction."""
-    counted = model_of_config(CONFIGS[name], name).num_parameters_billions * 1e9
-    assert counted == pytest.approx(ROUNDED[name], rel=0.04)
+def test_every_config_has_a_number_of_parameters() -> None:
+    assert CONFIGS.keys() == NUM_PARAMETERS.keys() | OF_THE_CLASS.keys()
+    assert not NUM_PARAMETERS.keys() & OF_THE_CLASS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "arguments"),
+    [
+        ("glm4_moe", {}, {"add-qkv-bias": True, "rotary-percent": 0.5, "mtp-num-layers": 1}),
+        ("glm4_moe", {"partial_rotary_factor": None}, {"rotary-percent": 0.5}),
+        ("minimax_m2", {}, {"rotary-percent": 0.5, "moe-router-score-function": "sigmoid"}),
+        ("ernie4_5_moe", {}, {"rotary-interleaved": True, "rotary-base": 500_000}),
+        ("ernie4_5_moe", {"use_bias": True}, {"disable-bias-linear": None}),
+        ("phimoe", {"rope_theta": None}, {"rotary-base": 1_000_000, "add-qkv-bias": True}),
+        ("dots1", {}, {"qk-layernorm": True, "moe-router-enable-expert-bias": True}),
+        ("granitemoe", {}, {"moe-router-pre-softmax": None, "rotary-base": 10_000}),
+        ("qwen3_30b_a3b", {"norm_topk_prob": None}, {"moe-router-pre-softmax": True}),
+        ("qwen3_next", {}, {"linear-attention-freq": 4, "linear-num-value-heads": 32}),
+        ("qwen3_next", {"layer_types": None, "full_attention_interval": 2}, {}),
+        ("qwen3_5_moe", {}, {"linear-attention-freq": 4, "mtp-num-layers": 1}),
+        ("llama4", {}, {"no-rope-freq": 4, "qk-l2-norm": True, "qk-layernorm": None}),
+        ("hunyuan_v1_moe", {}, {"moe-shared-expert-intermediate-size": 3072}),
+    ],
+)
+def test_arguments_of_a_family(
+    name: str, changes: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    megatron = model_of_config({**CONFIGS[name], **changes}, "c").megatron
+    assert {key: megatron.get(key) for key in arguments} == arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("phimoe", {}, "attention_bias of the output (queries, keys and values have theirs)"),
+        ("phimoe", {}, "a bias of the output layer"),
+        ("phimoe", {}, "rotary scaling 'longrope'"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias (latent attention has none)"),
+        ("dots1", {"norm_topk_prob": False}, "norm_topk_prob false (Megatron scales sigmoid "),
+        ("minimax_m2", {}, "num_mtp_modules (no multi-token prediction; "),
+        ("llama4", {}, "attention in chunks (attention is to all keys)"),
+        ("llama4", {}, "vision_config"),
+        ("hunyuan_v1_moe", {"use_cla": True}, "use_cla (layers do not share keys and values)"),
+        ("hunyuan_v1_moe", {}, "rotary scaling 'dynamic'"),
+    ],
+)
+def test_the_rest_of_a_family_is_named(name: str, changes: dict[str, Any], text: str) -> None:
+    model = model_of_config({**CONFIGS[name], **changes}, "c")
+    assert [each for each in model.not_expressed if each.startswith(text)]
+
+
+def test_attention_without_output_bias_is_expressed() -> None:
+    assert model_of_config(CONFIGS["glm4_moe"], "c").not_expressed == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_named"),
+    [
+        ("layer_types", ["linear_attention", "full_attention"] * 16, True),
+        ("layer_types", ["full_attention"] * 32, False),
+        ("attn_type_list", [0, 1] * 16, True),
+        ("attn_type_list", [1] * 32, False),
+        ("linear_num_key_heads", 16, True),
+        ("mamba_d_state", 128, True),
+        ("attention_bias", True, True),
+        ("attention_bias", False, False),
+        ("sliding_window", 4096, True),
+        ("shared_expert_intermediate_size", 0, False),
+        ("zero_expert_num", 256, True),
+    ],
+)
+def test_keys_of_an_unknown_family_that_are_not_read(key: str, value: Any, is_named: bool) -> None:
+    config = {**CONFIGS["mixtral_8x7b"], "model_type": "newcomer", key: value}
+    model = model_of_config(config, "c")
+    assert [text.partition(" ")[0] for text in model.not_expressed] == [key] * is_named
+    assert (f"not read, though it changes the model: {key}" in model.notes[0]) == is_named
+    assert "add-qkv-bias" not in model.megatron
+
+
+def test_an_unknown_family_has_its_text_part_and_its_scores() -> None:
+    text = {**CONFIGS["mixtral_8x7b"], "model_type": "newcomer_text", "scoring_func": "sigmoid"}
+    model = model_of_config({"model_type": "newcomer", "text_config": text}, "c")
+    assert model.num_experts == 8
+    assert model.megatron["moe-router-score-function"] == "sigmoid"
+    assert "; norms as most models have them" in model.notes[0]
+
+
+@pytest.mark.parametrize("values", [[8] * 31 + [4], [64, 64]])
+def test_layers_that_differ_are_refused(values: list[int]) -> None:
+    for model_type in ("hunyuan_v1_moe", "newcomer"):
+        config = {**CONFIGS["hunyuan_v1_moe"], "model_type": model_type, "moe_topk": values}
+        with pytest.raises(ValueError, match=rf"^c: moe_topk: got a list of {len(values)} values"):
+            model_of_config(config, "c")
 
 
 def test_an_unknown_family_is_read_by_common_names() -> None:

@@ -121,7 +121,7 @@ def _named_from(folder: Path, file: str) -> str:
 
 def _sections(model: Model, layout: ParallelLayout) -> Mapping[str, dict[str, Any]]:
     """Megatron's arguments by the comment above them."""
-    own = model.megatron
+    own = model.megatron and {"max-position-embeddings": model.seq_length, **model.megatron}
     grouped = model.num_query_groups < model.num_attention_heads
     num_dense = model.num_layers - model.num_moe_layers
     precision = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}
