@@ -210,15 +210,15 @@ def _model_part(text: str) -> str:
 def test_a_config_becomes_a_run_that_starts(name: str, tmp_path: Path) -> None:
     model = config(name, tmp_path)
     ep = math.gcd(64, load_model(model).num_experts)
-    job = f"--model {model} --cluster h100_8x_ndr --tp 1 --ep {ep} --etp 1 --pp 1 --ignore-memory"
-    new(f"run {job} --nodes 16 --out r")
+    job = f"--model {model} --cluster h100_8x_ndr --tp 1 --ep {ep} --etp 1 --pp 1"
+    new(f"run {job} --nodes 16 --ignore-memory --out r")
     for words in (
         f"plan {job} --world-size 128",
-        "estimate --config r --ignore-memory",
+        "estimate --config r",
         "launch --config r",
     ):
         dry = ["--dry-run"] if words.startswith("launch") else []
-        assert main([*words.split(), *dry]) == 0
+        assert main([*words.split(), "--ignore-memory", *dry]) == 0
 
 
 def test_a_run_of_sizes_alone_is_a_choice() -> None:

@@ -77,13 +77,11 @@ def layer_freq(pattern: Iterable[int]) -> str | None:
     return str(layers).replace(" ", "")
 
 
-def every(pattern: list[int]) -> str | int:
-    """A pattern of layers as Megatron takes it: N where the last of every N differs, or a list."""
-    first = pattern[0]
-    period = pattern.index(1 - first) + 1 if 1 - first in pattern else 0
-    if period > 1 and pattern == [
-        first if (layer + 1) % period else 1 - first for layer in range(len(pattern))
-    ]:
+def every(pattern: list[int], most: int) -> str | int:
+    """Layers as Megatron takes them: N where all but the last of every N are `most`, or a list."""
+    period = (pattern.index(1 - most) if 1 - most in pattern else 0) + 1
+    block = [most] * (period - 1) + [1 - most]
+    if period > 1 and block * (len(pattern) // period) == pattern:
         return period
     return str(pattern).replace(" ", "")
 

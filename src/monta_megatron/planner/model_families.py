@@ -156,7 +156,7 @@ class Qwen3Next(Qwen2Moe):
     def dimensions(self) -> Dimensions:
         """The same by our names."""
         layers = self.linear_layers
-        return replace(super().dimensions(), linear_freq=every(layers) if any(layers) else None)
+        return replace(super().dimensions(), linear_freq=every(layers, 1) if any(layers) else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class Llama4(Decoder):
             expert_ffn_size=self.intermediate_size,
             shared_ffn_size=self.intermediate_size,
             dense_ffn_size=self.intermediate_size_mlp,
-            no_rope_freq=None if all(rotates) else every([1 - each for each in rotates]),
+            no_rope_freq=None if all(rotates) else every([1 - each for each in rotates], 0),
         )
 
 

@@ -69,7 +69,17 @@ def test_every_config_has_a_number_of_parameters() -> None:
         ("granitemoe", {}, {"moe-router-pre-softmax": None, "rotary-base": 10_000}),
         ("qwen3_30b_a3b", {"norm_topk_prob": None}, {"moe-router-pre-softmax": True}),
         ("qwen3_next", {}, {"linear-attention-freq": 4, "linear-num-value-heads": 32}),
-        ("qwen3_next", {"layer_types": None, "full_attention_interval": 2}, {}),
+        (
+            "qwen3_next",
+            {"layer_types": None, "full_attention_interval": 2},
+            {"linear-attention-freq": 2},
+        ),
+        # An integer would say that the last of every two is the one without linear attention.
+        (
+            "qwen3_next",
+            {"layer_types": ["full_attention", "linear_attention"] * 24},
+            {"linear-attention-freq": f"[{','.join(['0,1'] * 24)}]"},
+        ),
         ("qwen3_5_moe", {}, {"linear-attention-freq": 4, "mtp-num-layers": 1}),
         ("llama4", {}, {"no-rope-freq": 4, "qk-l2-norm": True, "qk-layernorm": None}),
         ("hunyuan_v1_moe", {}, {"moe-shared-expert-intermediate-size": 3072}),
