@@ -84,7 +84,7 @@ def test_other_work_is_advised_or_planned_beside(pools: Pools) -> None:
     assert [said for said, _ in others] == [[]] * 3
     case = replace(case, options=AUTO | {"moe_monta_beside_us": 500.0})
     ((line,), _), *_ = pools[4].run(reported_in_steps, case, 3)
-    assert re.search(r"per rank beside 500 us of other work: leaves [\d,]+ of [\d,]+ us; ", line)
+    assert re.search(r"beside 500 us of other work: [\d,]+ us, leaves [\d,]+ of [\d,]+ us; ", line)
     assert advice not in line
     beside_us = {rank: {"moe_monta_beside_us": 600.0 if rank == 1 else 500.0} for rank in range(4)}
     with pytest.raises(PoolError, match=r"differ in moe_monta_beside_us: 500.0 and 600.0"):

@@ -23,7 +23,6 @@ from monta_megatron.planner.chain_policy import (
     chains_for,
 )
 from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.selection import NUM_CHUNKS
 from monta_megatron.planner.workload import Workload
 
 
@@ -86,6 +85,8 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         if each.rows == "permuted tokens"
         or not (permuted_only or _adds_in_other_order(each, options, config))
     )
+    from monta_megatron.planner.selection import NUM_CHUNKS
+
     return _planned_policy(
         cluster=cluster,
         workload=workload,

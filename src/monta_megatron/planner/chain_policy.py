@@ -7,7 +7,7 @@ in the exchanged counts.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chunks import blocks_for
@@ -15,11 +15,13 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.common.quantities import counted, gb_text
 from monta_megatron.planner.benefit import Benefit
-from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.routing import Routing
-from monta_megatron.planner.selection import Selection, select
 from monta_megatron.planner.workload import Workload
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.chain_price import ChainPrice
+    from monta_megatron.planner.selection import Selection
 
 # That are kept; a routing that has come and gone may come again.
 MOST_TABLES = 16
@@ -136,8 +138,11 @@ class PlannedPolicy(ChainPolicy):
 
     def selection(
         self, tokens: int, max_experts_per_token: int = 0, routing: Routing | None = None
-    ) -> Selection:
+    ) -> "Selection":
         """What is selected for `tokens` tokens per rank; see `Workload`."""
+        # A named chain prices nothing.
+        from monta_megatron.planner.selection import select
+
         return select(
             replace(
                 self.workload,
@@ -154,7 +159,7 @@ class PlannedPolicy(ChainPolicy):
         )
 
 
-def _as_selected(selection: Selection) -> tuple[ChainPrice, str]:
+def _as_selected(selection: "Selection") -> "tuple[ChainPrice, str]":
     return selection.price, selection.reason
 
 
@@ -170,7 +175,7 @@ class ChoiceTable:
 
     policy: PlannedPolicy
     routing: Routing
-    pick: Callable[[Selection], tuple[ChainPrice, str]] = _as_selected
+    pick: "Callable[[Selection], tuple[ChainPrice, str]]" = _as_selected
     _choices: dict[tuple[int, int], ChainChoice] = field(default_factory=dict)
 
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
