@@ -169,6 +169,10 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
     """What all ranks of an exchange agree on: how they choose, and what a row is."""
     workload, options = _workload(config, layout), Options.of(config)
     return {
+        # Before what is priced under these budgets, so that they are named.
+        "moe_monta_max_ctas": getattr(config, "moe_monta_max_ctas", None),
+        "moe_monta_rail_ctas": getattr(config, "moe_monta_rail_ctas", None),
+        "moe_monta_node_ctas": getattr(config, "moe_monta_node_ctas", None),
         **policy.rule(),
         "moe_monta_beside_us": options.beside_us,
         "moe_monta_tune_steps": options.tune_steps,
@@ -186,9 +190,6 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         "moe_monta_max_ranks_per_token": options.max_ranks_per_token,
         "value_bytes": workload.value_bytes,
         "prob_bytes": workload.prob_bytes,
-        "moe_monta_max_ctas": getattr(config, "moe_monta_max_ctas", None),
-        "moe_monta_rail_ctas": getattr(config, "moe_monta_rail_ctas", None),
-        "moe_monta_node_ctas": getattr(config, "moe_monta_node_ctas", None),
         # All ranks compare their clocks in the iteration that is recorded.
         "moe_monta_record": getattr(config, "moe_monta_record", None) is not None,
         "moe_monta_record_iteration": getattr(config, "moe_monta_record_iteration", None),
