@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from monta_megatron import __version__
 from monta_megatron.cli import (
@@ -29,8 +28,8 @@ from monta_megatron.cli import (
     timeline,
     validate,
 )
+from monta_megatron.cli.parser import Parser
 from monta_megatron.common import first_rank
-from monta_megatron.common.names import nearest, one_of
 
 COMMANDS = (
     bench,
@@ -54,44 +53,9 @@ COMMANDS = (
 INTERRUPTED, UNREAD = 130, 141
 
 
-class _HelpFormatter(argparse.HelpFormatter):
-    """Wraps a description, and leaves the lines of examples as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if "\n" in text else super()._fill_text(text, width, indent)
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that leaves the usage to `--help` and reports an error in one line."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{**settings, "formatter_class": _HelpFormatter})
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and refuse what is unknown here, where the flags that are known can be named."""
-        parsed, rest = super().parse_known_args(args, namespace)
-        if rest:
-            flag = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
-            meant = nearest(flag, self._option_string_actions)
-            advice = "" if meant is None else f"; did you mean {meant}?"
-            self.error(f"unrecognized arguments: {' '.join(rest)}{advice}")
-        return parsed, rest
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse does, for choices and sub-commands, in the words of our other messages."""
-        if action.choices is not None and value not in action.choices:
-            rule = one_of(value, map(str, action.choices))
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r}, must be {rule}")
-
-    def error(self, message: str) -> NoReturn:
-        line = " ".join(message.split()).removeprefix("argument ")
-        first_rank.report(f"{self.prog}: {line}")
-        self.exit(2)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `monta` with all sub-commands."""
-    parser = _Parser(prog="monta", description="Expert-parallel token dispatch for Megatron-Core.")
+    parser = Parser(prog="monta", description="Expert-parallel token dispatch for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"monta-megatron {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

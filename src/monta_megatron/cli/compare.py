@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from monta_megatron.cli.launch import add_run_file, add_start, megatron_words
+from monta_megatron.cli.launch import add_run_file, add_start, run_file
 from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.flags import whole
 from monta_megatron.common.texts import shown
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to `monta`."""
     parser = commands.add_parser(
         "compare",
-        usage="monta compare [-h] --config FILE [--iterations N] [--pairs N]\n"
+        usage="monta compare [-h] [--config] FILE [--iterations N] [--pairs N]\n"
         "                     [--start HOW] [--run-directory DIR] [--force]\n"
         "                     [--ignore-memory] [--json] [-- MEGATRON ARGUMENTS]",
         help="train with monta, alltoall and flex, and compare",
@@ -69,8 +69,8 @@ def run(parsed: argparse.Namespace) -> int:
     )
 
     trainings = prepare_trainings(
-        parsed.config,
-        megatron_words(parsed),
+        run_file(parsed),
+        parsed.megatron,
         iterations=parsed.iterations,
         pairs=parsed.pairs,
         start=parsed.start,

@@ -24,8 +24,8 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to `monta`."""
     parser = commands.add_parser(
         "emulate",
-        usage="monta emulate [-h] --nodes N --ranks-per-node M --inter-mbit R\n"
-        "                     [--nic-per {node,rank}] [--json] -- CMD...",
+        usage="monta emulate [-h] (--nodes N | --world-size N) --ranks-per-node M\n"
+        "                     --inter-mbit R [--nic-per {node,rank}] [--json] -- CMD...",
         help="run a command on an emulated cluster",
         description="Run CMD under torchrun on every node of a cluster that is emulated here: "
         "network namespaces are the nodes, their NICs are limited to a rate, CPU ranks talk over "
@@ -34,7 +34,9 @@ def add_parser(commands: Any) -> None:
         "is that of the first rank to fail.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--nodes", type=int, metavar="N", help="nodes")
+    size.add_argument("--world-size", type=int, metavar="N", help="ranks of all nodes")
     parser.add_argument(
         "--ranks-per-node", type=int, required=True, metavar="M", help="CPU ranks of each node"
     )
@@ -75,8 +77,15 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron.emulation import sandbox
     from monta_megatron.emulation.cluster import EmulatedCluster
 
-    _check_range("--nodes", parsed.nodes, 2, _MAX_NODES)
     _check_range("--ranks-per-node", parsed.ranks_per_node, 1, _MAX_RANKS_PER_NODE)
+    if parsed.nodes is None:
+        parsed.nodes, rest = divmod(parsed.world_size, parsed.ranks_per_node)
+        if rest:
+            raise ValueError(
+                f"--world-size: got {parsed.world_size}, must be a multiple of --ranks-per-node "
+                f"({parsed.ranks_per_node})"
+            )
+    _check_range("--nodes", parsed.nodes, 2, _MAX_NODES)
     _check_range("--inter-mbit", parsed.inter_mbit, 1, _MAX_INTER_MBIT)
     if parsed.without_dashes is not None:
         raise ValueError(

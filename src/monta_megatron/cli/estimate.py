@@ -1,12 +1,13 @@
 """`monta estimate`: is it worth it, the time of a whole training iteration by part."""
 
 import argparse
+import sys
 from typing import Any
 
-from monta_megatron.cli.launch import CONFIG, megatron_words
+from monta_megatron.cli import planning
+from monta_megatron.cli.launch import add_config, run_file
 from monta_megatron.cli.output import add_json, print_json
-from monta_megatron.cli.planning import BATCH, FILES, IGNORE_MEMORY, SIZES
-from monta_megatron.common.flags import positive, whole
+from monta_megatron.common.flags import positive
 
 EXAMPLE = """\
 What follows -- are arguments of Megatron, as for monta launch. Everything that
@@ -16,9 +17,10 @@ examples:
   monta estimate --config qwen3_235b_a22b
   monta estimate --config deepseek_v3 --cluster h100_8x_ndr --world-size 1024 \\
       --tp 2 --ep 64 --pp 8 --mfu 0.4
+  monta estimate --model qwen3_30b_a3b --cluster h100_8x_ndr --world-size 64
   monta estimate --config mixtral_8x22b --set host_layer_us=3000 --json
 """
-OVERRIDES = {**SIZES, **BATCH, "global-batch-size": "sequences of an iteration"}
+OVERRIDES = {**planning.SIZES, **planning.BATCH, "global-batch-size": "sequences of an iteration"}
 
 
 def add_parser(commands: Any) -> None:
@@ -31,15 +33,26 @@ def add_parser(commands: Any) -> None:
         "the flex backends by their published figures; what is saved, and what was assumed.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help=CONFIG)
-    cluster = f"{FILES['cluster']} (default: the run's)"
+    add_config(parser)
+    parser.add_argument(
+        "--model",
+        metavar="FILE",
+        help="with --cluster, in place of a run file: the run that monta new run writes for it; "
+        "without --tp, --ep and --etp every layout that fits, ranked by its iteration",
+    )
+    cluster = f"{planning.FILES['cluster']} (default: the run's)"
     parser.add_argument("--cluster", metavar="FILE", help=cluster)
     parser.add_argument(
         "--gpu", metavar="NAME", help="of the cluster (default: the one that its name holds)"
     )
-    for name, text in OVERRIDES.items():
-        text = f"{text.partition(' (default')[0]} (default: the run's)"
-        parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
+    defaults = {**planning.JOB, **OVERRIDES}
+    planning.add_sizes(
+        parser,
+        {
+            name: f"{text.partition(' (d')[0]} (default: the run's)"
+            for name, text in defaults.items()
+        },
+    )
     parser.add_argument(
         "--mfu",
         metavar="X",
@@ -52,9 +65,8 @@ def add_parser(commands: Any) -> None:
         help="what copies and sums rows (default: the run's --moe-monta-kernels, or auto)",
     )
     add_set(parser)
-    parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
+    parser.add_argument("--ignore-memory", action="store_true", help=planning.IGNORE_MEMORY)
     add_json(parser)
-    parser.add_argument("megatron", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -81,28 +93,70 @@ def _change(text: str) -> tuple[str, float]:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print the estimate."""
+    """Print the estimate, or the layouts by their estimates."""
+    from functools import partial
+
+    from monta_megatron.common.progress import show_progress
+    from monta_megatron.planner.cluster_file import load_cluster
     from monta_megatron.tools.estimate.estimate import EstimateRequest, document, estimate
     from monta_megatron.tools.estimate.report import estimate_lines
 
     if parsed.mfu is not None and parsed.mfu > 1:
         raise ValueError(f"--mfu: got {parsed.mfu:g}, must be at most 1, a share of the peak")
+    config = _config(parsed)
     names = [name.replace("-", "_") for name in OVERRIDES]
-    predicted = estimate(
-        EstimateRequest(
-            config=parsed.config,
-            words=megatron_words(parsed),
-            cluster=parsed.cluster,
-            gpu=parsed.gpu,
-            sizes={name: size for name in names if (size := getattr(parsed, name)) is not None},
-            mfu=parsed.mfu,
-            changes=dict(parsed.set),
-            kernels=parsed.kernels,
-            ignore_memory=parsed.ignore_memory,
-        )
+    sizes = {name: size for name in names if (size := getattr(parsed, name)) is not None}
+    world_size = planning.world_size_of(
+        parsed, lambda: load_cluster(_cluster(parsed)).ranks_per_node
     )
+    request = EstimateRequest(
+        config=config,
+        model=parsed.model,
+        words=parsed.megatron,
+        cluster=parsed.cluster,
+        gpu=parsed.gpu,
+        sizes={**sizes, **({} if world_size is None else {"world_size": world_size})},
+        mfu=parsed.mfu,
+        changes=dict(parsed.set),
+        kernels=parsed.kernels,
+        ignore_memory=parsed.ignore_memory,
+    )
+    if config is None and not sizes.keys() & {"tp", "ep", "etp"}:
+        from monta_megatron.tools.estimate.layout_ranking import (
+            rank_by_iteration,
+            ranking_document,
+            ranking_lines,
+        )
+
+        ranking = rank_by_iteration(
+            request, partial(show_progress, "estimate", sys.stderr.isatty())
+        )
+        if parsed.json:
+            print_json(ranking_document(ranking))
+        else:
+            print("\n".join(ranking_lines(ranking)))
+        return 0
+    predicted = estimate(request)
     if parsed.json:
         print_json(document(predicted))
     else:
         print("\n".join(estimate_lines(predicted)))
     return 0
+
+
+def _config(parsed: argparse.Namespace) -> str | None:
+    """The run file; None where a model and a cluster stand in its place."""
+    if parsed.model is None:
+        return run_file(parsed)
+    if parsed.config is not None or parsed.run_file is not None:
+        raise ValueError(f"--model: got {parsed.model}, must be left out with a run file")
+    if parsed.cluster is None:
+        raise ValueError("--cluster: not given, must be with --model")
+    return None
+
+
+def _cluster(parsed: argparse.Namespace) -> str:
+    """The cluster file whose ranks of a node --nodes counts."""
+    if parsed.cluster is None:
+        raise ValueError(f"--nodes: got {parsed.nodes}, must be with --ranks-per-node or --cluster")
+    return str(parsed.cluster)

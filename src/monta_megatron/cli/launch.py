@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to `monta`."""
     parser = commands.add_parser(
         "launch",
-        usage="monta launch [-h] --config FILE [--dry-run] [--start HOW] [--json]\n"
+        usage="monta launch [-h] [--config] FILE [--dry-run] [--start HOW] [--json]\n"
         "                    [--run-directory DIR] [--force] [--ignore-memory]\n"
         "                    [-- MEGATRON ARGUMENTS]",
         help="start a Megatron training from one YAML",
@@ -61,12 +61,31 @@ def add_parser(commands: Any) -> None:
 
 def add_run_file(parser: Any) -> None:
     """Add the run file, Megatron's arguments after `--`, and what is to be ignored in both."""
-    parser.add_argument("--config", metavar="FILE", required=True, help=CONFIG)
+    add_config(parser)
     parser.add_argument(
         "--force", action="store_true", help="go on where Megatron's own validation refuses it"
     )
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
-    parser.add_argument("megatron", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def add_config(parser: Any) -> None:
+    """Add the run file, by its flag or without, and Megatron's arguments after `--`."""
+    parser.add_argument("--config", metavar="FILE", help=CONFIG)
+    parser.add_argument("run_file", metavar="FILE", nargs="?", help="the same, without the flag")
+    parser.after_dashes = "megatron"
+
+
+def run_file(parsed: argparse.Namespace) -> str:
+    """The run file that is given, with --config or without.
+
+    Raises:
+        ValueError: none is, or two are.
+    """
+    given = [file for file in (parsed.config, parsed.run_file) if file is not None]
+    if len(given) != 1:
+        what = "not given" if not given else f"got {' and '.join(given)}"
+        raise ValueError(f"--config: {what}, must be {CONFIG}")
+    return str(given[0])
 
 
 def add_start(
@@ -95,12 +114,6 @@ def add_start(
     )
 
 
-def megatron_words(parsed: argparse.Namespace) -> list[str]:
-    """Megatron's arguments, without the `--` before them."""
-    words: list[str] = parsed.megatron
-    return words[1:] if words[:1] == ["--"] else words
-
-
 def run(parsed: argparse.Namespace) -> int:
     """Prepare, write and start the run; returns its exit status."""
     from monta_megatron.common.cause import why_ended
@@ -112,8 +125,8 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron.tools.launch.summary import summary_of
 
     prepared = prepare(
-        parsed.config,
-        megatron_words(parsed),
+        run_file(parsed),
+        parsed.megatron,
         parsed.run_directory,
         parsed.dry_run,
         parsed.ignore_memory,

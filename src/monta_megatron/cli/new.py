@@ -106,7 +106,9 @@ def _add_cluster(kinds: Any) -> None:
         "--gpu", choices=GPU_NAMES, help="take its figures (default: those of the GPU found)"
     )
     for name, (reader, text) in CLUSTER_SIZES.items():
-        parser.add_argument(f"--{name}", metavar="N", type=reader, help=text)
+        # A cluster's nodes go by the name of a job's, too.
+        also = ("--nodes",) if name == "num-nodes" else ()
+        parser.add_argument(f"--{name}", *also, metavar="N", type=reader, help=text)
     for name in CLUSTER_RATES:
         parser.add_argument(
             f"--{name}-rate", metavar="RATE", type=_rate, help='with its unit, such as "400 Gb/s"'
@@ -124,13 +126,7 @@ def _add_run(kinds: Any) -> None:
     )
     for name, text in planning.FILES.items():
         parser.add_argument(f"--{name}", metavar="FILE", required=True, help=text)
-    parser.add_argument("--nodes", metavar="N", type=whole(1), required=True, help="hosts")
-    parser.add_argument(
-        "--ranks-per-node", metavar="N", type=whole(1), help="of a host (default: the cluster's)"
-    )
-    for name, text in {**planning.SIZES, **planning.BATCH}.items():
-        if name != "world-size":
-            parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
+    planning.add_sizes(parser, {**planning.JOB, **planning.SIZES, **planning.BATCH})
     parser.add_argument("--name", metavar="NAME", type=printable, help="default: the model's")
     parser.add_argument("--ignore-memory", action="store_true", help=planning.IGNORE_MEMORY)
     _add_output(parser, _run)
@@ -201,15 +197,40 @@ def _run(parsed: argparse.Namespace) -> "Template":
     from monta_megatron.tools.new.run import run_template
     from monta_megatron.tools.plan.plan_request import PlanRequest
 
-    sizes = {name.replace("-", "_") for name in {**planning.SIZES, **planning.BATCH}}
-    names = ["model", "cluster", "ignore_memory", *(sizes - {"world_size"})]
+    names = [name.replace("-", "_") for name in (*planning.SIZES, *planning.BATCH)]
+    nodes, ranks_per_node = _hosts(parsed)
     return run_template(
-        PlanRequest(**_given(parsed, names)),
-        nodes=parsed.nodes,
-        ranks_per_node=parsed.ranks_per_node,
+        PlanRequest(**_given(parsed, ["model", "cluster", "ignore_memory", *names])),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
         name=parsed.name,
         folder=Path(parsed.out or "run.yaml").parent,
     )
+
+
+def _hosts(parsed: argparse.Namespace) -> tuple[int, int]:
+    """The hosts of a run, and the ranks of each: the cluster's, or all where there are fewer.
+
+    Raises:
+        ValueError: neither --nodes nor --world-size is given, or the ranks fill no whole hosts.
+    """
+    from monta_megatron.tools.plan.request import cluster_with_rate
+
+    of_cluster = cluster_with_rate(parsed.cluster, None).ranks_per_node
+    ranks_per_node = parsed.ranks_per_node or of_cluster
+    if parsed.nodes is not None or parsed.ranks_per_node is None:
+        world_size = planning.world_size_of(parsed, lambda: of_cluster)
+    else:
+        world_size = parsed.world_size
+    if world_size is None:
+        raise ValueError("--nodes: not given, must be, or --world-size for all ranks")
+    ranks_per_node = min(ranks_per_node, world_size)
+    if world_size % ranks_per_node:
+        raise ValueError(
+            f"--world-size: got {world_size}, must be a multiple of the {ranks_per_node} ranks of "
+            "a node; --ranks-per-node says how many of them are used"
+        )
+    return world_size // ranks_per_node, ranks_per_node
 
 
 def _given(parsed: argparse.Namespace, names: Any) -> Mapping[str, Any]:

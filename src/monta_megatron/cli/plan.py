@@ -2,13 +2,15 @@
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json, print_json
-from monta_megatron.common.flags import fraction, not_negative, positive
+from monta_megatron.common.flags import fraction, name_of, not_negative, positive, whole
 from monta_megatron.common.quantities import bytes_of_gb
+from monta_megatron.common.texts import command_line
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanInputs
@@ -51,6 +53,13 @@ def add_parser(commands: Any) -> None:
         help="other work (experts, shared experts, another micro-batch) that runs beside the "
         "exchange of a layer and micro-batch, in us: what it leaves over is minimized",
     )
+    parser.add_argument(
+        "--chain",
+        metavar="NAME",
+        type=name_of(_chains),
+        help="say where this chain stands, and why it was not chosen",
+    )
+    parser.add_argument("--num-chunks", metavar="N", type=whole(1), help="of --chain")
     parser.add_argument("--out", metavar="FILE", help="write the plan, for --moe-monta-plan")
     parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
     parser.add_argument(
@@ -60,14 +69,28 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _chains() -> Iterable[str]:
+    from monta_megatron.chains import CHAINS
+
+    return CHAINS
+
+
 def run(parsed: argparse.Namespace) -> int:
     """Print the plan, or the ranking."""
     from monta_megatron.common import strict_yaml
     from monta_megatron.planner.flex import predict_flex
-    from monta_megatron.planner.selection import MARGIN
+    from monta_megatron.planner.selection import MARGIN, NUM_CHUNKS
     from monta_megatron.tools.plan.benefit import benefit_of_plan
     from monta_megatron.tools.plan.program_table import program_lines, program_of
-    from monta_megatron.tools.plan.report import layout_lines, note_lines, plan_lines, rate_lines
+    from monta_megatron.tools.plan.report import (
+        candidate_of,
+        layout_lines,
+        note_lines,
+        plan_lines,
+        ranked_by_lines,
+        rate_lines,
+        standing_lines,
+    )
     from monta_megatron.tools.plan.request import plan_request
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
@@ -77,12 +100,20 @@ def run(parsed: argparse.Namespace) -> int:
         planning.check_has_layout(parsed, f"--beside-us: got {parsed.beside_us:g}", reason)
     if parsed.overlap_experts:
         planning.check_has_layout(parsed, "--overlap-experts: given", reason)
+    if parsed.chain is not None:
+        planning.check_has_layout(parsed, f"--chain: got {parsed.chain}", "it stands in a plan")
+    elif parsed.num_chunks is not None:
+        raise ValueError(f"--num-chunks: got {parsed.num_chunks}, must be with --chain")
     settings: dict[str, Any] = {
         "memory_limit_bytes": bytes_of_gb(parsed.memory_limit_gb),
         "margin": MARGIN if parsed.margin is None else parsed.margin,
     }
     request, inputs = planning.read(parsed, **settings)
-    plan, workload, memory = plan_request(request, inputs, beside_us=parsed.beside_us, **settings)
+    chunks = sorted({*NUM_CHUNKS, *([] if parsed.num_chunks is None else [parsed.num_chunks])})
+    plan, workload, memory = plan_request(
+        request, inputs, beside_us=parsed.beside_us, num_chunks=chunks, **settings
+    )
+    asked = None if parsed.chain is None else candidate_of(plan, parsed.chain, parsed.num_chunks)
     benefit = benefit_of_plan(request, inputs, plan)
     # The other dispatchers have no price with their experts.
     flex = [] if request.overlap_experts else predict_flex(workload, inputs.cluster, request.phase)
@@ -101,6 +132,8 @@ def run(parsed: argparse.Namespace) -> int:
             document["collaboration"] = collaboration[0]
         if parsed.program:
             document["operations"] = programs
+        if asked is not None:
+            document["asked"] = strict_yaml.plain(asked)
         print_json(document)
     else:
         lines = (
@@ -111,14 +144,23 @@ def run(parsed: argparse.Namespace) -> int:
                 *note_lines(plan),
                 "",
                 *layout_lines(inputs.ranking, memory, benefit),
+                *ranked_by_lines(_estimate_command(parsed, inputs)),
             ]
         )
+        if asked is not None:
+            lines = [*standing_lines(plan, asked), "", *lines]
         if collaboration is not None:
             lines += ["", *collaboration[1]]
         if parsed.program:
             lines += ["", *program_lines(programs)]
         print("\n".join([f"{inputs.model.name} on {inputs.cluster.name}", "", *lines]))
     return 0
+
+
+def _estimate_command(parsed: argparse.Namespace, inputs: "PlanInputs") -> str:
+    """The command that ranks the same layouts by their whole iteration."""
+    words = ["monta", "estimate", "--model", parsed.model, "--cluster", parsed.cluster]
+    return command_line([*words, "--world-size", str(inputs.layout.world_size)])
 
 
 def _collaboration(routing: str, inputs: "PlanInputs") -> tuple[Any, list[str]] | None:

@@ -2,11 +2,12 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.flags import positive, whole
+from monta_megatron.common.flags import num_tokens, positive, whole
 from monta_megatron.planner.routing_names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
@@ -18,8 +19,12 @@ FILES = {
     "configs/models",
     "cluster": "a file, or a preset by its name in configs/clusters",
 }
-SIZES = {
+JOB = {
     "world-size": "all ranks (default: those of the cluster)",
+    "nodes": "hosts, as --world-size in its other form",
+    "ranks-per-node": "of a host, with --nodes (default: the cluster's)",
+}
+SIZES = {
     "tp": "tensor parallel size, with sequence parallelism",
     "ep": "expert parallel size",
     "etp": "expert tensor parallel size",
@@ -44,13 +49,11 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
     for name, text in FILES.items():
         parser.add_argument(f"--{name}", metavar="FILE", required=needs_model, help=text)
     parser.add_argument("--layout", metavar="FILE", help="YAML with the sizes below")
-    for name, text in SIZES.items():
-        parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
+    add_sizes(parser, {**JOB, **SIZES})
     parser.add_argument(
-        "--tokens", metavar="N", type=whole(0), help="of a rank (default: the model's batch)"
+        "--tokens", metavar="N", type=num_tokens(0), help="of a rank (default: the model's batch)"
     )
-    for name, text in BATCH.items():
-        parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
+    add_sizes(parser, BATCH)
     parser.add_argument(
         "--routing",
         metavar="NAME|FOLDER",
@@ -110,6 +113,37 @@ def add_ctas(parser: Any, default: str) -> None:
         )
 
 
+def add_sizes(parser: Any, sizes: Mapping[str, str]) -> None:
+    """Add flags that take a number: name -> what it is."""
+    for name, text in sizes.items():
+        reader = num_tokens(1) if name == "seq-length" else whole(1)
+        parser.add_argument(f"--{name}", metavar="N", type=reader, help=text)
+
+
+def world_size_of(parsed: argparse.Namespace, ranks_per_node: Callable[[], int]) -> int | None:
+    """All ranks of a job, from --world-size or --nodes; None where neither is given.
+
+    Args:
+        parsed: with the flags of `JOB`.
+        ranks_per_node: those of a host where --ranks-per-node is not given.
+
+    Raises:
+        ValueError: the flags do not agree, or --ranks-per-node stands alone.
+    """
+    world_size: int | None = parsed.world_size
+    if parsed.nodes is None:
+        if parsed.ranks_per_node is not None:
+            raise ValueError(f"--ranks-per-node: got {parsed.ranks_per_node}, must be with --nodes")
+        return world_size
+    in_nodes = int(parsed.nodes * (parsed.ranks_per_node or ranks_per_node()))
+    if world_size not in (None, in_nodes):
+        raise ValueError(
+            f"--world-size: got {world_size}, must be {in_nodes}, the ranks of --nodes "
+            f"{parsed.nodes}, or be left out"
+        )
+    return in_nodes
+
+
 def add_overlap_experts(parser: Any) -> None:
     """Add the flag that plans a layer, not its exchange alone."""
     parser.add_argument(
@@ -142,15 +176,17 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
     """
     from monta_megatron.common.progress import show_progress
     from monta_megatron.tools.plan.plan_request import PlanRequest
-    from monta_megatron.tools.plan.request import read_inputs
+    from monta_megatron.tools.plan.request import cluster_with_rate, read_inputs
 
-    request = PlanRequest(
-        **{
-            entry.name: getattr(parsed, entry.name)
-            for entry in fields(PlanRequest)
-            if entry.name in parsed
-        }
+    given = {
+        entry.name: getattr(parsed, entry.name)
+        for entry in fields(PlanRequest)
+        if entry.name in parsed
+    }
+    given["world_size"] = world_size_of(
+        parsed, lambda: cluster_with_rate(parsed.cluster, None).ranks_per_node
     )
+    request = PlanRequest(**given)
     # A terminal shows progress, a log does not need it.
     progress = partial(show_progress, parsed.command, sys.stderr.isatty())
     return request, read_inputs(request, progress, **settings)

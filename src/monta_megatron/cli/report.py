@@ -29,7 +29,9 @@ PARTS = {
 READ = ("model", "cluster", "layout", "routing", "recording", "stock", "bench")
 # Flags that say nothing without --model, and what stands for "not given".
 OF_MODEL = {
-    **dict.fromkeys(name.replace("-", "_") for name in (*planning.SIZES, *planning.BATCH)),
+    **dict.fromkeys(
+        name.replace("-", "_") for name in (*planning.JOB, *planning.SIZES, *planning.BATCH)
+    ),
     **dict.fromkeys(("layout", "tokens", "global_batch_size", "inter_rate_ratio")),
     "routing": "uniform",
     "phase": "forward_backward",

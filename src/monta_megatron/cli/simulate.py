@@ -10,8 +10,8 @@ from typing import Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json, print_json
-from monta_megatron.common.flags import positive, whole
-from monta_megatron.common.names import one_of
+from monta_megatron.common.flags import num_tokens, positive, whole
+from monta_megatron.common.names import one_of, same_name
 from monta_megatron.common.quantities import bytes_of_gb
 
 EXAMPLE = """\
@@ -26,7 +26,7 @@ examples:
 
 # What may be swept: how to read its values, and its description.
 FACTORS: dict[str, tuple[Callable[[str], float], str]] = {
-    "tokens": (whole(1), "tokens of a rank"),
+    "tokens": (num_tokens(1), "tokens of a rank"),
     "ranks": (whole(1), "ranks of an exchange (EP x ETP, at the ETP given)"),
     "top-k": (whole(1), "experts of a token"),
     "chunks": (whole(1), "chunks of every pipelined chain"),
@@ -135,6 +135,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _sweep(text: str) -> _Sweep:
     """An argparse type: "tokens=512,1024"."""
     factor, _, values = text.partition("=")
+    factor = same_name(factor, FACTORS) or factor
     if factor not in FACTORS or not values:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, must be FACTOR=V,V,... with {one_of(factor, FACTORS)}"

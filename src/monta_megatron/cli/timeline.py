@@ -12,6 +12,7 @@ from monta_megatron.cli.bench import add_flags
 from monta_megatron.cli.output import add_json, only_the_report, print_json
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
+from monta_megatron.common.names import same_name
 from monta_megatron.tools.bench.flags import FLAGS
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ RECORD_FLAGS = {
         FLAGS["repeats"], help="passes, of which that of median time is kept", default="5"
     ),
     "warmup": replace(FLAGS["warmup"], help="passes before that"),
-    **{name: FLAGS[name] for name in ("seed", "ranks-per-node")},
+    "seed": FLAGS["seed"],
 }
 
 # The flags that each way takes, besides those for the output.
@@ -47,11 +48,11 @@ COSTS = {"cluster", "inter_rate_ratio", "kernels", "rail_ctas", "node_ctas"}
 WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks", "alone"}
 TAKES = {
     "recording": COSTS | {"stock"},
-    "record": COSTS | WHAT | {name.replace("-", "_") for name in RECORD_FLAGS},
+    "record": COSTS | WHAT | {"ranks_per_node", *(n.replace("-", "_") for n in RECORD_FLAGS)},
     "model": COSTS
     | WHAT
-    | {*("layout", "world_size", "cp", "pp", "seq_length", "micro_batch_size", "ignore_memory")}
-    | {"overlap_experts"},
+    | {name.replace("-", "_") for name in (*planning.JOB, *planning.BATCH)}
+    | {*("layout", "cp", "pp", "ignore_memory", "overlap_experts")},
 }
 WAYS = {"recording": "RECORDING", "record": "--record", "model": "--model"}
 DEFAULTS = {
@@ -220,9 +221,11 @@ def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
 
 def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int] | None":
     """The chain of --chain, and its number of chunks; None where none is named."""
+    from monta_megatron.chains import CHAINS
     from monta_megatron.tools.timeline.drawing import named_chain
 
-    return named_chain(parsed.chain, parsed.num_chunks, ("--chain", "--num-chunks"))
+    name = parsed.chain and (same_name(parsed.chain, CHAINS) or parsed.chain)
+    return named_chain(name, parsed.num_chunks, ("--chain", "--num-chunks"))
 
 
 def _write(parsed: argparse.Namespace, drawing: "Drawing") -> None:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from monta_megatron.common.names import one_of
+from monta_megatron.common.names import one_of, same_name
 from monta_megatron.common.texts import PRINTABLE
 
 T = TypeVar("T")
@@ -17,6 +17,20 @@ def whole(least: int) -> Callable[[str], int]:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"got {text!r}, must be an integer >= {least}")
         return int(text)
+
+    return read
+
+
+def num_tokens(least: int) -> Callable[[str], int]:
+    """Reads a number of tokens >= `least`; "4k" is 4096 of them, as in names of models."""
+
+    def read(text: str) -> int:
+        number = text[:-1] if text[-1:] in ("k", "K") else text
+        if not number.isdecimal() or int(number) < least:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, must be an integer >= {least}, or one such as 4k for 4096"
+            )
+        return int(number) * (1 if number == text else 1024)
 
     return read
 
@@ -54,13 +68,14 @@ def _number(text: str, rule: str, holds: Callable[[float], bool]) -> float:
 
 
 def name_of(known: Callable[[], Iterable[str]]) -> Callable[[str], str]:
-    """Reads one of the names that `known` returns."""
+    """Reads one of the names that `known` returns, whatever its case, `-` or `_`."""
 
     def read(text: str) -> str:
         names = list(known())
-        if text not in names:
+        name = text if text in names else same_name(text, names)
+        if name is None:
             raise argparse.ArgumentTypeError(f"got {text!r}, must be {one_of(text, names)}")
-        return text
+        return name
 
     return read
 

@@ -7,6 +7,19 @@ from difflib import get_close_matches
 LEAST_START = 3
 
 
+def same_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that differs from `name` in case, `-` or `_`, or in its owner alone.
+
+    An owner is what stands before a slash: "Qwen/Qwen3-30B-A3B" is "qwen3_30b_a3b".
+    """
+    plain = _plain(name.rpartition("/")[2])
+    return next((candidate for candidate in known if _plain(candidate) == plain), None)
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("-", "_")
+
+
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """The known name that is most like `name`, or else starts as it does; None if none does."""
     text, known = str(name), list(known)

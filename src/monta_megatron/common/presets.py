@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from monta_megatron.common.names import advice
+from monta_megatron.common.names import advice, same_name
 
 Kind = Literal["models", "clusters", "runs"]
 
@@ -24,7 +24,7 @@ def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
 
     Args:
         kind: what it holds.
-        given: the path or the name.
+        given: the path or the name, whatever its case, `-` or `_`, with its owner or without.
         folder: what a relative path is relative to; the working folder by default.
 
     Raises:
@@ -35,8 +35,9 @@ def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
     if kind == "models" and config.is_file():
         return config
     presets = {preset.stem: preset for preset in sorted((FOLDER / kind).glob("*.yaml"))}
-    if not path.is_file() and str(given) in presets:
-        return presets[str(given)]
+    name = same_name(str(given), presets)
+    if not path.is_file() and name is not None and (str(given) in presets or not path.exists()):
+        return presets[name]
     if not path.exists():
         known = advice(path.stem, presets)
         raise ValueError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from monta_megatron.common import presets, strict_yaml
-from monta_megatron.common.names import one_of
+from monta_megatron.common.names import one_of, same_name
 from monta_megatron.common.rules import NonNegativeFloat, Text, require
 
 FILE = presets.FOLDER / "estimate" / "assumptions.yaml"
@@ -95,9 +95,10 @@ def gpu_of(cluster: str, given: str | None) -> str:
     """
     known = gpu_names()
     if given is not None:
-        if given not in known:
+        name = same_name(given, known)
+        if name is None:
             raise ValueError(f"--gpu: got {given}, must be {one_of(given, known)}")
-        return given
+        return name
     # The longest first: GB200 is no B200.
     for name in sorted(known, key=len, reverse=True):
         if name in cluster:

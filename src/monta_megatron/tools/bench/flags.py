@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.common.dtypes import DTYPE_BYTES, torch_name
-from monta_megatron.common.flags import listed, name_of, not_negative, positive, whole
+from monta_megatron.common.flags import listed, name_of, not_negative, num_tokens, positive, whole
 from monta_megatron.planner.routing_names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ POINT_FLAGS = {
     "experts": Flag("N", "experts of the layer", whole(1)),
     "top-k": Flag("N", "experts of each token", whole(1)),
     "hidden": Flag("N", "hidden size", whole(1)),
-    "tokens": Flag("N", "tokens of each rank", whole(1)),
+    "tokens": Flag("N", "tokens of each rank", num_tokens(1)),
     "dtype": Flag("NAME", "fp32, bf16 or fp16", _dtype, "fp32"),
     "tp": Flag("N", "tensor parallel size", whole(1), "1"),
     "ep": Flag("N", "expert parallel size (default: all ranks over --etp)", whole(1)),

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.common import presets, strict_yaml
@@ -24,11 +27,13 @@ from monta_megatron.tools.estimate.architecture import architecture_of
 from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration
 from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of
-from monta_megatron.tools.launch.arguments import SIZE, Arguments
+from monta_megatron.tools.launch.arguments import SIZE, Arguments, Merged
 from monta_megatron.tools.launch.exchanges import ctas_of_run, kernels_of_run
 from monta_megatron.tools.launch.memory import held_state
-from monta_megatron.tools.launch.prepare import read_run
+from monta_megatron.tools.launch.prepare import read_run, resolve_run
 from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
+from monta_megatron.tools.new.run import run_template
+from monta_megatron.tools.plan.plan_request import PlanRequest
 
 STOCK, CHOSEN = "alltoall", "monta"
 PIPELINED = "monta, experts in the pipeline"
@@ -40,6 +45,8 @@ MFU_SETS = ("gemm_efficiency", "attention_efficiency")
 # Fields of `TrainingSettings` that flags may change.
 SIZES = ("world_size", "tp", "ep", "etp", "cp", "pp")
 BATCH = ("seq_length", "micro_batch_size", "global_batch_size")
+# Those of them that a run of `monta new run` is made from.
+NEW_RUN_SIZES = ("tp", "ep", "etp", "cp", "pp", "seq_length", "micro_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +54,9 @@ class EstimateRequest:
     """What is asked.
 
     Attributes:
-        config: a run file, or a preset of configs/runs.
+        config: a run file, or a preset of configs/runs; None for the run that `monta new run`
+            writes for `model`.
+        model: a model file or preset, with `cluster` in place of a run file.
         words: arguments of Megatron that go before those of the file.
         cluster: a file or preset in place of the run's.
         gpu: None for the one that the cluster's name holds.
@@ -58,7 +67,8 @@ class EstimateRequest:
         kernels: what copies and sums rows; None for what the run says.
     """
 
-    config: str
+    config: str | None = None
+    model: str | None = None
     words: Sequence[str] = ()
     cluster: str | None = None
     gpu: str | None = None
@@ -126,22 +136,91 @@ def estimate(request: EstimateRequest) -> Estimate:
     Raises:
         ValueError: one line that names the file or flag, the value and the rule.
     """
-    # Step 1: read the run; flags go before it.
-    file = str(presets.find("runs", request.config))
-    merged = read_run(file, request.words)[1]
-    arguments, config = merged.arguments, merged.config
-    model = architecture_of(arguments, file)
-    settings = _settings(arguments, config, request.sizes, file)
-    cluster_file = request.cluster or config.cluster
+    return estimate_run(read_estimated_run(request), request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatedRun:
+    """A run that is to be estimated, as it was read.
+
+    Attributes:
+        file: what gave it, for messages.
+        config: its configuration.
+        arguments: Megatron's arguments.
+        cluster: where it runs.
+        cluster_file: what gave the cluster, for messages.
+    """
+
+    file: str
+    config: RunConfig
+    arguments: Arguments
+    cluster: Cluster
+    cluster_file: str
+
+
+def read_estimated_run(request: EstimateRequest) -> EstimatedRun:
+    """Read a run file, or make the run of a model.
+
+    Raises:
+        ValueError: a file or a size is wrong.
+    """
+    if request.config is None:
+        file, merged = _run_of_model(request)
+    else:
+        file = str(presets.find("runs", request.config))
+        merged = read_run(file, request.words)[1]
+    cluster_file = request.cluster or merged.config.cluster
     if cluster_file is None:
         raise ValueError(f"--cluster: not given, must be where {file} names none")
     cluster = load_cluster(cluster_file)
-    cluster = cluster.with_kernel_choice(request.kernels or kernels_of_run(arguments))
-    cluster = cluster.with_ctas(ctas_of_run(arguments))
+    cluster = cluster.with_kernel_choice(request.kernels or kernels_of_run(merged.arguments))
+    cluster = cluster.with_ctas(ctas_of_run(merged.arguments))
+    return EstimatedRun(
+        file=file,
+        config=merged.config,
+        arguments=merged.arguments,
+        cluster=cluster,
+        cluster_file=cluster_file,
+    )
+
+
+def _run_of_model(request: EstimateRequest) -> tuple[str, Merged]:
+    """The run that `monta new run` writes for a model on a cluster."""
+    assert request.model is not None and request.cluster is not None, "the command checks it"
+    cluster = load_cluster(request.cluster)
+    sizes: dict[str, Any] = {
+        name: size for name, size in request.sizes.items() if name in NEW_RUN_SIZES
+    }
+    template = run_template(
+        PlanRequest(
+            model=request.model,
+            cluster=request.cluster,
+            ignore_memory=request.ignore_memory,
+            **sizes,
+        ),
+        nodes=request.sizes.get("world_size", cluster.num_ranks),
+        ranks_per_node=1,
+        name=None,
+        folder=Path(),
+    )
+    config = strict_yaml.build(RunConfig, yaml.safe_load(template.text), request.model)
+    return request.model, resolve_run(config, request.model, request.words)[1]
+
+
+def estimate_run(run: EstimatedRun, request: EstimateRequest) -> Estimate:
+    """Predict the iteration of a run that was read; flags go before what it says.
+
+    Raises:
+        ValueError: one line that names the file or flag, the value and the rule.
+    """
+    # Step 1: model, sizes and constants.
+    file, arguments, config, cluster = run.file, run.arguments, run.config, run.cluster
+    model = architecture_of(arguments, file)
+    settings = _settings(arguments, config, request.sizes, file)
     if settings.world_size > cluster.num_ranks:
         raise ValueError(
             f"--world-size: got {settings.world_size}, must be at most the {cluster.num_ranks} "
-            f"ranks of {cluster_file}; its num_nodes is that of the cluster"
+            f"ranks of {run.cluster_file}; its num_nodes is that of the cluster"
         )
     gpu = gpu_of(cluster.name, request.gpu)
     changes = dict.fromkeys(MFU_SETS, request.mfu) if request.mfu is not None else {}

@@ -87,7 +87,7 @@ def rank_layouts(
     """
     ranked = []
     least: float | None = None
-    layouts = list(_layouts(model, cluster, world_size, cp, pp))
+    layouts = list(layouts_of(model, cluster, world_size, cp, pp))
     progress = progress or Progress()
     progress.phase("layouts", len(layouts))
     for layout in layouts:
@@ -120,18 +120,20 @@ def rank_layouts(
     return sorted(ranked, key=lambda layout: (layout.us_per_1k_tokens, layout.peak_bytes))
 
 
-def _layouts(
+def layouts_of(
     model: Model, cluster: Cluster, world_size: int, cp: int, pp: int
 ) -> Iterator[ParallelLayout]:
-    in_node = _divisors(cluster.ranks_per_node)
-    for tp, etp, ep in product(in_node, in_node, _divisors(model.num_experts)):
+    """Every (TP, EP, ETP) that divides model and ranks; TP and ETP stay inside a node."""
+    in_node = divisors(cluster.ranks_per_node)
+    for tp, etp, ep in product(in_node, in_node, divisors(model.num_experts)):
         if world_size % (tp * cp * pp) == 0 and world_size % (etp * ep * pp) == 0:
             layout = ParallelLayout(world_size=world_size, tp=tp, ep=ep, etp=etp, cp=cp, pp=pp)
             if layout.incompatibility(model) is None:
                 yield layout
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

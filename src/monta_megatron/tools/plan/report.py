@@ -127,6 +127,43 @@ def layout_lines(
     ]
 
 
+def ranked_by_lines(command: str) -> list[str]:
+    """What a ranking by the exchange leaves out, and the command that ranks by the iteration."""
+    text = (
+        "Ranked by the exchange alone. Attention, pipeline bubble and recompute differ between "
+        "layouts too; ranked by the whole iteration:"
+    )
+    return ["", *_wrapped(text), f"  {command}"]
+
+
+def candidate_of(plan: Plan, chain: str, num_chunks: int | None) -> Candidate:
+    """A candidate of a plan: in so many chunks, or in the number that is best for the chain.
+
+    Raises:
+        ValueError: the chain does not run in so many chunks.
+    """
+    of_chain = [entry for entry in shown_candidates(plan) if entry.chain == chain]
+    if num_chunks is not None and of_chain[0].predicted_us is not None:
+        of_chain = [
+            entry
+            for entry in plan.candidates
+            if entry.chain == chain and entry.num_chunks == num_chunks
+        ]
+    if not of_chain:
+        raise ValueError(f"--num-chunks: got {num_chunks}, must be 1 for the serial chain {chain}")
+    return of_chain[0]
+
+
+def standing_lines(plan: Plan, entry: Candidate) -> list[str]:
+    """Where one candidate stands beside the choice."""
+    if entry.predicted_us is None or plan.predicted_us is None:
+        return _field(entry.chain, f"cannot run here: {entry.rejected}")
+    chunks = counted(entry.num_chunks or 1, "chunk")
+    time = f"in {chunks}: {entry.predicted_us:,.0f} us, "
+    time += f"{entry.predicted_us / plan.predicted_us:.2f} times the choice's"
+    return _wrapped(f"{entry.chain} {time}; {entry.rejected or 'it is the choice'}", indent="")
+
+
 def layout_rows(layouts: Sequence[RankedLayout]) -> list[tuple[object, ...]]:
     """The layouts under `LAYOUT_COLUMNS`."""
     return [
