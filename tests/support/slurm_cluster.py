@@ -26,6 +26,9 @@ RUNNING_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 # Names that resolve, as torchrun has to find the first node; Slurm takes "localhost" for the host.
 NODE_NAMES = ("127.0.0.1", "127.0.0.2")
 
+# Of each node; what a job is given where it asks for none.
+MEMORY_MB, DEFAULT_MEMORY_MB = 1000, 100
+
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -43,13 +46,15 @@ SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
+SelectTypeParameters={shared}
 SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
 ReturnToService=2
 KillWait={kill_wait_s}
 TaskProlog={folder}/name_host.sh
-NodeName={nodes[0]} Port={ports[1]} CPUs=4
-NodeName={nodes[1]} Port={ports[2]} CPUs=4
-PartitionName=all Nodes=ALL Default=YES
+GresTypes=gpu
+NodeName={nodes[0]} Port={ports[1]} CPUs=4 RealMemory={memory_mb} {gres}
+NodeName={nodes[1]} Port={ports[2]} CPUs=4 RealMemory={memory_mb} {gres}
+PartitionName=all Nodes=ALL Default=YES {default_memory}
 """
 
 # Both nodes are this host, and so one node of an exchange, if they are not named.
@@ -143,12 +148,24 @@ def processes_with(variable: str) -> dict[int, str]:
 
 
 @contextmanager
-def running_cluster() -> Iterator[Cluster]:
-    """A cluster with both nodes idle; its daemons and its folder end with the context."""
+def running_cluster(gpus_per_node: int = 0) -> Iterator[Cluster]:
+    """A cluster with both nodes idle; its daemons and its folder end with the context.
+
+    Args:
+        gpus_per_node: files that stand for its GPUs. With some, memory is shared out too.
+    """
     # Not pytest's folder: the path of a socket is short.
     folder = Path(tempfile.mkdtemp(prefix="monta-slurm-"))
     (folder / "state").mkdir()
+    gpus = [folder / f"gpu{number}" for number in range(gpus_per_node)]
+    for gpu in gpus:
+        gpu.touch()
+    (folder / "gres.conf").write_text("".join(f"Name=gpu File={gpu}\n" for gpu in gpus))
     text = CONFIGURATION.format(
+        memory_mb=MEMORY_MB,
+        gres=f"Gres=gpu:{gpus_per_node}" if gpus else "",
+        default_memory=f"DefMemPerNode={DEFAULT_MEMORY_MB}" if gpus else "",
+        shared="CR_Core_Memory" if gpus else "CR_Core",
         host=socket.gethostname(),
         ports=free_ports(3),
         user=getpass.getuser(),

@@ -88,7 +88,8 @@ class Slurm:
         time_limit_minutes: time limit of the job.
         signal_before_seconds: how long before the limit the training is told to write a checkpoint,
             if it has --save, --load and --exit-signal-handler; the job is then requeued.
-        options: any other option by its long name, such as `gpus-per-node: 8`.
+        options: any other option by its long name. The GPUs and all memory of whole nodes are
+            asked for by `gpus-per-node: N`, `exclusive: true` and `mem: 0`.
     """
 
     partition: Text | None = None

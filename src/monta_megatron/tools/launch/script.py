@@ -29,6 +29,11 @@ def run_script(run: Run) -> str:
             f"#SBATCH --{name}" + ("" if value is None else f"={_quoted_for_sbatch(value)}")
             for name, value in sbatch_options(run).items()
         ),
+        *(
+            f"##SBATCH --{name}=NAME  # slurm.{name} of the run file"
+            for name in ("partition", "account")
+            if getattr(run.config.slurm, name) is None
+        ),
         "#",
         "# Written by `monta launch`. `bash run.sh` runs it here, `sbatch run.sh` as a job,",
         "# `srun --nodes N --ntasks-per-node 1 bash run.sh` as a step of one.",

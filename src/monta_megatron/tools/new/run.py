@@ -17,6 +17,8 @@ from monta_megatron.tools.plan.request import priced_cluster, read_inputs
 
 # Micro-batches of each rank in an iteration, for every pipeline stage: enough to fill them.
 MICRO_BATCHES_PER_STAGE = 4
+# Of a job, which is requeued where it saves checkpoints.
+TIME_LIMIT_MINUTES = 240
 COMMON = {
     "position-embedding-type": "rope",
     "normalization": "RMSNorm",
@@ -95,6 +97,11 @@ def run_template(
             "model": _named_from(folder, str(request.model)),
             "cluster": _named_from(folder, str(request.cluster)),
             "environment": environment,
+            # Without them a cluster with GRES gives a step no GPU, and the memory of one task.
+            "slurm": {
+                "time_limit_minutes": TIME_LIMIT_MINUTES,
+                "options": {"gpus-per-node": ranks_per_node, "exclusive": True, "mem": 0},
+            },
         },
         about=[
             "A run, for `monta launch --config`. Megatron's arguments follow from the model and "

@@ -1,0 +1,70 @@
+"""run.sh on a Slurm that shares out GPUs and memory: what a step is given, and is not."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from slurm_cluster import DEFAULT_MEMORY_MB, MEMORY_MB, Cluster, missing, running_cluster
+
+from monta_megatron.tools.launch import run_directory
+from monta_megatron.tools.launch.prepare import prepare
+from monta_megatron.tools.launch.start import start_command
+from monta_megatron.tools.new.run import run_template
+from monta_megatron.tools.plan.plan_request import PlanRequest
+
+if reason := missing():
+    pytest.skip(f"no Slurm: {reason}", allow_module_level=True)
+
+JOB_LIMIT_S = 120
+GPUS_PER_NODE = 2
+MARK = "rank says: "
+RANK = f"""
+import json, os
+given = [os.environ.get(name) for name in ("SLURM_GPUS_ON_NODE", "SLURM_MEM_PER_NODE")]
+os.write(1, f"{MARK}{{json.dumps(given)}}\\n".encode())
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with running_cluster(GPUS_PER_NODE) as cluster:
+        yield cluster
+
+
+def options_of_new_run() -> dict[str, object]:
+    """What `monta new run` asks of Slurm, for nodes of so many GPUs."""
+    template = run_template(
+        PlanRequest(model="mixtral_8x7b", cluster="h100_8x_ndr", ep=4, ignore_memory=True),
+        nodes=2,
+        ranks_per_node=GPUS_PER_NODE,
+        name=None,
+        folder=Path(),
+    )
+    options: dict[str, object] = yaml.safe_load(template.text)["slurm"]["options"]
+    return options
+
+
+@pytest.mark.timeout(JOB_LIMIT_S)
+@pytest.mark.parametrize("asks", [True, False], ids=["with", "without"])
+def test_a_step_is_given_what_the_run_asks_for(slurm: Cluster, tmp_path: Path, asks: bool) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    data = {
+        "name": "with_gpus",
+        "script": "rank.py",
+        "layout": {"nodes": 2, "ranks_per_node": GPUS_PER_NODE, "ep": 4},
+        "slurm": {"time_limit_minutes": 30, "options": options_of_new_run() if asks else {}},
+        "megatron": {"num-experts": 4},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    run = prepare(str(path), [], tmp_path / "run", dry_run=False)
+    run_directory.write(run)
+    job = slurm.call(*start_command("sbatch", run)).strip()
+    fields = slurm.wait(job, JOB_LIMIT_S)
+    log = (run.directory / "logs" / f"{job}.log").read_text()
+    assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0"), log
+    said = [json.loads(line.removeprefix(MARK)) for line in log.splitlines() if MARK in line]
+    given = (str(GPUS_PER_NODE), str(MEMORY_MB)) if asks else (None, str(DEFAULT_MEMORY_MB))
+    assert said == [list(given)] * 2 * GPUS_PER_NODE
