@@ -178,7 +178,7 @@ CASES = [
         "new cluster --gpu H100 --num-nodes 1 --ranks-per-node 8 --network-rate 400Gb/s",
         ["monta new: --network-rate: got 50 GB/s, must be left out where num_nodes is 1"],
     ),
-    ("new run --model dbrx --cluster h100_8x_ndr", ["--nodes", "required"]),
+    ("new run --model dbrx --cluster h100_8x_ndr", ["--nodes", "--world-size"]),
     (f"{NEW_RUN} --nodes 600", ["--nodes", "got 600", "at most 512"]),
     (f"{NEW_RUN} --nodes 8 --ep 3", ["layout", "multiple of etp * ep * pp (3)"]),
     (f"{NEW_RUN} --nodes 1", ["no (tp, ep, etp) fits DBRX"]),
