@@ -214,9 +214,9 @@ def _hosts(parsed: argparse.Namespace) -> tuple[int, int]:
     Raises:
         ValueError: neither --nodes nor --world-size is given, or the ranks fill no whole hosts.
     """
-    from monta_megatron.tools.plan.request import cluster_with_rate
+    from monta_megatron.planner.cluster_file import load_cluster
 
-    of_cluster = cluster_with_rate(parsed.cluster, None).ranks_per_node
+    of_cluster = load_cluster(parsed.cluster).ranks_per_node
     ranks_per_node = parsed.ranks_per_node or of_cluster
     if parsed.nodes is not None or parsed.ranks_per_node is None:
         world_size = planning.world_size_of(parsed, lambda: of_cluster)

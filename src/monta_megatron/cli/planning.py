@@ -175,17 +175,16 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
         ValueError: a file or flag is wrong, or the layout does not fit.
     """
     from monta_megatron.common.progress import show_progress
+    from monta_megatron.planner.cluster_file import load_cluster
     from monta_megatron.tools.plan.plan_request import PlanRequest
-    from monta_megatron.tools.plan.request import cluster_with_rate, read_inputs
+    from monta_megatron.tools.plan.request import read_inputs
 
     given = {
         entry.name: getattr(parsed, entry.name)
         for entry in fields(PlanRequest)
         if entry.name in parsed
     }
-    given["world_size"] = world_size_of(
-        parsed, lambda: cluster_with_rate(parsed.cluster, None).ranks_per_node
-    )
+    given["world_size"] = world_size_of(parsed, lambda: load_cluster(parsed.cluster).ranks_per_node)
     request = PlanRequest(**given)
     # A terminal shows progress, a log does not need it.
     progress = partial(show_progress, parsed.command, sys.stderr.isatty())
