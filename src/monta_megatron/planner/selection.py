@@ -5,7 +5,7 @@ schedule, add up the passes. The space is small, so all of it is searched.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from monta_megatron.chains import CHAINS
@@ -119,6 +119,7 @@ def select(
     margin: float = MARGIN,
     beside_bytes: Mapping[str, float] | None = None,
     beside_us: float = 0.0,
+    price: Callable[..., ChainPrice] = price_chain,
 ) -> Selection:
     """Choose a chain and a number of chunks.
 
@@ -133,6 +134,7 @@ def select(
         margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
         beside_bytes: chain -> what it takes beside its exchange, within the limit, if anything.
         beside_us: other work that runs beside the exchange, in all passes of the phase together.
+        price: `price_chain`, or one that remembers what it has priced.
 
     Raises:
         ValueError: no chain can run, or keeps to the limit.
@@ -146,8 +148,8 @@ def select(
             incompatible[chain.name] = reason
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            price = price_chain(workload, cluster, chain, chunks, phase, num_counts, beside_us)
-            prices.append(replace(price, beside_bytes=(beside_bytes or {}).get(chain.name, 0.0)))
+            priced = price(workload, cluster, chain, chunks, phase, num_counts, beside_us)
+            prices.append(replace(priced, beside_bytes=(beside_bytes or {}).get(chain.name, 0.0)))
     if workload.experts is not None:
         from monta_megatron.planner.layer_price import with_experts
 

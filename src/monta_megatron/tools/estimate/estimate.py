@@ -1,6 +1,6 @@
 """A run's iteration with stock's exchange, with the planner's, and with other choices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import yaml
 from monta_megatron.chains import CHAINS
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_of
+from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.flex import BACKENDS
@@ -207,8 +208,20 @@ def _run_of_model(request: EstimateRequest) -> tuple[str, Merged]:
     return request.model, resolve_run(config, request.model, request.words)[1]
 
 
-def estimate_run(run: EstimatedRun, request: EstimateRequest) -> Estimate:
+def estimate_run(
+    run: EstimatedRun,
+    request: EstimateRequest,
+    *,
+    price: Callable[..., ChainPrice] = price_chain,
+    with_ends: bool = True,
+) -> Estimate:
     """Predict the iteration of a run that was read; flags go before what it says.
+
+    Args:
+        run: what was read for the request.
+        request: what is asked.
+        price: as in `planner.selection.select`.
+        with_ends: also predict by both ends of what the cluster states.
 
     Raises:
         ValueError: one line that names the file or flag, the value and the rule.
@@ -229,7 +242,7 @@ def estimate_run(run: EstimatedRun, request: EstimateRequest) -> Estimate:
     # Step 2: the planner's choice in the memory that is left.
     planned = _planner_model(config, settings, file)
     plan, workload, memory = _plan(
-        planned, settings, cluster, arguments, config, file, request.ignore_memory
+        planned, settings, cluster, arguments, config, file, request.ignore_memory, price
     )
 
     # Step 3: an iteration with each.
@@ -266,7 +279,7 @@ def estimate_run(run: EstimatedRun, request: EstimateRequest) -> Estimate:
         plan=plan,
         memory=memory,
         iterations=iterations_on(cluster),
-        ends=tuple(map(iterations_on, cluster.ends or ())),
+        ends=tuple(map(iterations_on, (with_ends and cluster.ends) or ())),
         num_iterations=None if iters is None else iters.read(SIZE),
         notes=(*notes, *planned.notes),
     )
@@ -315,6 +328,7 @@ def _plan(
     config: RunConfig,
     file: str,
     ignore_memory: bool,
+    price: Callable[..., ChainPrice],
 ) -> tuple[Plan, Workload, TrainingMemory]:
     layout = settings.layout
     workloads = workloads_of(model, layout, cluster.ranks_per_node)
@@ -328,7 +342,9 @@ def _plan(
         held=held_state(arguments, held_layout),
         ignore_memory=ignore_memory,
     )
-    return plan_within_memory(workloads, cluster, memory, where=f"{file}: layout", or_least=True)
+    return plan_within_memory(
+        workloads, cluster, memory, where=f"{file}: layout", or_least=True, price=price
+    )
 
 
 def _overlapped(settings: TrainingSettings) -> tuple[TrainingSettings, list[str]]:

@@ -4,10 +4,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.tables import table
+from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.model import load_model, with_batch
 from monta_megatron.tools.estimate.estimate import (
@@ -69,6 +71,8 @@ def rank_by_iteration(
     batch = MICRO_BATCHES_PER_STAGE * model.micro_batch_size * max(world_size // cp, 1)
     sizes = {"world_size": world_size, "cp": cp, "global_batch_size": batch, **given}
     estimates, run = list[Estimate](), None
+    # Layouts that differ in their pipeline alone have the same exchange.
+    price = lru_cache(maxsize=None)(price_chain)
     reason = f"none of them divides {world_size} ranks and {model.num_experts} experts"
     with progress() as shown:
         shown.phase("layouts", len(layouts))
@@ -79,7 +83,7 @@ def rank_by_iteration(
             )
             try:
                 run = run or read_estimated_run(replace(of_layout, ignore_memory=True))
-                estimates.append(estimate_run(run, of_layout))
+                estimates.append(estimate_run(run, of_layout, price=price, with_ends=False))
             except ValueError as error:
                 # It does not fit; others may.
                 reason = str(error)
