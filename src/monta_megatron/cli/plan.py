@@ -79,11 +79,10 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the plan, or the ranking."""
     from monta_megatron.common import strict_yaml
     from monta_megatron.planner.flex import predict_flex
-    from monta_megatron.planner.selection import MARGIN, NUM_CHUNKS
+    from monta_megatron.planner.selection import MARGIN
     from monta_megatron.tools.plan.benefit import benefit_of_plan
     from monta_megatron.tools.plan.program_table import program_lines, program_of
     from monta_megatron.tools.plan.report import (
-        candidate_of,
         layout_lines,
         note_lines,
         plan_lines,
@@ -91,7 +90,7 @@ def run(parsed: argparse.Namespace) -> int:
         rate_lines,
         standing_lines,
     )
-    from monta_megatron.tools.plan.request import plan_request
+    from monta_megatron.tools.plan.request import candidate_of, plan_request
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
         raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
@@ -109,11 +108,11 @@ def run(parsed: argparse.Namespace) -> int:
         "margin": MARGIN if parsed.margin is None else parsed.margin,
     }
     request, inputs = planning.read(parsed, **settings)
-    chunks = sorted({*NUM_CHUNKS, *([] if parsed.num_chunks is None else [parsed.num_chunks])})
-    plan, workload, memory = plan_request(
-        request, inputs, beside_us=parsed.beside_us, num_chunks=chunks, **settings
-    )
-    asked = None if parsed.chain is None else candidate_of(plan, parsed.chain, parsed.num_chunks)
+    beside = {"beside_us": parsed.beside_us}
+    plan, workload, memory = plan_request(request, inputs, **beside, **settings)
+    asked = None
+    if parsed.chain is not None:
+        asked = candidate_of(request, inputs, plan, parsed.chain, parsed.num_chunks, **beside)
     benefit = benefit_of_plan(request, inputs, plan)
     # The other dispatchers have no price with their experts.
     flex = [] if request.overlap_experts else predict_flex(workload, inputs.cluster, request.phase)

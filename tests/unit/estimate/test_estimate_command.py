@@ -72,6 +72,31 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_layouts_by_their_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is the estimate of its layout, and the exchange alone would rank them otherwise."""
+    words = ["estimate", "--model", "mixtral_8x7b", "--cluster", "h100_8x_ndr"]
+    words += ["--nodes", "2", "--pp", "2"]
+    assert main([*words, "--json"]) == 0
+    ranking = json.loads(capsys.readouterr().out)
+    times = [row["iteration_ms"] for row in ranking]
+    assert times == sorted(times) and len(times) > 10
+    for row in ranking:
+        parts = row["parts_ms"]
+        assert parts["attention (GQA)"] > 0
+        assert sum(parts.values()) - parts["exchange, hidden"] == pytest.approx(row["iteration_ms"])
+    ranks = [row["exchange_rank"] for row in ranking]
+    assert ranks != sorted(ranks) and min(ranks) == 1
+    sizes = [text for name in ("tp", "ep", "etp") for text in (f"--{name}", ranking[0][name])]
+    # Four micro-batches of a sequence fill each stage of a pipeline over 16 ranks.
+    named = [*words, *map(str, sizes), "--global-batch-size", "64"]
+    assert main([*named, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["iteration_ms"]["monta"] == pytest.approx(times[0])
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("\n") > min(len(ranking), 20)
+
+
 def test_where_nothing_is_gained_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Two of 8 experts for each token, inside one node."""
     words = ["--world-size", "8", "--ep", "8", "--pp", "1", "--ignore-memory"]

@@ -89,6 +89,37 @@ def test_a_batch_has_to_be_shared_evenly(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
+def test_why_not_this_chain(capsys: pytest.CaptureFixture[str]) -> None:
+    """Asking does not change the choice, nor do 16 chunks, which are no candidate."""
+
+    def plan(*flags: str) -> dict[str, Any]:
+        assert main(["plan", *QWEN, "--json", *flags]) == 0
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
+
+    plain = plan()
+    for flags, chunks in (([], 2), (["--num-chunks", "4"], 4), (["--num-chunks", "16"], 16)):
+        shown = plan("--chain", "HIERARCHICAL-alltoall", *flags)
+        asked = shown.pop("asked")
+        assert shown == plain
+        assert (asked["chain"], asked["num_chunks"]) == ("hierarchical_alltoall", chunks)
+        assert (asked["rejected"] is None) == (chunks == 2)
+        assert (asked in plain["candidates"]) == (chunks != 16)
+    # The text begins with it.
+    assert main(["plan", *QWEN, "--chain", "alltoall"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[2].startswith("alltoall in 1 chunk: ")
+    assert "2.11 times the choice's" in text
+
+
+def test_a_ranking_names_the_command_of_the_iteration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = output(capsys)
+    assert "Ranked by the exchange alone." in text
+    assert f"\n  monta estimate {' '.join((*MIXTRAL, *A800))} --world-size 16\n" in text
+
+
 def test_json_without_a_layout_has_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(output(capsys, "--json"))
     layouts = document["layouts"]

@@ -136,24 +136,6 @@ def ranked_by_lines(command: str) -> list[str]:
     return ["", *_wrapped(text), f"  {command}"]
 
 
-def candidate_of(plan: Plan, chain: str, num_chunks: int | None) -> Candidate:
-    """A candidate of a plan: in so many chunks, or in the number that is best for the chain.
-
-    Raises:
-        ValueError: the chain does not run in so many chunks.
-    """
-    of_chain = [entry for entry in shown_candidates(plan) if entry.chain == chain]
-    if num_chunks is not None and of_chain[0].predicted_us is not None:
-        of_chain = [
-            entry
-            for entry in plan.candidates
-            if entry.chain == chain and entry.num_chunks == num_chunks
-        ]
-    if not of_chain:
-        raise ValueError(f"--num-chunks: got {num_chunks}, must be 1 for the serial chain {chain}")
-    return of_chain[0]
-
-
 def standing_lines(plan: Plan, entry: Candidate) -> list[str]:
     """Where one candidate stands beside the choice."""
     if entry.predicted_us is None or plan.predicted_us is None:

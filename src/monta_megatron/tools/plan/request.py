@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.chains.communicators import Ctas
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.wire_format import quantized_passes
@@ -21,7 +22,7 @@ from monta_megatron.planner.model import Model, load_model, with_batch
 from monta_megatron.planner.model_workload import uniform_routing, with_experts, workloads_of
 from monta_megatron.planner.named_routing import expected_routing, skewed_routing
 from monta_megatron.planner.network_rate import with_inter_rate
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.plan import Candidate, Plan
 from monta_megatron.planner.ranges import with_ranges
 from monta_megatron.planner.router_trace import traced_routing
 from monta_megatron.planner.routing import Routing
@@ -163,6 +164,47 @@ def plan_request(
     )
     plan = with_ranges(plan, workload, cluster)
     return replace(plan, notes=(*plan.notes, *model.notes)), workload, memory
+
+
+def candidate_of(
+    request: PlanRequest,
+    inputs: PlanInputs,
+    plan: Plan,
+    chain: str,
+    num_chunks: int | None,
+    **settings: Any,
+) -> Candidate:
+    """A candidate of a plan, in so many chunks or in the number that is best for the chain.
+
+    A number of chunks that the planner did not consider is priced beside the plan, which stays.
+
+    Args:
+        request, inputs: what was planned.
+        plan: what came of it.
+        chain: key of `chains.CHAINS`.
+        num_chunks: None for the best.
+        settings: arguments of `planner.selection.select`, without limits.
+
+    Raises:
+        ValueError: the chain does not run in so many chunks.
+    """
+    of_chain = [entry for entry in plan.candidates if entry.chain == chain]
+    runs = of_chain[0].predicted_us is not None
+    if runs and num_chunks is not None:
+        if CHAINS[chain].serial and num_chunks != 1:
+            raise ValueError(
+                f"--num-chunks: got {num_chunks}, must be 1 for the serial chain {chain}"
+            )
+        of_chain = [entry for entry in of_chain if entry.num_chunks == num_chunks]
+    if not of_chain:
+        considered = {entry.num_chunks for entry in plan.candidates if entry.num_chunks}
+        anyway = replace(request, ignore_memory=True)
+        settings |= {"chains": (chain,), "num_chunks": (num_chunks,)}
+        alone = plan_request(anyway, inputs, **settings)[0]
+        reason = f"the planner considers {', '.join(map(str, sorted(considered)))} chunks"
+        of_chain = [replace(alone.candidates[0], rejected=reason)]
+    # The choice, else the fastest of those that are not the same as another chain.
+    return min(of_chain, key=lambda entry: (entry.rejected is not None, entry.same_as is not None))
 
 
 def _workloads(
