@@ -156,10 +156,14 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _estimate_command(parsed: argparse.Namespace, inputs: "PlanInputs") -> str:
-    """The command that ranks the same layouts by their whole iteration."""
-    words = ["monta", "estimate", "--model", parsed.model, "--cluster", parsed.cluster]
-    return command_line([*words, "--world-size", str(inputs.layout.world_size)])
+def _estimate_command(parsed: argparse.Namespace, inputs: "PlanInputs") -> list[str]:
+    """The command that ranks the same layouts by their whole iteration, and its flags."""
+    flags = {
+        "--model": parsed.model,
+        "--cluster": parsed.cluster,
+        "--world-size": str(inputs.layout.world_size),
+    }
+    return ["monta estimate", *map(command_line, flags.items())]
 
 
 def _collaboration(routing: str, inputs: "PlanInputs") -> tuple[Any, list[str]] | None:

@@ -117,6 +117,7 @@ def test_a_ranking_names_the_command_of_the_iteration(
 ) -> None:
     text = output(capsys)
     assert "Ranked by the exchange alone." in text
+    text = text.replace(" \\\n     ", "")
     assert f"\n  monta estimate {' '.join((*MIXTRAL, *A800))} --world-size 16\n" in text
 
 

@@ -127,13 +127,17 @@ def layout_lines(
     ]
 
 
-def ranked_by_lines(command: str) -> list[str]:
-    """What a ranking by the exchange leaves out, and the command that ranks by the iteration."""
+def ranked_by_lines(command: Sequence[str]) -> list[str]:
+    """What a ranking by the exchange leaves out, and the command that ranks by the iteration.
+
+    Args:
+        command: the command, and each flag with its value; a line for each.
+    """
     text = (
         "Ranked by the exchange alone. Attention, pipeline bubble and recompute differ between "
         "layouts too; ranked by the whole iteration:"
     )
-    return ["", *_wrapped(text), f"  {command}"]
+    return ["", *_wrapped(text), "  " + " \\\n      ".join(command)]
 
 
 def standing_lines(plan: Plan, entry: Candidate) -> list[str]:
