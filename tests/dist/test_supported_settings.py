@@ -147,7 +147,7 @@ def test_batch_invariant_sums_with_expert_tensor_parallelism(pools: Pools) -> No
     pools[4].run(compare_batch_invariant, case, 3)
 
 
-def test_chains_that_add_in_another_order_are_refused_in_batch_invariant_mode(
+def test_batch_invariant_mode_refuses_other_orders_of_sums(
     pools: Pools,
 ) -> None:
     needs_batch_invariant_sums(pools)

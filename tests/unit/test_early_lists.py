@@ -31,9 +31,7 @@ def exchange(width: int) -> Any:
 # Fewer than the widest list of this rank has, as many, and more, as where another rank's is wider.
 @pytest.mark.parametrize("width", (1, 2, 3))
 @pytest.mark.parametrize("expected_width", (1, 2, 3))
-def test_lists_have_the_width_of_the_counts_whatever_was_expected(
-    expected_width: int, width: int
-) -> None:
+def test_lists_have_the_width_of_the_counts(expected_width: int, width: int) -> None:
     made = dispatcher(expected_width)
     WHOLE_TOKENS.begin(made, PROBS)
     assert made.early_lists is not None

@@ -178,7 +178,7 @@ def test_a_wrapper_around_a_group_of_a_device_alone() -> None:
         assert timeout_of(like) == limit
 
 
-def test_groups_that_were_closed_are_made_again_under_another_name() -> None:
+def test_closed_groups_are_made_again_under_another_name() -> None:
     names = []
     with one_rank() as megatron_groups:
         for close in (close_groups, dist.destroy_process_group, close_groups):

@@ -112,7 +112,7 @@ def test_a_dispatch_waits_for_its_counts_and_a_combine_does_not() -> None:
     assert totals(price(COMBINE, 5, 3)) == [8]
 
 
-def test_the_host_is_ahead_of_backward_passes_that_take_the_device_longer() -> None:
+def test_the_host_is_ahead_of_long_backward_passes() -> None:
     """10 + 2 us on the device and 3 + 3 of the host: 12 us a layer, whichever pass is short."""
     passes = price(COMBINE_BACKWARD, 10, 3), price(DISPATCH_BACKWARD, 2, 3)
     assert totals(*passes) == [10, 2]
@@ -158,7 +158,7 @@ def test_prices_of_cpu_ranks_are_those_of_passes_one_by_one(chain: str) -> None:
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_price_lies_between_those_of_an_instant_host_and_of_none_ahead(chain: str) -> None:
+def test_a_price_lies_between_an_instant_host_and_none_ahead(chain: str) -> None:
     cluster = preset("h100_8x_ndr")
     num_chunks = 1 if CHAINS[chain].serial else 4
     led, instant = (

@@ -96,8 +96,8 @@ def _savings(of: Estimate) -> list[str]:
         for name in COLUMNS
         if name != STOCK
     ]
-    columns = ["predicted saving", ">of alltoall", ">GPU-h, 1,000"]
-    columns += [] if num is None else [f">{num:,}"]
+    columns = ["predicted saving", ">of alltoall", ">GPU-h of 1,000"]
+    columns += [] if num is None else [f">of {num:,}"]
     lines = [table(columns, rows)]
     if max(of.saving_pct(CHOSEN), of.saving_pct(PIPELINED)) < LEAST_SAVING_PCT:
         lines.append(

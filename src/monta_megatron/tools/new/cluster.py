@@ -214,9 +214,9 @@ def _link(
     link: dict[str, Any] = {"resource": resource, "alpha_us": published.alpha_us}
     link |= {} if rate is None else {"rate": rate}
     if rate == str(published.rate):
-        ends = {"conservative_rate": published.conservative_rate}
-        ends["optimistic_rate"] = published.optimistic_rate
-        link |= {name: str(end) for name, end in ends.items() if end is not None}
+        names = ("conservative_rate", "optimistic_rate", "rate_of_cta")
+        rates = {name: getattr(published, name) for name in names}
+        link |= {name: str(one) for name, one in rates.items() if one is not None}
     return {**link, "kind": "datasheet", "source": source}, remark
 
 
