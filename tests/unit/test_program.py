@@ -135,13 +135,13 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
 
 
 def test_long_sequences_hold_a_window_of_chunks() -> None:
-    """131,072 tokens per rank, Qwen3-235B at EP 16 on two nodes."""
+    """131,072 tokens per rank, Qwen3-235B at EP 16 on two nodes, by PyTorch's operations."""
     model = strict_yaml.load(Model, CONFIGS / "models/qwen3_235b_a22b.yaml")
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters/h100_8x_ndr.yaml")
     (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
     workload = workload_of_model(model, place, 131_072)
 
-    found = plan(workload, cluster)
+    found = plan(workload, cluster.with_kernels(False))
     held = {(each.chain, each.num_chunks): each.peak_bytes or 0.0 for each in found.candidates}
     # 17.2 GB: the pairs as they arrive, and in expert order.
     assert held["alltoall", 1] == pytest.approx(2 * 8 * 131_072 * 8192, rel=0.01)
