@@ -49,6 +49,8 @@ def main() -> int:
     )
     parser.add_argument("--log", type=Path, help="folder for what the ranks print")
     arguments = parser.parse_args()
+    # The ranks are a session of their own, which does not end with this process by itself.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     suite = arguments.checkout / SUITE
     files = arguments.files or sorted(path.name for path in suite.glob("test_*.py"))
     missing = [name for name in files if not (suite / name).is_file()]
@@ -195,15 +197,17 @@ class Run:
     def _wait(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         """Wait until all ranks are done, or no test has ended for too long; then end them."""
         seen, deadline = 0, time.monotonic() + START_LIMIT_S
-        while process.poll() is None and time.monotonic() < deadline:
-            if len(list(folder.glob("*.done"))) == self._ranks:
-                break
-            size = sum(path.stat().st_size for path in folder.glob("*.jsonl"))
-            if size != seen:
-                seen, deadline = size, time.monotonic() + self._limit_s
-            time.sleep(0.2)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                if len(list(folder.glob("*.done"))) == self._ranks:
+                    break
+                size = sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+                if size != seen:
+                    seen, deadline = size, time.monotonic() + self._limit_s
+                time.sleep(0.2)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
