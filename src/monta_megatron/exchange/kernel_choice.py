@@ -2,12 +2,19 @@
 
 from functools import cache
 
+import torch
 import torch.distributed as dist
 
 from monta_megatron.common.rules import require
 from monta_megatron.exchange.groups import gather_objects
 
 OPTION = "moe_monta_kernels"
+
+
+def device_type() -> str:
+    """The type of the ranks' devices: "cuda", or "cpu" where CPU ranks stand in for GPUs."""
+    # CPU ranks say that CUDA is there.
+    return "cuda" if torch.accelerator.is_available() else "cpu"
 
 
 @cache

@@ -13,7 +13,7 @@ from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.quantities import bytes_of_gb, counted
 from monta_megatron.exchange.groups import nccl_settings
-from monta_megatron.exchange.kernel_choice import is_fused
+from monta_megatron.exchange.kernel_choice import device_type, is_fused
 from monta_megatron.integration.agreement import agree
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.planner.chain_policy import (
@@ -39,8 +39,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         ValueError: the chain cannot run here, or a plan is for another layout.
     """
     chain, num_chunks, reason = options.named_chain, options.num_chunks, "as asked for"
-    # CPU ranks say that CUDA is there.
-    fused = is_fused(options.kernels, "cuda" if torch.accelerator.is_available() else "cpu")
+    fused = is_fused(options.kernels, device_type())
     if options.plan is not None:
         from monta_megatron.planner.plan import exchange_of
 

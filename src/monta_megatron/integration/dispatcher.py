@@ -37,7 +37,7 @@ from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
 from monta_megatron.exchange.groups import are_open, peer_groups
-from monta_megatron.exchange.kernel_choice import agreed_kernels
+from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.agreement import on_every_exchange
@@ -436,8 +436,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation,
         # there has to be one. In both cases "auto" may choose only chains of permuted tokens.
         permuted_only = self.drop_and_pad or self.cuda_dtoh_point != "before_permutation_1"
-        device = "cuda" if torch.accelerator.is_available() else "cpu"
-        kernels, note = agreed_kernels(self.options.kernels, device, self.tp_ep_group)
+        kernels, note = agreed_kernels(self.options.kernels, device_type(), self.tp_ep_group)
         if note is not None:
             self._report(note)
         self.options = options = replace(self.options, kernels=kernels)
