@@ -5,6 +5,8 @@ Importing this package imports neither torch nor Megatron; `docs/python_api.md` 
 
 from typing import TYPE_CHECKING, Any
 
+from monta_megatron.common.version import __version__
+
 if TYPE_CHECKING:
     from monta_megatron.api import (
         forget_groups,
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
         timeline,
         with_monta,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "__version__",

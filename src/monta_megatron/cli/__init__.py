@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from monta_megatron import __version__
 from monta_megatron.cli import (
     bench,
     calibrate,
@@ -30,6 +29,7 @@ from monta_megatron.cli import (
 )
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import first_rank
+from monta_megatron.common.version import __version__
 
 COMMANDS = (
     bench,

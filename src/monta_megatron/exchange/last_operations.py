@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from monta_megatron import __version__
 from monta_megatron.chains.program import BoundProgram, Operation
 from monta_megatron.common.provenance import version_of
+from monta_megatron.common.version import __version__
 from monta_megatron.exchange.collectives import PeerGroup
 
 if TYPE_CHECKING:

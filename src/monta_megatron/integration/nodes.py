@@ -2,7 +2,6 @@
 
 import torch.distributed as dist
 
-from monta_megatron import __version__
 from monta_megatron.chains.nodes import (
     check_named_alike,
     consecutive_nodes,
@@ -12,6 +11,7 @@ from monta_megatron.chains.nodes import (
     number_nodes,
 )
 from monta_megatron.common.quantities import counted
+from monta_megatron.common.version import __version__
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.integration.agreement import check_same_rule
 from monta_megatron.integration.options import AUTO, Options

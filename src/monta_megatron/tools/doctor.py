@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from monta_megatron import __version__
 from monta_megatron.common import extras
 from monta_megatron.common.provenance import version_of
+from monta_megatron.common.version import __version__
 
 WITH_TRAINING = "pip install 'megatron-core[training]'"
 
