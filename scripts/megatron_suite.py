@@ -71,7 +71,9 @@ def main() -> int:
         ours: dict[str, str] = {}
         for name in files:
             began = time.monotonic()
-            theirs, mine = (runs[dispatcher].file(name) for dispatcher in (STOCK, OURS))
+            theirs = runs[STOCK].file(name)
+            # Without the text, the tests are the same: they run once.
+            mine = runs[OURS].file(name) if runs[OURS].is_swapped(name) else theirs
             passed = [test for test, outcome in theirs.items() if outcome == "passed"]
             kept = sum(mine.get(test) == "passed" for test in passed)
             print(
@@ -125,6 +127,11 @@ class Run:
             for quote in "\"'":
                 text = text.replace(f"{quote}{STOCK}{quote}", f"{quote}{dispatcher}{quote}")
             source.write_text(text)
+
+    def is_swapped(self, name: str) -> bool:
+        """Whether the tests of a file name the dispatcher."""
+        text = (self._folder / SUITE / name).read_text()
+        return any(f"{quote}{OURS}{quote}" in text for quote in "\"'")
 
     def file(self, name: str) -> dict[str, str]:
         """Run one file in as many rounds as it takes: test -> its outcome, by stock's names."""

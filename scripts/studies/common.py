@@ -10,7 +10,8 @@ from monta_megatron.common import presets
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import load_model, with_batch
+from monta_megatron.planner.model import with_batch
+from monta_megatron.planner.model_files import load_model
 from monta_megatron.planner.model_workload import workloads_of
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate.architecture import Architecture, architecture_of

@@ -11,7 +11,8 @@ from monta_megatron.planner.assumptions import Assumptions, assumptions_of
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.model import Model, load_model, with_batch
+from monta_megatron.planner.model import Model, with_batch
+from monta_megatron.planner.model_files import load_model
 from monta_megatron.planner.model_workload import workloads_of
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.selection import Selection, select

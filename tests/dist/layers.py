@@ -714,7 +714,7 @@ def many_steps(case: Case, num_chunks: int, num_steps: int) -> dict[str, list[fl
 
 def failure_of_step(case: Case, layer: Any) -> tuple[str, float]:
     """How a step fails that has lost a rank, and after how many seconds; "" if it does not."""
-    from monta_megatron.exchange.state import ExchangeError
+    from monta_megatron.exchange.errors import ExchangeError
 
     begin = time.monotonic()
     try:

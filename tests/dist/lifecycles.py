@@ -252,7 +252,7 @@ def restarted(case: Case, port: int) -> str:
     """
     from megatron.core import parallel_state
 
-    from monta_megatron.exchange.state import ExchangeError
+    from monta_megatron.exchange.errors import ExchangeError
 
     layer = build_layer(case, "monta")
     forward_backward(case, layer)

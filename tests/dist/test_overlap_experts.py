@@ -48,7 +48,7 @@ from monta_megatron.planner.chain_policy import ChainChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.experts import ExpertSizes, with_timer
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import load_model
+from monta_megatron.planner.model_files import load_model
 from monta_megatron.planner.model_workload import with_experts, workloads_of
 from monta_megatron.planner.search import plan
 

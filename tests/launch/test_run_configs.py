@@ -17,7 +17,8 @@ from preloaded import Preloaded
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.model_files import load_model
 from monta_megatron.planner.training_memory import state_bytes
 from monta_megatron.tools.launch.prepare import Run, prepare
 from monta_megatron.tools.launch.run_config import RunConfig

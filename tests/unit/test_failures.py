@@ -12,8 +12,7 @@ import monta_megatron
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import operations
 from monta_megatron.exchange.autograd import dispatch
-from monta_megatron.exchange.last_operations import versions
-from monta_megatron.exchange.state import ExchangeError
+from monta_megatron.exchange.errors import ExchangeError, versions
 from monta_megatron.exchange.streams import CudaStreams, Ready
 
 

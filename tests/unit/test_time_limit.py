@@ -17,9 +17,8 @@ from test_cuda_branch import ROW_INDICES, make_exchange, source_lanes
 
 from monta_megatron.chains.program import DISPATCH
 from monta_megatron.exchange import gathering, streams, time_limit
+from monta_megatron.exchange.errors import UNDER_WAY, versions
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.last_operations import versions
-from monta_megatron.exchange.state import State
 from monta_megatron.exchange.time_limit import TimeLimit
 
 LIMIT_S = 600.0
@@ -105,10 +104,12 @@ def test_what_has_not_ended_is_said_once(nccl: Nccl) -> None:
 
 @pytest.mark.usefixtures("no_thread")
 def test_nothing_is_said_or_held_of_passes_that_end(nccl: Nccl) -> None:
+    # A failed test may hold a pass of its own.
+    others = set(UNDER_WAY)
     for _ in range(3):
         nccl.run_pass("alltoall")
     # The host has gone on, and no handle is left that would hold its collective's outputs.
-    assert not nccl.works and not State.under_way
+    assert not nccl.works and set(UNDER_WAY) == others
     # One AllToAll each.
     assert len(nccl.time_limit.pending) == 3
     nccl.has_ended = [True] * 2 + [False]

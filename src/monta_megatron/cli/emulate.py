@@ -92,7 +92,7 @@ def run(parsed: argparse.Namespace) -> int:
             "CMD: `--` is missing, must be before it: monta emulate ... -- -m "
             + " ".join(parsed.without_dashes[:2])
         )
-    command = _checked_command(parsed.cmd, parsed.nodes * parsed.ranks_per_node)
+    command = _checked_command(parsed.cmd, parsed.nodes * parsed.ranks_per_node, parsed.parser)
     _check_open_files(parsed.nodes, parsed.ranks_per_node)
     cluster = EmulatedCluster(
         nodes=parsed.nodes,
@@ -116,12 +116,15 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _checked_command(words: list[str], num_ranks: int) -> list[str]:
+def _checked_command(
+    words: list[str], num_ranks: int, parser: argparse.ArgumentParser
+) -> list[str]:
     """What torchrun starts on every node, as far as it can be checked here.
 
     Args:
         words: what follows the flags.
         num_ranks: how many ranks run it.
+        parser: of `monta`.
 
     Raises:
         ValueError: it cannot start.
@@ -141,9 +144,7 @@ def _checked_command(words: list[str], num_ranks: int) -> list[str]:
         raise ValueError("CMD: got '-m' alone, must be followed by a module's name")
     module, *arguments = command[1:]
     if module in ("monta_megatron", "monta_megatron.cli"):
-        from monta_megatron.cli import build_parser
-
-        inner = build_parser().parse_args(arguments)
+        inner = parser.parse_args(arguments)
         if "check" in inner:
             inner.check(inner, num_ranks)
     elif not _is_module(module):

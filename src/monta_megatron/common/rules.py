@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,17 @@ def require(holds: bool, name: str, value: object, rule: str) -> None:
     """
     if not holds:
         raise ValueError(f"{name}: got {value}, must {rule}")
+
+
+class Unsupported(NamedTuple):
+    """A setting that is not supported.
+
+    Attributes:
+        setting: a field of TransformerConfig.
+        is_set: whether a configuration asks for it.
+        reason: why not, and what to do.
+    """
+
+    setting: str
+    is_set: Callable[[Any], bool]
+    reason: str

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from monta_megatron.exchange.state import ExchangeError
+from monta_megatron.exchange.errors import ExchangeError, passes_under_way
 
 
 class HostWait(NamedTuple):
@@ -56,8 +56,6 @@ def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        from monta_megatron.exchange.last_operations import passes_under_way
-
         raise ExchangeError(f"{wait} failed: {error}\n{passes_under_way()}") from error
     finally:
         host_waits.remove(wait)

@@ -6,8 +6,7 @@ Notation: W = most experts of any token.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar, NamedTuple
-from weakref import WeakSet
+from typing import NamedTuple
 
 import torch
 
@@ -15,16 +14,13 @@ from monta_megatron.chains.chain import BoundChain, Order, order_of_issue
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import COMBINE, Buffer, Operation, Pass, Policy, RowFormat
 from monta_megatron.chains.wire_format import SCALE_BYTES, quantized_bytes
+from monta_megatron.exchange import errors
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.copies import Parts
 from monta_megatron.exchange.indices import Indices
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.payload import Columns, payloads_of
 from monta_megatron.exchange.streams import Ready, streams_for
-
-
-class ExchangeError(RuntimeError):
-    """An exchange failed; the message names the place, the last operations and the versions."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +65,7 @@ class State:
     Attributes:
         exchange: what moves.
         bound: the program of the pass with this micro-batch's rows.
+        groups: the process group for every group name of the chain.
         streams: where operations are issued.
         indices: what the passes share.
         sum_dtype: dtype of the sums over copies of a row.
@@ -77,14 +74,13 @@ class State:
         works: by number of a collective, what was started; emptied where the host has waited.
     """
 
-    under_way: ClassVar[WeakSet["State"]] = WeakSet()
-
     def __init__(
         self, exchange: Exchange, pass_: Pass, columns: Columns, output: Columns | None = None
     ) -> None:
         rows, probs, device = columns.rows, columns.probs, columns.rows.device
         width = exchange.max_experts_per_token
         self.exchange = exchange
+        self.groups = exchange.groups
         self.streams = streams_for(device)
         self.sum_dtype = promoted(exchange.sum_dtype, rows.dtype)
         row = RowFormat(
@@ -124,7 +120,7 @@ class State:
         self._started: dict[int, Ready] = {}
         self.num_issued = 0
         self.works: dict[int, list[torch.distributed.Work]] = {}
-        State.under_way.add(self)
+        errors.UNDER_WAY.add(self)
 
     @property
     def pass_name(self) -> str:
@@ -212,7 +208,7 @@ class State:
     def group(self, operation: Operation) -> PeerGroup:
         """The group of a collective."""
         assert operation.group is not None, f"{operation.kind} is no collective"
-        return self.exchange.groups[operation.group]
+        return self.groups[operation.group]
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Let the current stream, or the host, wait for operations."""
@@ -234,15 +230,13 @@ class State:
         self.num_issued = operation.number + 1
         if works:
             self.works[operation.number] = works
-            self.streams.watch(self.bound, self.exchange.groups, operation, works)
+            self.streams.watch(self.bound, self.groups, operation, works)
         else:
             self._ended(operation)
 
-    def failure(self, operation: Operation, error: Exception) -> ExchangeError:
+    def failure(self, operation: Operation, error: Exception) -> errors.ExchangeError:
         """The error of an operation that failed; a copy may be waited for on a device."""
-        from monta_megatron.exchange.last_operations import failure_text
-
-        return ExchangeError(failure_text(self, operation, error))
+        return errors.failure(self, operation, error)
 
     def _ended(self, operation: Operation) -> None:
         """Let go of what is released at its last read; all else is held until the join."""

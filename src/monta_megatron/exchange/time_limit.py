@@ -26,7 +26,7 @@ from monta_megatron.chains.program import BoundProgram, Operation
 from monta_megatron.common.torch_private import result_of, timeout_of
 from monta_megatron.exchange import gathering
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.last_operations import last_operations, place_of, versions
+from monta_megatron.exchange.errors import last_operations, place_of, versions
 
 # As often as NCCL's watchdog: while it looks the host issues nothing, so little must have ended.
 LOOK_S = 0.1

@@ -9,9 +9,7 @@ from monta_megatron.chains import Chain
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.exchange.count_table import ExchangeCounts
 from monta_megatron.integration.agreement import agree
-from monta_megatron.integration.options import Options
-from monta_megatron.integration.reports import Report
-from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy, PlannedPolicy
+from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.pass_times import PassTimes
@@ -79,26 +77,3 @@ class Choices:
             # They agreed at construction: one has another configuration since, or another number
             # of iterations.
             agree(self.rule(), self.group)
-
-
-def choices_of(
-    policy: ChainPolicy,
-    rule: dict[str, Any],
-    group: dist.ProcessGroup,
-    replicas: dist.ProcessGroup | None,
-    options: Options,
-    report: Report,
-) -> Choices:
-    """What runs in the layers of one shape on an exchange; see `Iterations`.
-
-    Args:
-        policy, rule, group, replicas: see `Iterations`.
-        options: of a layer.
-        report: prints a message.
-    """
-    if not isinstance(policy, PlannedPolicy):
-        return Choices(policy, rule, group)
-    # A chain that is named, and not watched, needs nothing of it.
-    from monta_megatron.integration.iterations import iterations_of
-
-    return iterations_of(policy, rule, group, replicas, options, report)

@@ -42,7 +42,7 @@ from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.agreement import on_every_exchange
 from monta_megatron.integration.chain_policy import agreed_policy
-from monta_megatron.integration.choices import choices_of
+from monta_megatron.integration.choices import Choices
 from monta_megatron.integration.counts import (
     CapacityCounts,
     CountExchange,
@@ -60,7 +60,7 @@ from monta_megatron.integration.strategies import (
     fill_to_capacity,
 )
 from monta_megatron.integration.supported_settings import check_supported
-from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy
+from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy, PlannedPolicy
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.pipeline import Experts
@@ -129,9 +129,15 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 "moe_monta_watch_steps": self.options.watch_steps,
             },
         )
-        self._choices = choices_of(
-            self.chain_policy, rule, self.tp_ep_group, replicas, self.options, self._report
-        )
+        if isinstance(self.chain_policy, PlannedPolicy):
+            # A chain that is named, and not watched, needs nothing of it.
+            from monta_megatron.integration.iterations import iterations_of
+
+            self._choices: Choices = iterations_of(
+                self.chain_policy, rule, self.tp_ep_group, replicas, self.options, self._report
+            )
+        else:
+            self._choices = Choices(self.chain_policy, rule, self.tp_ep_group)
         if self.options.wire_dtype is not None:
             also = " and the gradients of their outputs" * self.options.wire_backward
             self._report(f"tokens{also} travel in eight bits: results differ from alltoall's")

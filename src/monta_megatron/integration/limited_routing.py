@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.integration.supported_settings import Unsupported
+from monta_megatron.common.rules import Unsupported
 
 # Option -> what it counts.
 PLACES = {"max_nodes_per_token": "nodes", "max_ranks_per_token": "ranks"}

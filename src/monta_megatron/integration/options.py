@@ -357,10 +357,18 @@ class Options:
         )
         check("record_iteration", lambda _: "record" in given, "come with moe_monta_record")
         needs_costs = _is_auto(given) and "cluster" not in given
-        if needs_costs or "calibrate_seconds" in given:
-            from monta_megatron.integration.calibration_time import calibrate_seconds
-
-            given["calibrate_seconds"] = calibrate_seconds(source, needs_costs)
+        check(
+            "calibrate_seconds",
+            lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+            "be a number >= 0; 0 is off",
+        )
+        check(
+            "calibrate_seconds",
+            lambda value: value == 0 or needs_costs,
+            "be 0 or left out beside a cluster file, or where a flag or a plan names the chain",
+        )
+        if needs_costs:
+            given.setdefault("calibrate_seconds", _default_calibrate_s(source))
         tune_steps = given.setdefault(
             "tune_steps", _default_steps(source, given, DEFAULT_TUNE_STEPS)
         )
@@ -427,6 +435,14 @@ def _default_steps(source: object, given: Mapping[str, Any], steps: int) -> int:
     """Deterministic mode is to do the same in every run, which times never do."""
     is_off = getattr(source, "deterministic_mode", False) or given.get("overlap_experts")
     return steps if _is_auto(given) and not is_off else 0
+
+
+def _default_calibrate_s(source: object) -> float:
+    """Times differ between runs, and on CPU ranks, which share cores, between seconds."""
+    import torch
+
+    is_off = getattr(source, "deterministic_mode", False) or not torch.accelerator.is_available()
+    return 0.0 if is_off else DEFAULT_CALIBRATE_S
 
 
 def _is_auto(given: Mapping[str, Any]) -> bool:

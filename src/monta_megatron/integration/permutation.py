@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import moe_utils
 
 from monta_megatron.chains.calibration_tasks import NUM_EXPERTS, TOPK, Point
-from monta_megatron.exchange.calibration.operations import routing_map, rows_of
+from monta_megatron.exchange.calibration.memory_operations import routing_map, rows_of
 from monta_megatron.integration.strategies import KNOWS_ORDER
 
 

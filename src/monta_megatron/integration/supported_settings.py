@@ -5,9 +5,10 @@ nothing to do, or with the reason why it is an error when the configuration is m
 dropped unnoticed.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+
+from monta_megatron.common.rules import Unsupported
 
 _TESTS = "tests/dist/test_supported_settings.py::"
 
@@ -45,20 +46,6 @@ OUT_OF_REACH = {
     "use_megatron_fsdp": "gathers and frees weights, of which a dispatcher has none, around calls "
     "of modules; the 1F1B overlap schedule makes these calls in the order that it has with stock",
 }
-
-
-class Unsupported(NamedTuple):
-    """A setting that is not supported.
-
-    Attributes:
-        setting: a field of TransformerConfig.
-        is_set: whether a configuration asks for it.
-        reason: why not, and what to do.
-    """
-
-    setting: str
-    is_set: Callable[[Any], bool]
-    reason: str
 
 
 def _graphs_whole_exchange(config: Any) -> bool:

@@ -260,10 +260,10 @@ class Decision:
         """
         tuning = None
         if state.tuning is not None:
-            from monta_megatron.planner.tuning import Tuning
+            from monta_megatron.planner.tuning_state import resumed
 
             names = [chain.name for chain in self._policy.chains]
-            tuning = Tuning.from_state(state.tuning, self._num_tuning_steps, names)
+            tuning = resumed(state.tuning, self._num_tuning_steps, names)
         self.number, self._num_averaged = state.number, state.num_averaged
         if state.num_averaged:
             self._average = Traffic(

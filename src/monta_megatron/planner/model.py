@@ -5,7 +5,6 @@ Fields are named as Megatron-Core names them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from monta_megatron.common.dtypes import DTYPE_BYTES, Dtype
@@ -151,24 +150,6 @@ class Model:
         advice = f"; {', '.join(flags)} for others" if flags else ""
         training = f"how {self.name} is trained is not in its file, assumed: {values}{advice}"
         return (*self.taken, training)
-
-
-def load_model(path: str | Path) -> Model:
-    """Read a model file, a config.json of Hugging Face or its folder, or a preset by its name.
-
-    Raises:
-        ValueError: one line that names the file, the key, the value and the rule.
-    """
-    # `--help` reads the fields above, and needs nothing that reads a file.
-    from monta_megatron.common import presets, strict_yaml
-
-    file = presets.find("models", path)
-    if file.suffix.lower() != ".json":
-        return strict_yaml.load(Model, file)
-    from monta_megatron.common import strict_json
-    from monta_megatron.planner.huggingface import model_of_config
-
-    return model_of_config(strict_json.read(file), str(file))
 
 
 def with_batch(

@@ -30,7 +30,7 @@ since the last rank to arrive finds them there, as if the network had taken no t
 Notation: S = ranks of the exchange, P = passes of an iteration, of all micro-batches and layers.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import exp, inf, log
 from typing import Any
@@ -38,7 +38,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import FORWARD_BACKWARD, NOT_TIMED_US
 from monta_megatron.common.hashes import hash_of
 from monta_megatron.planner.chain_price import ChainPrice
@@ -227,38 +226,13 @@ class Tuning:
         return of_key[best_key(left_us, current, self._is_beside_work)]
 
     def state(self) -> dict[str, Any]:
-        """All that `from_state` needs, as plain JSON values."""
+        """The state, as plain JSON values; see `tuning_state.resumed`."""
         return {
             "num_steps": self.num_steps,
             "candidates": [asdict(candidate) for candidate in self.candidates],
             "steps": [asdict(step) for step in self.steps],
             "settled_us": None if self.settled_us is None else list(self.settled_us),
         }
-
-    @classmethod
-    def from_state(
-        cls, state: Any, num_steps: int, chains: Collection[str] = tuple(CHAINS)
-    ) -> "Tuning":
-        """Go on where `state` was taken; steps that had been started and not added run again.
-
-        Args:
-            state: maybe from a file.
-            num_steps: what it has to take here.
-            chains: what can run here.
-
-        Raises:
-            ValueError: it does not fit; names the key, the value and the rule.
-        """
-        # A training imports it only if it goes on.
-        from monta_megatron.planner.tuning_state import read_state
-
-        read = read_state(state, num_steps, chains)
-        return cls(
-            candidates=read.candidates,
-            num_steps=read.num_steps,
-            steps=list(read.steps),
-            settled_us=read.settled_us,
-        )
 
     @property
     def _is_beside_work(self) -> bool:

@@ -4,9 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.rules import PositiveInt, require
-from monta_megatron.planner.tuning import TuningStep
+from monta_megatron.planner.tuning import Tuning, TuningStep
 from monta_megatron.planner.tuning_candidates import TuningCandidate
 
 
@@ -33,11 +34,16 @@ class TuningState:
         require(fits, "settled_us", settled, f"be {num_candidates} integers >= 0")
 
 
-def read_state(state: Any, num_steps: int, chains: Collection[str]) -> TuningState:
-    """Check plain values; see `Tuning.from_state`.
+def resumed(state: Any, num_steps: int, chains: Collection[str] = tuple(CHAINS)) -> Tuning:
+    """A tuning that goes on from a state; steps that were started and not added run again.
+
+    Args:
+        state: of `Tuning.state`, maybe from a file.
+        num_steps: of the tuning here.
+        chains: that can run here.
 
     Raises:
-        ValueError: they do not fit; names the key, the value and the rule.
+        ValueError: it does not fit; names the key, the value and the rule.
     """
     read = strict_yaml.build(TuningState, state, "tuning")
     asked = f"be {num_steps}, the steps that are asked for"
@@ -45,4 +51,9 @@ def read_state(state: Any, num_steps: int, chains: Collection[str]) -> TuningSta
     for candidate in read.candidates:
         known = f"be one of {', '.join(chains)}, which can run here"
         require(candidate.chain in chains, "tuning: chain", repr(candidate.chain), known)
-    return read
+    return Tuning(
+        candidates=read.candidates,
+        num_steps=read.num_steps,
+        steps=list(read.steps),
+        settled_us=read.settled_us,
+    )

@@ -7,7 +7,7 @@ from clusters import preset, workload_of
 
 from monta_megatron.common.quantities import time_text
 from monta_megatron.planner.benefit import Benefit, Iteration, benefit_of
-from monta_megatron.planner.model import load_model
+from monta_megatron.planner.model_files import load_model
 from monta_megatron.planner.model_workload import iteration_of
 from monta_megatron.planner.search import plan_of
 from monta_megatron.planner.selection import select

@@ -16,6 +16,7 @@ from monta_megatron.planner.selection import select
 from monta_megatron.planner.tuning import LATE, Tuning, trimmed_mean
 from monta_megatron.planner.tuning_candidates import TuningCandidate, tuning_candidates
 from monta_megatron.planner.tuning_report import plan_of_tuning, plan_path, tuning_table
+from monta_megatron.planner.tuning_state import resumed
 
 H100 = preset("h100_8x_ndr")
 
@@ -179,7 +180,7 @@ def test_the_first_run_of_a_chain_does_not_count() -> None:
     # Other chunks of the same chain count at once; in a new process, nothing does.
     tune(tuning, [1000, 1200, 1100])
     assert [step.counts for step in tuning.steps[:7]] == [False, True, False, *[True] * 4]
-    again = Tuning.from_state({**tuning.state(), "steps": tuning.state()["steps"][:6]}, 12)
+    again = resumed({**tuning.state(), "steps": tuning.state()["steps"][:6]}, 12)
     tune(again, [1000, 1200, 1100])
     assert not again.steps[6].counts
 
@@ -231,7 +232,7 @@ def test_a_stored_tuning_goes_on(us: list[int], stopped_at: int) -> None:
             add(tuning, us[step - LATE])
         tuning.next()
     state = json.loads(json.dumps(tuning.state()))
-    ranks = [Tuning.from_state(state, 20) for _ in range(2)]
+    ranks = [resumed(state, 20) for _ in range(2)]
     assert ranks[0].state() == state
     # What was under way runs again, and every rank goes on alike.
     turns = [tune(each, [1000, 900, 800]) for each in ranks]
@@ -270,17 +271,17 @@ GOOD = {
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
-    assert json.loads(json.dumps(Tuning.from_state(GOOD, 4).state())) == GOOD
+    assert json.loads(json.dumps(resumed(GOOD, 4).state())) == GOOD
     with pytest.raises(ValueError, match=r"^tuning: ") as caught:
-        Tuning.from_state({**GOOD, **change}, 4)
+        resumed({**GOOD, **change}, 4)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_state_whose_chain_cannot_run_here_is_refused() -> None:
     with pytest.raises(ValueError, match=r"chain: got 'alltoall_dedup', must be one of alltoall,"):
-        Tuning.from_state(GOOD, 4, ["alltoall"])
+        resumed(GOOD, 4, ["alltoall"])
     with pytest.raises(ValueError, match=r"^tuning: got None"):
-        Tuning.from_state(None, 4)
+        resumed(None, 4)
 
 
 def test_replicas_settle_by_what_all_have_measured() -> None:
@@ -293,7 +294,7 @@ def test_replicas_settle_by_what_all_have_measured() -> None:
     for tuning in replicas:
         tuning.settle(summaries)
         assert (tuning.winner, tuning.measured_us) == (1, (1150, 1050))
-        assert Tuning.from_state(tuning.state(), 8).winner == 1
+        assert resumed(tuning.state(), 8).winner == 1
 
 
 def test_what_one_replica_has_not_measured_cannot_win() -> None:

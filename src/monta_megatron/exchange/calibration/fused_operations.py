@@ -10,7 +10,7 @@ import torch
 
 from monta_megatron.chains.calibration_tasks import NUM_COPIES, Point
 from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.exchange.calibration.operations import (
+from monta_megatron.exchange.calibration.memory_operations import (
     Prepare,
     drawn_lists,
     lists,

@@ -15,7 +15,7 @@ import torch
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.exchange import copies as torch_copies
-from monta_megatron.exchange import count_table, differences, routing_counts, wire
+from monta_megatron.exchange import count_table, errors, routing_counts, wire
 from monta_megatron.exchange.copies import Copies, Parts
 from monta_megatron.exchange.kernels import quantize
 from monta_megatron.exchange.kernels.count_routing import count_routing
@@ -135,7 +135,7 @@ def _difference(
         ours = actual[name]
         if values is None or ours is None:
             continue
-        if line := differences.first_difference(name, ours, values, "PyTorch's operations give"):
+        if line := errors.first_difference(name, ours, values, "PyTorch's operations give"):
             return line
     return ""
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from monta_megatron.chains.calibration_tasks import Point, Task
 from monta_megatron.common.dtypes import DTYPE_BYTES
-from monta_megatron.exchange.calibration.operations import Prepare, Start
+from monta_megatron.exchange.calibration.memory_operations import Prepare
+from monta_megatron.exchange.calibration.operations import Start
 from monta_megatron.exchange.calibration.timer import Timer
 from monta_megatron.planner.calibration.experts import expert_curve, expert_points
 from monta_megatron.planner.expert_curve import ExpertCurve

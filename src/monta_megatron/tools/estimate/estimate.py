@@ -15,7 +15,8 @@ from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.flex import BACKENDS
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model, load_model, with_batch
+from monta_megatron.planner.model import Model, with_batch
+from monta_megatron.planner.model_files import load_model
 from monta_megatron.planner.model_workload import workloads_of
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import (

@@ -11,7 +11,8 @@ from monta_megatron.common.progress import Progress
 from monta_megatron.common.tables import table
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.model import load_model, with_batch
+from monta_megatron.planner.model import with_batch
+from monta_megatron.planner.model_files import load_model
 from monta_megatron.tools.estimate.estimate import (
     CHOSEN,
     Estimate,

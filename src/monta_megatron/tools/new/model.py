@@ -5,7 +5,8 @@ from typing import Any
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.huggingface import ASSUMED, SEQ_LENGTH
-from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.model_files import load_model
 from monta_megatron.tools.new.template import Template, flags_of, make_template
 
 # Where a size is not given, another one is taken: the key, the key of the other, and why.

@@ -18,7 +18,8 @@ from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.imbalance_routing import imbalance_routing
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model, load_model, with_batch
+from monta_megatron.planner.model import Model, with_batch
+from monta_megatron.planner.model_files import load_model
 from monta_megatron.planner.model_workload import uniform_routing, with_experts, workloads_of
 from monta_megatron.planner.named_routing import expected_routing, skewed_routing
 from monta_megatron.planner.network_rate import with_inter_rate

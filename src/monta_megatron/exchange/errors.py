@@ -1,11 +1,12 @@
-"""What a rank says of its passes where an exchange fails, or comes to its time limit.
+"""Errors of an exchange, and the text of a rank's passes where one fails or is late.
 
 Every rank issues the same operations in the same order, so the numbers of two ranks compare: the
-rank with the lowest is behind, and the others wait for it. Imported where something is to be said.
+rank with the lowest is behind, and the others wait for it. Below all else that exchanges.
 """
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,23 +16,44 @@ from monta_megatron.common.provenance import version_of
 from monta_megatron.common.version import __version__
 from monta_megatron.exchange.collectives import PeerGroup
 
-if TYPE_CHECKING:
-    from monta_megatron.exchange.state import State
-
 Groups = Mapping[str, PeerGroup]
 
 
-def failure_text(state: "State", operation: Operation, error: Exception) -> str:
+class ExchangeError(RuntimeError):
+    """An exchange failed; the message names the place, the last operations and the versions."""
+
+
+class PassUnderWay(Protocol):
+    """A pass that has begun.
+
+    Attributes:
+        bound: its program with a micro-batch's rows.
+        groups: of its collectives.
+        num_issued: operations that were issued.
+        works: by number of a collective, its parts; empty once the host has waited.
+    """
+
+    bound: BoundProgram
+    groups: Groups
+    num_issued: int
+    works: dict[int, list[dist.Work]]
+
+
+# Passes of this process that are not over.
+UNDER_WAY: WeakSet[PassUnderWay] = WeakSet()
+
+
+def failure(one: PassUnderWay, operation: Operation, error: Exception) -> ExchangeError:
     """The error of an operation that failed when it was started or waited for."""
-    place = place_of(state.bound, state.exchange.groups, operation)
-    return f"{place} failed: {error}\n{_of_state(state, operation.number)}; {versions()}"
+    place = place_of(one.bound, one.groups, operation)
+    return ExchangeError(
+        f"{place} failed: {error}\n{_of_pass(one, operation.number)}; {versions()}"
+    )
 
 
 def passes_under_way() -> str:
-    """What an error says that belongs to no pass."""
-    from monta_megatron.exchange.state import State
-
-    passes = [f"{_pass(each.bound)}: {_of_state(each)}" for each in State.under_way]
+    """All passes under way, for an error that belongs to none of them."""
+    passes = [f"{_pass(each.bound)}: {_of_pass(each)}" for each in UNDER_WAY]
     return "; ".join([*(passes or ["no pass is under way"]), versions()])
 
 
@@ -70,6 +92,23 @@ def last_operations(
     return f"last started: {started}; last ended: {ended}"
 
 
+def first_difference(name: str, ours: torch.Tensor, theirs: torch.Tensor, whose: str) -> str:
+    """The first place, and both values there; "" if all are equal.
+
+    Args:
+        name: what the tensors are.
+        ours, theirs: of one shape.
+        whose: what the other value is said with, such as "stock's is".
+    """
+    places = (ours != theirs).nonzero()
+    if len(places) == 0:
+        return ""
+    first = tuple(places[0].tolist())
+    return (
+        f"{name} differs at {list(first)}: {ours[first].item():g}, {whose} {theirs[first].item():g}"
+    )
+
+
 def versions() -> str:
     """The versions of what exchanges; NCCL's where that is the backend."""
     found = [f"monta-megatron {__version__}"]
@@ -81,11 +120,11 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def _of_state(state: "State", *failed: int) -> str:
+def _of_pass(one: PassUnderWay, *failed: int) -> str:
     pending = {
-        number for number, works in state.works.items() if not all(map(_has_ended, works))
+        number for number, works in one.works.items() if not all(map(_has_ended, works))
     }.union(failed)
-    return last_operations(state.bound, state.exchange.groups, state.num_issued, pending)
+    return last_operations(one.bound, one.groups, one.num_issued, pending)
 
 
 def _has_ended(work: dist.Work) -> bool:
