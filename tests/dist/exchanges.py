@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, TypeVar
 from unittest import mock
 
+import reference
 import torch
 import torch.distributed as dist
 from equal import assert_equal, difference
@@ -24,7 +25,7 @@ from monta_megatron.chains import CHAINS, Counts, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.chains.wire_format import row_bytes
-from monta_megatron.exchange import reference, state
+from monta_megatron.exchange import state
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable

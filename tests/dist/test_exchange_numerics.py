@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import reference
 import torch
 from conftest import Pools
 from equal import assert_equal
@@ -27,7 +28,6 @@ from exchanges import (
 )
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.exchange import reference
 
 # (ep, etp, ranks per node), on 4 ranks; 3 leaves the nodes uneven.
 SHAPES = [
