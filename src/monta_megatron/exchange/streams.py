@@ -206,3 +206,14 @@ def _side_streams(
 def streams_for(device: torch.device) -> Streams:
     """The streams for a pass on the device that holds the rows."""
     return CudaStreams(device) if device.type == "cuda" else Streams()
+
+
+def device_of_ranks() -> torch.device:
+    """This rank's GPU; the CPU where CPU ranks stand in for GPUs."""
+    return torch.empty(0, device="cuda").device
+
+
+def gpu_name() -> str | None:
+    """Name of this rank's GPU by its driver; None on CPU ranks."""
+    # CPU ranks say that CUDA is there.
+    return torch.cuda.get_device_name() if torch.accelerator.is_available() else None

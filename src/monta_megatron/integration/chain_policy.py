@@ -57,7 +57,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         return FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason=reason)
     cluster = options.cluster
     if cluster is None:
-        from monta_megatron.integration.hardware import gpu_name
+        from monta_megatron.exchange.streams import gpu_name
         from monta_megatron.planner.uncalibrated import uncalibrated
 
         cluster = uncalibrated(layout, gpu_name())

@@ -9,17 +9,7 @@ import torch.distributed as dist
 
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.groups import gather_objects
-
-
-def device_of_ranks() -> torch.device:
-    """This rank's GPU; the CPU where CPU ranks stand in for GPUs."""
-    return torch.empty(0, device="cuda").device
-
-
-def gpu_name() -> str | None:
-    """What the driver calls this rank's GPU; None on CPU ranks."""
-    # CPU ranks say that CUDA is there.
-    return torch.cuda.get_device_name() if torch.accelerator.is_available() else None
+from monta_megatron.exchange.streams import gpu_name
 
 
 def hardware_name() -> str:

@@ -13,7 +13,7 @@ import torch
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.common.rules import Unsupported
-from monta_megatron.integration.hardware import gpu_name
+from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.planner.chain_policy import ChainChoice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Plan

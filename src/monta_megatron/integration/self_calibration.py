@@ -31,12 +31,11 @@ from monta_megatron.exchange.calibration.operations import starts_of
 from monta_megatron.exchange.calibration.timer import RUN_US, Timer
 from monta_megatron.exchange.groups import gather_objects, peer_groups
 from monta_megatron.exchange.kernel_choice import are_all_fused
+from monta_megatron.exchange.streams import device_of_ranks, gpu_name
 from monta_megatron.integration.hardware import (
     counts_to_host_us,
-    device_of_ranks,
     find_nics_per_node,
     find_ranks_per_core,
-    gpu_name,
     hardware_name,
 )
 from monta_megatron.integration.options import Options

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from monta_megatron.integration.hardware import device_of_ranks
+from monta_megatron.exchange.streams import device_of_ranks
 
 T = TypeVar("T")
 
