@@ -57,11 +57,11 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of `monta` with all sub-commands."""
     parser = Parser(prog="monta", description="Expert-parallel token dispatch for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"monta-megatron {__version__}")
-    # `monta emulate` reads a command of ours with it.
-    parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
+    # It checks a command of ours with it.
+    commands.choices["emulate"].set_defaults(parser=parser)
     return parser
 
 
