@@ -173,7 +173,25 @@ CASES = [
     ("new model --from dbrx --out nowhere/m.yaml", ["nowhere/m.yaml", "cannot be written"]),
     ("new cluster --gpu H99", ["--gpu", "'H99'", "H100"]),
     ("new cluster --network-rate 400", ["--network-rate", "'400'", "a rate with its unit"]),
-    (f"{NEW_CLUSTER} --network-rate 9TB/s", ["--network-rate: the network has 9,000", "bits"]),
+    (
+        f"{NEW_CLUSTER} --network-rate-reached 200GB/s",
+        [
+            "--network-rate-reached: the network has 200 GB/s (1,600 Gb/s) for each interface",
+            "bits",
+        ],
+    ),
+    (
+        f"{NEW_CLUSTER} --network-rate 200GBps",
+        ["--network-rate", "'200GBps'", "a rate with its unit"],
+    ),
+    (
+        f"{NEW_CLUSTER} --node-link-rate 900G",
+        ["--node-link-rate", "'900G'", "a rate with its unit"],
+    ),
+    (
+        f"{NEW_CLUSTER} --network-rate 200G --network-rate-reached 200G",
+        ["--network-rate", "not allowed"],
+    ),
     (
         "new cluster --gpu H100 --num-nodes 1 --ranks-per-node 8 --network-rate 400Gb/s",
         ["monta new: --network-rate: got 50 GB/s, must be left out where num_nodes is 1"],

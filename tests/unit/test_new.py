@@ -26,6 +26,7 @@ from monta_megatron.tools.new.hardware import Gpus, Interfaces
 
 SIZES = "--hidden-size 2048 --num-layers 24 --num-attention-heads 16 --num-experts 64"
 SIZES += " --moe-router-topk 6 --moe-ffn-hidden-size 1408 --num-parameters-billions 14.3"
+ON_PCIE, FOUR = ("A30", "L40S"), "--nics-per-node 4 --network-rate 200G"
 EIGHT = "--ranks-per-node 8 --nics-per-node 8 --network-rate 400Gb/s"
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "model": load_model,
@@ -36,7 +37,8 @@ WRITTEN = [
     *(f"model --from {name}" for name in CONFIGS),
     f"model {SIZES}",
     f"model {SIZES} --num-query-groups 4 --dtype fp16",
-    *(f"cluster --gpu {gpu} --num-nodes 4 {EIGHT}" for gpu in GPU_NAMES),
+    *(f"cluster --gpu {gpu} --num-nodes 4 {EIGHT}" for gpu in GPU_NAMES if gpu not in ON_PCIE),
+    *(f"cluster --gpu {gpu} --num-nodes 4 --ranks-per-node 8 {FOUR}" for gpu in ON_PCIE),
     f"cluster {EIGHT} --num-nodes 2 --node-link-rate 300GB/s --memory-rate 2TB/s",
     "cluster --gpu H100 --num-nodes 1 --ranks-per-node 8",
     "run --model mixtral_8x7b --cluster h100_8x_ndr --nodes 2",

@@ -1,6 +1,7 @@
 """`monta new`: a commented model, cluster or run file to begin with."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.common.field_texts import meanings
 from monta_megatron.common.flags import positive, printable, whole
+from monta_megatron.common.rules import require
 from monta_megatron.planner.model import Model
 
 if TYPE_CHECKING:
@@ -51,9 +53,17 @@ CLUSTER_SIZES: dict[str, tuple[Callable[[str], Any], str]] = {
     "nics-per-node": (whole(1), "network interfaces (default: the fastest ones found)"),
     "memory-gb-per-rank": (positive, "of a GPU, in 1e9 bytes (default: what is found)"),
 }
-# Flag -> the resource whose rate it is.
-CLUSTER_RATES = {"network": "inter", "node-link": "intra", "memory": "memory"}
-GPU_NAMES = ("A100", "A800", "GB200", "H100", "H200", "H800")
+# Flag -> the resource whose rate it is, and the flag's meaning.
+CLUSTER_RATES = {
+    "network-rate": ("inter", 'line rate of an interface, such as "400 Gb/s" or 400G'),
+    "network-rate-reached": ("inter", "rate of an interface that large messages reach, instead"),
+    "node-link-rate": ("intra", 'rate that large messages reach, such as "335 GB/s"'),
+    "memory-rate": ("memory", "rate that large copies reach, reads and writes together"),
+}
+GPU_NAMES = (
+    *("A100", "A30", "A800", "B200", "B300", "GB200"),
+    *("H100", "H20", "H200", "H800", "L40S"),
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -109,9 +119,10 @@ def _add_cluster(kinds: Any) -> None:
         # A cluster's nodes go by the name of a job's, too.
         also = ("--nodes",) if name == "num-nodes" else ()
         parser.add_argument(f"--{name}", *also, metavar="N", type=reader, help=text)
-    for name in CLUSTER_RATES:
-        parser.add_argument(
-            f"--{name}-rate", metavar="RATE", type=_rate, help='with its unit, such as "400 Gb/s"'
+    rates = parser.add_mutually_exclusive_group()
+    for name, (resource, meaning) in CLUSTER_RATES.items():
+        (rates if resource == "inter" else parser).add_argument(
+            f"--{name}", metavar="RATE", type=functools.partial(_rate, resource), help=meaning
         )
     _add_output(parser, _cluster)
 
@@ -186,11 +197,12 @@ def _cluster(parsed: argparse.Namespace) -> "Template":
     )
     rates: dict[Any, Rate] = {
         resource: Rate.from_text(text)
-        for name, resource in CLUSTER_RATES.items()
-        if (text := getattr(parsed, f"{name.replace('-', '_')}_rate")) is not None
+        for name, (resource, _) in CLUSTER_RATES.items()
+        if (text := getattr(parsed, name.replace("-", "_"))) is not None
     }
     names = ["name", *(name.replace("-", "_") for name in CLUSTER_SIZES)]
-    return cluster_template(machine, _given(parsed, names), rates, parsed.gpu)
+    is_line_rate = parsed.network_rate is not None
+    return cluster_template(machine, _given(parsed, names), rates, parsed.gpu, is_line_rate)
 
 
 def _run(parsed: argparse.Namespace) -> "Template":
@@ -245,12 +257,14 @@ def _reader(kind: Any) -> Callable[[str], Any] | None:
     return readers.get(kind, whole(1) if kind == int | None else None)
 
 
-def _rate(text: str) -> str:
-    """An argparse type: a rate with its unit."""
+def _rate(resource: str, text: str) -> str:
+    """An argparse type: a rate with its unit, which a network may leave out."""
     from monta_megatron.planner.rate import Rate
 
     try:
-        Rate.from_text(text)
+        rate = Rate.from_text(text)
+        has_unit = resource == "inter" or not rate.is_of_network
+        require(has_unit, "rate", repr(text), f"be {Rate.RULE}")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("rate: ")) from error
     return text

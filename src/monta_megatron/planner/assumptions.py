@@ -128,7 +128,10 @@ def assumptions_of(
     """
     of: dict[str, Assumption] = {}
     for entry in read_assumptions() if entries is None else entries:
-        if entry.where is None or entry.where == gpu or entry.where in cluster:
+        # The given GPU's own constant stays, whatever GPU the cluster's name holds.
+        is_settled = entry.name in of and of[entry.name].where == gpu
+        fits = entry.where is None or entry.where in cluster
+        if entry.where == gpu or (fits and not is_settled):
             of[entry.name] = entry
     for name, value in (changes or {}).items():
         if name not in of:

@@ -23,6 +23,8 @@ from monta_megatron.planner.host_costs import HostCosts
 from monta_megatron.planner.rate import Rate
 
 # If a cluster has no curve for an operation, this similar operation stands in for it.
+# 800 Gb/s, of the newest interfaces.
+FASTEST_NIC = Rate(100.0)
 STANDS_IN: dict[Operation, Operation] = {
     "sum": "copy",
     "find": "copy",
@@ -78,6 +80,8 @@ class Link:
     OLD_KEYS: ClassVar[dict[str, str]] = OLD_RATE
 
     def __post_init__(self) -> None:
+        if self.resource != "inter":
+            require(not self.rate.is_of_network, "rate", self.rate.in_both_units, f"be {Rate.RULE}")
         across = self.cross_rail_rate
         if across is not None:
             is_less = self.resource == "inter" and across.gbytes_per_s <= self.rate.gbytes_per_s
@@ -182,6 +186,8 @@ class Cluster:
         curves: one for each operation, resource and group size.
         contention: pairs that are not listed have factor 1, or 2 if both are the same resource.
         doubts: what the calibration found wanting in itself; every plan notes it.
+        nic_faster_than_800_gbit: whether an interface may have a higher rate, which is refused
+            otherwise: so far such numbers are bits.
         network_faster_than_node_link: whether a rank's share of the network may have a higher rate
             than its node link, which is refused otherwise: most such numbers are bits.
         rail_ctas, node_ctas: budgets of these communicators when the curves were measured; without
@@ -204,6 +210,7 @@ class Cluster:
     curves: tuple[Curve, ...] = ()
     contention: tuple[Contention, ...] = ()
     doubts: tuple[Text, ...] = ()
+    nic_faster_than_800_gbit: bool = False
     network_faster_than_node_link: bool = False
     calibrated_node: NodeSizes | None = None
     rail_ctas: PositiveInt | None = None
@@ -237,8 +244,15 @@ class Cluster:
             link.check_ends()
 
     def _check_network(self) -> None:
-        """Refuse a network link that gives each rank more than the node link does."""
+        """Refuse rates of the network that are probably bits taken for bytes."""
         network, node_link = self._links.get("inter"), self._links.get("intra")
+        fastest = math.inf if self.nic_faster_than_800_gbit else FASTEST_NIC.gbytes_per_s
+        if network is not None and network.rate.gbytes_per_s > fastest:
+            raise ValueError(
+                f"links: the network has {network.rate.in_both_units} for each interface, must be "
+                f"at most {FASTEST_NIC.in_both_units}; check bits and bytes, or write "
+                "nic_faster_than_800_gbit: true if it is so"
+            )
         if network is None or node_link is None or self.network_faster_than_node_link:
             return
         share = network.rate.times(self.nics_per_node / self.ranks_per_node)

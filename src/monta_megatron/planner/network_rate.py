@@ -27,6 +27,7 @@ def with_rate(cluster: Cluster, resource: Resource, rate_ratio: float) -> Cluste
         cluster,
         name=f"{cluster.name}, {RESOURCE_NAMES[resource]} x {rate_ratio:.3g}",
         # This is what the ratio is for.
+        nic_faster_than_800_gbit=True,
         network_faster_than_node_link=True,
         links=tuple(
             link.times(rate_ratio) if link.resource == resource else link for link in cluster.links

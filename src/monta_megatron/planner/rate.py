@@ -2,12 +2,13 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 # Decimal prefixes, as multiples of G.
 _PREFIXES = {"K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
-_RATE = re.compile(r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?) *([KMGT])([bB])/s", re.ASCII)
+# Gbit/s, Gbps and a mere G, as networks are sold, are bits; GBps would be anybody's guess.
+_RATE = re.compile(r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?) *([KMGT])(b/s|B/s|bit/s|bps|)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,11 @@ class Rate:
 
     Attributes:
         gbytes_per_s: 1e9 bytes per second.
+        is_of_network: its text had no unit ("200G"), which means bits for a network alone.
     """
 
     gbytes_per_s: float
+    is_of_network: bool = field(default=False, compare=False, repr=False)
 
     RULE: ClassVar[str] = (
         "a rate with its unit, such as 100 Gb/s (b for bits) or 12.5 GB/s (B for bytes); K, M, G "
@@ -31,7 +34,7 @@ class Rate:
 
     @classmethod
     def from_text(cls, text: str) -> "Rate":
-        """Read "100 Gb/s" or "12.5 GB/s".
+        """Read "100 Gb/s", "100 Gbit/s", "100 Gbps", "100G" or "12.5 GB/s".
 
         Raises:
             ValueError: the text is no number above 0 with such a unit.
@@ -40,7 +43,8 @@ class Rate:
         if match is None:
             raise ValueError(f"rate: got {text!r}, must be {cls.RULE}")
         number, prefix, unit = match.groups()
-        return cls(float(number) * _PREFIXES[prefix] / (8 if unit == "b" else 1))
+        gbytes_per_s = float(number) * _PREFIXES[prefix] / (1 if unit == "B/s" else 8)
+        return cls(gbytes_per_s, is_of_network=unit == "")
 
     def __str__(self) -> str:
         """The text that `from_text` reads back to an equal rate."""

@@ -24,7 +24,7 @@ def test_copies_of_occults_table(
     )
     monkeypatch.setattr(sys, "argv", ["clustered_traces.py", str(tmp_path)])
     clustered_traces.main()
-    assert main(f"new cluster {NODES} --network-rate 200Mb/s --out {cluster}".split()) == 0
+    assert main(f"new cluster {NODES} --network-rate-reached 200Mb/s --out {cluster}".split()) == 0
     flags = f"--model {model} --cluster {cluster}"
     words = f"place --trace {tmp_path}/trace {flags} --out {placement} --json".split()
     capsys.readouterr()

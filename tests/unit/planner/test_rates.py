@@ -9,7 +9,7 @@ from clusters import CONFIGS, link, preset, workload_of
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster import Cluster, Link
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.plan import Plan
@@ -32,6 +32,9 @@ A800 = preset("a800_2x8_ib200")
         ("1.6 Tb/s", 200.0),
         ("800 Kb/s", 1e-4),
         ("1e-3 GB/s", 1e-3),
+        ("200 Gbps", 25.0),
+        ("200 Gbit/s", 25.0),
+        ("200G", 25.0),
     ],
 )
 def test_bits_and_bytes(text: str, gbytes_per_s: float) -> None:
@@ -43,6 +46,30 @@ def test_bits_and_bytes(text: str, gbytes_per_s: float) -> None:
 @pytest.mark.parametrize("gbytes_per_s", [47.0, 0.03548355340483933, 1e-7, 1 / 3, 3350.0, 1e20])
 def test_a_rate_is_written_as_it_is_read(gbytes_per_s: float) -> None:
     assert Rate.from_text(str(Rate(gbytes_per_s))) == Rate(gbytes_per_s)
+
+
+def test_without_a_unit_a_rate_is_of_a_network() -> None:
+    inter, intra = (each for each in A800.links if each.resource != "memory")
+    assert replace(link_without_ends(inter), rate=Rate.from_text("200G")).rate == Rate(25.0)
+    with pytest.raises(ValueError, match=r"rate: got 112.5 GB/s .* must be a rate with its unit"):
+        replace(link_without_ends(intra), rate=Rate.from_text("900G"))
+
+
+def link_without_ends(one: Link) -> Link:
+    return replace(one, conservative_rate=None, optimistic_rate=None)
+
+
+def test_a_nic_above_800_gigabits_is_asked_for_twice() -> None:
+    links = tuple(
+        replace(link_without_ends(each), rate=Rate(200.0)) if each.resource == "inter" else each
+        for each in A800.links
+    )
+    # 4 interfaces for 8 ranks: each rank's share is below the node link's 200 GB/s.
+    with pytest.raises(
+        ValueError, match=r"200 GB/s \(1,600 Gb/s\) .* at most 100 GB/s \(800 Gb/s\)"
+    ):
+        replace(A800, links=links)
+    replace(A800, links=links, nic_faster_than_800_gbit=True)
 
 
 def test_100_gigabits_are_an_eighth_of_100_gigabytes(tmp_path: Path) -> None:

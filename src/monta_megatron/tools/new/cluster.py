@@ -6,7 +6,7 @@ from typing import Any
 
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster import FASTEST_NIC, Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.rate import Rate
 from monta_megatron.tools.new.hardware import Gpus, Interfaces
@@ -16,7 +16,11 @@ from monta_megatron.tools.new.template import Template, flags_of, make_template
 BASE = "h100_8x_ndr"
 GUESSED = "guessed: the published figure of this GPU"
 # Resource -> the flag of its rate.
-RATE_FLAGS = {"inter": "--network-rate", "intra": "--node-link-rate", "memory": "--memory-rate"}
+RATE_FLAGS = {
+    "inter": "--network-rate-reached",
+    "intra": "--node-link-rate",
+    "memory": "--memory-rate",
+}
 CALIBRATE = "`monta calibrate` on the cluster itself gives a better file."
 
 
@@ -37,6 +41,9 @@ class GpuFigures:
     joins_hosts: bool = False
 
 
+# No rate that was reached on these GPUs was found.
+OF_H100 = "times the 0.74 that an H100 reaches (nccl issue 1264)"
+OF_A100 = "times the 0.735 that an A100 PCIe reaches (preset a100_pcie_hdr)"
 GPUS = {
     "A100": GpuFigures(driver_name="A100-SXM4-80GB", preset="a100_hdr"),
     "A800": GpuFigures(driver_name="A800-SXM4-80GB", preset="a800_2x8_ib200"),
@@ -47,11 +54,39 @@ GPUS = {
         memory=(
             Rate(3550.0),
             141.0,
-            "HBM3e of the H200 SXM, 4800 GB/s (nvidia-h200-datasheet), times the 0.74 that an H100 "
-            "reaches (nccl issue 1264); none reached on it was found",
+            f"HBM3e of the H200 SXM, 4800 GB/s (nvidia-h200-datasheet), {OF_H100}",
         ),
     ),
     "H800": GpuFigures(driver_name="H800", preset="h800_8x_ndr"),
+    "H20": GpuFigures(
+        driver_name="H20",
+        preset=BASE,
+        memory=(Rate(2960.0), 96.0, f"HBM3 of the H20, 4000 GB/s as published, {OF_H100}"),
+    ),
+    "A30": GpuFigures(
+        driver_name="A30",
+        preset="a100_pcie_hdr",
+        memory=(Rate(686.0), 24.0, f"HBM2 of the A30, 933 GB/s (nvidia-a30-datasheet), {OF_A100}"),
+    ),
+    "L40S": GpuFigures(
+        driver_name="L40S",
+        preset="a100_pcie_hdr",
+        memory=(
+            Rate(635.0),
+            48.0,
+            f"GDDR6, 864 GB/s (nvidia-l40s-datasheet), {OF_A100}",
+        ),
+    ),
+    "B200": GpuFigures(
+        driver_name="B200",
+        preset="gb200_nvl72",
+        memory=(
+            Rate(5677.0),
+            180.0,
+            "HBM3e, 8 TB/s, of which a GB200 reaches 5677 GB/s",
+        ),
+    ),
+    "B300": GpuFigures(driver_name="B300 SXM6 AC", preset="b300_efa_p6"),
     "GB200": GpuFigures(driver_name="GB200", preset="gb200_nvl72", joins_hosts=True),
 }
 
@@ -76,6 +111,7 @@ def cluster_template(
     given: Mapping[str, Any],
     rates: Mapping[Resource, Rate],
     gpu: str | None = None,
+    is_line_rate: bool = False,
 ) -> Template:
     """The template of a cluster file.
 
@@ -84,6 +120,7 @@ def cluster_template(
         given: fields of `Cluster` that the user gives; they win.
         rates: rates that the user gives, by resource.
         gpu: key of `GPUS` whose figures are taken; None for the GPU that was found.
+        is_line_rate: whether the given rate of the network is an interface's own.
 
     Raises:
         ValueError: what is given does not go together.
@@ -92,6 +129,7 @@ def cluster_template(
     if gpu is not None and _figures_of(machine.gpus) is not figures:
         # Another GPU than the one that is meant: neither its memory nor its number holds.
         machine = replace(machine, gpus=None)
+    flags = RATE_FLAGS | ({"inter": "--network-rate"} if is_line_rate else {})
     values: dict[str, Any] = {}
     remarks: dict[str, str] = {}
     _fill_sizes(machine, figures, values, remarks)
@@ -115,14 +153,16 @@ def cluster_template(
     if values.get("num_nodes") == 1:
         if "inter" in rates:
             raise ValueError(
-                f"--network-rate: got {rates['inter']}, must be left out where num_nodes is 1; "
+                f"{flags['inter']}: got {rates['inter']}, must be left out where num_nodes is 1; "
                 "--num-nodes says how many there are"
             )
         resources = resources[1:]
         settled |= {"nics_per_node", "inter"}
     values["links"] = []
     for position, resource in enumerate(resources):
-        link, remark = _link(resource, base, figures, machine.interfaces, rates.get(resource))
+        link, remark = _link(
+            resource, base, figures, machine.interfaces, rates.get(resource), is_line_rate
+        )
         values["links"].append(link)
         if remark is not None:
             remarks[f"links[{position}].rate"] = remark
@@ -148,7 +188,7 @@ def cluster_template(
         remarks=remarks,
         flags={
             **flags_of(given),
-            "links": ", ".join(RATE_FLAGS[name] for name in rates) or "links",
+            "links": ", ".join(flags[name] for name in rates) or "links",
         },
         left_out=("curves", "doubts", "calibrated_node"),
     )
@@ -193,18 +233,29 @@ def _link(
     figures: GpuFigures | None,
     interfaces: Interfaces | None,
     given: Rate | None,
+    is_line_rate: bool,
 ) -> tuple[dict[str, Any], str | None]:
     """A link as plain data, without a rate where none is known; and a remark on its rate."""
     (published,) = (link for link in base.links if link.resource == resource)
     alpha, _, origin = published.source.partition("; rate: ")
     rate, remark = None, None
-    if given is not None:
+    line_rate, whence = None, "given"
+    if resource == "inter":
+        if given is None and interfaces is not None:
+            line_rate, whence = Rate(interfaces.gbit_per_s / 8), f"found, {interfaces.source}"
+        elif is_line_rate:
+            line_rate = given
+    if line_rate is not None:
+        of_preset = _line_rate_of(published.rate)
+        published = published.times(line_rate.gbytes_per_s / of_preset.gbytes_per_s)
+        share = f"{published.rate.gbytes_per_s / line_rate.gbytes_per_s:.0%}"
+        rate = str(published.rate)
+        remark = f"{share} of the line rate, {line_rate.in_both_units} ({whence})"
+        origin = f"line rate {line_rate.in_both_units}, {whence}; {share} of it as there: {origin}"
+    elif given is not None:
         rate, origin, remark = str(given), "given", "given"
     elif resource == "inter":
-        if interfaces is not None:
-            rate = f"{interfaces.gbit_per_s:g} Gb/s"
-            origin = f"line rate, {interfaces.source}"
-            remark = "found: the line rate; messages of some MB reach 88 to 94% of it in practice"
+        pass
     elif figures is not None:
         memory = figures.memory if resource == "memory" else None
         rate = str(published.rate if memory is None else memory[0])
@@ -218,6 +269,12 @@ def _link(
         rates = {name: getattr(published, name) for name in names}
         link |= {name: str(one) for name, one in rates.items() if one is not None}
     return {**link, "kind": "datasheet", "source": source}, remark
+
+
+def _line_rate_of(reached: Rate) -> Rate:
+    """Line rate of the interfaces with which a rate was reached: 100 to 800 Gb/s."""
+    rates = (12.5, 25.0, 50.0, FASTEST_NIC.gbytes_per_s)
+    return Rate(min(rate for rate in rates if rate >= reached.gbytes_per_s))
 
 
 def _contention(links: list[dict[str, Any]], nics_per_rank: float | None) -> list[dict[str, Any]]:
