@@ -224,6 +224,17 @@ def test_a_config_becomes_a_run_that_starts(name: str, tmp_path: Path) -> None:
         assert main([*words.split(), "--ignore-memory", *dry]) == 0
 
 
+def test_presets_ask_slurm_for_what_a_new_run_asks_for() -> None:
+    new("run --model mixtral_8x7b --cluster h100_8x_ndr --nodes 2 --out r")
+    asked = strict_yaml.load(RunConfig, "r").slurm
+    assert asked.options == {"gpus-per-node": 8, "exclusive": True, "mem": 0}
+    files = presets.find("runs", "dbrx").parent.glob("*.yaml")
+    on_gpus = [file for file in files if file.stem != "quickstart"]
+    assert len(on_gpus) == 10
+    for file in on_gpus:
+        assert strict_yaml.load(RunConfig, file).slurm == asked, file.stem
+
+
 def test_a_run_of_sizes_alone_is_a_choice() -> None:
     new(f"model {SIZES} --num-moe-layers 23 --out model.yaml")
     new("run --model model.yaml --cluster h100_8x_ndr --nodes 8 --ep 8 --ignore-memory --out r")
