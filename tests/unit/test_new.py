@@ -63,6 +63,7 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hardware, "SYS", tmp_path / "sys")
+    monkeypatch.setattr(hardware, "ROUTES", tmp_path / "route")
 
 
 def new(words: str) -> None:
@@ -281,7 +282,7 @@ def test_interfaces_of_sys(tmp_path: Path) -> None:
     for name in ("eth0", "eth1", "eth2"):
         (sys / "class" / "net" / name / "device").mkdir()
     assert hardware.find_interfaces(sys) == Interfaces(
-        names=("eth0",), gbit_per_s=25.0, source="/sys/class/net", slower=0
+        names=("eth0",), gbit_per_s=25.0, source="/sys/class/net", slower=0, network="Ethernet"
     )
     # Ports of InfiniBand come before them.
     for number, rate, state in ((0, 400, "4: ACTIVE"), (1, 400, "4: ACTIVE"), (2, 400, "1: DOWN")):
@@ -291,7 +292,11 @@ def test_interfaces_of_sys(tmp_path: Path) -> None:
     write("class/infiniband/mlx5_9/ports/1/state", "4: ACTIVE")
     names = ("mlx5_0:1", "mlx5_1:1")
     assert hardware.find_interfaces(sys) == Interfaces(
-        names=names, gbit_per_s=400.0, source="/sys/class/infiniband", slower=1
+        names=names,
+        gbit_per_s=400.0,
+        source="/sys/class/infiniband",
+        slower=1,
+        network="InfiniBand",
     )
 
 

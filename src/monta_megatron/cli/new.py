@@ -132,7 +132,9 @@ def _add_run(kinds: Any) -> None:
         "run",
         help="from a model, a cluster and a layout",
         description="Write a run file for monta launch. Without --tp, --ep and --etp: with the "
-        "layout whose exchange costs least of all that fit.",
+        "layout whose exchange costs least of all that fit. The file lists the keys of sbatch that "
+        "clusters ask for, and has NCCL's environment for the network of this machine: write it "
+        "on a node of the job.",
         epilog=RUN_EXAMPLE,
     )
     for name, text in planning.FILES.items():
@@ -206,17 +208,24 @@ def _cluster(parsed: argparse.Namespace) -> "Template":
 
 
 def _run(parsed: argparse.Namespace) -> "Template":
+    from monta_megatron.tools.new import hardware
+    from monta_megatron.tools.new.network import network_environment
     from monta_megatron.tools.new.run import run_template
     from monta_megatron.tools.plan.plan_request import PlanRequest
 
     names = [name.replace("-", "_") for name in (*planning.SIZES, *planning.BATCH)]
     nodes, ranks_per_node = _hosts(parsed)
+    network = None
+    if nodes > 1:
+        interfaces = hardware.find_interfaces(hardware.SYS)
+        network = network_environment(interfaces, hardware.find_socket_interface(hardware.ROUTES))
     return run_template(
         PlanRequest(**_given(parsed, ["model", "cluster", "ignore_memory", *names])),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         name=parsed.name,
         folder=Path(parsed.out or "run.yaml").parent,
+        network=network,
     )
 
 

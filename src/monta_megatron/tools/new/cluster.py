@@ -222,7 +222,7 @@ def _fill_sizes(
         slower = f", and {machine.interfaces.slower} slower" if machine.interfaces.slower else ""
         values["nics_per_node"] = len(names)
         remarks["nics_per_node"] = (
-            f"found: {', '.join(names)} of {machine.interfaces.gbit_per_s:g} Gb/s{slower} "
+            f"found: {', '.join(names)}, {machine.interfaces.kind}{slower} "
             f"({machine.interfaces.source}); write how many of them a training may use"
         )
 
@@ -314,7 +314,7 @@ def _name(machine: Machine, gpu: str | None) -> str:
         number = f"{machine.gpus.number} x " if machine.gpus is not None else ""
         parts.append(f"{number}{gpu or (machine.gpus.model if machine.gpus else '')}")
     if machine.interfaces is not None:
-        parts.append(f"{len(machine.interfaces.names)} x {machine.interfaces.gbit_per_s:g} Gb/s")
+        parts.append(f"{len(machine.interfaces.names)} x {machine.interfaces.kind}")
     return ", ".join(parts) or "own cluster"
 
 

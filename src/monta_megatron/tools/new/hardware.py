@@ -7,10 +7,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
+
+Network: TypeAlias = Literal["InfiniBand", "RoCE", "EFA", "Ethernet"]
 
 SYS = Path("/sys")
+ROUTES = Path("/proc/net/route")
 LIMIT_S = 30
 MIB_BYTES = 2**20
+# The vendor of a device of PCI.
+AMAZON = "0x1d0f"
+# Begins the GID of an IPv4 address.
+IPV4_MAPPED = "0000:0000:0000:0000:0000:ffff:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +45,22 @@ class Interfaces:
         gbit_per_s: the line rate of each.
         source: where it was read.
         slower: how many others are up.
+        network: what they are connected to; "Ethernet" for cards without RDMA.
+        gid_index: of the GIDs of RoCE v2 for an IPv4 address, where it is the same on all of them;
+            None where it differs, and on other networks.
     """
 
     names: tuple[str, ...]
     gbit_per_s: float
     source: str
     slower: int
+    network: Network
+    gid_index: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """What each of them is."""
+        return f"{self.network} of {self.gbit_per_s:g} Gb/s"
 
 
 def find_gpus() -> Gpus | None:
@@ -64,25 +82,44 @@ def find_gpus() -> Gpus | None:
 
 
 def find_interfaces(sys: Path) -> Interfaces | None:
-    """The ports of InfiniBand and RoCE, or else the network cards; None where none is up.
+    """The ports of InfiniBand, RoCE and EFA, or else the network cards; None where none is up.
 
     Args:
         sys: where the kernel shows them: `SYS`.
     """
-    for folder, rates in (
+    for folder, found in (
         ("class/infiniband", dict(_ports(sys / "class" / "infiniband"))),
         ("class/net", dict(_cards(sys / "class" / "net"))),
     ):
-        if rates:
-            fastest = max(rates.values())
-            names = tuple(sorted(name for name, rate in rates.items() if rate == fastest))
+        if found:
+            # A few ports of another network may be as fast.
+            numbers = Counter((rate, network) for rate, network, _ in found.values())
+            rate, network = max(numbers, key=lambda kind: (kind[0], numbers[kind]))
+            names = tuple(
+                sorted(name for name, kind in found.items() if kind[:2] == (rate, network))
+            )
+            indices = {found[name][2] for name in names}
             return Interfaces(
                 names=names,
-                gbit_per_s=fastest,
+                gbit_per_s=rate,
                 source=f"/sys/{folder}",
-                slower=len(rates) - len(names),
+                slower=len(found) - len(names),
+                network=network,
+                gid_index=indices.pop() if len(indices) == 1 else None,
             )
     return None
+
+
+def find_socket_interface(routes: Path) -> str | None:
+    """The interface of the default route, by which hosts reach each other; None without one.
+
+    Args:
+        routes: where the kernel shows them: `ROUTES`.
+    """
+    # Interface, destination, gateway, flags, references, uses, metric.
+    rows = [line.split() for line in _read(routes).splitlines()[1:]]
+    defaults = [(int(row[6]), row[0]) for row in rows if len(row) > 6 and row[1] == "00000000"]
+    return min(defaults)[1] if defaults else None
 
 
 def find_num_nodes() -> int | None:
@@ -91,16 +128,34 @@ def find_num_nodes() -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _ports(folder: Path) -> Iterator[tuple[str, float]]:
-    """Ports that are up, by device; "400 Gb/sec (4X NDR)" is a rate."""
+def _ports(folder: Path) -> Iterator[tuple[str, tuple[float, Network, int | None]]]:
+    """Rate, network and GID of ports that are up; "400 Gb/sec (4X NDR)" is a rate."""
     for port in folder.glob("*/ports/*"):
         if "ACTIVE" in _read(port / "state"):
             with suppress(ValueError):
                 rate = float(_read(port / "rate").partition(" Gb/sec")[0])
-                yield f"{port.parents[1].name}:{port.name}", rate
+                device, network = port.parents[1], _network_of(port)
+                gid_index = _gid_index(port) if network == "RoCE" else None
+                yield f"{device.name}:{port.name}", (rate, network, gid_index)
 
 
-def _cards(folder: Path) -> Iterator[tuple[str, float]]:
+def _network_of(port: Path) -> Network:
+    if _read(port.parents[1] / "device" / "vendor") == AMAZON:
+        return "EFA"
+    return "RoCE" if _read(port / "link_layer") == "Ethernet" else "InfiniBand"
+
+
+def _gid_index(port: Path) -> int | None:
+    """The first of a port's GIDs of RoCE v2 for an IPv4 address."""
+    indices = sorted(int(gid.name) for gid in (port / "gids").glob("*") if gid.name.isdecimal())
+    for index in indices:
+        is_v2 = _read(port / "gid_attrs" / "types" / str(index)) == "RoCE v2"
+        if is_v2 and _read(port / "gids" / str(index)).startswith(IPV4_MAPPED):
+            return index
+    return None
+
+
+def _cards(folder: Path) -> Iterator[tuple[str, tuple[float, Network, int | None]]]:
     """Network cards that are up and are no software; their speed is in Mbit/s."""
     for card in folder.glob("*"):
         if (card / "device").exists() and _read(card / "operstate") == "up":
@@ -108,11 +163,11 @@ def _cards(folder: Path) -> Iterator[tuple[str, float]]:
                 mbit_per_s = float(_read(card / "speed"))
                 # -1 where the driver does not know.
                 if mbit_per_s > 0:
-                    yield card.name, mbit_per_s / 1e3
+                    yield card.name, (mbit_per_s / 1e3, "Ethernet", None)
 
 
 def _read(file: Path) -> str:
-    # A card that is down refuses to tell its speed.
+    # A card that is down refuses to tell its speed, and a GID that is not set its type.
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

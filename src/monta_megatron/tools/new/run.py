@@ -11,6 +11,7 @@ from monta_megatron.common.dtypes import torch_name
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig
+from monta_megatron.tools.new.network import NetworkEnvironment
 from monta_megatron.tools.new.template import Template, flags_of, make_template
 from monta_megatron.tools.plan.plan_request import PlanRequest
 from monta_megatron.tools.plan.request import priced_cluster, read_inputs
@@ -19,6 +20,19 @@ from monta_megatron.tools.plan.request import priced_cluster, read_inputs
 MICRO_BATCHES_PER_STAGE = 4
 # Of a job, which is requeued where it saves checkpoints.
 TIME_LIMIT_MINUTES = 240
+# Other options of sbatch that clusters ask for.
+SBATCH_OPTIONS = {
+    "qos": "its name, where a partition has several",
+    "reservation": "its name",
+    "constraint": "features that the nodes have to have",
+    "exclude": "nodes to keep away from; `nodelist` for those to take",
+    "gres": "gpu:TYPE:N in place of gpus-per-node, where the cluster counts GPUs by their type",
+    "cpus-per-task": "cores of a node, whose ranks are one task",
+    "switches": "N@TIME: at most so many leaf switches, and how long to wait for them",
+    "segment": "nodes that have to lie in one block, as a rack of NVL72 is",
+    "dependency": "afterok:JOB, to start behind another job",
+    "mail-type": "END,FAIL; to `mail-user`",
+}
 COMMON = {
     "position-embedding-type": "rope",
     "normalization": "RMSNorm",
@@ -45,6 +59,7 @@ def run_template(
     ranks_per_node: int | None,
     name: str | None,
     folder: Path,
+    network: NetworkEnvironment | None = None,
 ) -> Template:
     """The template of a run file.
 
@@ -54,6 +69,7 @@ def run_template(
         ranks_per_node: of each; None for those of the cluster.
         name: of the run; None for the model's.
         folder: where the file is to lie, since it names others relative to itself.
+        network: variables for NCCL on the network between the nodes; None for one node.
 
     Raises:
         ValueError: model, cluster and layout do not go together.
@@ -87,6 +103,9 @@ def run_template(
         remarks["environment.CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "Megatron demands it before Blackwell where TP or CP is above 1."
         )
+    network = network or NetworkEnvironment()
+    environment |= network.values
+    remarks |= {f"environment.{name}": text for name, text in network.remarks.items()}
     warnings = (*map(NOT_EXPRESSED.format, model.not_expressed), *model.taken)
     template = make_template(
         RunConfig,
@@ -111,6 +130,7 @@ def run_template(
         ],
         remarks=remarks,
         flags=flags_of([] if name is None else ["name"]),
+        proposed={"environment": network.proposed, "slurm.options": SBATCH_OPTIONS},
     )
     return replace(template, warnings=warnings)
 

@@ -2,7 +2,8 @@
 
 The comments are those of `field_texts`. A key that is set stands as it is; one that may be left
 out stands behind a # with what is taken for it, and so does one that somebody has to fill in: the
-loader then names all of these in one line.
+loader then names all of these in one line. A mapping that may have any keys ends with those that
+are only proposed, behind a # and without a value.
 """
 
 import textwrap
@@ -16,7 +17,7 @@ from monta_megatron.common.field_texts import FieldText, field_texts
 WIDTH = 100
 TO_FILL_IN = "TO FILL IN"
 HOW_TO_READ = (
-    "A key behind a # has the value that is taken without it; remove the # to set another."
+    "A key behind a # has the value that is taken without it, if any; remove the # to set another."
 )
 
 
@@ -45,6 +46,7 @@ def make_template(
     remarks: Mapping[str, str],
     flags: Mapping[str, str],
     left_out: Collection[str] = (),
+    proposed: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Template:
     """The template of a file.
 
@@ -55,11 +57,12 @@ def make_template(
         remarks: key with the way to it, such as "links[0].rate" -> a comment on its value.
         flags: key -> the flag that gave its value, for messages.
         left_out: keys that nobody writes by hand.
+        proposed: a mapping with the way to it -> keys that it may have, each with a comment.
 
     Raises:
         ValueError: nothing is to be filled in, and yet it would not load.
     """
-    writer = _Writer(remarks, left_out)
+    writer = _Writer(remarks, left_out, proposed or {})
     body = list(writer.fields(cls, values, "", "", explain=True))
     missing = tuple(writer.to_fill_in)
     if missing:
@@ -87,9 +90,15 @@ def _check(cls: type[Any], values: Mapping[str, Any], flags: Mapping[str, str]) 
 class _Writer:
     """Writes fields as lines, and collects those that are to be filled in."""
 
-    def __init__(self, remarks: Mapping[str, str], left_out: Collection[str]) -> None:
+    def __init__(
+        self,
+        remarks: Mapping[str, str],
+        left_out: Collection[str],
+        proposed: Mapping[str, Mapping[str, str]],
+    ) -> None:
         self.remarks = remarks
         self.left_out = left_out
+        self.proposed = proposed
         self.to_fill_in: list[str] = []
 
     def fields(
@@ -124,6 +133,9 @@ class _Writer:
                 if f"{key}.{name}" in self.remarks:
                     yield from _comment(self.remarks[f"{key}.{name}"], f"{indent}  ")
                 yield from _dumped({name: part}, f"{indent}  ")
+            for name, text in self.proposed.get(key, {}).items():
+                yield from _comment(text, f"{indent}  ")
+                yield f"{indent}  #{name}:"
         elif isinstance(value, Mapping):
             yield from self.fields(entry.inner, value, f"{key}.", f"{indent}  ", explain)
         else:
