@@ -76,10 +76,28 @@ def test_killed_calibration_goes_on_and_writes_the_file(tmp_path: Path) -> None:
     # The last line may have been cut short.
     assert document["kept_samples"] >= kept - 1
     assert not partial.exists()
+    assert "2 ranks and 1 network interface on each of 2 nodes" in done.stderr
+    assert "alltoall of 4 ranks" in done.stderr and "alltoall_perf" not in done.stderr
     # A second is too little time, which is said and stays in the file.
     assert "doubt: calibrated in 1 round, medians need 5" in done.stderr
     assert cluster.doubts and document["cluster"]["doubts"] == list(cluster.doubts)
     assert_auto_reads_experts(out)
+
+
+def test_network_interfaces_of_stand_ins_have_to_be_given(tmp_path: Path) -> None:
+    command = command_of(tmp_path / "cluster.yaml")
+    place = command.index("--nics-per-node")
+    done = subprocess.run(
+        command[:place] + command[place + 2 :],
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode != 0 and done.stdout == ""
+    said = "monta calibrate: --nics-per-node: not given, must be a node's network interfaces: "
+    assert done.stderr.count(f"{said}several nodes are on one host\n") == 1, done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def assert_auto_reads_experts(path: Path) -> None:

@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
         "--nics-per-node",
         metavar="N",
         type=whole(1),
-        help="network interfaces that they share (default: one per rank)",
+        help="network interfaces that they share (default: the fastest that the nodes show)",
     )
     add_ctas(parser, "a training's here, by the environment")
     experts = parser.add_argument_group("experts, for --moe-monta-overlap-experts")

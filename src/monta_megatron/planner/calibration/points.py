@@ -41,6 +41,7 @@ from monta_megatron.planner.traffic import (
 # to the largest of real exchanges, which on CPU ranks are 5 MiB between nodes, 20 inside, 80 in
 # memory, and on a GPU 320 MiB, and 1.25 GiB in memory. Those of experts' ids are short everywhere.
 FIRST_BYTES, FIRST_BYTES_IN_MEMORY = 5 * 1024, 20 * 1024
+SIZE_FACTOR = 4
 NUM_SIZES: dict[str, dict[Resource, int]] = {
     "cpu": {"inter": 6, "intra": 7, "memory": 7},
     "cuda": {"inter": 9, "intra": 9, "memory": 9},
@@ -178,17 +179,17 @@ def all_points(
 
     Args:
         series: the collectives.
-        num_sizes: how many sizes of each resource, in steps of 4x.
+        num_sizes: how many sizes of each resource, in steps of `SIZE_FACTOR`.
         fused: see `bytes_per_row`.
     """
     points = [
-        _collective(entry, FIRST_BYTES * 4**step)
+        _collective(entry, FIRST_BYTES * SIZE_FACTOR**step)
         for entry in series
         for step in range(num_sizes[entry.resource])
     ]
     for operation, row_bytes in bytes_per_row(fused).items():
         most = NUM_SIZES_OF_IDS if operation in FINDS else num_sizes["memory"]
-        sizes = [FIRST_BYTES_IN_MEMORY * 4**step for step in range(most)]
+        sizes = [FIRST_BYTES_IN_MEMORY * SIZE_FACTOR**step for step in range(most)]
         points += [_in_memory(operation, row_bytes, num_bytes) for num_bytes in sizes]
     # One row of the largest operations exceeds the smallest sizes, which makes duplicates.
     return list(dict.fromkeys(points))

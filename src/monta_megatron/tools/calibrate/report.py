@@ -3,8 +3,9 @@
 import textwrap
 from collections.abc import Sequence
 
-from monta_megatron.common.quantities import size_text
+from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.common.tables import table
+from monta_megatron.planner.calibration.points import SIZE_FACTOR
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
 
@@ -12,15 +13,22 @@ COLUMNS = (
     *("operation", "resource", ">ranks", ">start us", ">GB/s", ">off by"),
     "measured from, to",
 )
+# As nccl-tests heads them.
+NCCL_COLUMNS = (">size (B)", ">time (us)", ">algbw (GB/s)", ">busbw (GB/s)")
 
 
 def lines(cluster: Cluster) -> list[str]:
-    """The curves by their fits, then launch times and contention."""
+    """The curves by their fits, AllToAll as nccl-tests shows it, launch times and contention."""
     launch = cluster.launch
     text = [
         cluster.name,
+        f"{counted(cluster.ranks_per_node, 'rank')} and "
+        f"{counted(cluster.nics_per_node, 'network interface')} on each of "
+        f"{counted(cluster.num_nodes, 'node')}",
         "",
         table(COLUMNS, map(cells, cluster.curves)),
+        "",
+        *nccl_lines(cluster),
         "",
         f"host time to start a collective: {launch.collective_us:.0f} us"
         + f" and {launch.collective_peer_us:.2g} for each peer" * (launch.collective_peer_us > 0)
@@ -51,6 +59,38 @@ def cells(curve: Curve) -> list[object]:
     )
     ends = f"{size_text(curve.sizes_bytes[0])}, {size_text(curve.sizes_bytes[-1])}"
     return [curve.operation, curve.resource, curve.group_size, *line, ends]
+
+
+def nccl_lines(cluster: Cluster) -> list[str]:
+    """AllToAll of all ranks by the names of nccl-tests, and on GPUs its command to compare with.
+
+    `size` is what a rank has for all ranks, itself among them, where a curve counts what it sends
+    through the link: algbw = size / time, busbw = algbw * (ranks - 1) / ranks.
+    """
+    ranks, resource = cluster.num_ranks, "intra" if cluster.num_nodes == 1 else "inter"
+    peers = ranks - (1 if resource == "intra" else cluster.ranks_per_node)
+    curve = next(
+        curve
+        for curve in cluster.curves
+        if (curve.operation, curve.resource, curve.group_size) == ("alltoall", resource, ranks)
+    )
+    sizes = [num_bytes * ranks // peers for num_bytes in curve.sizes_bytes]
+    rows = []
+    for size, time_us in zip(sizes, curve.times_us, strict=True):
+        algbw = size / time_us / 1e3
+        rates = [f"{rate:.2f}" for rate in (algbw, algbw * (ranks - 1) / ranks)]
+        rows.append([size, f"{time_us:.1f}", *rates])
+    text = [table(NCCL_COLUMNS, rows, f"alltoall of {counted(ranks, 'rank')}")]
+    if cluster.copies_block_host:
+        return text
+    on_node = cluster.ranks_per_node
+    test = f"alltoall_perf -b {sizes[0]} -e {sizes[-1]} -f {SIZE_FACTOR}"
+    if cluster.num_nodes == 1:
+        command = f"NCCL_MAX_CTAS={cluster.node_ctas} {test} -g {on_node}"
+    else:
+        where = f"--nodes {cluster.num_nodes} --ntasks-per-node {on_node}"
+        command = f"srun {where} --gpus-per-node {on_node} {test} -g 1"
+    return [*text, f"nccl-tests, to compare: {command}"]
 
 
 def doubt_lines(cluster: Cluster) -> list[str]:

@@ -15,14 +15,14 @@ from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Ta
 from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.common.progress import Progress
 from monta_megatron.common.quantities import counted
+from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
-from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.exchange.groups import find_nodes, gather_objects
 from monta_megatron.exchange.kernel_choice import are_all_fused
 from monta_megatron.integration.agreement import agree
 from monta_megatron.integration.hardware import (
     counts_to_host_us,
-    find_nics_per_node,
     find_ranks_per_core,
     hardware_name,
 )
@@ -43,6 +43,7 @@ from monta_megatron.tools.calibrate.experts import expert_operations, sizes_of
 from monta_megatron.tools.calibrate.groups import make_groups
 from monta_megatron.tools.calibrate.record import Record
 from monta_megatron.tools.joined_ranks import join, on_first_rank
+from monta_megatron.tools.new.hardware import SYS, find_interfaces, nics_of_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,8 @@ class Settings:
         budget_s: time for everything; one round is always run.
         name: name of the cluster, or None.
         ranks_per_node: ranks joined by the node link, or None where the launcher knows.
-        nics_per_node: network interfaces of a node; None takes the emulated cluster's number, else
-            one per rank.
+        nics_per_node: network interfaces of a node; None takes the emulated cluster's number, or
+            the fastest that every node shows.
         layer: whose experts are timed too; None for none.
         ctas: the budgets of rails and nodes.
     """
@@ -98,7 +99,8 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     agree({f"{name} CTAs": number for name, number in settings.ctas._asdict().items()}, world)
     nodes = find_nodes(world, settings.ranks_per_node)
     shape = shape_of(nodes)
-    machine = _machine(settings, shape, device, world)
+    nics_per_node = settings.nics_per_node or _find_nics_per_node(nodes, world)
+    machine = _machine(settings, shape, nics_per_node, device, world)
     fused = machine.fused_kernels
     points = all_points(series_of_cluster(shape), NUM_SIZES[device.type], fused)
     layer, operations, experts = settings.layer, dict(PERMUTATION), None
@@ -182,8 +184,22 @@ def shape_of(nodes: tuple[int, ...]) -> Shape:
     return shape
 
 
+def _find_nics_per_node(nodes: tuple[int, ...], world: dist.ProcessGroup) -> int:
+    emulated = EmulatedCluster.from_environment()
+    if emulated is not None:
+        return emulated.nics_per_node
+    interfaces = find_interfaces(SYS)
+    host = Path("/proc/sys/kernel/random/boot_id").read_text()
+    number = 0 if interfaces is None else len(interfaces.names)
+    return nics_of_nodes(nodes, gather_objects((host, number), world))
+
+
 def _machine(
-    settings: Settings, shape: Shape, device: torch.device, world: dist.ProcessGroup
+    settings: Settings,
+    shape: Shape,
+    nics_per_node: int,
+    device: torch.device,
+    world: dist.ProcessGroup,
 ) -> Machine:
     kind, on_cpu = hardware_name(), device.type == "cpu"
     day = datetime.now(timezone.utc).date().isoformat()
@@ -191,7 +207,7 @@ def _machine(
         name=settings.name or f"{kind}, {shape.num_nodes} x {shape.ranks_per_node}",
         num_nodes=shape.num_nodes,
         ranks_per_node=shape.ranks_per_node,
-        nics_per_node=settings.nics_per_node or find_nics_per_node(shape.ranks_per_node),
+        nics_per_node=nics_per_node,
         memory_gb_per_rank=None
         if on_cpu
         else torch.cuda.get_device_properties(device).total_memory / 1e9,

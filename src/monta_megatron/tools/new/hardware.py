@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +108,33 @@ def find_interfaces(sys: Path) -> Interfaces | None:
                 gid_index=indices.pop() if len(indices) == 1 else None,
             )
     return None
+
+
+def nics_of_nodes(nodes: Sequence[int], found: Sequence[tuple[str, int]]) -> int:
+    """The network interfaces of a node, which may be several hosts.
+
+    Args:
+        nodes: node of every rank.
+        found: host of every rank, and how many interfaces that host shows.
+
+    Raises:
+        ValueError: it cannot be told, and there are several nodes.
+    """
+    hosts: dict[int, dict[str, int]] = {}
+    for node, (host, number) in zip(nodes, found, strict=True):
+        hosts.setdefault(node, {})[host] = number
+    numbers = [sum(of_node.values()) for of_node in hosts.values()]
+    if len(numbers) == 1:
+        return numbers[0] or len(nodes)
+    if len({host for host, _ in found}) < sum(map(len, hosts.values())):
+        why = "several nodes are on one host"
+    elif not min(numbers):
+        why = f"node {numbers.index(0)} shows none that is up (/sys/class/infiniband and net)"
+    elif len(set(numbers)) > 1:
+        why = f"nodes show different numbers, {min(numbers)} to {max(numbers)}"
+    else:
+        return numbers[0]
+    raise ValueError(f"--nics-per-node: not given, must be a node's network interfaces: {why}")
 
 
 def find_socket_interface(routes: Path) -> str | None:

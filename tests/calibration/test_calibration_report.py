@@ -1,0 +1,97 @@
+"""What `monta calibrate` prints, and the network interfaces that it finds: worked by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.curves import Curve
+from monta_megatron.tools.calibrate.report import lines, nccl_lines
+from monta_megatron.tools.new.hardware import nics_of_nodes
+
+
+def calibrated(num_nodes: int, curve: Curve) -> Cluster:
+    """Nodes of 4 GPUs, with one curve beside a rail's, which is not shown."""
+    rail = replace(curve, group_size=num_nodes, resource="inter", operation="alltoall")
+    return replace(
+        load_cluster("h100_8x_ndr"),
+        name="by hand",
+        num_nodes=num_nodes,
+        ranks_per_node=4,
+        nics_per_node=2,
+        contention=(),
+        node_ctas=16,
+        curves=(rail, curve),
+    )
+
+
+def alltoall(**values: object) -> Curve:
+    given: dict[str, object] = {
+        **{"operation": "alltoall", "kind": "measured", "source": "by hand"},
+        **values,
+    }
+    return Curve(**given)  # type: ignore[arg-type]
+
+
+def test_alltoall_between_nodes_as_nccl_tests_counts_it() -> None:
+    """A rank of 2 x 4 sends half of its 8 parts over the network: 4 MB of 8, in 1 ms."""
+    sizes, times = (4_000_000, 16_000_000), (1000.0, 3200.0)
+    curve = alltoall(resource="inter", group_size=8, sizes_bytes=sizes, times_us=times)
+    cluster = calibrated(2, curve)
+    assert nccl_lines(cluster)[0].splitlines() == [
+        "alltoall of 8 ranks",
+        "size (B) time (us) algbw (GB/s) busbw (GB/s)",
+        " 8000000    1000.0         8.00         7.00",
+        "32000000    3200.0        10.00         8.75",
+    ]
+    assert nccl_lines(cluster)[1:] == [
+        "nccl-tests, to compare: srun --nodes 2 --ntasks-per-node 4 --gpus-per-node 4 "
+        "alltoall_perf -b 8000000 -e 32000000 -f 4 -g 1"
+    ]
+    text = lines(cluster)
+    assert text[:2] == ["by hand", "4 ranks and 2 network interfaces on each of 2 nodes"]
+    assert set(nccl_lines(cluster)) <= set(text)
+    # CPU ranks have no NCCL.
+    assert len(nccl_lines(replace(cluster, copies_block_host=True))) == 1
+
+
+def test_alltoall_of_one_node_as_nccl_tests_counts_it() -> None:
+    """A rank of 4 sends 3 of its 4 parts: 3 MB of 4, in 20 us, with the budget of nodes."""
+    sizes, times = (3_000_000, 12_000_000), (20.0, 80.0)
+    curve = alltoall(resource="intra", group_size=4, sizes_bytes=sizes, times_us=times)
+    table, compare = nccl_lines(calibrated(1, curve))
+    assert table.splitlines()[2:] == [
+        " 4000000      20.0       200.00       150.00",
+        "16000000      80.0       200.00       150.00",
+    ]
+    assert compare.endswith(": NCCL_MAX_CTAS=16 alltoall_perf -b 4000000 -e 16000000 -f 4 -g 4")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found", "number"),
+    [
+        ([0, 0, 1, 1], "a8 a8 b8 b8", 8),
+        # A node of two hosts, as in a rack.
+        ([0, 0, 1, 1], "a4 b4 c4 d4", 8),
+        ([0, 0], "a4 a4", 4),
+        # One node needs none; what its file then says is one for each rank.
+        ([0, 0], "a0 a0", 2),
+    ],
+)
+def test_network_interfaces_of_nodes(nodes: list[int], found: str, number: int) -> None:
+    assert nics_of_nodes(nodes, [(each[0], int(each[1])) for each in found.split()]) == number
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found", "why"),
+    [
+        ([0, 0, 1, 1], "a8 a8 b0 b0", r"node 1 shows none that is up \(/sys/class/infiniband and"),
+        ([0, 0, 1, 1], "a8 a8 b7 b7", "nodes show different numbers, 7 to 8"),
+        ([0, 0, 1, 1], "a8 a8 a8 a8", "several nodes are on one host"),
+    ],
+)
+def test_network_interfaces_that_have_to_be_given(nodes: list[int], found: str, why: str) -> None:
+    message = f"^--nics-per-node: not given, must be a node's network interfaces: {why}"
+    with pytest.raises(ValueError, match=message):
+        nics_of_nodes(nodes, [(each[0], int(each[1])) for each in found.split()])
