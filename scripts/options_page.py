@@ -52,6 +52,8 @@ READ_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron demands 1 before Blackwell for TP or CP > 1, with "
     "exceptions; `monta doctor` says what it costs",
     "NCCL_MAX_CTAS": "NCCL: comes before the budgets of rails and nodes, for all communicators",
+    "NCCL_IB_HCA": "NCCL: the ports of InfiniBand and RoCE that it takes; `monta calibrate` and "
+    "`monta new` count those",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "NCCL >= 2.26: 1 keeps concurrent communicators from deadlock",
 }
 

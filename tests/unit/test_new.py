@@ -60,7 +60,7 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "NCCL_IB_HCA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hardware, "SYS", tmp_path / "sys")
     monkeypatch.setattr(hardware, "ROUTES", tmp_path / "route")

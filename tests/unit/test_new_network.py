@@ -7,7 +7,9 @@ import pytest
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
+from monta_megatron.tools.launch.prepare import prepare
 from monta_megatron.tools.launch.run_config import RunConfig
+from monta_megatron.tools.launch.script import run_script
 from monta_megatron.tools.new import hardware
 
 PORT = "class/infiniband/{}/ports/1"
@@ -35,6 +37,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "SYS", tmp_path / "sys")
     monkeypatch.setattr(hardware, "ROUTES", tmp_path / "route")
     (tmp_path / "route").write_text(ROUTES)
+    monkeypatch.delenv("NCCL_IB_HCA", raising=False)
     monkeypatch.chdir(tmp_path)
 
 
@@ -88,6 +91,10 @@ def test_roce() -> None:
     text = Path("run.yaml").read_text()
     assert "found on this machine; the nodes of the job have to have the same: RoCE of 200" in text
     assert "`mlnx_qos -i INTERFACE`" in text
+    script = run_script(prepare("run.yaml", [], None, dry_run=True, ignore_memory=True))
+    for line in ("NCCL_SOCKET_IFNAME==bond0", "NCCL_IB_HCA==mlx5_0:1,mlx5_1:1"):
+        assert f"export {line}\n" in script
+    assert "export NCCL_IB_GID_INDEX=3\n" in script and "NCCL_IB_TC" not in script
     # One node needs none of it.
     assert environment(nodes=1) == ({}, [])
 
@@ -99,6 +106,27 @@ def test_ports_of_roce_that_differ() -> None:
     assert "NCCL_IB_GID_INDEX" not in given
     assert proposed == ["NCCL_IB_GID_INDEX", "NCCL_IB_TC"]
     assert "`show_gids`: the row of RoCE v2" in Path("run.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("", "mlx5_0:1 mlx5_1:1 mlx5_10:1"),
+        ("mlx5_1", "mlx5_1:1 mlx5_10:1"),
+        ("=mlx5_1:1,mlx5_0", "mlx5_0:1 mlx5_1:1"),
+        ("mlx5_0:2,mlx5_1:1", "mlx5_1:1 mlx5_10:1"),
+        ("^=mlx5_1", "mlx5_0:1 mlx5_10:1"),
+        ("^mlx5_1", "mlx5_0:1"),
+    ],
+)
+def test_ports_that_are_not_left_to_nccl(
+    text: str, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (0, 1, 10):
+        add_port(f"mlx5_{number}", "InfiniBand")
+    monkeypatch.setenv("NCCL_IB_HCA", text)
+    interfaces = hardware.find_interfaces(hardware.SYS)
+    assert interfaces is not None and set(interfaces.names) == set(left.split())
 
 
 def test_efa() -> None:

@@ -84,6 +84,8 @@ def find_gpus() -> Gpus | None:
 def find_interfaces(sys: Path) -> Interfaces | None:
     """The ports of InfiniBand, RoCE and EFA, or else the network cards; None where none is up.
 
+    Of the ports, those that NCCL_IB_HCA leaves to NCCL.
+
     Args:
         sys: where the kernel shows them: `SYS`.
     """
@@ -158,12 +160,27 @@ def find_num_nodes() -> int | None:
 def _ports(folder: Path) -> Iterator[tuple[str, tuple[float, Network, int | None]]]:
     """Rate, network and GID of ports that are up; "400 Gb/sec (4X NDR)" is a rate."""
     for port in folder.glob("*/ports/*"):
-        if "ACTIVE" in _read(port / "state"):
+        device = port.parents[1].name
+        if "ACTIVE" in _read(port / "state") and _is_left_to_nccl(device, port.name):
             with suppress(ValueError):
                 rate = float(_read(port / "rate").partition(" Gb/sec")[0])
-                device, network = port.parents[1], _network_of(port)
+                network = _network_of(port)
                 gid_index = _gid_index(port) if network == "RoCE" else None
-                yield f"{device.name}:{port.name}", (rate, network, gid_index)
+                yield f"{device}:{port.name}", (rate, network, gid_index)
+
+
+def _is_left_to_nccl(device: str, port: str) -> bool:
+    """Whether NCCL_IB_HCA takes a port: names of devices begin so, are so behind =, not behind ^."""
+    text = os.environ.get("NCCL_IB_HCA", "")
+    if not text:
+        return True
+    names = text.removeprefix("^")
+    for name in names.removeprefix("=").split(","):
+        wanted, _, wanted_port = name.partition(":")
+        is_device = device == wanted if names.startswith("=") else device.startswith(wanted)
+        if is_device and wanted_port in ("", port):
+            return not text.startswith("^")
+    return text.startswith("^")
 
 
 def _network_of(port: Path) -> Network:
