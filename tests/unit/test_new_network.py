@@ -89,7 +89,7 @@ def test_roce() -> None:
         ["NCCL_IB_TC"],
     )
     text = Path("run.yaml").read_text()
-    assert "found on this machine; the nodes of the job have to have the same: RoCE of 200" in text
+    assert "# RoCE of 200 Gb/s, found on this machine; `show_gids`: the row of RoCE v2" in text
     assert "`mlnx_qos -i INTERFACE`" in text
     script = run_script(prepare("run.yaml", [], None, dry_run=True, ignore_memory=True))
     for line in ("NCCL_SOCKET_IFNAME==bond0", "NCCL_IB_HCA==mlx5_0:1,mlx5_1:1"):

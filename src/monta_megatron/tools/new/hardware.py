@@ -170,7 +170,7 @@ def _ports(folder: Path) -> Iterator[tuple[str, tuple[float, Network, int | None
 
 
 def _is_left_to_nccl(device: str, port: str) -> bool:
-    """Whether NCCL_IB_HCA takes a port: names of devices begin so, are so behind =, not behind ^."""
+    """Whether NCCL_IB_HCA takes a port: by prefixes, or by names behind =; ^ leaves them out."""
     text = os.environ.get("NCCL_IB_HCA", "")
     if not text:
         return True

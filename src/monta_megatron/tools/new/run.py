@@ -22,14 +22,14 @@ MICRO_BATCHES_PER_STAGE = 4
 TIME_LIMIT_MINUTES = 240
 # Other options of sbatch that clusters ask for.
 SBATCH_OPTIONS = {
-    "qos": "its name, where a partition has several",
-    "reservation": "its name",
-    "constraint": "features that the nodes have to have",
-    "exclude": "nodes to keep away from; `nodelist` for those to take",
+    "qos": "quality of service, by its name",
+    "reservation": "nodes that are kept for you, by the name of the reservation",
+    "constraint": "features of the nodes, such as the name of a GPU",
+    "exclude": "nodes that are not taken; `nodelist` for those that are",
     "gres": "gpu:TYPE:N in place of gpus-per-node, where the cluster counts GPUs by their type",
     "cpus-per-task": "cores of a node, whose ranks are one task",
-    "switches": "N@TIME: at most so many leaf switches, and how long to wait for them",
-    "segment": "nodes that have to lie in one block, as a rack of NVL72 is",
+    "switches": "N@TIME: at most N leaf switches, and how long to wait for them",
+    "segment": "how many nodes have to lie in one block, as on racks of NVL72",
     "dependency": "afterok:JOB, to start behind another job",
     "mail-type": "END,FAIL; to `mail-user`",
 }
