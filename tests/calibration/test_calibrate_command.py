@@ -95,7 +95,7 @@ def test_network_interfaces_of_stand_ins_have_to_be_given(tmp_path: Path) -> Non
         timeout=LIMIT_S,
     )
     assert done.returncode != 0 and done.stdout == ""
-    said = "monta calibrate: --nics-per-node: not given, must be a node's network interfaces: "
+    said = "monta calibrate: --nics-per-node: not given, must be the interfaces of a node: "
     assert done.stderr.count(f"{said}several nodes are on one host\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
 

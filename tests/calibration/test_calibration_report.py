@@ -92,6 +92,6 @@ def test_network_interfaces_of_nodes(nodes: list[int], found: str, number: int) 
     ],
 )
 def test_network_interfaces_that_have_to_be_given(nodes: list[int], found: str, why: str) -> None:
-    message = f"^--nics-per-node: not given, must be a node's network interfaces: {why}"
+    message = f"^--nics-per-node: not given, must be the interfaces of a node: {why}"
     with pytest.raises(ValueError, match=message):
         nics_of_nodes(nodes, [(each[0], int(each[1])) for each in found.split()])

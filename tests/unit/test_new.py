@@ -282,7 +282,7 @@ def test_interfaces_of_sys(tmp_path: Path) -> None:
     for name in ("eth0", "eth1", "eth2"):
         (sys / "class" / "net" / name / "device").mkdir()
     assert hardware.find_interfaces(sys) == Interfaces(
-        names=("eth0",), gbit_per_s=25.0, source="/sys/class/net", slower=0, network="Ethernet"
+        names=("eth0",), gbit_per_s=25.0, source="/sys/class/net", others=0, network="Ethernet"
     )
     # Ports of InfiniBand come before them.
     for number, rate, state in ((0, 400, "4: ACTIVE"), (1, 400, "4: ACTIVE"), (2, 400, "1: DOWN")):
@@ -295,7 +295,7 @@ def test_interfaces_of_sys(tmp_path: Path) -> None:
         names=names,
         gbit_per_s=400.0,
         source="/sys/class/infiniband",
-        slower=1,
+        others=1,
         network="InfiniBand",
     )
 

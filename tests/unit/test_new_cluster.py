@@ -19,7 +19,7 @@ H100 = Machine(
         names=tuple(f"mlx5_{number}:1" for number in range(8)),
         gbit_per_s=400.0,
         source="/sys/class/infiniband",
-        slower=2,
+        others=2,
         network="InfiniBand",
     ),
     num_nodes=16,
@@ -41,7 +41,7 @@ def test_a_machine_of_h100_is_like_the_preset(tmp_path: Path) -> None:
     # The line rate, 400 Gb/s, is not reached.
     assert cluster.links[0].rate == preset.links[0].rate == Rate(47.0)
     assert "found: 8 x H100 80GB HBM3 (nvidia-smi)" in template.text
-    assert "and 2 slower" in template.text and "guessed" in template.text
+    assert "and 2 more" in template.text and "guessed" in template.text
     assert cluster.name == "8 x H100 80GB HBM3, 8 x InfiniBand of 400 Gb/s"
 
 

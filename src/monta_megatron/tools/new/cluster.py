@@ -219,10 +219,10 @@ def _fill_sizes(
             remarks["memory_gb_per_rank"] = "found: all that a GPU has (nvidia-smi)"
     if machine.interfaces is not None:
         names = machine.interfaces.names
-        slower = f", and {machine.interfaces.slower} slower" if machine.interfaces.slower else ""
+        others = f", and {machine.interfaces.others} more" if machine.interfaces.others else ""
         values["nics_per_node"] = len(names)
         remarks["nics_per_node"] = (
-            f"found: {', '.join(names)}, {machine.interfaces.kind}{slower} "
+            f"found: {', '.join(names)}, {machine.interfaces.kind}{others} "
             f"({machine.interfaces.source}); write how many of them a training may use"
         )
 

@@ -44,7 +44,7 @@ class Interfaces:
         names: of those with the highest rate.
         gbit_per_s: the line rate of each.
         source: where it was read.
-        slower: how many others are up.
+        others: how many more are up, slower or of another network.
         network: what they are connected to; "Ethernet" for cards without RDMA.
         gid_index: of the GIDs of RoCE v2 for an IPv4 address, where it is the same on all of them;
             None where it differs, and on other networks.
@@ -53,7 +53,7 @@ class Interfaces:
     names: tuple[str, ...]
     gbit_per_s: float
     source: str
-    slower: int
+    others: int
     network: Network
     gid_index: int | None = None
 
@@ -105,7 +105,7 @@ def find_interfaces(sys: Path) -> Interfaces | None:
                 names=names,
                 gbit_per_s=rate,
                 source=f"/sys/{folder}",
-                slower=len(found) - len(names),
+                others=len(found) - len(names),
                 network=network,
                 gid_index=indices.pop() if len(indices) == 1 else None,
             )
@@ -136,7 +136,7 @@ def nics_of_nodes(nodes: Sequence[int], found: Sequence[tuple[str, int]]) -> int
         why = f"nodes show different numbers, {min(numbers)} to {max(numbers)}"
     else:
         return numbers[0]
-    raise ValueError(f"--nics-per-node: not given, must be a node's network interfaces: {why}")
+    raise ValueError(f"--nics-per-node: not given, must be the interfaces of a node: {why}")
 
 
 def find_socket_interface(routes: Path) -> str | None:

@@ -53,7 +53,7 @@ def network_environment(
     """
     found = None if interfaces is None or interfaces.network == "Ethernet" else interfaces
     ports = None if found is None else f"={','.join(found.names)}"
-    names_ports = found is not None and found.network == "InfiniBand" and found.slower > 0
+    names_ports = found is not None and found.network == "InfiniBand" and found.others > 0
     rows: tuple[tuple[str, str, str | int | None, str], ...] = (
         ("NCCL_SOCKET_IFNAME", "RoCE and EFA", socket_interface and f"={socket_interface}", SOCKET),
         ("NCCL_IB_HCA", "InfiniBand" if names_ports else "RoCE", ports, PORTS),
