@@ -29,11 +29,9 @@ def without_relative_links(page: str) -> str:
 
 
 plot = ["matplotlib"]
-completion = ["shtab"]
 test = [
     *("pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3", "tensorboard"),
     *plot,
-    *completion,
 ]
 
 setup(
@@ -66,7 +64,6 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "plot": plot,
-        "completion": completion,
         "test": test,
         "dev": [*test, "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML"],
     },

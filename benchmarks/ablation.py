@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.chains.layout import Layout
-from monta_megatron.cli import bench
+from monta_megatron.cli import bench, main
 from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.common.quantities import counted
 from monta_megatron.common.tables import table
@@ -345,4 +345,4 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
 STUDY = Study(name="ablation", build=build, finish=finish, text=ablation_text)
 
 if __name__ == "__main__":
-    sys.exit(bench.run_study(STUDY, __doc__))
+    sys.exit(main(parser=bench.study_parser(STUDY, __doc__)))

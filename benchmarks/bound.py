@@ -23,7 +23,7 @@ import torch.distributed as dist
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import BoundStage, Permute
-from monta_megatron.cli import bench
+from monta_megatron.cli import bench, main
 from monta_megatron.common.tables import table
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.groups import peer_groups
@@ -213,4 +213,4 @@ def _gather_counts(layout: Layout, batch: Batch) -> Counts:
 STUDY = Study(name="bound", build=build, finish=finish, text=bound_text)
 
 if __name__ == "__main__":
-    sys.exit(bench.run_study(STUDY, __doc__))
+    sys.exit(main(parser=bench.study_parser(STUDY, __doc__)))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from monta_megatron.cli import bench
+from monta_megatron.cli import bench, main
 from monta_megatron.integration.iterations import all_iterations
 from monta_megatron.tools.bench.candidates import (
     Candidate,
@@ -97,4 +97,4 @@ def _limit_rate(interface: str, mbit: float) -> None:
 STUDY = Study(name="slower link", build=build_candidates, finish=finish, text=slower_link_text)
 
 if __name__ == "__main__":
-    sys.exit(bench.run_study(STUDY, __doc__))
+    sys.exit(main(parser=bench.study_parser(STUDY, __doc__)))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from monta_megatron.chains.program import DISPATCH
-from monta_megatron.cli import bench
+from monta_megatron.cli import bench, main
 from monta_megatron.common.tables import table
 from monta_megatron.tools.bench.candidates import Candidate, build_candidates, build_dispatcher
 from monta_megatron.tools.bench.point import Bench
@@ -94,4 +94,4 @@ def _bytes_of(candidate: Candidate) -> int:
 STUDY = Study(name=f"wire, {DISPATCH.name}", build=build_candidates, finish=finish, text=wire_text)
 
 if __name__ == "__main__":
-    sys.exit(bench.run_study(STUDY, __doc__))
+    sys.exit(main(parser=bench.study_parser(STUDY, __doc__)))

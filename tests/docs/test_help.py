@@ -14,7 +14,7 @@ from pages import joined_lines
 from monta_megatron.cli import build_parser, sub_parsers
 
 COMMANDS = sorted(sub_parsers(build_parser()))
-HEAVY = {"torch", "numpy", "matplotlib", "megatron", "rich", "shtab", "yaml"}
+HEAVY = {"torch", "numpy", "matplotlib", "megatron", "rich", "yaml"}
 LIMIT_S = 0.5
 
 SHOW = """

@@ -268,9 +268,6 @@ CASES = [
     (f"{SIMULATE} --sweep top-k=1,2 --routing .", ["--sweep", "top-k", "trace ."]),
     (f"{SIMULATE} --sweep tokens=1,2 --plot {MODEL}", ["--plot", "mixtral", "cannot be made"]),
     ("doctor --fix", ["unrecognized", "--fix"]),
-    ("completion", ["shell", "required"]),
-    ("completion bahs", ["'bahs'", "did you mean bash?"]),
-    ("completion fish", ["'fish'", "bash", "zsh"]),
 ]
 
 IMPORTED_ONCE = (

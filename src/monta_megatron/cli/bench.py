@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron import cli
 from monta_megatron.cli.output import add_json, only_the_report, print_json
 from monta_megatron.tools.bench.flags import FLAGS, Flag
 
@@ -60,14 +59,14 @@ def add_flags(parser: Any, flags: Mapping[str, Flag]) -> None:
         parser.add_argument(f"--{name}", metavar=flag.metavar, help=flag.help + default)
 
 
-def run_study(study: "Study", description: str | None) -> int:
-    """Run a script of the repository's `benchmarks/`, which takes the flags of this sub-command."""
+def study_parser(study: "Study", description: str | None) -> argparse.ArgumentParser:
+    """The parser of a script in `benchmarks/`, which takes the flags of this sub-command."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_arguments(parser)
     parser.set_defaults(command="bench", run=functools.partial(run, study=study))
-    return cli.main(parser=parser)
+    return parser
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

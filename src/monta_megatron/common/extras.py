@@ -7,7 +7,6 @@ name could answer. What an extra consists of can be installed wherever this pack
 LIBRARIES = {
     "te": ("transformer-engine[pytorch]",),
     "plot": ("matplotlib",),
-    "completion": ("shtab",),
 }
 
 
