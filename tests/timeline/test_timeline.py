@@ -375,6 +375,20 @@ def test_passes_end_to_end_by_hand() -> None:
     assert comparison.headline.startswith("1.67x stock alltoall: 18 us instead of 30 us")
 
 
+def test_both_sides_of_a_headline_have_one_unit() -> None:
+    """A side below the limit of us is in ms where the other one is."""
+    short, long = (
+        Timeline(
+            source="predicted",
+            name="a chain",
+            tracks=(Track(name="0", spans=(span("inter", 0, end_us),)),),
+        )
+        for end_us in (18_274, 35_018)
+    )
+    comparison = Comparison(stock=long, ours=short, about=())
+    assert comparison.headline.startswith("1.92x stock alltoall: 18.3 ms instead of 35.0 ms")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

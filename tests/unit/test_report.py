@@ -175,6 +175,8 @@ def test_without_matplotlib_the_page_says_how_to_get_it(
     page = Page(out)
     assert "no picture without matplotlib: pip install matplotlib" in page.text
     assert "2.11x stock alltoall" in page.text and not page.sources
+    # Of each chain, as in the line of the choice: likely, from the least to the most.
+    assert len(re.findall(r"[\d,]+ \([\d,]+ to [\d,]+\)", page.text)) == 1 + 6
 
 
 def test_bad_input_is_one_line_and_leaves_no_page(

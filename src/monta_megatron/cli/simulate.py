@@ -71,6 +71,7 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Plan at every value."""
     from monta_megatron.chains import CHAINS
+    from monta_megatron.planner.selection import MARGIN
     from monta_megatron.tools.pictures import check_can_plot
     from monta_megatron.tools.plan.simulation import (
         benefit_line,
@@ -117,8 +118,9 @@ def run(parsed: argparse.Namespace) -> int:
         tables = simulation_tables(sweep.factor, sweep.values, with_memory, limit_bytes)
         gain = benefit_line(sweep.factor, sweep.values, [benefit for _, _, benefit in planned])
         after = [
-            "us, each chain in its best number of chunks; * the choice; - cannot run;",
-            "over: holds more than it may in any number of chunks",
+            "us, each chain in its best number of chunks; * the choice, in its own: the",
+            f"fastest, or a plainer one within {MARGIN:.0%} of it; - cannot run; over: holds more",
+            "than it may in any number of chunks",
             *([] if gain is None else textwrap.wrap(gain, WIDTH)),
             *(line for note in notes for line in textwrap.wrap(f"note: {note}", WIDTH)),
         ]

@@ -32,10 +32,11 @@ def gb_text(num_bytes: float) -> str:
     return f"{num_bytes / GB_BYTES:.3g} GB"
 
 
-def time_text(time_us: float) -> str:
-    """A time in three digits and us, ms or s."""
-    unit, size = ("us", 1.0) if time_us < 999.5 else ("ms", 1e3)
-    if time_us >= 999.5e3:
+def time_text(time_us: float, beside_us: float = 0.0) -> str:
+    """A time in three digits and us, ms or s: the unit of the larger of it and `beside_us`."""
+    largest_us = max(time_us, beside_us)
+    unit, size = ("us", 1.0) if largest_us < 999.5 else ("ms", 1e3)
+    if largest_us >= 999.5e3:
         unit, size = "s", 1e6
     time = time_us / size
     return f"{time:.3g} {unit}" if time < 99.5 else f"{time:,.0f} {unit}"

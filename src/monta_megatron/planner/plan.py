@@ -156,8 +156,13 @@ class Plan:
         return next((entry for entry in self.candidates if entry.rejected is None), None)
 
     def best_us(self) -> dict[str, float | None]:
-        """The time of each chain in its best number of chunks; None where it cannot run."""
+        """The time of each chain in its best number of chunks, of the chosen one in the chosen.
+
+        None where a chain cannot run.
+        """
         best: dict[str, float | None] = {}
+        if self.predicted_us is not None:
+            best[self.chain] = self.predicted_us
         # The fastest candidates come first.
         for candidate in self.candidates:
             best.setdefault(candidate.chain, candidate.predicted_us)

@@ -69,6 +69,10 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("predicted ms", "predicted saving", "exchange, hidden", "fitted: ", "GPU-h of"):
         assert words in text
     assert "measured" not in text
+    for first in ("predicted ms", "predicted saving"):
+        (heading,) = (line for line in text.splitlines() if line.startswith(first))
+        columns = heading.replace("GPU-h of ", "GPU-h_of_").split()
+        assert len(set(columns)) == len(columns)
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -95,6 +99,7 @@ def test_layouts_by_their_iteration(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("\n") > min(len(ranking), 20)
+    assert "total ms exchange ms attention ms bubble ms recompute ms GB place\n" in text
 
 
 def test_where_nothing_is_gained_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,3 +150,8 @@ def test_a_selection_and_its_plan_gain_the_same() -> None:
 )
 def test_times_have_three_digits(time_us: float, text: str) -> None:
     assert time_text(time_us) == text
+
+
+def test_times_of_one_line_have_one_unit() -> None:
+    assert time_text(250.0, beside_us=1_200.0) == "0.25 ms"
+    assert time_text(1_200.0, beside_us=250.0) == "1.2 ms"

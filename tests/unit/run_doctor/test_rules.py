@@ -268,7 +268,7 @@ def test_experts_too_short_to_split() -> None:
     assert (finding.name, finding.kind) == ("experts too short to split", "predicted")
     # 250 of 1,250 us of a layer are the bound; the planner gains none of them.
     assert finding.held_ms == 0.0
-    assert finding.says.startswith("250 us of experts beside 1 ms of exchange")
+    assert finding.says.startswith("0.25 ms of experts beside 1 ms of exchange")
     assert "no split hides more than 20% of a layer" in finding.says
     assert finding.says.endswith("hierarchical_alltoall in 4 chunks, changes a layer by +4%")
     (finding,) = expected(experts_asked=True, split=None)

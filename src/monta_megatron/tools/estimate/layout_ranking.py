@@ -121,12 +121,13 @@ def ranking_lines(ranking: Sequence[RankedIteration]) -> list[str]:
         for row in ranking[:MAX_LAYOUTS]
     ]
     more = len(ranking) - len(rows)
-    columns = (*(f">{name.upper()}" for name in SIZES), ">ms", *(f">{name}" for name in PARTS))
+    times = (f">{name} ms" for name in ("total", *PARTS))
+    columns = (*(f">{name.upper()}" for name in SIZES), *times, ">GB", ">place")
     texts = (
-        "Predicted: ms: an iteration with the planner's chain, and what its exchange, attention, "
-        "bubble and recompute take of it. GB: the least that training holds on a rank. by "
-        "exchange: the place by the exchange alone. Name a layout (--tp --ep --etp --pp) for all "
-        "parts of its iteration.",
+        "Predicted: total: an iteration with the planner's chain, and what its exchange, "
+        "attention, bubble and recompute take of it. GB: the least that training holds on a rank. "
+        "place: by the exchange alone. Name a layout (--tp --ep --etp --pp) for all parts of its "
+        "iteration.",
         *(f"note: {note}" for note in best.notes),
     )
     return [
@@ -136,7 +137,7 @@ def ranking_lines(ranking: Sequence[RankedIteration]) -> list[str]:
             WIDTH,
         ),
         "",
-        table((*columns, ">GB", ">by exchange"), rows),
+        table(columns, rows),
         *([] if more == 0 else [f"and {more} more, all of them with --json"]),
         "",
         *(line for text in texts for line in textwrap.wrap(text, WIDTH)),

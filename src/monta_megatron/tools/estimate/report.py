@@ -16,10 +16,10 @@ from monta_megatron.tools.estimate.estimate import (
 from monta_megatron.tools.estimate.iteration import HIDDEN
 from monta_megatron.tools.estimate.validation import Checked, median_error_pct
 
-# Dispatcher -> the heading of its column; what begins with + adds to the one on its left.
+# Dispatcher -> the heading of its column; what begins with + adds to monta.
 COLUMNS = {
     STOCK: "alltoall",
-    STOCK + OVERLAPPED: "+1F1B",
+    STOCK + OVERLAPPED: "1F1B",
     CHOSEN: "monta",
     PIPELINED: "+experts",
     CHOSEN + OVERLAPPED: "+1F1B",
@@ -85,19 +85,18 @@ def _parts(of: Estimate) -> list[str]:
 
 
 def _savings(of: Estimate) -> list[str]:
-    num = of.num_iterations
+    # Iterations of which the GPU-hours are shown, each number once.
+    numbers = [num for num in dict.fromkeys((1000, of.num_iterations)) if num is not None]
     rows = [
         (
             name,
             f"{of.saving_pct(name):+.1f}%{_ends(of.saving_range_pct(name))}",
-            f"{of.saved_gpu_hours(name, 1000):,.1f}",
-            *(() if num is None else (f"{of.saved_gpu_hours(name, num):,.0f}",)),
+            *(f"{of.saved_gpu_hours(name, num):,.1f}" for num in numbers),
         )
         for name in COLUMNS
         if name != STOCK
     ]
-    columns = ["predicted saving", ">of alltoall", ">GPU-h of 1,000"]
-    columns += [] if num is None else [f">of {num:,}"]
+    columns = ["predicted saving", ">of alltoall", *(f">GPU-h of {num:,}" for num in numbers)]
     lines = [table(columns, rows)]
     if max(of.saving_pct(CHOSEN), of.saving_pct(PIPELINED)) < LEAST_SAVING_PCT:
         lines.append(

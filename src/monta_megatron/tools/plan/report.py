@@ -49,7 +49,7 @@ def plan_fields(
     """What was planned, the choice and what it takes: names and texts."""
     key = plan.key
     time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f}"
-    time += _range(plan.range_us) + " us" if time else ""
+    time += range_text(plan.range_us) + " us" if time else ""
     chunks = counted(plan.num_chunks, "chunk")
     return [
         (
@@ -73,8 +73,8 @@ def plan_fields(
     ]
 
 
-def _range(range_us: tuple[float, float] | None) -> str:
-    """The ends of a likely time."""
+def range_text(range_us: tuple[float, float] | None) -> str:
+    """The ends of a likely time, behind it."""
     return "" if range_us is None else " ({:,.0f} to {:,.0f})".format(*range_us)
 
 

@@ -108,11 +108,13 @@ def simulation_tables(
 
     def cell(plan: Plan, memory: TrainingMemory, chain: str) -> str:
         limits = [limit for limit in (memory_limit_bytes, memory.left_bytes) if limit is not None]
-        mark = "*" if plan.chain == chain else " "
         best_us, least_bytes = best_within(plan, chain, min(limits, default=math.inf))
         if least_bytes is None:
-            return f"-{mark}"
-        return f"{'over' if best_us is None else f'{best_us:,.0f}'}{mark}"
+            return "- "
+        if plan.chain != chain:
+            return "over " if best_us is None else f"{best_us:,.0f} "
+        # In its number of chunks, by which it was chosen.
+        return "over*" if best_us is None else f"{plan.predicted_us:,.0f}*"
 
     tables = []
     for first in range(0, len(planned), VALUES_PER_TABLE):

@@ -62,7 +62,9 @@ def plan_section(request: PlanRequest, inputs: PlanInputs) -> Section:
                 (
                     entry.chain,
                     entry.num_chunks,
-                    None if entry.predicted_us is None else f"{entry.predicted_us:,.0f}",
+                    None
+                    if entry.predicted_us is None
+                    else f"{entry.predicted_us:,.0f}{plan_report.range_text(entry.range_us)}",
                     size_text(entry.inter_bytes),
                     size_text(entry.intra_bytes),
                     size_text(entry.peak_bytes),

@@ -47,12 +47,13 @@ def slower_link(run: RunFigures, least: float) -> Iterator[Finding]:
         if of is None or resource in changes or left == 1:
             continue
         ms = of.link_ms.get(resource, 0.0)
+        predicted = time_text(1e3 * ms * left, beside_us=1e3 * ms)
         yield Finding(
             name="slower link",
             kind="measured",
             held_ms=_link_ms(of, resource) * (1 - left),
             says=f"the {NAMES[resource]} carries its messages at {left:.0%} of the rate that auto "
-            f"plans with: {time_text(1e3 * ms)} measured, {time_text(1e3 * ms * left)} predicted",
+            f"plans with: {time_text(1e3 * ms)} measured, {predicted} predicted",
             rests_on=of.basis,
             advice=(
                 "look for another job" + " and the wrong network interface" * (resource == "inter"),

@@ -17,8 +17,8 @@ def experts(run: RunFigures, least: float) -> Iterator[Finding]:
     gain = gain_us / what_if.unsplit.us
     held_ms = of_exchange_ms(run, max(gain_us, 0.0) / exchange_us)
     both = (
-        f"{time_text(experts_us)} of experts beside {time_text(exchange_us)} of exchange in a "
-        "layer and micro-batch, predicted"
+        f"{time_text(experts_us, exchange_us)} of experts beside "
+        f"{time_text(exchange_us, experts_us)} of exchange in a layer and micro-batch, predicted"
     )
     if not what_if.experts_asked and split is not None and gain >= least:
         yield Finding(

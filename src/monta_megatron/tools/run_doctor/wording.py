@@ -28,7 +28,11 @@ def less_time(choice: Choice, ran: Choice) -> str:
 
 def each_alone(of: ExchangeFigures) -> str:
     """How long each resource was predicted to be busy."""
-    parts = (f"{NAMES[resource]} {time_text(1e3 * ms)}" for resource, ms in of.busy_ms.items())
+    longest_us = 1e3 * max(of.busy_ms.values(), default=0.0)
+    parts = (
+        f"{NAMES[resource]} {time_text(1e3 * ms, longest_us)}"
+        for resource, ms in of.busy_ms.items()
+    )
     return f"predicted of each alone: {', '.join(parts)}"
 
 

@@ -124,10 +124,10 @@ def show_times(axis: Any, longest_us: float, since: str) -> None:
     axis.set_axisbelow(True)
 
 
-def time_on_axis(time_us: float) -> str:
-    """A time with its unit, in that of an axis which ends there."""
-    if time_us > LONGEST_IN_US:
-        return f"{time_us / 1e3:,.0f} ms"
+def time_on_axis(time_us: float, longest_us: float) -> str:
+    """A time with its unit, in that of an axis which ends at `longest_us`."""
+    if longest_us > LONGEST_IN_US:
+        return f"{time_us / 1e3:,.{1 if longest_us < 10 * LONGEST_IN_US else 0}f} ms"
     return f"{time_us:,.0f} us"
 
 

@@ -69,11 +69,8 @@ class Comparison:
     @property
     def headline(self) -> str:
         """What the picture shows, in a line."""
-        stock_us, ours_us = self.total_us
-        return (
-            f"{self.ratio:.2f}x {STOCK}: {time_on_axis(ours_us)} instead of "
-            f"{time_on_axis(stock_us)} per MoE layer and micro-batch"
-        )
+        stock, ours = (time_on_axis(time_us, max(self.total_us)) for time_us in self.total_us)
+        return f"{self.ratio:.2f}x {STOCK}: {ours} instead of {stock} per MoE layer and micro-batch"
 
 
 def end_to_end(timeline: Timeline) -> Timeline:
@@ -126,7 +123,8 @@ def draw(comparison: Comparison, path: Path) -> None:
             (LINES_ABOVE, stock_rows, STOCK, stock_us, grey),
             (ours_at, our_rows, comparison.ours.name, ours_us, colours),
         ):
-            _name(overview, at - LINES_ABOVE + 0.35, f"{name}: {time_on_axis(total_us)}")
+            total = time_on_axis(total_us, longest_us)
+            _name(overview, at - LINES_ABOVE + 0.35, f"{name}: {total}")
             _draw_passes(overview, at, rows, us_per_inch)
             _draw_rows(overview, at, rows, colour_of, us_per_inch)
         if longest_us - ours_us > SMALLEST_GAP * longest_us:
@@ -212,6 +210,6 @@ def _draw_gap(axis: Any, height: float, ours_us: float, stock_us: float) -> None
     """Draw how much earlier ours has ended, in the room beside it."""
     arrow = {"arrowstyle": "<->", "color": pictures.PICK_COLOUR, "linewidth": 1.5}
     axis.annotate("", (stock_us, height), (ours_us, height), arrowprops=arrow)
-    text = f"{time_on_axis(stock_us - ours_us)} less"
+    text = f"{time_on_axis(stock_us - ours_us, stock_us)} less"
     centred = {"ha": "center", "va": "bottom", "weight": "bold", "color": pictures.PICK_COLOUR}
     axis.text((ours_us + stock_us) / 2, height - 0.3, text, fontsize=POINTS + 1, **centred)
