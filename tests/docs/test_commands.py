@@ -1,12 +1,14 @@
 """Every command that README and docs show is run here, or stands here with the reason why not.
 
 A command that no entry of `KNOWN` describes fails, and so does an entry that describes none. The
-commands of a page run in order in one folder that looks like the repository.
+commands of a page run in order in one folder that looks like the repository, each once, and print
+what the page shows and quotes. A block that no command prints here stands in `NOT_PRINTED`.
 """
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,11 +17,17 @@ from pathlib import Path
 
 import pytest
 from command_lines import check_arguments
-from pages import PAGES, REPOSITORY, add_own_model, commands, links, name_of, paths
+from pages import PAGES, REPOSITORY, Shown, add_own_model, commands, links, name_of, paths, shown
 
+from monta_megatron.cli import main
 from monta_megatron.emulation import sandbox
 
 LIMIT_S = 120
+# These start processes or need a shell.
+NOT_IN_PROCESS = re.compile(r"(?!monta )|monta (emulate|completion) |.*[>~$|]")
+# A layout that fits, of a cluster that says how much memory a rank has.
+PLANS = re.compile(r"monta (plan|simulate|timeline --model) ")
+FITS = re.compile(r"needs [\d.]+ GB of a rank's [\d.]+ GB, at the least")
 WIDTH = 80
 # Of what is started on an emulated cluster: the smallest that has nodes of several ranks.
 SMALL = {
@@ -41,6 +49,23 @@ NOT_HERE = {
     "src/monta_megatron/chains/rail_allgather.py",
     "tests/dist/test_rail_allgather.py",
 }
+# Of a block that no command prints here, how it begins -> why.
+MEASURED = "measured"
+TRAINED = "from the log of a training"
+DRAWN = "no output"
+NOT_PRINTED = {
+    "iteration   1,394 ms": MEASURED,
+    "iteration      monta": MEASURED,
+    "dispatcher    ms ratio": MEASURED,
+    "monta: calibrated for": TRAINED,
+    "monta: tuned over": TRAINED,
+    "monta: since iteration": TRAINED,
+    "exchange: alltoall_allgather": TRAINED,
+    "status  what": MEASURED,
+    " node 0, rank 0": DRAWN,
+    " Megatron's router": DRAWN,
+    "Permute (into chunks)": DRAWN,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +76,7 @@ class Known:
         pattern: of the whole command.
         sizes: flag -> value that takes the place of the page's, so that it runs anywhere, at once.
         more: flags that are added.
+        status: its exit status.
         run_by: the test that runs it, where it is slow, or where another page runs it as well.
         reason: why it cannot be run here, true on every machine.
     """
@@ -58,6 +84,7 @@ class Known:
     pattern: str
     sizes: Mapping[str, str] = field(default_factory=dict)
     more: str = ""
+    status: int = 0
     run_by: str | None = None
     reason: str | None = None
 
@@ -120,8 +147,10 @@ KNOWN = (
         r"|monta doctor --run .*",
         run_by=LAUNCH_TESTS,
     ),
+    # Rows are past their tolerance.
+    Known(pattern="monta validate", status=1),
     Known(
-        pattern=r"monta validate( .*)?|python scripts/fit_estimate\.py",
+        pattern=r"monta validate .*|python scripts/fit_estimate\.py",
         run_by="tests/unit/estimate/test_validate.py",
     ),
     Known(
@@ -204,27 +233,100 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-RUN_HERE = [page for page in PAGES if any(known(c) and known(c).runs for c in commands(page))]
-_done: set[str] = set()
+RUN_HERE = [
+    page for page in PAGES if shown(page) or any(known(c) and known(c).runs for c in commands(page))
+]
+_printed: dict[str, str] = {}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", RUN_HERE, ids=name_of)
-def test_commands_of_a_page_run(folder: Path, page: Path) -> None:
-    for command in commands(page):
+def test_commands_of_a_page_run_and_print_what_it_shows(
+    folder: Path,
+    page: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    quoted = [part for part in shown(page) if not _why_not_printed(part.text)]
+    for command in [*commands(page), *(part.command for part in quoted if part.quotes)]:
         entry = known(command)
         if entry is None or not entry.runs:
             continue
         smaller = entry.smaller(command)
-        if smaller in _done:
-            continue
-        if smaller.startswith("monta emulate"):
-            _need_namespaces()
-        _run(smaller, folder)
-        _done.add(smaller)
+        if smaller not in _printed:
+            if smaller.startswith("monta emulate"):
+                _need_namespaces()
+            if NOT_IN_PROCESS.match(smaller):
+                _printed[smaller] = _run(smaller, folder)
+            else:
+                _printed[smaller] = _run_here(smaller, entry.status, capsys)
+            _check(smaller, _printed[smaller])
+        if PLANS.match(command) and command in commands(page):
+            words = " ".join(_printed[smaller].split())
+            assert FITS.search(words), f"{command}: show a layout that fits"
+    for part in quoted:
+        assert part.command in _printed, f"{part.text}: say in NOT_PRINTED why none prints it"
+        printed = _printed[part.command]
+        missing = part.missing(printed)
+        assert not missing, f"{missing}: not printed by {part.command}"
 
 
-def _run(command: str, folder: Path) -> None:
+def _why_not_printed(text: str) -> str | None:
+    return next((why for start, why in NOT_PRINTED.items() if text.startswith(start)), None)
+
+
+PRINTED = """\
+choice    alltoall_dedup in 2 chunks: 2,080 (1,731 to 3,493) us, dispatch +
+          combine, forward + backward
+benefit   1.27x stock alltoall: saves 2.08 ms
+layer: 2 rows, 0 past
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "quotes", "missing"),
+    [
+        ("benefit   1.27x stock alltoall: saves 2.08 ms\n...\n", False, []),
+        ("layer: 2 rows, 0 past\n...\nbenefit   1.27x", False, ["benefit   1.27x"]),
+        ("benefit   1.28x stock\n", False, ["benefit   1.28x stock\n"]),
+        (" in 2 chunks 1.27x as fast as H100s, 2,080 us.", True, []),
+        (" is 1.28x as fast, in 2,080 us.", True, ["1.28"]),
+        ("`2,080 (1,731 to 3,493) us, dispatch + combine`", True, []),
+        ("`2,080 (1,730 to 3,493) us`, `alltoall`", True, ["2,080 (1,730 to 3,493) us"]),
+        ("\n| rows | past |\n|---|---|\n| layer | 2 | 0 |", True, []),
+        ("\n| layer | 0 | 2 |", True, ["| layer | 0 | 2 |"]),
+    ],
+)
+def test_what_is_not_printed_is_found(text: str, quotes: bool, missing: list[str]) -> None:
+    assert Shown(command="", text=text, quotes=quotes).missing(PRINTED) == missing
+
+
+def test_every_block_that_is_not_printed_is_on_a_page() -> None:
+    texts = [part.text for page in PAGES for part in shown(page)]
+    assert [b for b in NOT_PRINTED if not any(text.startswith(b) for text in texts)] == []
+
+
+def _run_here(command: str, expected: int, capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        status = main(shlex.split(command)[1:])
+    except SystemExit as stop:
+        status = int(str(stop.code))
+    printed = capsys.readouterr()
+    assert status == expected, f"{command}\n{printed.out[-2000:]}\n{printed.err[-4000:]}"
+    return printed.out
+
+
+def _check(command: str, printed: str) -> None:
+    if "--json" in command:
+        json.loads(printed)
+    elif re.match("monta (?!launch)", command):
+        # That one prints a script.
+        wide = [line for line in printed.splitlines() if len(line) > WIDTH]
+        assert wide == [], f"{command}: wider than {WIDTH} columns"
+
+
+def _run(command: str, folder: Path) -> str:
     # What is written below ~ stays here; what libraries keep there is used.
     caches = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     environment = {
@@ -245,12 +347,7 @@ def _run(command: str, folder: Path) -> None:
         timeout=LIMIT_S,
     )
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
-    if "--json" in command:
-        json.loads(result.stdout)
-    elif re.match("monta (?!launch)", command):
-        # That one prints a script.
-        wide = [line for line in result.stdout.splitlines() if len(line) > WIDTH]
-        assert wide == [], f"{command}: wider than {WIDTH} columns"
+    return result.stdout
 
 
 def _need_namespaces() -> None:
