@@ -4,8 +4,9 @@ A block of output belongs to the command above it in its section. Numbers that a
 command stand behind a comment that names it, up to the next comment or the end of the paragraph,
 item or table row:
 
-    <!-- monta plan --model MODEL ... -->`2.11x stock alltoall`, 3,495 us<!-- / -->
+    <!-- monta plan model=MODEL tp=2 overlap-experts= -->`2.11x stock alltoall`, 3,495 us<!-- / -->
 
+Flags are written so because many readers of Markdown take no comment that holds two hyphens.
 Texts in backticks are printed so; other numbers are printed somewhere. A comment on a line of its
 own is for what is below it: a block, which has numbers of the output, or a table, whose rows have
 each the numbers of a line, in order. Text does not go on with a comment at the start of a line,
@@ -148,11 +149,11 @@ def _parts(page: Path) -> Iterator[str | Shown]:
                 elif match["command"] is None:
                     last = None
                 elif match["quoted"].strip():
-                    command = " ".join(match["command"].split())
+                    command = _command_of_quote(match["command"])
                     yield Shown(command=command, text=match["quoted"], quotes=True)
                 else:
                     # Right above a block.
-                    last, quoted = " ".join(match["command"].split()), True
+                    last, quoted = _command_of_quote(match["command"]), True
         elif position % 3 == 2 and parts[position - 1] in SHELLS:
             for last in _commands(part):
                 yield last
@@ -160,6 +161,10 @@ def _parts(page: Path) -> Iterator[str | Shown]:
             yield Shown(command=last, text=part, quotes=quoted)
         if position % 3 == 2:
             before = parts[position - 1]
+
+
+def _command_of_quote(text: str) -> str:
+    return " ".join(re.sub(r"(?<=\s)([a-z-]+)=", r"--\1 ", text).split())
 
 
 def _commands(block: str) -> Iterator[str]:

@@ -276,6 +276,13 @@ def _why_not_printed(text: str) -> str | None:
     return next((why for start, why in NOT_PRINTED.items() if text.startswith(start)), None)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_comments_are_not_shown(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [held for held in re.findall("<!--(.*?)-->", text, re.DOTALL) if "--" in held] == []
+    assert not re.search(r"[^\n]\n<!--", text), "the paragraph above ends there"
+
+
 PRINTED = """\
 choice    alltoall_dedup in 2 chunks: 2,080 (1,731 to 3,493) us, dispatch +
           combine, forward + backward
