@@ -61,7 +61,7 @@ NOT_PRINTED = {
     "monta: tuned over": TRAINED,
     "monta: since iteration": TRAINED,
     "exchange: alltoall_allgather": TRAINED,
-    "status  what": MEASURED,
+    "status  what": "of one machine",
     " node 0, rank 0": DRAWN,
     " Megatron's router": DRAWN,
     "Permute (into chunks)": DRAWN,
