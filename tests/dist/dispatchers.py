@@ -302,7 +302,7 @@ def check(case: Case) -> list[str]:
     # Of other cases, which some ranks may have collected already.
     iterations._shared.clear()
     if case.checked:
-        self_check._checked.clear()
+        self_check._checked_chains.clear()
     layer = layers.build_layer(case.layer, "monta")
     dispatcher, stock = layer.token_dispatcher, stock_dispatcher(case, layer)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)

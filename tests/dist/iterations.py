@@ -194,14 +194,14 @@ def checked_in_each_use(
     check, numbers, of_first = self_check.check_chains, [], []
 
     def counting(*args: Any) -> None:
-        before = len(self_check._checked)
+        before = len(self_check._checked_chains)
         check(*args)
-        numbers.append(len(self_check._checked) - before)
+        numbers.append(len(self_check._checked_chains) - before)
         if before == 0:
-            of_first.append({(name, chunks) for _, _, name, chunks in self_check._checked})
+            of_first.append({(name, chunks) for _, _, name, chunks in self_check._checked_chains})
 
     def run(model: Model, first: int, last: int) -> set[tuple[str, int]]:
-        self_check._checked.clear()
+        self_check._checked_chains.clear()
         for number in range(first, last):
             model.iterate(number)
         return {candidate.key for candidate in model.choices.decision.tuning.candidates}

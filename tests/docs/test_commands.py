@@ -24,7 +24,7 @@ from monta_megatron.emulation import sandbox
 
 LIMIT_S = 120
 # These start processes or need a shell.
-NOT_IN_PROCESS = re.compile(r"(?!monta )|monta (emulate|completion) |.*[>~$|]")
+NOT_IN_PROCESS = re.compile(r"(?!monta )|monta (emulate) |.*[>~$|]")
 # A layout that fits, of a cluster that says how much memory a rank has.
 PLANS = re.compile(r"monta (plan|simulate|timeline --model) ")
 FITS = re.compile(r"needs [\d.]+ GB of a rank's [\d.]+ GB, at the least")

@@ -14,7 +14,8 @@ from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import COMBINE, FORWARD_BACKWARD, Pass, Policy, RowFormat
 from monta_megatron.chains.wire_format import quantized_bytes, quantized_passes
-from monta_megatron.exchange import autograd, executor
+from monta_megatron.exchange import autograd
+from monta_megatron.exchange.executor import run as run_pass
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import CudaStreams, Streams
@@ -48,7 +49,7 @@ def measure(
 
     def run(exchange: Exchange, way: Pass, columns: Columns) -> Columns:
         before = recorder.forget_peak(columns.tensors())
-        outputs = executor.run(exchange, way, columns)
+        outputs = run_pass(exchange, way, columns)
         peaks[way.name] = recorder.peak_bytes - before
         return outputs
 

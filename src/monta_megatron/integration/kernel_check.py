@@ -20,7 +20,7 @@ from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.integration.self_check import end_if_any
 
 # What was checked in this process, by group.
-_checked: set[tuple[dist.ProcessGroup, str]] = set()
+_checked_kernels: set[tuple[dist.ProcessGroup, str]] = set()
 
 
 def check_kernels(dispatcher: Any, device: torch.device) -> None:
@@ -38,7 +38,7 @@ def check_kernels(dispatcher: Any, device: torch.device) -> None:
     group, hidden_size = dispatcher.tp_ep_group, dispatcher.hidden_shape[-1]
     dtype = dispatcher.config.params_dtype
     identity = _identity(device, hidden_size, dtype)
-    if (group, identity) in _checked:
+    if (group, identity) in _checked_kernels:
         return
     difference = ""
     if is_fused(dispatcher.options.kernels, device.type):
@@ -46,7 +46,7 @@ def check_kernels(dispatcher: Any, device: torch.device) -> None:
     advice = "Report it, and train with moe_monta_kernels torch"
     what = "Triton kernels do not give what PyTorch's operations give"
     end_if_any(gather_objects(difference, group), group, what, advice)
-    _checked.add((group, identity))
+    _checked_kernels.add((group, identity))
 
 
 def _identity(device: torch.device, hidden_size: int, dtype: torch.dtype) -> str:

@@ -37,7 +37,7 @@ LARGEST_FACTOR = 2
 ADVICE = "Report it, and train with moe_token_dispatcher_type alltoall"
 
 # What was checked on a group and found well: layout, chain, number of chunks.
-_checked: set[tuple[dist.ProcessGroup, Layout, str, int]] = set()
+_checked_chains: set[tuple[dist.ProcessGroup, Layout, str, int]] = set()
 
 
 class SelfCheckError(RuntimeError):
@@ -93,7 +93,7 @@ def check_chains(
     """
     group, layout = dispatcher.tp_ep_group, dispatcher.layout
     keys = {(group, layout, chain.name, num_chunks): chain for chain, num_chunks in chains}
-    new = {key: chain for key, chain in keys.items() if key not in _checked}
+    new = {key: chain for key, chain in keys.items() if key not in _checked_chains}
     if not new:
         return
     batch = random_batch(dispatcher)
@@ -107,7 +107,7 @@ def check_chains(
                 ours = round_trip(probe, batch, dispatcher.layout)
             what += " does not give what stock's dispatcher gives"
             end_if_any(gather_objects(difference(ours, theirs), group), group, what, ADVICE)
-            _checked.add(key)
+            _checked_chains.add(key)
 
 
 def end_if_any(

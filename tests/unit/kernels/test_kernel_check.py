@@ -68,7 +68,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mo
             kernel_check,
             gather_objects=lambda value, group: [value],
             is_fused=lambda choice, _: choice != "torch",
-            _checked=set(),
+            _checked_kernels=set(),
         ),
         mock.patch.object(torch.distributed, "get_process_group_ranks", lambda group: [0]),
         mock.patch(name, return_value="") as function,
@@ -84,7 +84,7 @@ def start_run() -> None:
         config=SimpleNamespace(params_dtype=torch.bfloat16),
         options=SimpleNamespace(kernels="auto"),
     )
-    kernel_check._checked.clear()
+    kernel_check._checked_kernels.clear()
     for _ in range(2):
         kernel_check.check_kernels(dispatcher, DEVICE)
 
