@@ -263,6 +263,23 @@ class Cluster:
                 "network_faster_than_node_link: true if it is so"
             )
 
+    def notes_on(self, world_size: int) -> tuple[str, ...]:
+        """Notes of a plan for so many ranks, on nodes filled one after the other."""
+        notes = []
+        left = world_size % self.ranks_per_node
+        if left:
+            notes.append(
+                f"{world_size} ranks leave {self.ranks_per_node - left} of the "
+                f"{self.ranks_per_node} ranks of a node unused"
+            )
+        sizes = sorted((self.nics_per_node, self.ranks_per_node))
+        if world_size > self.ranks_per_node and sizes[1] % sizes[0]:
+            notes.append(
+                f"{self.nics_per_node} interfaces cannot be shared evenly by the "
+                f"{self.ranks_per_node} ranks of a node, and are priced as if they were"
+            )
+        return tuple(notes)
+
     @property
     def policy(self) -> Policy:
         """How programs are executed on it."""

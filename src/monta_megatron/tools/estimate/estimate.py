@@ -249,6 +249,11 @@ def estimate_run(
     # Step 3: an iteration with each.
     plain = replace(settings, overlap=False, dispatcher="alltoall")
     overlapped, notes = _overlapped(plain)
+    notes += [*planned.notes, *cluster.notes_on(settings.world_size)]
+    if (variant := arguments.get("experimental-attention-variant")) is not None:
+        notes.append(
+            f"attention of {variant.value} is priced as full attention, which takes longer"
+        )
 
     def iterations_on(cluster: Cluster) -> dict[str, Iteration]:
         """With each dispatcher, by the costs of the cluster or of one of its ends."""
@@ -282,7 +287,7 @@ def estimate_run(
         iterations=iterations_on(cluster),
         ends=tuple(map(iterations_on, (with_ends and cluster.ends) or ())),
         num_iterations=None if iters is None else iters.read(SIZE),
-        notes=(*notes, *planned.notes),
+        notes=tuple(notes),
     )
 
 

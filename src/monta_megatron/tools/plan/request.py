@@ -164,7 +164,8 @@ def plan_request(
         **settings,
     )
     plan = with_ranges(plan, workload, cluster)
-    return replace(plan, notes=(*plan.notes, *model.notes)), workload, memory
+    notes = (*plan.notes, *cluster.notes_on(layout.world_size), *model.notes)
+    return replace(plan, notes=notes), workload, memory
 
 
 def candidate_of(
