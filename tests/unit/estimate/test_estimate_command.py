@@ -2,12 +2,15 @@
 
 import json
 import resource
+import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from monta_megatron.cli import main
+from monta_megatron.common import presets
 from monta_megatron.planner.assumptions import assumptions_of
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.tools.estimate.estimate import EstimateRequest, estimate
@@ -153,3 +156,14 @@ def test_a_thousand_points() -> None:
     assert number >= 1000
     assert time.process_time() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1e6
+
+
+def test_a_model_file_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    shutil.copy(presets.find("models", "qwen3_30b_a3b"), tmp_path / "models" / "own.yaml")
+    words = "--model models/own.yaml --cluster h100_8x_ndr --world-size 64 --ep 8"
+    assert main(["estimate", *words.split()]) == 0
+    capsys.readouterr()

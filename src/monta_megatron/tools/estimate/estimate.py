@@ -203,7 +203,8 @@ def _run_of_model(request: EstimateRequest) -> tuple[str, Merged]:
         nodes=request.sizes.get("world_size", cluster.num_ranks),
         ranks_per_node=1,
         name=None,
-        folder=Path(),
+        # What it names is read from where the model's file lies.
+        folder=Path(request.model).parent,
     )
     config = strict_yaml.build(RunConfig, yaml.safe_load(template.text), request.model)
     return request.model, resolve_run(config, request.model, request.words)[1]
@@ -250,10 +251,6 @@ def estimate_run(
     plain = replace(settings, overlap=False, dispatcher="alltoall")
     overlapped, notes = _overlapped(plain)
     notes += [*planned.notes, *cluster.notes_on(settings.world_size)]
-    if (variant := arguments.get("experimental-attention-variant")) is not None:
-        notes.append(
-            f"attention of {variant.value} is priced as full attention, which takes longer"
-        )
 
     def iterations_on(cluster: Cluster) -> dict[str, Iteration]:
         """With each dispatcher, by the costs of the cluster or of one of its ends."""
