@@ -213,6 +213,8 @@ def test_bad_options_in_code_are_value_errors(
 ) -> None:
     result = configurations.run(build_with, options)
     assert result.returncode == 1
+    if "unexpected keyword argument 'overlap_dispatch_backward" in result.stderr:
+        pytest.skip("needs Megatron-Core >= 0.18, which has the setting")
     last_line = result.stderr.strip().splitlines()[-1]
     assert last_line.startswith("ValueError: ")
     for word in words:
