@@ -7,7 +7,8 @@
     gpu_check.py replay FILE           that rank on the GPU, with stand-ins for its collectives
     gpu_check.py host FILE             host time of each pass, and a cluster file's `launch` section
     gpu_check.py times                 the kernels' times, beside a copy's
-    torchrun ... gpu_check.py bench    all chains against stock, by `monta bench`
+    torchrun ... gpu_check.py gloo     all chains against stock over Gloo, through the host
+    torchrun ... gpu_check.py bench    all chains against stock over NCCL, by `monta bench`
 
 --short: fewer cases. Exit status 3: nothing was proven, and the last line says why.
 """
@@ -237,6 +238,16 @@ def _median_us(
     return median(begin.elapsed_time(end) * 1e3 for begin, end in events), median(host_us)
 
 
+def gloo(short: bool, arguments: Sequence[str]) -> int:
+    """Run `monta bench` with real processes, which may share a GPU."""
+    from monta_megatron.cli import main
+
+    status = main(["bench", "--transport", "gloo", *BENCH, *arguments])
+    return status or _proven(
+        "all chains give stock's results with real processes, through the host; no order of streams"
+    )
+
+
 def bench(short: bool, arguments: Sequence[str]) -> int:
     """Run `monta bench`, and say where the exchange makes the host wait for the device.
 
@@ -278,13 +289,14 @@ def main() -> int:
     """Run one part."""
     parser = argparse.ArgumentParser(usage=__doc__, add_help=False)
     parser.add_argument(
-        "part", choices=("versions", "bits", "record", "replay", "host", "times", "bench")
+        "part", choices=("versions", "bits", "record", "replay", "host", "times", "gloo", "bench")
     )
     parser.add_argument("--short", action="store_true")
     arguments, rest = parser.parse_known_args()
     short = arguments.short
-    if arguments.part == "bench":
-        return bench(short, rest)
+    of_ranks = {"gloo": gloo, "bench": bench}
+    if arguments.part in of_ranks:
+        return of_ranks[arguments.part](short, rest)
     parts = {"versions": versions, "bits": bits, "times": times}
     if arguments.part in parts:
         return parts[arguments.part](short)

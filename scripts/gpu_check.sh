@@ -79,7 +79,7 @@ run() {
     check "versions" 60 versions
     command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm --format=csv
     if [ "$gpus" = 0 ]; then
-        for name in "kernel bits" "replay" "host times" "kernel times" "NCCL"; do
+        for name in "kernel bits" "replay" "host times" "kernel times" "Gloo" "NCCL"; do
             skip "$name" "there is no GPU"
         done
         return
@@ -100,6 +100,9 @@ run() {
         skip "host times" "nothing was recorded"
     fi
     check "kernel times" 90 times
+    for processes in 2 4; do
+        ranks "Gloo, $processes processes" 90 "$processes" gloo --ranks-per-node $((processes / 2))
+    done
     if [ "$gpus" -gt 1 ]; then
         ranks "NCCL, a rank per GPU" 240 "$gpus" bench --ranks-per-node $(((gpus + 1) / 2))
     # From this NCCL on, ranks may share a GPU: correctness, not speed.

@@ -219,6 +219,19 @@ def test_wrong_results_stop_it_before_anything_is_timed(ranks: ForkedRanks) -> N
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("layout", ["", "--tp 2 --ep 2 --etp 2"])
+def test_messages_through_the_host_give_the_same_bits(ranks: ForkedRanks, layout: str) -> None:
+    """All chains and stock's, whose tensors are copied to the host and back."""
+    script = str(Path(__file__).with_name("bench_through_host.py"))
+    result = ranks.run(script, *f"{SMALL} {layout} --num-chunks 1,3 --repeats 1".split(), "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["settings"]["transport"] == "gloo"
+    assert set(CHAINS) - set(report["meta"]["skipped"]) <= {row["chain"] for row in report["rows"]}
+    assert result.stderr.count("proves no order of streams") == 1
+    assert "copied: all_gather" in result.stderr and "all_to_all_single" in result.stderr
+
+
 def test_refused_chain_asked_for_by_name_is_one_line(ranks: ForkedRanks) -> None:
     arguments = f"{SMALL} --tp 2 --chains alltoall_dedup"
     result = ranks.run(*MONTA_BENCH, *arguments.split())

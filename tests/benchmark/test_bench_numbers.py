@@ -172,6 +172,11 @@ def test_a_dtype_has_megatron_s_name_or_pytorch_s(
         ({"routing": "zipf"}, "--routing: got 'zipf', must be a folder of Megatron's --moe"),
         ({"inter_rate_ratio": "0"}, "--inter-rate-ratio: got '0', must be a number > 0"),
         ({"inter_rate_ratio": "2"}, "--inter-rate-ratio: got 2, must come with --cluster"),
+        ({"transport": "mpi"}, "--transport: got 'mpi', must be one of nccl, gloo"),
+        (
+            {"transport": "gloo", "calibrate_seconds": "5", "chains": "auto"},
+            "--calibrate-seconds: got 5, must be left out with --transport gloo",
+        ),
         ({"ffn_hidden": "3", "tp": "2"}, "--ffn-hidden: got 3, must be a multiple of --etp (2)"),
     ],
 )

@@ -44,7 +44,7 @@ def test_what_did_not_run_is_not_passed(tmp_path: Path) -> None:
     assert summary[0] == "proven: 0"
     assert summary[1] == "failed: 0"
     text = "\n".join(summary)
-    assert "not run, so not proven: 7" in text
+    assert "not run, so not proven: 9" in text
     for name in ("replay: nothing was recorded", "host times: nothing was recorded"):
         assert name in text
     assert "NCCL: there is one GPU, and NCCL 2.28.9 has one rank on it" in text
@@ -59,6 +59,10 @@ def test_a_newer_nccl_has_two_ranks_on_a_gpu(tmp_path: Path) -> None:
     assert "failed: 0" in summary and "not run, so not proven: 0" in summary
     assert "  NCCL, 2 ranks on one GPU: something" in summary
     assert "  replay, 1 launch queues: something" in summary
+    # Of the parts with more than one process, what needs no NCCL comes first.
+    processes = [line.partition(":")[0].strip() for line in summary if "processes" in line]
+    assert processes == ["Gloo, 2 processes", "Gloo, 4 processes"]
+    assert text.index("## Gloo, 4 processes") < text.index("## NCCL, 2 ranks on one GPU")
 
 
 def test_one_failure_is_named_and_the_rest_runs(tmp_path: Path) -> None:

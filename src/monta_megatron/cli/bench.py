@@ -30,6 +30,11 @@ many points, then their tables:
   monta bench --report sweep.jsonl --plot plots
 """
 
+THROUGH_HOST = (
+    "messages go through the host by Gloo: this checks bits, packing and autograd, proves no order "
+    "of streams, and its times say nothing of NCCL"
+)
+
 # Flags that are no settings.
 FILES = (
     ("sweep", "FILE", "many points in one launch: YAML, see docs/benchmarks/README.md"),
@@ -119,6 +124,12 @@ def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
     ratio = points[0].settings.inter_rate_ratio
     if cluster is not None and ratio != 1:
         cluster = with_inter_rate(cluster, ratio)
+    if points[0].settings.transport == "gloo":
+        from monta_megatron.emulation.gloo_collectives import install_for_device
+
+        install_for_device()
+        if this_rank.rank == 0:
+            print(f"monta bench: {THROUGH_HOST}", file=sys.stderr)
     # Only the first rank reads and writes results.
     results = None
     if this_rank.rank == 0:

@@ -13,6 +13,7 @@ Notation:
 
 import atexit
 import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,6 +31,7 @@ _all_gather_into_tensor: Callable[..., Any] = dist.all_gather_into_tensor
 _broadcast: Callable[..., Any] = dist.broadcast
 _init_process_group: Callable[..., None] = dist.init_process_group
 _reduce_scatter: Callable[..., Any] = dist.reduce_scatter
+_reduce_scatter_tensor: Callable[..., Any] = dist.reduce_scatter_tensor
 _gloo: Any = dist.ProcessGroupGloo
 
 # Threads that run a group's collectives: the number that torch uses.
@@ -48,6 +50,7 @@ def install() -> None:
     for stand_in in (
         all_gather,
         all_gather_into_tensor,
+        all_to_all,
         all_to_all_single,
         init_process_group,
         reduce_scatter,
@@ -58,6 +61,65 @@ def install() -> None:
     # Megatron never destroys its process groups, and Gloo threads that still run when the process
     # ends can abort it ("terminate called without an active exception").
     atexit.register(_destroy_process_groups)
+
+
+def install_for_device() -> None:
+    """Put them there for tensors on a device too: processes that share one GPU, without NCCL.
+
+    Before Megatron is imported, which keeps some of torch's functions.
+    """
+    install()
+    for collective in (
+        all_gather,
+        all_gather_into_tensor,
+        all_to_all,
+        all_to_all_single,
+        reduce_scatter,
+        _reduce_scatter_tensor,
+    ):
+        setattr(dist, collective.__name__, through_host(collective))
+
+
+def through_host(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective of host tensors that takes tensors on a device as well.
+
+    The host waits for what the caller's stream was given when it starts and, in `wait`, for the
+    copy of the result: this moves bits, and keeps no order of streams that could be wrong.
+
+    Args:
+        collective: takes its output, its input (either may be a list), then the rest.
+    """
+    signature = inspect.signature(collective)
+
+    @functools.wraps(collective)
+    def staged(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        (output_name, output), (input_name, input_), *_ = call.arguments.items()
+        outputs = output if isinstance(output, list) else [output]
+        if not _is_on_device(outputs[0]):
+            return collective(*args, **kwargs)
+        inputs = input_ if isinstance(input_, list) else [input_]
+        sent = [part.to("cpu", copy=True) for part in inputs]
+        received = [torch.empty(part.shape, dtype=part.dtype) for part in outputs]
+        async_op = call.arguments.get("async_op", False)
+        call.arguments |= {
+            output_name: received if outputs is output else received[0],
+            input_name: sent if inputs is input_ else sent[0],
+            "async_op": True,
+        }
+
+        def copy_back() -> None:
+            for part, result in zip(outputs, received, strict=True):
+                part.copy_(result)
+
+        work = collective(*call.args, **call.kwargs)
+        return _returned(PendingWork([work], copy_back), async_op)
+
+    return staged
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _destroy_process_groups() -> None:
@@ -124,6 +186,10 @@ class PendingWork:
         """Whether `wait` would return without waiting for a peer."""
         return all(work.is_completed() for work in self._works)
 
+    def get_future_result(self) -> None:
+        """As Gloo's own handles: nobody but `wait` tells that it has ended."""
+        raise RuntimeError("Gloo has no future of a result")
+
 
 def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
     """`torch.distributed.init_process_group`; Gloo where NCCL is asked for by name or default.
@@ -151,9 +217,20 @@ def all_to_all_single(
     group = _given(group)
     outputs = output.split_with_sizes(_sizes(output_split_sizes, output, group.size()))
     inputs = input.contiguous().split_with_sizes(_sizes(input_split_sizes, input, group.size()))
-    messages = [(inputs[peer], [peer]) for peer in _peers(group)]
-    pending = _exchange(outputs, messages, group)
-    outputs[group.rank()].copy_(inputs[group.rank()])
+    return all_to_all(outputs, inputs, group, async_op)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[torch.Tensor],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> PendingWork | None:
+    """`torch.distributed.all_to_all`, which Gloo lacks, of contiguous tensors."""
+    group = _given(group)
+    messages = [(input_tensor_list[peer], [peer]) for peer in _peers(group)]
+    pending = _exchange(output_tensor_list, messages, group)
+    output_tensor_list[group.rank()].copy_(input_tensor_list[group.rank()])
     return _returned(pending, async_op)
 
 

@@ -2,7 +2,8 @@
 
 On a device the process group is called itself: what torch's functions look up and check each time
 takes the host as long as the call. CPU ranks call those functions, which their emulation replaces;
-so do groups that a framework has wrapped, which need not have the methods of those in them.
+so does a device where they were replaced, and so do groups that a framework has wrapped, which need
+not have the methods of those in them.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from monta_megatron.common import torch_private
 
@@ -35,7 +37,8 @@ class PeerGroup:
     @cached_property
     def is_called(self) -> bool:
         """Whether a device calls the process group itself."""
-        return not torch_private.is_wrapped(self.process_group)
+        is_torchs = dist.all_to_all_single is distributed_c10d.all_to_all_single
+        return is_torchs and not torch_private.is_wrapped(self.process_group)
 
     @cached_property
     def peers(self) -> dict[str, list[int]]:

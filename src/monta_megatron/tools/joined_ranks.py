@@ -11,8 +11,12 @@ from monta_megatron.exchange.streams import device_of_ranks
 T = TypeVar("T")
 
 
-def join(local_rank: int) -> torch.device:
+def join(local_rank: int, transport: str = "nccl") -> torch.device:
     """Join the launch, and take a GPU where there is one; tensors on the host go through Gloo.
+
+    Args:
+        local_rank: number among the ranks of this node, which take its GPUs in turn.
+        transport: backend for tensors on GPUs.
 
     Raises:
         ValueError: there is neither a GPU nor a stand-in.
@@ -20,7 +24,7 @@ def join(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    dist.init_process_group(f"cpu:gloo,cuda:{transport}")
     return device_of_ranks()
 
 

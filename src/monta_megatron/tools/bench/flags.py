@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PHASES: "tuple[Phase, ...]" = ("forward", "forward_backward")
 STOCK = ("alltoall", "allgather")
 ALL_CHAINS = "all"
+TRANSPORTS = ("nccl", "gloo")
 
 
 @dataclass(frozen=True)
@@ -100,5 +101,12 @@ LAUNCH_FLAGS = {
         "0",
     ),
     "inter-rate-ratio": Flag("X", "rate of this network over that of --cluster", positive, "1"),
+    "transport": Flag(
+        "NAME",
+        "nccl, or gloo: through the host, so that ranks can share a GPU; proves no order of "
+        "streams",
+        name_of(lambda: TRANSPORTS),
+        "nccl",
+    ),
 }
 FLAGS = POINT_FLAGS | LAUNCH_FLAGS

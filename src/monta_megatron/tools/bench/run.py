@@ -58,7 +58,8 @@ def run_benchmarks(
         ValueError: a setting cannot run here.
         MismatchError: a candidate gives other results than stock alltoall; it was not timed.
     """
-    device = join(this_rank.local_rank)
+    # A flag of the launch, so the same at all points.
+    device = join(this_rank.local_rank, points[0].settings.transport)
     emulated = EmulatedCluster.from_environment()
     left = on_first_rank(
         lambda: [point for point in points if not is_kept(point.settings, emulated)]

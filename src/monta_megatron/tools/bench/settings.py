@@ -61,6 +61,7 @@ class Settings(LayerShape):
         cluster: file of the costs by which the planner chooses, or None.
         calibrate_seconds: time in which "auto" measures them instead; 0 for none.
         inter_rate_ratio: this network's rate over the cluster file's; the costs are scaled by it.
+        transport: "nccl", or "gloo" through the host; CPU ranks use Gloo either way.
         world_size: ranks of the launch.
     """
 
@@ -82,6 +83,7 @@ class Settings(LayerShape):
     cluster: str | None
     calibrate_seconds: float
     inter_rate_ratio: float
+    transport: str
     world_size: int
 
     @property
@@ -182,6 +184,10 @@ def _check_together(settings: Settings) -> None:
             raise ValueError(f"{seconds}, must be left out with --cluster, which has the costs")
         if AUTO not in settings.chains:
             raise ValueError(f"{seconds}, must come with --chains auto")
+        if settings.transport == "gloo":
+            raise ValueError(
+                f"{seconds}, must be left out with --transport gloo, which no GPU pays"
+            )
     for name, value in (
         ("overlap_experts", settings.overlap_experts),
         ("expert_ms", settings.expert_ms),
