@@ -207,6 +207,8 @@ def test_what_is_wrapped_is_called_by_the_functions_of_torch() -> None:
         for group in (plain, wrapped(plain)):
             peers = PeerGroup(name="ep", process_group=group, size=1, rank=0, nodes=(0,))
             rows = mock.MagicMock(is_cuda=True)
+            # Asked before the functions are replaced here.
+            assert peers.is_called == (group is plain)
             with (
                 mock.patch.object(torch_private, "start_all_to_all") as itself,
                 mock.patch.object(torch_private, "start_all_gather") as gathers_itself,
@@ -217,4 +219,8 @@ def test_what_is_wrapped_is_called_by_the_functions_of_torch() -> None:
                 start_all_gather(rows, rows, [1], [1], peers)
             functions = (itself, gathers_itself, by_torch, gathers_by_torch)
             calls.append([function.call_count for function in functions])
+        with mock.patch.object(dist, "all_to_all_single"):
+            # As where messages go through the host: the group itself would not do what they do.
+            peers = PeerGroup(name="ep", process_group=plain, size=1, rank=0, nodes=(0,))
+            assert not peers.is_called
     assert calls == [[1, 1, 0, 0], [0, 0, 1, 1]]
