@@ -26,7 +26,7 @@ def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_copied(tensor: torch.Tensor) -> bool:
-    """Rows, and all else that is no agreement of the benchmark itself, which is on the host."""
+    """Rows, probabilities, counts: every tensor but a scalar."""
     return tensor.dim() > 0
 
 

@@ -84,7 +84,7 @@ def through_host(collective: Callable[..., Any]) -> Callable[..., Any]:
     """A collective of host tensors that takes tensors on a device as well.
 
     The host waits for what the caller's stream was given when it starts and, in `wait`, for the
-    copy of the result: this moves bits, and keeps no order of streams that could be wrong.
+    copy of the result, so no order of streams is put to the test.
 
     Args:
         collective: takes its output, its input (either may be a list), then the rest.
@@ -187,7 +187,7 @@ class PendingWork:
         return all(work.is_completed() for work in self._works)
 
     def get_future_result(self) -> None:
-        """As Gloo's own handles: nobody but `wait` tells that it has ended."""
+        """Raise, as Gloo's own handles do: only `wait` tells that it has ended."""
         raise RuntimeError("Gloo has no future of a result")
 
 

@@ -186,7 +186,7 @@ def _check_together(settings: Settings) -> None:
             raise ValueError(f"{seconds}, must come with --chains auto")
         if settings.transport == "gloo":
             raise ValueError(
-                f"{seconds}, must be left out with --transport gloo, which no GPU pays"
+                f"{seconds}, must be left out with --transport gloo, whose costs are not NCCL's"
             )
     for name, value in (
         ("overlap_experts", settings.overlap_experts),
