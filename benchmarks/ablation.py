@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.chains.layout import Layout
 from monta_megatron.cli import bench, main
-from monta_megatron.common.dtypes import DTYPE_BYTES
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.tables import table
+from monta_megatron.common.units import counted
 from monta_megatron.exchange.count_table import ExchangeCounts
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import Candidate, build_dispatcher, stock_candidate

@@ -27,8 +27,8 @@ from trainings import (
     megatron_arguments,
 )
 
-from monta_megatron.common.provenance import commit, machine, versions
-from monta_megatron.common.quantities import size_text
+from monta_megatron.common.presets import commit, machine, versions
+from monta_megatron.common.units import size_text
 from monta_megatron.emulation import sandbox
 from monta_megatron.tools.compare.comparison import Compared, compare, in_turn, largest_difference
 

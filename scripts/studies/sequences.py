@@ -9,7 +9,7 @@ from options_page import table
 from studies.common import DPI, WIDTH_INCHES, begin, bullets, ms, paragraph
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.quantities import GB_BYTES
+from monta_megatron.common.units import GB_BYTES
 from monta_megatron.planner.plan import Plan
 from monta_megatron.tools import pictures
 from monta_megatron.tools.plan.plan_request import PlanRequest

@@ -11,7 +11,7 @@ import pytest
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.first_rank import is_first_rank
-from monta_megatron.common.this_rank import find_this_rank
+from monta_megatron.common.ranks import find_this_rank
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.search import plan
@@ -281,8 +281,8 @@ def test_table_is_in_milliseconds_and_megabytes() -> None:
 
 def test_what_says_so_needs_no_torch() -> None:
     names = [
-        "common.provenance",
-        "common.this_rank",
+        "common.presets",
+        "common.ranks",
         "tools.bench.flags",
         "tools.bench.plots",
         "tools.bench.prediction",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from layers import Case, build_layer, initialize
 
-from monta_megatron.common.hashes import hash_of
+from monta_megatron.common.rules import hash_of
 
 
 def calibrated(case: Case, cache_of_rank: list[str]) -> tuple[int, list[str], float]:

@@ -7,7 +7,7 @@ from pages import REPOSITORY, check_current
 
 from monta_megatron.common.field_texts import FieldText, field_texts
 from monta_megatron.common.rules import PositiveInt, Text
-from monta_megatron.planner.rate import Rate
+from monta_megatron.common.units import Rate
 
 SCRIPT = REPOSITORY / "scripts" / "files_page.py"
 PAGE = REPOSITORY / "docs" / "files.md"

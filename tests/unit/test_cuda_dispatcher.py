@@ -32,7 +32,7 @@ from stream_recorder import RecordedStream
 from monta_megatron import plan
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.exchange.gathering import Gathering
 from monta_megatron.integration import chain_policy, counts, dispatcher
 from monta_megatron.integration.chain_policy import policy_for

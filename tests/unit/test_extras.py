@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron.common import extras
+from monta_megatron.common import presets
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("extra", extras.LIBRARIES)
+@pytest.mark.parametrize("extra", presets.LIBRARIES)
 def test_an_extra_is_what_setup_says(extra: str) -> None:
     ending = re.compile(rf"""\s*; extra == ["']{extra}["']$""")
     wanted = requires("monta-megatron") or []
     libraries = [ending.sub("", text) for text in wanted if ending.search(text)]
-    assert sorted(libraries) == sorted(extras.LIBRARIES[extra])
+    assert sorted(libraries) == sorted(presets.LIBRARIES[extra])
     for library in libraries:
-        assert library in extras.install(extra)
+        assert library in presets.install(extra)
 
 
 def test_nothing_tells_pip_to_fetch_a_name_that_no_index_holds() -> None:

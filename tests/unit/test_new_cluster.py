@@ -7,9 +7,9 @@ import yaml
 
 from monta_megatron.cli.new import CLUSTER_RATES, GPU_NAMES
 from monta_megatron.common import strict_yaml
+from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.rate import Rate
 from monta_megatron.tools.new.cluster import GPUS, RATE_FLAGS, Machine, cluster_template
 from monta_megatron.tools.new.hardware import Gpus, Interfaces
 

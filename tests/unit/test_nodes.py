@@ -13,7 +13,7 @@ from monta_megatron.chains.nodes import (
     node_here,
     number_nodes,
 )
-from monta_megatron.common.this_rank import ranks_per_node_from_launcher
+from monta_megatron.common.ranks import ranks_per_node_from_launcher
 
 
 def test_names_of_nodes() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
+from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Contention
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Curve, Fit
-from monta_megatron.planner.rate import Rate
 from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.report import Row
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from monta_megatron.common.progress import show_progress
-from monta_megatron.common.tables import table
+from monta_megatron.common.tables import show_progress, table
 
 COLUMNS = ["chain", ">us", "why"]
 ROWS: list[Sequence[object]] = [

@@ -9,7 +9,7 @@ from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
 from monta_megatron.chains.chain import BoundChain, Chain, Counts, TokenCounts
 from monta_megatron.chains.hierarchical_allgather import HIERARCHICAL_ALLGATHER
 from monta_megatron.chains.hierarchical_alltoall import HIERARCHICAL_ALLTOALL
-from monta_megatron.common.names import one_of
+from monta_megatron.common.text import one_of
 
 CHAINS: dict[str, Chain] = {
     chain.name: chain

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from monta_megatron.common.texts import check_printable
+from monta_megatron.common.text import check_printable
 
 # The same in all containers of a host, and another on every host.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -103,7 +103,7 @@ def check(parsed: argparse.Namespace, world_size: int) -> None:
 
 def run(parsed: argparse.Namespace, study: "Study | None" = None) -> int:
     """Run on this rank; the first rank prints. Exit status 1 if results differ from stock's."""
-    from monta_megatron.common.this_rank import run_as_rank
+    from monta_megatron.common.ranks import run_as_rank
 
     if parsed.report is not None:
         return _report(parsed, study)
@@ -111,7 +111,7 @@ def run(parsed: argparse.Namespace, study: "Study | None" = None) -> int:
 
 
 def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
-    from monta_megatron.common.this_rank import find_this_rank
+    from monta_megatron.common.ranks import find_this_rank
     from monta_megatron.planner.cluster_file import load_cluster
     from monta_megatron.planner.network_rate import with_inter_rate
     from monta_megatron.tools.bench.sweep import Results
@@ -139,7 +139,7 @@ def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
     # Step 2: measure.
     reports = []
     with only_the_report():
-        from monta_megatron.common.progress import show_progress
+        from monta_megatron.common.tables import show_progress
         from monta_megatron.tools.bench.run import MismatchError, run_benchmarks
 
         def is_kept(settings: "Settings", emulated: "EmulatedCluster | None") -> bool:

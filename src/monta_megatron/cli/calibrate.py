@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.cli.output import add_json, only_the_report, print_json
 from monta_megatron.cli.planning import add_ctas
 from monta_megatron.common.flags import positive, printable, whole
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 
 if TYPE_CHECKING:
     from monta_megatron.tools.bench.settings import LayerShape
@@ -80,14 +80,14 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure on this rank; the first one writes and prints."""
-    from monta_megatron.common.this_rank import run_as_rank
+    from monta_megatron.common.ranks import run_as_rank
 
     return run_as_rank(lambda: _run(parsed))
 
 
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.first_rank import is_first_rank
-    from monta_megatron.common.this_rank import find_this_rank
+    from monta_megatron.common.ranks import find_this_rank
     from monta_megatron.tools.calibrate.budgets import ctas_of_environment
     from monta_megatron.tools.calibrate.record import alone
     from monta_megatron.tools.pictures import check_can_plot
@@ -109,7 +109,7 @@ def _run(parsed: argparse.Namespace) -> int:
     # Step 2: measure, and write.
     mine = alone(partial) if this_rank.rank == 0 else nullcontext()
     with mine, only_the_report():
-        from monta_megatron.common.progress import show_progress
+        from monta_megatron.common.tables import show_progress
         from monta_megatron.tools.calibrate.run import Settings, calibrate
 
         settings = Settings(
@@ -134,7 +134,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _layer(parsed: argparse.Namespace, world_size: int) -> "LayerShape | None":
     """The layer whose experts are timed; None where no model is given."""
-    from monta_megatron.common.dtypes import torch_name
+    from monta_megatron.common.flags import torch_name
     from monta_megatron.planner.model_files import load_model
     from monta_megatron.tools.bench.settings import LayerShape
 

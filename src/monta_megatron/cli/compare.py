@@ -8,7 +8,7 @@ from typing import Any
 from monta_megatron.cli.launch import add_run_file, add_start, run_file
 from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.flags import whole
-from monta_megatron.common.texts import shown
+from monta_megatron.common.text import shown
 
 EXAMPLE = """\
 What follows -- are arguments of Megatron for all trainings, as for
@@ -58,8 +58,8 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Prepare and run all trainings, print the table; returns the exit status."""
-    from monta_megatron.common.cause import why_ended
     from monta_megatron.common.files import write_whole
+    from monta_megatron.common.ranks import why_ended
     from monta_megatron.tools.compare import report
     from monta_megatron.tools.compare.comparison import compare
     from monta_megatron.tools.compare.trainings import (

@@ -96,7 +96,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the estimate, or the layouts by their estimates."""
     from functools import partial
 
-    from monta_megatron.common.progress import show_progress
+    from monta_megatron.common.tables import show_progress
     from monta_megatron.planner.cluster_file import load_cluster
     from monta_megatron.tools.estimate.estimate import EstimateRequest, document, estimate
     from monta_megatron.tools.estimate.report import estimate_lines

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.cli.planning import IGNORE_MEMORY
-from monta_megatron.common.quantities import counted
-from monta_megatron.common.texts import command_line, shown
+from monta_megatron.common.text import command_line, shown
+from monta_megatron.common.units import counted
 
 if TYPE_CHECKING:
     from monta_megatron.tools.launch.prepare import Run
@@ -116,7 +116,7 @@ def add_start(
 
 def run(parsed: argparse.Namespace) -> int:
     """Prepare, write and start the run; returns its exit status."""
-    from monta_megatron.common.cause import why_ended
+    from monta_megatron.common.ranks import why_ended
     from monta_megatron.tools.launch import run_directory
     from monta_megatron.tools.launch.check import checked
     from monta_megatron.tools.launch.prepare import prepare

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json, print_json
-from monta_megatron.common.dtypes import DTYPE_BYTES
 from monta_megatron.common.field_texts import meanings
-from monta_megatron.common.flags import positive, printable, whole
+from monta_megatron.common.flags import DTYPE_BYTES, positive, printable, whole
 from monta_megatron.common.rules import require
 from monta_megatron.planner.model import Model
 
@@ -188,7 +187,7 @@ def _model(parsed: argparse.Namespace) -> "Template":
 
 
 def _cluster(parsed: argparse.Namespace) -> "Template":
-    from monta_megatron.planner.rate import Rate
+    from monta_megatron.common.units import Rate
     from monta_megatron.tools.new import hardware
     from monta_megatron.tools.new.cluster import Machine, cluster_template
 
@@ -268,7 +267,7 @@ def _reader(kind: Any) -> Callable[[str], Any] | None:
 
 def _rate(resource: str, text: str) -> str:
     """An argparse type: a rate with its unit, which a network may leave out."""
-    from monta_megatron.planner.rate import Rate
+    from monta_megatron.common.units import Rate
 
     try:
         rate = Rate.from_text(text)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from monta_megatron.common import first_rank
-from monta_megatron.common.names import nearest, one_of, same_name
+from monta_megatron.common.text import nearest, one_of, same_name
 
 # Flags of one meaning, those of other tools among them. A flag that a command does not know is
 # answered with the one of its line that it knows.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.flags import fraction, name_of, not_negative, positive, whole
-from monta_megatron.common.quantities import bytes_of_gb
-from monta_megatron.common.texts import command_line
+from monta_megatron.common.text import command_line
+from monta_megatron.common.units import bytes_of_gb
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanInputs

@@ -174,7 +174,7 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
     Raises:
         ValueError: a file or flag is wrong, or the layout does not fit.
     """
-    from monta_megatron.common.progress import show_progress
+    from monta_megatron.common.tables import show_progress
     from monta_megatron.planner.cluster_file import load_cluster
     from monta_megatron.tools.plan.plan_request import PlanRequest
     from monta_megatron.tools.plan.request import read_inputs

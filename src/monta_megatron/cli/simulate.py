@@ -11,8 +11,8 @@ from typing import Any
 from monta_megatron.cli import planning
 from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.flags import num_tokens, positive, whole
-from monta_megatron.common.names import one_of, same_name
-from monta_megatron.common.quantities import bytes_of_gb
+from monta_megatron.common.text import one_of, same_name
+from monta_megatron.common.units import bytes_of_gb
 
 EXAMPLE = """\
 examples:

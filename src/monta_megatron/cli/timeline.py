@@ -12,7 +12,7 @@ from monta_megatron.cli.bench import add_flags
 from monta_megatron.cli.output import add_json, only_the_report, print_json
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
-from monta_megatron.common.names import same_name
+from monta_megatron.common.text import same_name
 from monta_megatron.tools.bench.flags import FLAGS
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Draw; in a launch, only the first rank writes and prints."""
-    from monta_megatron.common.this_rank import run_as_rank
+    from monta_megatron.common.ranks import run_as_rank
 
     return _run(parsed) if parsed.record is None else run_as_rank(lambda: _run(parsed))
 
@@ -167,8 +167,8 @@ def _predict(parsed: argparse.Namespace) -> "Drawing":
 
 def _record(parsed: argparse.Namespace) -> "Drawing | None":
     """Record on this rank; None on all but the first."""
-    from monta_megatron.common.progress import show_progress
-    from monta_megatron.common.this_rank import find_this_rank
+    from monta_megatron.common.ranks import find_this_rank
+    from monta_megatron.common.tables import show_progress
     from monta_megatron.tools.bench.settings import parse_settings
 
     given = _chain(parsed)

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from monta_megatron.common.texts import shown
+from monta_megatron.common.text import shown
 
 OTHER_RANKS_LINGER_S = 5.0
 OTHER_NODES_LINGER_S = 10.0

@@ -1,11 +1,10 @@
-"""Texts of a command line as values, and the rule that a wrong text breaks. No torch."""
+"""Parse the texts of command-line flags: sizes, lists, dtypes. No torch."""
 
 import argparse
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from monta_megatron.common.names import one_of, same_name
-from monta_megatron.common.texts import PRINTABLE
+from monta_megatron.common.text import PRINTABLE, one_of, same_name
 
 T = TypeVar("T")
 
@@ -92,3 +91,21 @@ def listed(read_one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
         return tuple(dict.fromkeys(map(read_one, parts)))
 
     return read
+
+
+Dtype = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
+
+DTYPE_BYTES: dict[str, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+}
+_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def torch_name(dtype: str) -> str:
+    """PyTorch's name of a dtype."""
+    return _TORCH_NAMES.get(dtype, dtype)

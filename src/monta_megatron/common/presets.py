@@ -1,9 +1,17 @@
-"""Presets: the models, clusters and runs of `configs/`, which every installation has by name."""
+"""Presets of `configs/`, extras of setup.py, and provenance: versions, machine, commit.
 
+No index holds this package yet, so no message may tell pip to fetch it by name: whoever takes that
+name could answer. The packages of an extra can be installed wherever this package came from.
+"""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from monta_megatron.common.names import advice, same_name
+from monta_megatron.common.text import advice, same_name
 
 Kind = Literal["models", "clusters", "runs"]
 
@@ -47,3 +55,59 @@ def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
         without = f" without {CONFIG}" if kind == "models" else ""
         raise ValueError(f"{path}: cannot be read: is a folder{without}")
     return path
+
+
+LIBRARIES = {
+    "te": ("transformer-engine[pytorch]",),
+    "plot": ("matplotlib",),
+}
+
+
+def install(extra: str) -> str:
+    """The command that installs the libraries of an extra, from a checkout and a wheel alike."""
+    quoted = (f"'{library}'" if "[" in library else library for library in LIBRARIES[extra])
+    return f"pip install {' '.join(quoted)}"
+
+
+PACKAGES = ("monta-megatron", "megatron-core", "torch", "numpy")
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of Python and of the packages involved; None for one that is not installed."""
+    return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> dict[str, Any]:
+    """This rank's machine; the others are assumed to be the same."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """The commit of a source folder, "-dirty" where it was changed; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,8 +1,16 @@
-"""What values have to be: annotations of a dataclass, which `strict_yaml` checks; `require`."""
+"""Rules of values: annotated types that `strict_yaml` checks, `require`, and a stable hash."""
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
+
+
+def hash_of(values: Mapping[str, Any]) -> int:
+    """63 bits of a mapping of plain values, the same in every process."""
+    text = json.dumps(values, sort_keys=True)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)

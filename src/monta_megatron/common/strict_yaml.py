@@ -32,9 +32,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 
 from monta_megatron.common.files import read_text
-from monta_megatron.common.names import advice, one_of
 from monta_megatron.common.rules import SCALARS
-from monta_megatron.common.texts import PRINTABLE, shown
+from monta_megatron.common.text import PRINTABLE, advice, one_of, shown
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from monta_megatron.common.cause import ended
+from monta_megatron.common.ranks import ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,10 +1,10 @@
 """What an emulated cluster costs before it is calibrated: from the rate that it was given."""
 
 from monta_megatron.chains.program import Resource
+from monta_megatron.common.units import Rate
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster, Link
 from monta_megatron.planner.host_costs import HostCosts
-from monta_megatron.planner.rate import Rate
 
 SOURCE = "configs/clusters/emulated_2x4_500mbit.yaml"
 INTRA, MEMORY = Rate(0.7), Rate(10.0)

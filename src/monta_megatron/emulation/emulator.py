@@ -22,10 +22,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.cause import cause_of, ended
 from monta_megatron.common.files import write_whole
-from monta_megatron.common.quantities import counted
-from monta_megatron.common.texts import shown
+from monta_megatron.common.ranks import cause_of, ended
+from monta_megatron.common.text import shown
+from monta_megatron.common.units import counted
 from monta_megatron.emulation import link_rate, network, sandbox
 from monta_megatron.emulation.cluster import ENVIRONMENT_VARIABLE, EmulatedCluster
 from monta_megatron.emulation.costs import default_costs

@@ -6,7 +6,7 @@ import sys
 from typing import Any, NoReturn
 
 from monta_megatron.common.first_rank import linger, report
-from monta_megatron.common.texts import shown
+from monta_megatron.common.text import shown
 from monta_megatron.integration.config import check_config
 from monta_megatron.integration.dispatcher_type import is_monta
 from monta_megatron.integration.options import (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from monta_megatron.chains import Chain
 from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common.quantities import bytes_of_gb, counted
+from monta_megatron.common.units import bytes_of_gb, counted
 from monta_megatron.exchange.groups import nccl_settings
 from monta_megatron.exchange.kernel_choice import device_type, is_fused
 from monta_megatron.integration.agreement import agree

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import make_folder, write_whole
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.common.version import __version__
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.integration.iterations import Iterations, all_iterations

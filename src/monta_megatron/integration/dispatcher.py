@@ -31,8 +31,8 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from monta_megatron.chains.chain import Rows
 from monta_megatron.chains.count_format import num_counted_blocks
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common.quantities import counted
 from monta_megatron.common.torch_private import is_usable
+from monta_megatron.common.units import counted
 from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable, ExchangeCounts

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS, Chain
-from monta_megatron.common.hashes import hash_of
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.rules import hash_of
 from monta_megatron.common.torch_private import is_usable
+from monta_megatron.common.units import counted
 from monta_megatron.exchange.count_table import ExchangeCounts
 from monta_megatron.exchange.gathering import Gathering
 from monta_megatron.exchange.groups import gather_objects

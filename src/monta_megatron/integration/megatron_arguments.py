@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
-from monta_megatron.common.names import nearest
+from monta_megatron.common.text import nearest
 
 Words = Sequence[str]
 

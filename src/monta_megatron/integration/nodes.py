@@ -10,7 +10,7 @@ from monta_megatron.chains.nodes import (
     node_here,
     number_nodes,
 )
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.common.version import __version__
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.integration.agreement import check_same_rule

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.common.files import make_folder
-from monta_megatron.common.provenance import versions
-from monta_megatron.common.texts import shown
+from monta_megatron.common.presets import versions
+from monta_megatron.common.text import shown
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.clock import Clock
 from monta_megatron.exchange.monitor import Step

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from monta_megatron.common.texts import shown
+from monta_megatron.common.text import shown
 
 _reported: set[tuple[str, ...]] = set()
 

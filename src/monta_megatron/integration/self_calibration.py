@@ -25,7 +25,7 @@ from monta_megatron.chains.calibration_tasks import HOST_WORK, Sample, Task
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
 from monta_megatron.common.files import cache_folder, make_folder, write_whole
-from monta_megatron.common.quantities import counted, size_text
+from monta_megatron.common.units import counted, size_text
 from monta_megatron.common.version import __version__
 from monta_megatron.exchange.calibration.operations import starts_of
 from monta_megatron.exchange.calibration.timer import RUN_US, Timer

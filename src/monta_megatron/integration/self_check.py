@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.exchange.errors import first_difference
 from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.exchange.monitor import Monitor

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from monta_megatron.common import presets, strict_yaml
-from monta_megatron.common.names import one_of, same_name
 from monta_megatron.common.rules import NonNegativeFloat, Text, require
+from monta_megatron.common.text import one_of, same_name
 
 FILE = presets.FOLDER / "estimate" / "assumptions.yaml"
 SET = "--set"

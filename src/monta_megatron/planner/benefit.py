@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from monta_megatron.common.quantities import counted, time_text
+from monta_megatron.common.units import counted, time_text
 
 
 @dataclass(frozen=True, kw_only=True)

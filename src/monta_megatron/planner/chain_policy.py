@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chunks import blocks_for
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common.hashes import hash_of
-from monta_megatron.common.quantities import counted, gb_text
+from monta_megatron.common.rules import hash_of
+from monta_megatron.common.units import counted, gb_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.routing import Routing

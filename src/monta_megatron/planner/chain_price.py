@@ -15,7 +15,7 @@ from monta_megatron.chains.program import (
     Pass,
     Phase,
 )
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.pricing import PassPrice, price_pass, with_leads

@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
 from monta_megatron.chains.program import COLLECTIVES, Policy, Resource, ResourceOrCompute
-from monta_megatron.common.quantities import bytes_of_gb
 from monta_megatron.common.rules import (
     NonNegativeFloat,
     PositiveFloat,
@@ -18,9 +17,9 @@ from monta_megatron.common.rules import (
     Text,
     require,
 )
+from monta_megatron.common.units import Rate, bytes_of_gb
 from monta_megatron.planner.curves import OLD_RATE, RESOURCES, Curve, Kind, Operation
 from monta_megatron.planner.host_costs import HostCosts
-from monta_megatron.planner.rate import Rate
 
 # If a cluster has no curve for an operation, this similar operation stands in for it.
 # 800 Gb/s, of the newest interfaces.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.common import presets, strict_yaml
-from monta_megatron.common.hashes import hash_of
+from monta_megatron.common.rules import hash_of
 from monta_megatron.planner.cluster import Cluster
 
 MEASURED = ("launch", "links", "curves", "contention")

@@ -22,7 +22,7 @@ from monta_megatron.common.rules import (
     Text,
     require,
 )
-from monta_megatron.planner.rate import Rate
+from monta_megatron.common.units import Rate
 
 Operation: TypeAlias = PricedOperation
 RESOURCES: tuple[Resource, ...] = get_args(Resource)

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.quantities import counted
 from monta_megatron.common.rules import NonNegativeInt
+from monta_megatron.common.units import counted
 from monta_megatron.planner.chain_policy import (
     ChainChoice,
     ChoiceTable,

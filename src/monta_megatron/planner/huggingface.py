@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.texts import shown
+from monta_megatron.common.text import shown
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.model_arguments import (
     BIASED_SIGMOID,

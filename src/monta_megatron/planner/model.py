@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from monta_megatron.common.dtypes import DTYPE_BYTES, Dtype
-from monta_megatron.common.names import one_of
+from monta_megatron.common.flags import DTYPE_BYTES, Dtype
 from monta_megatron.common.rules import ArgumentValue, PositiveFloat, PositiveInt, Text, require
+from monta_megatron.common.text import one_of
 
 # What the training decides; every command that takes a model has flags for them.
 BATCH = ("seq_length", "micro_batch_size")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from monta_megatron.common import presets, strict_json, strict_yaml
+from monta_megatron.common import files, presets, strict_yaml
 from monta_megatron.planner.huggingface import model_of_config
 from monta_megatron.planner.model import Model
 
@@ -16,4 +16,4 @@ def load_model(path: str | Path) -> Model:
     file = presets.find("models", path)
     if file.suffix.lower() != ".json":
         return strict_yaml.load(Model, file)
-    return model_of_config(strict_json.read(file), str(file))
+    return model_of_config(files.read(file), str(file))

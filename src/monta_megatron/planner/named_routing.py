@@ -13,7 +13,7 @@ Notation: T = tokens, E = experts.
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.sampled_routing import SampledRouting
 

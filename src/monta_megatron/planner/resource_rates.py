@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from monta_megatron.chains.program import Resource
 from monta_megatron.common.rules import Text
+from monta_megatron.common.units import Rate
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCES, Operation
-from monta_megatron.planner.rate import Rate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.planner.model import Model
 from monta_megatron.planner.recorded_routing import Exchange, RecordedRouting, typical_exchange
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 
 
 class Routing(Hashable, Protocol):

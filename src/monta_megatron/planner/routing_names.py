@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from monta_megatron.common.names import one_of
+from monta_megatron.common.text import one_of
 
 # The workloads of token imbalance of Megatron-LM's pull request 7488, by the names they have there.
 IMBALANCE_WORKLOADS = {

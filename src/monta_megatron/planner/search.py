@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from monta_megatron.chains.program import Resource
-from monta_megatron.common.quantities import gb_text
+from monta_megatron.common.units import gb_text
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.lower_bound import pass_lower_bound_us

@@ -12,7 +12,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chunks import blocks_for
 from monta_megatron.chains.count_format import message_size
 from monta_megatron.chains.program import Phase
-from monta_megatron.common.quantities import gb_text
+from monta_megatron.common.units import gb_text
 from monta_megatron.planner.benefit import Benefit, benefit_of
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster

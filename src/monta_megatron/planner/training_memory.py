@@ -10,7 +10,7 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.communicator_memory import communicator_bytes
-from monta_megatron.common.quantities import size_text
+from monta_megatron.common.units import size_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.memory import CHECK_TOKENS

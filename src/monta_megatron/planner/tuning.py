@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains.program import FORWARD_BACKWARD, NOT_TIMED_US
-from monta_megatron.common.hashes import hash_of
+from monta_megatron.common.rules import hash_of
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.other_work import left_over_us, other_work_of
 from monta_megatron.planner.tuning_candidates import Key, TuningCandidate, best_key

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.quantities import counted
 from monta_megatron.common.rules import PositiveFloat, PositiveInt
+from monta_megatron.common.units import counted
 from monta_megatron.planner.chain_price import ChainPrice, plainness
 from monta_megatron.planner.other_work import OtherWork, left_over_us, other_work_of
 from monta_megatron.planner.selection import MARGIN, Selection

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from monta_megatron.common.quantities import counted
 from monta_megatron.common.tables import plain_table
+from monta_megatron.common.units import counted
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.search import plan_of
 from monta_megatron.planner.selection import MARGIN, Selection

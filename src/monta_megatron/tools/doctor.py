@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from monta_megatron.common import extras
-from monta_megatron.common.provenance import version_of
+from monta_megatron.common import presets
+from monta_megatron.common.presets import version_of
 from monta_megatron.common.version import __version__
 
 WITH_TRAINING = "pip install 'megatron-core[training]'"
@@ -57,7 +57,7 @@ def _megatron() -> Iterator[Finding]:
     if is_supported(version):
         yield Finding(name, "ok", version)
         yield _optional("megatron.training", WITH_TRAINING)
-        yield _optional("transformer_engine", f"{extras.install('te')} (needs CUDA)")
+        yield _optional("transformer_engine", f"{presets.install('te')} (needs CUDA)")
     else:
         yield Finding(
             name,
@@ -194,7 +194,7 @@ def _launch_order() -> Iterator[Finding]:
 
 def _topology() -> Iterator[Finding]:
     from monta_megatron.chains.nodes import is_named, node_here
-    from monta_megatron.common.this_rank import ranks_per_node_from_launcher
+    from monta_megatron.common.ranks import ranks_per_node_from_launcher
 
     if is_named():
         yield Finding("node", "ok", f"{node_here()}, by MONTA_NODE")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common import extras
+from monta_megatron.common import presets
 from monta_megatron.common.files import make_folder, write_whole
 
-INSTALL = extras.install("plot")
+INSTALL = presets.install("plot")
 
 STOCK_COLOUR, PICK_COLOUR = "#8c8c8c", "#e07b39"
 # Distinguishable for people with red-green colour blindness, too.

@@ -6,9 +6,9 @@ from pathlib import Path
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
+from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, Link
 from monta_megatron.planner.host_costs import HostCosts
-from monta_megatron.planner.rate import Rate
 from monta_megatron.planner.routing import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload
 

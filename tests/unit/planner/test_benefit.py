@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from clusters import preset, workload_of
 
-from monta_megatron.common.quantities import time_text
+from monta_megatron.common.units import time_text
 from monta_megatron.planner.benefit import Benefit, Iteration, benefit_of
 from monta_megatron.planner.model_files import load_model
 from monta_megatron.planner.model_workload import iteration_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from published_configs import CONFIGS, NO_PRESET, NUM_PARAMETERS, OF_THE_CLASS
 
-from monta_megatron.common import presets, strict_json
+from monta_megatron.common import files, presets
 from monta_megatron.planner.huggingface import model_of_config
 from monta_megatron.planner.model import Model, with_batch
 from monta_megatron.planner.model_arguments import TRAITS
@@ -283,6 +283,6 @@ def test_a_bad_document_is_one_line(tmp_path: Path, text: str, expected: str) ->
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
-        strict_json.read(path)
+        files.read(path)
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"{path}: ") and expected in line and len(line) < 300

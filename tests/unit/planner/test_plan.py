@@ -16,7 +16,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.count_format import message_size
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.hashes import hash_of
+from monta_megatron.common.rules import hash_of
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
@@ -533,7 +533,7 @@ def test_a_plan_is_checked_against_the_exchange_it_is_used_with() -> None:
 
 def test_the_hash_of_a_rule_is_the_same_in_every_process() -> None:
     rule = {"chain": "auto", "chains": ["alltoall", "allgather"], "num_chunks": [1, 2]}
-    code = f"from monta_megatron.common.hashes import hash_of; print(hash_of({rule!r}))"
+    code = f"from monta_megatron.common.rules import hash_of; print(hash_of({rule!r}))"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.planner.curves import Curve
 
 # A median of fewer is one run's luck.

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from monta_megatron.common.units import Rate
 from monta_megatron.planner.curves import Fit
-from monta_megatron.planner.rate import Rate
 
 
 def fit(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> Fit | None:

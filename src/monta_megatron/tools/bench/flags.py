@@ -8,8 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.dtypes import DTYPE_BYTES, torch_name
-from monta_megatron.common.flags import listed, name_of, not_negative, num_tokens, positive, whole
+from monta_megatron.common.flags import (
+    DTYPE_BYTES,
+    listed,
+    name_of,
+    not_negative,
+    num_tokens,
+    positive,
+    torch_name,
+    whole,
+)
 from monta_megatron.planner.routing_names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.dtypes import DTYPE_BYTES
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.flags import DTYPE_BYTES
+from monta_megatron.common.units import counted
 from monta_megatron.integration.options import AUTO
 from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.report import Row

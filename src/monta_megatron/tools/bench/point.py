@@ -11,9 +11,9 @@ import torch.distributed as dist
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.nodes import is_named
 from monta_megatron.chains.program import Phase
-from monta_megatron.common.progress import Progress
-from monta_megatron.common.quantities import counted
-from monta_megatron.common.this_rank import ThisRank
+from monta_megatron.common.ranks import ThisRank
+from monta_megatron.common.tables import Progress
+from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.emulation.costs import default_costs
 from monta_megatron.exchange.groups import find_nodes

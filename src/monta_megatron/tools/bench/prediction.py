@@ -7,7 +7,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.nodes import number_nodes
 from monta_megatron.chains.program import Phase
-from monta_megatron.common.dtypes import DTYPE_BYTES
+from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.routing import Routing
 from monta_megatron.planner.search import plan

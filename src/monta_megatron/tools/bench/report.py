@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from monta_megatron.common import tables
-from monta_megatron.common.provenance import commit, machine, versions
+from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.options import AUTO
 from monta_megatron.tools.bench.routing import routing_name

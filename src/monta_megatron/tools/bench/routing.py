@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.planner.imbalance_routing import imbalance_map, num_steps
 from monta_megatron.planner.named_routing import expected_routing, make_routing
 from monta_megatron.planner.recorded_routing import Exchange, RecordedRouting, typical_exchange

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from monta_megatron.common.progress import Progress
-from monta_megatron.common.quantities import counted
-from monta_megatron.common.this_rank import ThisRank
+from monta_megatron.common.ranks import ThisRank
+from monta_megatron.common.tables import Progress
+from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import build_candidates, identity_experts

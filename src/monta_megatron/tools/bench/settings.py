@@ -7,7 +7,7 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Phase
-from monta_megatron.common.dtypes import DTYPE_BYTES
+from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.integration.options import AUTO
 from monta_megatron.tools.bench.flags import ALL_CHAINS, FLAGS
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.tools.bench.regret import Key, Regret
 from monta_megatron.tools.bench.summary import (
     FACTORS,

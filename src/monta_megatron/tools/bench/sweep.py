@@ -17,7 +17,7 @@ from typing import Any
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import add_json_line, read_json_lines, write_json_lines
-from monta_megatron.common.names import advice
+from monta_megatron.common.text import advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.tools.bench.flags import POINT_FLAGS
 from monta_megatron.tools.bench.settings import Settings, parse_settings

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.calibration_tasks import Point, Task
-from monta_megatron.common.dtypes import DTYPE_BYTES
+from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.exchange.calibration.memory_operations import Prepare
 from monta_megatron.exchange.calibration.operations import Start
 from monta_megatron.exchange.calibration.timer import Timer

@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Sequence
 
-from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.common.tables import table
+from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.calibration.points import SIZE_FACTOR
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Task
 from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
-from monta_megatron.common.progress import Progress
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.tables import Progress
+from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from monta_megatron.common.provenance import commit, machine, versions
-from monta_megatron.common.quantities import size_text
+from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.common.tables import table
+from monta_megatron.common.units import size_text
 from monta_megatron.tools.compare.comparison import NUM_WARMUP_ITERATIONS, Compared
 from monta_megatron.tools.compare.trainings import Training, Trainings
 from monta_megatron.tools.launch.training_log import TrainingLog

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from monta_megatron.common.progress import Progress
-from monta_megatron.common.tables import table
+from monta_megatron.common.tables import Progress, table
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.model import with_batch

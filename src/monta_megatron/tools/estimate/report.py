@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Sequence
 
-from monta_megatron.common.quantities import counted
 from monta_megatron.common.tables import table
+from monta_megatron.common.units import counted
 from monta_megatron.tools.estimate.estimate import (
     CHOSEN,
     OVERLAPPED,

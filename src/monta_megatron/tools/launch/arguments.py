@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from monta_megatron.common.flags import whole
-from monta_megatron.common.texts import check_printable
+from monta_megatron.common.text import check_printable
 from monta_megatron.integration.options import DISPATCHER_TYPE
 from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
 

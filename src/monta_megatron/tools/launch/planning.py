@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.flags import not_negative, positive
-from monta_megatron.common.names import one_of
-from monta_megatron.common.quantities import bytes_of_gb
+from monta_megatron.common.text import one_of
+from monta_megatron.common.units import bytes_of_gb
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import price_chain

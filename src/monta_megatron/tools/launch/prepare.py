@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.common import presets, strict_yaml
-from monta_megatron.common.texts import check_printable
+from monta_megatron.common.text import check_printable
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.training_memory import TrainingMemory

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.common import presets
-from monta_megatron.common.provenance import commit, versions
+from monta_megatron.common.presets import commit, versions
 from monta_megatron.tools.launch.prepare import Run, to_run_file
 from monta_megatron.tools.launch.script import run_script
 

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Any
 
-from monta_megatron.common.texts import command_line, quoted
+from monta_megatron.common.text import command_line, quoted
 from monta_megatron.tools.launch.prepare import PRETRAIN_GPT, Run
 
 

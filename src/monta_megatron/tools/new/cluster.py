@@ -6,9 +6,9 @@ from typing import Any
 
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
+from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import FASTEST_NIC, Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.rate import Rate
 from monta_megatron.tools.new.hardware import Gpus, Interfaces
 from monta_megatron.tools.new.template import Template, flags_of, make_template
 

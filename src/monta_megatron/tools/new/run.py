@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common.dtypes import torch_name
+from monta_megatron.common.flags import torch_name
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common import strict_json
+from monta_megatron.common import files
 from monta_megatron.common.files import write_whole
 
 # A thousand layers of a thousand experts take less.
@@ -58,7 +58,7 @@ def read_placement(path: Path) -> Placement:
     Raises:
         ValueError: one line that names file, field and rule.
     """
-    document = strict_json.read(path, MOST_BYTES)
+    document = files.read(path, MOST_BYTES)
 
     def field(name: str, kind: type, rule: str) -> Any:
         value = document.get(name) if isinstance(document, dict) else None

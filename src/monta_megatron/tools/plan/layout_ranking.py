@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from monta_megatron.chains.program import Phase
-from monta_megatron.common.progress import Progress
-from monta_megatron.common.quantities import GB_BYTES
+from monta_megatron.common.tables import Progress
+from monta_megatron.common.units import GB_BYTES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model

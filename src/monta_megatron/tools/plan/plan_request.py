@@ -9,7 +9,7 @@ from typing import Any, Literal
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.rules import NonNegativeInt, PositiveFloat, PositiveInt
-from monta_megatron.common.texts import check_printable, shown
+from monta_megatron.common.text import check_printable, shown
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import Model

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.pipelined_layer import BoundLayer
 from monta_megatron.chains.program import PASSES, BoundProgram, Operation
-from monta_megatron.common.quantities import size_text
 from monta_megatron.common.tables import table
+from monta_megatron.common.units import size_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layer_price import bound_layers
 from monta_megatron.planner.plan import Plan

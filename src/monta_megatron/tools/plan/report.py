@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.common.tables import table
+from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.flex import FlexPrediction

@@ -12,8 +12,8 @@ from monta_megatron.chains.communicators import Ctas
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.progress import Progress
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.tables import Progress
+from monta_megatron.common.units import counted
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.imbalance_routing import imbalance_routing

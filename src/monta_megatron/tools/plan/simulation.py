@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.quantities import counted, size_text
 from monta_megatron.common.tables import table
+from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.network_rate import with_inter_rate

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from string import Template
 
-from monta_megatron.common.provenance import versions
+from monta_megatron.common.presets import versions
 from monta_megatron.tools.report import markup
 
 # The policy makes a browser refuse whatever is not part of the page itself.

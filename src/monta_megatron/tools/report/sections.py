@@ -6,8 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from monta_megatron.common import strict_json, strict_yaml
-from monta_megatron.common.quantities import counted, size_text
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.files import read
+from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools import pictures
@@ -108,7 +109,7 @@ def bench_section(path: Path) -> Section:
         ValueError: the file is something else.
     """
     advice = "must be what monta bench --json printed for one point"
-    report = strict_json.read(path, MOST_BENCH_BYTES)
+    report = read(path, MOST_BENCH_BYTES)
     try:
         entries, meta = report["rows"], report["meta"]
         rows = [

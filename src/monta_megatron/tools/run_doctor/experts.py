@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from monta_megatron.common.quantities import time_text
+from monta_megatron.common.units import time_text
 from monta_megatron.tools.run_doctor.figures import Finding, RunFigures
 from monta_megatron.tools.run_doctor.wording import named, of_exchange_ms
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from monta_megatron.common.quantities import counted, time_text
-from monta_megatron.common.texts import shown
+from monta_megatron.common.text import shown
+from monta_megatron.common.units import counted, time_text
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, Finding, RunFigures
 from monta_megatron.tools.run_doctor.rules import RULES
 

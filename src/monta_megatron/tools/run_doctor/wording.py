@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from monta_megatron.common.quantities import counted, time_text
+from monta_megatron.common.units import counted, time_text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.selection import MARGIN
 from monta_megatron.tools.run_doctor.figures import Choice, ExchangeFigures, RunFigures, WhatIf

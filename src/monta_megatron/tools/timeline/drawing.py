@@ -9,8 +9,8 @@ from typing import Any
 from monta_megatron.chains import CHAINS, Chain, check_chain, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.files import write_whole
-from monta_megatron.common.quantities import counted
 from monta_megatron.common.rules import require
+from monta_megatron.common.units import counted
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.selection import NUM_CHUNKS, num_exchanged_counts
 from monta_megatron.tools import pictures

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.tools import pictures
 from monta_megatron.tools.timeline.bars import (
     DPI,

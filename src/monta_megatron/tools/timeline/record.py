@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monta_megatron.common.progress import Progress
-from monta_megatron.common.quantities import counted
-from monta_megatron.common.this_rank import ThisRank
+from monta_megatron.common.ranks import ThisRank
+from monta_megatron.common.tables import Progress
+from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.clock import Clock
 from monta_megatron.exchange.spans import spans_of

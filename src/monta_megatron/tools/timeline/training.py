@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.quantities import counted
+from monta_megatron.common.units import counted
 from monta_megatron.exchange.rank_recording import FORMAT, RankRecording, name_of
 from monta_megatron.tools.timeline.recording import read_document
 from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name

@@ -1,5 +1,11 @@
-"""What a message says about a name that is not known: the known ones, and the one that is meant."""
+"""Names and texts in messages: suggestions for unknown names, escaping for shells and logs.
 
+A line break in a value would begin a line of its own in a script or a log, and an escape sequence
+would make a terminal show text that is not there. Such texts are refused where they are read; names
+that are only shown, such as that of a missing file, are printed escaped.
+"""
+
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -45,3 +51,46 @@ def advice(name: object, known: Iterable[str]) -> str:
     known = list(known)
     meant = nearest(name, known)
     return f"known: {', '.join(known)}" if meant is None else f"did you mean {meant}?"
+
+
+PRINTABLE = "one line of printable characters"
+
+
+def check_printable(text: str, field: str) -> str:
+    r"""The text, if it is one line of printable characters.
+
+    Args:
+        text: what was given.
+        field: where, for the message.
+
+    Raises:
+        ValueError: it holds a line break, an escape, NUL, or what is no character at all.
+    """
+    if not text.isprintable():
+        raise ValueError(f"{field}: got {text!r}, must be {PRINTABLE}")
+    return text
+
+
+def shown(text: object) -> str:
+    r"""A text as one line of printable characters: a line break as \n, an escape as \x1b."""
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in str(text)
+    )
+
+
+def quoted(text: str) -> str:
+    """A text as one word of a shell.
+
+    Raises:
+        ValueError: it is not one line of printable characters.
+    """
+    return shlex.quote(check_printable(text, "a word of a script"))
+
+
+def command_line(words: Iterable[str]) -> str:
+    """Words as one line that a shell reads as the same words.
+
+    Raises:
+        ValueError: a word is not one line of printable characters.
+    """
+    return " ".join(map(quoted, words))
