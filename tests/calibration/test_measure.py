@@ -10,8 +10,7 @@ import torch
 from test_cluster_file import SHAPE, points_on
 
 from monta_megatron.chains.calibration_tasks import Pair, Point, Repeated, Sample
-from monta_megatron.chains.communicators import Ctas
-from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.layout import Ctas, Layout
 from monta_megatron.exchange.calibration import timer
 from monta_megatron.exchange.calibration.timer import Timer
 from monta_megatron.planner.calibration.points import series_of_exchange

@@ -11,7 +11,7 @@ from exchanges import ROUTINGS, Case, find_groups, make_data, make_source
 from test_exchange_properties import DTYPES, runnable
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.count_format import message_size
+from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.autograd import combine, dispatch

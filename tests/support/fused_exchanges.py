@@ -16,12 +16,7 @@ from test_stream_safety import LAYOUTS, Routing, make_exchange
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.calibration_tasks import Point
-from monta_megatron.chains.program import (
-    COMBINE,
-    COMBINE_BACKWARD,
-    DISPATCH,
-    DISPATCH_BACKWARD,
-)
+from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import count_table
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_table import CountTable

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from monta_megatron.chains.program import Operation, Policy
-from monta_megatron.chains.waits import waits_of
+from monta_megatron.chains.program import Operation, Policy, waits_of
 from monta_megatron.planner.schedule import Work
 
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monta_megatron.chains import CHAINS, BoundChain, Counts
-from monta_megatron.chains.chain import order_of_issue
-from monta_megatron.chains.chunks import expert_order, first_blocks, split
+from monta_megatron.chains.chain import expert_order, first_blocks, order_of_issue, split
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower, pipeline_offsets
 from monta_megatron.chains.one_chunk import parts_per_sum

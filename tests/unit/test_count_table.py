@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
-from monta_megatron.chains.chunks import NUM_BLOCKS
-from monta_megatron.chains.count_format import COUNT_BYTES, MOST_TOKENS, num_counted_blocks
+from monta_megatron.chains.chain import NUM_BLOCKS
+from monta_megatron.chains.counts import COUNT_BYTES, MOST_TOKENS, num_counted_blocks
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
 from monta_megatron.planner.recorded_routing import RecordedRouting

@@ -16,7 +16,7 @@ from fake_device import HAS_TRITON, FakeDevice, HostWaitsError
 from fake_world import LAYOUTS, TOPK, exchanged_counts, fake_world, megatron_groups
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.count_format import num_counted_blocks
+from monta_megatron.chains.counts import num_counted_blocks
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     COMBINE,

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.communicator_memory import communicator_bytes
-from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
-from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas, Layout
 from monta_megatron.common import torch_private
 from monta_megatron.common.torch_private import timeout_of
 from monta_megatron.exchange import groups

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron.chains import nodes
-from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.nodes import (
+from monta_megatron.chains import layout as nodes
+from monta_megatron.chains.layout import (
+    Layout,
     consecutive_nodes,
     mixed_node,
     node_here,

@@ -7,9 +7,7 @@ go to most ranks anyway. Its transpose sums a token's partial sums over all rank
 """
 
 from monta_megatron.chains.chain import Chain, TokenCounts
-from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
-from monta_megatron.chains.tokens import (
+from monta_megatron.chains.counts import (
     ORDER,
     SPLIT,
     TO_EXPERTS,
@@ -18,6 +16,8 @@ from monta_megatron.chains.tokens import (
     bind_split,
     by_chunk,
 )
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 
 GATHER = AllGather(name="allgather", group="tp_ep")
 

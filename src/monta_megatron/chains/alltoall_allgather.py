@@ -22,8 +22,7 @@ sends [4, 1] rows, then [2, 2].
 
 import numpy as np
 
-from monta_megatron.chains.chain import Chain, Counts
-from monta_megatron.chains.chunks import split, starts_of
+from monta_megatron.chains.chain import Chain, Counts, split, starts_of
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import (
     AllGather,

@@ -7,9 +7,7 @@ one partial sum per (token, rank): one hop.
 """
 
 from monta_megatron.chains.chain import Chain, TokenCounts
-from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
-from monta_megatron.chains.tokens import (
+from monta_megatron.chains.counts import (
     ORDER,
     SPLIT,
     TO_EXPERTS,
@@ -20,6 +18,8 @@ from monta_megatron.chains.tokens import (
     bind_split,
     by_chunk,
 )
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
 
 EXCHANGE = AllToAll(name="alltoall", group="ep")
 

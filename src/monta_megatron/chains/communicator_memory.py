@@ -13,8 +13,7 @@ A communicator has as many channels as its budget allows; sends and receives use
 """
 
 from monta_megatron.chains.chain import Chain
-from monta_megatron.chains.communicators import DEFAULT_CTAS, OWN_GROUPS, Ctas
-from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.layout import DEFAULT_CTAS, OWN_GROUPS, Ctas, Layout
 from monta_megatron.chains.stages import AllGather, AllToAll
 
 _NODE_LINK_BYTES = 12 << 20

@@ -8,9 +8,7 @@ the node and one per (token, node) between them: two hops.
 """
 
 from monta_megatron.chains.chain import Chain, TokenCounts
-from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
-from monta_megatron.chains.tokens import (
+from monta_megatron.chains.counts import (
     ORDER,
     RAIL_EXCHANGE,
     SPLIT,
@@ -21,6 +19,8 @@ from monta_megatron.chains.tokens import (
     bind_node_exchange,
     by_chunk,
 )
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 
 GATHER = AllGather(name="allgather in node", group="node")
 

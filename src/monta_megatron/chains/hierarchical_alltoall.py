@@ -9,9 +9,7 @@ per (token, rank) inside the node and one per (token, node) between them: two ho
 
 from monta_megatron.chains import alltoall_dedup
 from monta_megatron.chains.chain import Chain, TokenCounts
-from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
-from monta_megatron.chains.tokens import (
+from monta_megatron.chains.counts import (
     ORDER,
     RAIL_EXCHANGE,
     SPLIT,
@@ -24,6 +22,8 @@ from monta_megatron.chains.tokens import (
     bind_node_exchange,
     by_chunk,
 )
+from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
 
 EXCHANGE = AllToAll(name="alltoall in node", group="node")
 

@@ -26,9 +26,9 @@ from monta_megatron.chains.program import (
     Policy,
     Program,
     RowFormat,
+    waits_of,
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, StageShape
-from monta_megatron.chains.waits import waits_of
 
 
 def lower(

@@ -23,8 +23,7 @@ from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
 from monta_megatron.chains.chain import BoundChain, order_of_issue
-from monta_megatron.chains.program import BoundProgram, Buffer, Operation, Pass, Program
-from monta_megatron.chains.waits import waits_of
+from monta_megatron.chains.program import BoundProgram, Buffer, Operation, Pass, Program, waits_of
 
 Step: TypeAlias = Literal[
     "start first", "end first", "start experts", "end experts", "start second", "end second"

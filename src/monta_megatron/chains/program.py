@@ -1,14 +1,13 @@
-"""What a pass does, written down once: its operations in the order of issue, and their buffers.
+"""The program of a pass: its operations in the order of issue, their buffers and their waits.
 
 A layer has four passes over a chain: dispatch, combine, and the backward pass of each. `lower`
 turns a bound chain into the program of one pass. The executor runs it, the planner prices it,
-memory is the liveness of its buffers, the timeline draws it: none of them derives anything of it a
-second time. No torch.
+memory is the liveness of its buffers, the timeline draws it. No torch.
 
 Notation: C = number of chunks, H = hidden size, W = most experts of any token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -338,3 +337,66 @@ def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
 def round_up(value: int, multiple: int) -> int:
     """The next multiple of a number, if it is none itself."""
     return -(-value // multiple) * multiple
+
+
+class Waits(NamedTuple):
+    """Fields of an `Operation` that follow from its place among the others."""
+
+    waits: tuple[int, ...]
+    after: tuple[int, ...]
+    launch_after: tuple[int, ...]
+    host: Literal["enqueues", "runs", "starts"]
+
+
+def waits_of(
+    operations: Sequence[Operation], needs: Sequence[Collection[int]], policy: Policy
+) -> list[Waits]:
+    """What every operation waits for.
+
+    Args:
+        operations: in the order of issue.
+        needs: for each, the operations that have to end before it: they have written what it reads,
+            or read what it overwrites.
+        policy: how the program is executed.
+    """
+    return (_on_host if policy == "host" else _on_streams)(operations, needs)
+
+
+def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
+    """On a device: streams wait for each other, the host for nothing."""
+    # What runs operations in order: a side stream, or a group's own.
+    queues = [one.group if one.is_collective else one.stream for one in operations]
+    # (stream, queue) -> the latest operation of the queue for which the stream has waited.
+    waited: dict[tuple[int, object], int] = {}
+    latest: dict[object, int] = {}
+    result = []
+    for number, (operation, numbers) in enumerate(zip(operations, needs, strict=True)):
+        stream, waits = operation.stream, []
+        # A wait for the latest operation of a queue is one for all before it.
+        for need in sorted(numbers, reverse=True):
+            queue = queues[need]
+            if queue != stream and need > waited.get((stream, queue), -1):
+                waited[stream, queue] = need
+                waits.append(need)
+        before = {latest[queue] for queue in (queues[number], stream) if queue in latest}
+        result.append(Waits(tuple(waits), tuple(sorted(before.union(waits))), (), "enqueues"))
+        latest[queues[number]] = number
+    return result
+
+
+def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
+    """On CPU ranks: the host waits for collectives, and for each copy that it makes itself."""
+    waited: set[int] = set()
+    copied: tuple[int, ...] = ()
+    result = []
+    for number, (operation, numbers) in enumerate(zip(operations, needs, strict=True)):
+        waits = tuple(
+            need
+            for need in sorted(numbers)
+            if operations[need].is_collective and need not in waited
+        )
+        waited.update(waits)
+        host: Literal["starts", "runs"] = "starts" if operation.is_collective else "runs"
+        result.append(Waits(waits, (), copied + waits, host))
+        copied = copied if operation.is_collective else (number,)
+    return result

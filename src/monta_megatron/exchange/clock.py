@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains.nodes import BOOT_ID
+from monta_megatron.chains.layout import BOOT_ID
 from monta_megatron.exchange.groups import gather_objects
 
 NUM_BARRIERS = 31

@@ -19,12 +19,7 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.chains.count_format import (
-    HEAD_SIZE,
-    MOST_TOKENS,
-    message_columns,
-    part_sizes,
-)
+from monta_megatron.chains.counts import HEAD_SIZE, MOST_TOKENS, message_columns, part_sizes
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.routing_counts import block_size, count_routing

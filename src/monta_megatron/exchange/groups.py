@@ -7,9 +7,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.communicators import DEFAULT_CTAS, OWN_GROUPS
-from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.nodes import (
+from monta_megatron.chains.layout import (
+    DEFAULT_CTAS,
+    OWN_GROUPS,
+    Layout,
     check_named_alike,
     consecutive_nodes,
     is_named,

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from monta_megatron.chains.nodes import check_named_alike, is_named
+from monta_megatron.chains.layout import check_named_alike, is_named
 from monta_megatron.exchange.groups import gather_objects
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from monta_megatron.chains.chain import Rows
-from monta_megatron.chains.count_format import num_counted_blocks
+from monta_megatron.chains.counts import num_counted_blocks
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from monta_megatron.chains.nodes import (
+from monta_megatron.chains.layout import (
     check_named_alike,
     consecutive_nodes,
     is_named,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.chains import CHAINS, Chain
-from monta_megatron.chains.chunks import blocks_for
+from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.rules import hash_of
 from monta_megatron.common.units import counted, gb_text

@@ -5,16 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.chunks import blocks_for
-from monta_megatron.chains.count_format import message_size
-from monta_megatron.chains.program import (
-    DISPATCH,
-    DISPATCH_BACKWARD,
-    FORWARD,
-    PASSES,
-    Pass,
-    Phase,
-)
+from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.counts import message_size
+from monta_megatron.chains.program import DISPATCH, DISPATCH_BACKWARD, FORWARD, PASSES, Pass, Phase
 from monta_megatron.common.units import counted
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.memory import peak_bytes

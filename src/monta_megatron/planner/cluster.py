@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
-from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
+from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.chains.program import COLLECTIVES, Policy, Resource, ResourceOrCompute
 from monta_megatron.common.rules import (
     NonNegativeFloat,

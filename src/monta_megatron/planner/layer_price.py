@@ -14,8 +14,7 @@ import numpy as np
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.alltoall import ALLTOALL
-from monta_megatron.chains.chain import TokenCounts
-from monta_megatron.chains.chunks import blocks_for
+from monta_megatron.chains.chain import TokenCounts, blocks_for
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.pipelined_layer import BoundLayer, blocks_of_chunks, layer_program
 from monta_megatron.chains.program import (

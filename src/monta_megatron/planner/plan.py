@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
-from monta_megatron.chains.communicators import Ctas
+from monta_megatron.chains.layout import Ctas
 from monta_megatron.chains.program import Phase, ResourceOrCompute
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole

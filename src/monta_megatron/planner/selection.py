@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.chunks import blocks_for
-from monta_megatron.chains.count_format import message_size
+from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.units import gb_text
 from monta_megatron.planner.benefit import Benefit, benefit_of

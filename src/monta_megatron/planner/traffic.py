@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains.count_format import COUNT_BYTES
+from monta_megatron.chains.counts import COUNT_BYTES
 from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.program import BoundProgram, Kind, Resource, ResourceOrCompute
 from monta_megatron.chains.program import Operation as ProgramOperation

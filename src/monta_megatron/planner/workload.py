@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from monta_megatron.chains import BoundChain, Chain
-from monta_megatron.chains.chunks import blocks_for
+from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import COMBINE, BoundProgram, Pass, Policy, RowFormat

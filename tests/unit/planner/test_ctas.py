@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from clusters import workload_of
 
-from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
+from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.cli import main
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster

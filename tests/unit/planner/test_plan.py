@@ -13,7 +13,7 @@ import pytest
 from clusters import CONFIGS, LAUNCH, layout_of, link, preset, with_link, workload_of
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.count_format import message_size
+from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.rules import hash_of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from monta_megatron.chains import CHAINS, Counts
 from monta_megatron.chains import calibration_tasks as tasks
 from monta_megatron.chains.calibration_tasks import NUM_EXPERTS, Point, Task
-from monta_megatron.chains.chunks import NUM_BLOCKS
+from monta_megatron.chains.chain import NUM_BLOCKS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
 from monta_megatron.exchange.autograd import combine, dispatch

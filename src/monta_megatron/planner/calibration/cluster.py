@@ -17,7 +17,7 @@ from monta_megatron.chains.calibration_tasks import (
     Point,
     Sample,
 )
-from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
+from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.chains.program import (
     COLLECTIVES,
     DISPATCH,

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.nodes import is_named
+from monta_megatron.chains.layout import Layout, is_named
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.ranks import ThisRank
 from monta_megatron.common.tables import Progress

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Layout
-from monta_megatron.chains.nodes import number_nodes
+from monta_megatron.chains.layout import Layout, number_nodes
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.planner.cluster import Cluster

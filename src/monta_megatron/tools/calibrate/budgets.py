@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
+from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 
 
 def ctas_of_environment(

@@ -5,7 +5,7 @@ Rails and nodes get the SMs that they have in a training by default, others NCCL
 
 import torch.distributed as dist
 
-from monta_megatron.chains.communicators import Ctas
+from monta_megatron.chains.layout import Ctas
 from monta_megatron.chains.program import Resource
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.groups import new_local_group

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Task
-from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
+from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import cast, get_args
 
-from monta_megatron.chains.communicators import DEFAULT_CTAS, Ctas
+from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout

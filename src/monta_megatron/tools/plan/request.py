@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.communicators import Ctas
-from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.layout import Ctas, Layout
 from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.tables import Progress
