@@ -39,7 +39,7 @@ from monta_megatron.cli import bench, main
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
-from monta_megatron.exchange.count_table import ExchangeCounts
+from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import Candidate, build_dispatcher, stock_candidate
 from monta_megatron.tools.bench.layer import dispatcher_on, layer_config

@@ -25,8 +25,8 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import BoundStage, Permute
 from monta_megatron.cli import bench, main
 from monta_megatron.common.tables import table
-from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.exchange.groups import peer_groups
+from monta_megatron.exchange.collectives import peer_groups
+from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.planner.cluster import Cluster

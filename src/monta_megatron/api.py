@@ -107,9 +107,9 @@ def forget_groups() -> None:
     For frameworks that close Megatron's groups between phases and make them again: every rank calls
     this between steps, when no exchange is under way. The next exchange makes what it needs again.
     """
-    from monta_megatron.exchange import groups
+    from monta_megatron.exchange import collectives
 
-    groups.close_groups()
+    collectives.close_groups()
 
 
 def register() -> None:

@@ -26,14 +26,13 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.exchange import state
-from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.count_table import CountTable
-from monta_megatron.exchange.groups import peer_groups
+from monta_megatron.exchange.collectives import PeerGroup, peer_groups
+from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import Streams
-from monta_megatron.exchange.wire import dequantize, quantize
+from monta_megatron.exchange.sums import dequantize, quantize
 
 C = TypeVar("C")
 

@@ -268,8 +268,8 @@ def end_more_often(case: Case, rank: int) -> None:
 
 def die_in_gathering(victim: int) -> tuple[str, float]:
     """One rank is killed before it sends its figures; what the others say, and when."""
+    from monta_megatron.exchange.counts import Gathering
     from monta_megatron.exchange.errors import ExchangeError
-    from monta_megatron.exchange.gathering import Gathering
 
     gathering = Gathering(dist.group.WORLD, "between iterations: exchange of traffic")
     gathering.start([dist.get_rank(), 7], torch.device("cpu"), torch.cuda.Stream())

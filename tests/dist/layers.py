@@ -302,7 +302,7 @@ def assert_close(mine: torch.Tensor, theirs: torch.Tensor, exact: bool, what: st
 def compare_rounded(case: Case) -> None:
     """A layer whose tokens travel in eight bits against stock's."""
     from monta_megatron.chains.wire_format import row_bytes
-    from monta_megatron.exchange.wire import dequantize, quantize
+    from monta_megatron.exchange.sums import dequantize, quantize
 
     stock = forward_backward(case, build_layer(case, "alltoall"))
     ours = forward_backward(case, build_layer(case, "monta"))
@@ -872,12 +872,12 @@ def disagree(case: Case, options_of_rank: dict[int, dict[str, Any]]) -> None:
 
 def disagree_in_communicators(case: Case, max_ctas_of_rank: list[int]) -> None:
     """Build a layer where ranks were given different files of communicator settings."""
-    from monta_megatron.exchange import groups
+    from monta_megatron.exchange import collectives
 
-    settings: dict[str, Any] = dict.fromkeys(groups.NCCL_SETTINGS, groups.UNSET)
+    settings: dict[str, Any] = dict.fromkeys(collectives.NCCL_SETTINGS, collectives.UNSET)
     settings |= {"net_name": None, "max_ctas": max_ctas_of_rank[dist.get_rank()]}
     options = SimpleNamespace(config=SimpleNamespace(**settings), is_high_priority_stream=False)
-    with mock.patch.object(groups, "options_of", lambda group: options):
+    with mock.patch.object(collectives, "options_of", lambda group: options):
         build_layer(case, "monta")
 
 
@@ -965,7 +965,7 @@ def sums_around_a_local_group() -> tuple[int, int]:
 
     Ranks 2 and 3 make one more group than ranks 0 and 1, so that they have counted otherwise.
     """
-    from monta_megatron.exchange.groups import new_local_group
+    from monta_megatron.exchange.collectives import new_local_group
 
     rank = dist.get_rank()
     pair = [0, 1] if rank < 2 else [2, 3]

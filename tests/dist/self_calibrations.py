@@ -48,7 +48,7 @@ def calibrated(case: Case, cache_of_rank: list[str]) -> tuple[int, list[str], fl
 
 def calibrated_with_triton_on_some(case: Case, cache_of_rank: list[str]) -> int:
     """Likewise, where the last rank cannot import Triton; returns the hash."""
-    from monta_megatron.exchange import count_table, kernel_choice
+    from monta_megatron.exchange import counts, kernel_choice
     from monta_megatron.integration import chain_policy
 
     has_triton = dist.get_rank() < dist.get_world_size() - 1
@@ -57,6 +57,6 @@ def calibrated_with_triton_on_some(case: Case, cache_of_rank: list[str]) -> int:
         mock.patch.object(kernel_choice, "kernel_problem", lambda *_: problem),
         # CPU ranks run PyTorch's operations all the same.
         mock.patch.object(chain_policy, "is_fused", lambda *_: False),
-        mock.patch.object(count_table, "is_fused", lambda *_: False),
+        mock.patch.object(counts, "is_fused", lambda *_: False),
     ):
         return calibrated(case, cache_of_rank)[0]

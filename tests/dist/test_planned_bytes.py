@@ -14,7 +14,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
-from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.planner.recorded_routing import RecordedRouting
 from monta_megatron.planner.search import sent_bytes
 from monta_megatron.planner.traffic import pass_traffic
@@ -126,7 +126,7 @@ def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_exchanged_counts_are_as_many_as_planned(chain: str) -> None:
-    from monta_megatron.exchange.count_table import CountTable
+    from monta_megatron.exchange.counts import CountTable
 
     case = dataclasses.replace(Case(chain=chain), num_blocks=3)
     layout = case.layout(1)

@@ -26,7 +26,7 @@ from replay import (
 )
 
 from monta_megatron.chains.program import Operation
-from monta_megatron.exchange import autograd
+from monta_megatron.exchange import executor
 from monta_megatron.exchange.state import State
 
 NUM_CHUNKS = (1, 4)
@@ -164,7 +164,7 @@ def _of_layer(
 @contextmanager
 def _timed(times: dict[str, list[tuple[float, float]]], device: torch.device) -> Iterator[None]:
     """Context in which the host and device times of each pass are noted."""
-    run = autograd.run
+    run = executor.run
 
     def timed(exchange: Any, pass_: Any, columns: Any) -> Any:
         torch.cuda.synchronize(device)
@@ -178,5 +178,5 @@ def _timed(times: dict[str, list[tuple[float, float]]], device: torch.device) ->
         times[pass_.name].append((host_us, begin.elapsed_time(end) * 1e3))
         return result
 
-    with mock.patch.object(autograd, "run", timed):
+    with mock.patch.object(executor, "run", timed):
         yield

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains.layout import FLAT_GROUPS, Layout
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.count_table import CountTable
+from monta_megatron.exchange.counts import CountTable
 
 NUM_TOKENS = 48
 TOPK = 8

@@ -17,9 +17,9 @@ from test_stream_safety import LAYOUTS, Routing, make_exchange
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.calibration_tasks import Point
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
-from monta_megatron.exchange import count_table
+from monta_megatron.exchange import counts
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.count_table import CountTable
+from monta_megatron.exchange.counts import CountTable
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.kernels import expert_lists
 from monta_megatron.exchange.payload import Columns, Payload
@@ -108,7 +108,7 @@ def _compare_counts(chain_name: str, layout_name: str, routing_map: torch.Tensor
         chains=(CHAINS[chain_name],), layout=LAYOUTS[layout_name], num_blocks=layers.NUM_BLOCKS
     )
     expected, _ = table.count(routing_map, agreement=5)
-    with mock.patch.object(count_table, "is_fused", lambda *_: True):
+    with mock.patch.object(counts, "is_fused", lambda *_: True):
         actual, _ = table.count(routing_map, agreement=5)
     assert torch.equal(actual, expected), "counts differ"
 
@@ -133,7 +133,7 @@ def _passes(
     width = exchange.max_experts_per_token
     probs, ids = torch.rand(num_rows), None
     if width:
-        list_experts = expert_lists.expert_ids_of if fused else count_table.expert_ids_of
+        list_experts = expert_lists.expert_ids_of if fused else counts.expert_ids_of
         probs, ids = list_experts(routing_map, torch.rand(routing_map.shape), width)
     rows, gradients = torch.randn(2, num_rows, HIDDEN).to(dtype)
     outputs = torch.randn(num_expert_rows, HIDDEN).to(dtype)

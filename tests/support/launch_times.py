@@ -28,7 +28,8 @@ from launch_counts import (
 from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.common import torch_private
-from monta_megatron.exchange import count_table, operations, state, streams
+from monta_megatron.exchange import counts as count_table
+from monta_megatron.exchange import operations, state, streams
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.integration import strategies
 

@@ -42,7 +42,7 @@ from monta_megatron.chains.program import Operation, Program
 from monta_megatron.chains.wire_format import SCALE_BYTES, num_groups, scales_offset_bytes
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import state as state_module
-from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.pipeline import run_pipeline
 from monta_megatron.exchange.state import Exchange, State
 from monta_megatron.exchange.streams import CudaStreams, _side_streams

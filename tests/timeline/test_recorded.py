@@ -10,7 +10,7 @@ import pytest
 from forked_ranks import LIMIT_S, ForkedRanks
 
 from monta_megatron.cli import main
-from monta_megatron.exchange.spans import Span
+from monta_megatron.exchange.recording import Span
 from monta_megatron.tools.timeline.recording import Recording
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"

@@ -4,9 +4,8 @@ import pytest
 import torch
 from linear_pipeline import Stage, operation_of
 
-from monta_megatron.exchange.clock import now_us
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.step_times import DeviceRecorder
+from monta_megatron.exchange.step_times import DeviceRecorder, now_us
 from monta_megatron.planner.schedule import Work
 
 if not torch.cuda.is_available() or torch.version.cuda is None:

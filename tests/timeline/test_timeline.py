@@ -15,7 +15,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Operation, Policy
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
-from monta_megatron.exchange.spans import Span, TimedStep, spans_of
+from monta_megatron.exchange.recording import Span, TimedStep, spans_of
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges

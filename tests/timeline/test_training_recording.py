@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from monta_megatron.cli import main
-from monta_megatron.exchange.rank_recording import RankRecording, RecordedPass
-from monta_megatron.exchange.spans import Span
+from monta_megatron.exchange.recording import RankRecording, RecordedPass, Span
 from monta_megatron.tools.timeline.training import load_training, median_timeline, whole_timeline
 
 PASSES = ("dispatch", "combine", "combine_backward", "dispatch_backward")

@@ -33,20 +33,18 @@ from monta_megatron.chains.program import (
 from monta_megatron.chains.stages import Permute
 from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.exchange import operations as torch_operations
-from monta_megatron.exchange.collectives import start_all_gather
-from monta_megatron.exchange.count_table import CountTable, expert_ids_of
+from monta_megatron.exchange.collectives import peer_groups, start_all_gather
+from monta_megatron.exchange.counts import CountTable, expert_ids_of
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.groups import peer_groups
 from monta_megatron.exchange.monitor import Step
-from monta_megatron.exchange.pass_times import PassTimes
+from monta_megatron.exchange.pass_times import DeviceCollectives, PassTimes
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
-from monta_megatron.exchange.watched_passes import DeviceCollectives
 
 HIDDEN = 32
 NUM_BLOCKS = 6
 NUM_CHUNKS = 3
-ROW_INDICES = "exchange.indices._row_indices"
+ROW_INDICES = "exchange.copies._row_indices"
 CASES = [
     (chain.name, ep, etp)
     for chain in CHAINS.values()

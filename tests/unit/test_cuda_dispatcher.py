@@ -33,7 +33,7 @@ from monta_megatron import plan
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
 from monta_megatron.common.units import counted
-from monta_megatron.exchange.gathering import Gathering
+from monta_megatron.exchange.counts import Gathering
 from monta_megatron.integration import chain_policy, counts, dispatcher
 from monta_megatron.integration.chain_policy import policy_for
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
@@ -46,7 +46,7 @@ from monta_megatron.planner.model_files import load_model
 LAYOUT = LAYOUTS[16, 1]
 COPY = "integration.counts.copy_to_host"
 WAIT = "integration.counts.read"
-ROW_INDICES = "exchange.indices._row_indices"
+ROW_INDICES = "exchange.copies._row_indices"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,7 +108,7 @@ def test_figures_of_an_iteration_are_gathered_without_a_wait() -> None:
     """At its end the host waits for an event that has long happened."""
     group = megatron_groups(LAYOUT)["tp_ep"]
     gathered = np.arange(3 * group.size()).reshape(group.size(), 3)
-    start, finish = "exchange.gathering.start", "exchange.gathering.finish"
+    start, finish = "exchange.counts.start", "exchange.counts.finish"
     device = FakeDevice(listed=[start, finish], host_values=gathered.ravel())
     gathering = Gathering(group, "between iterations")
     with device:

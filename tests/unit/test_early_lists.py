@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from monta_megatron.exchange.count_table import expert_ids_of
+from monta_megatron.exchange.counts import expert_ids_of
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.strategies import STRATEGIES, WHOLE_TOKENS
 

@@ -11,8 +11,8 @@ from test_stream_safety import LAYOUTS, PLAIN, make_exchange, make_inputs, run_l
 import monta_megatron
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import operations
-from monta_megatron.exchange.autograd import dispatch
 from monta_megatron.exchange.errors import ExchangeError, versions
+from monta_megatron.exchange.executor import dispatch
 from monta_megatron.exchange.streams import CudaStreams, Ready
 
 

@@ -15,14 +15,16 @@ from monta_megatron.chains.communicator_memory import communicator_bytes
 from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas, Layout
 from monta_megatron.common import torch_private
 from monta_megatron.common.torch_private import timeout_of
-from monta_megatron.exchange import groups
-from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
-from monta_megatron.exchange.groups import (
+from monta_megatron.exchange import collectives
+from monta_megatron.exchange.collectives import (
     UNSET,
+    PeerGroup,
     are_open,
     close_groups,
     new_local_group,
     peer_groups,
+    start_all_gather,
+    start_all_to_all,
 )
 from monta_megatron.integration.options import Options
 
@@ -113,8 +115,8 @@ def test_who_says_what_a_communicator_may_take(
 
     with (
         one_rank() as megatron_groups,
-        mock.patch.object(groups, "options_of", lambda group: nccl_options(*given)),
-        mock.patch.object(groups, "new_named_group", new_named_group),
+        mock.patch.object(collectives, "options_of", lambda group: nccl_options(*given)),
+        mock.patch.object(collectives, "new_named_group", new_named_group),
     ):
         peer_groups([CHAIN], ALONE, megatron_groups, Options(**flags).ctas)
     # Of one rank, rail and node with one budget are one group.

@@ -12,7 +12,7 @@ from test_pipeline_streams import TOKEN_CASES, exchanges_of, layers_of
 from test_stream_safety import LAYOUTS, Routing, make_exchange, make_inputs
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.exchange.autograd import combine, dispatch
+from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
 from monta_megatron.integration.main_grad import add_in_every_call, with_one_placeholder
 from monta_megatron.integration.overlapped_experts import priced_experts

@@ -11,7 +11,7 @@ import torch
 from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange import pipeline
-from monta_megatron.exchange.count_table import expert_ids_of
+from monta_megatron.exchange.counts import expert_ids_of
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
 from monta_megatron.exchange.state import Exchange

@@ -14,7 +14,7 @@ from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import COMBINE, FORWARD_BACKWARD, Pass, Policy, RowFormat
 from monta_megatron.chains.wire_format import quantized_bytes, quantized_passes
-from monta_megatron.exchange import autograd
+from monta_megatron.exchange import executor
 from monta_megatron.exchange.executor import run as run_pass
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange
@@ -56,7 +56,7 @@ def measure(
     exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused, quantized)
     with (
         _no_kernels(recorder) if fused else nullcontext(),
-        mock.patch.object(autograd, "run", run),
+        mock.patch.object(executor, "run", run),
         mock.patch.multiple(layers, HIDDEN=ROWS[dtype].hidden_size, DTYPE=dtype),
         recorder,
     ):

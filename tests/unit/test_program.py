@@ -119,7 +119,7 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
     # That one has no other implementation than a kernel; the two that it stands for have.
     assert {*OPERATIONS, "to_experts"} == set(TRAFFIC) == set(get_args(Kind)) - {"experts"}
     pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
-    from monta_megatron.exchange.fused_operations import FUSED_OPERATIONS
+    from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 
     assert set(FUSED_OPERATIONS) == set(get_args(Kind)) - {"experts"}
     model = strict_yaml.load(Model, CONFIGS / "models/olmoe_1b_7b.yaml")

@@ -26,8 +26,8 @@ from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
-from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.exchange.count_table import CountTable
+from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.state import Exchange, State
 from monta_megatron.exchange.streams import CudaStreams, Ready
 

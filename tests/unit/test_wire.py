@@ -15,7 +15,7 @@ from monta_megatron.chains.program import (
     Pass,
 )
 from monta_megatron.chains.wire_format import quantized_passes, row_bytes
-from monta_megatron.exchange.wire import E4M3, dequantize, quantize
+from monta_megatron.exchange.sums import E4M3, dequantize, quantize
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.memory import peak_bytes
 from monta_megatron.planner.routing import UniformRouting

@@ -56,7 +56,7 @@ def install() -> None:
     _install_generator()
     _install_device_mode()
     gloo_collectives.install()
-    after_import("monta_megatron.exchange.autograd", _run_outside_device_mode)
+    after_import("monta_megatron.exchange.executor", _run_outside_device_mode)
     after_import("megatron.core.transformer.torch_norm", _allow_sequence_parallel_norm)
     after_import("megatron.core.datasets.utils", _use_compiled_helper)
     after_import("megatron.core.transformer.moe.moe_utils", _name_te_general_gemm)

@@ -1,19 +1,34 @@
-"""The two collectives of a chain, started without waiting for them, and the groups they run in.
+"""The two collectives of a chain, started without waiting, and the groups they run in.
 
-On a device the process group is called itself: what torch's functions look up and check each time
-takes the host as long as the call. CPU ranks call those functions, which their emulation replaces;
-so does a device where they were replaced, and so do groups that a framework has wrapped, which need
-not have the methods of those in them.
+Groups are Megatron's, and the rails and nodes made from them. On a device the process group is
+called directly: the look-ups and checks of torch's functions take the host as long as the call. CPU
+ranks call those functions, which their emulation replaces; so do groups that a framework has
+wrapped, which need not have the methods of those in them.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from monta_megatron.chains import Chain
+from monta_megatron.chains.layout import (
+    DEFAULT_CTAS,
+    OWN_GROUPS,
+    Layout,
+    check_named_alike,
+    consecutive_nodes,
+    is_named,
+    node_here,
+    number_nodes,
+)
 from monta_megatron.common import torch_private
+from monta_megatron.common.torch_private import is_open, new_named_group, options_of, timeout_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,3 +114,199 @@ def start_all_gather(
         work = dist.all_gather(outputs, input_, group=process_group, async_op=True)
     assert work is not None, f"this rank is no member of group {group.name}"
     return work
+
+
+T = TypeVar("T")
+
+# The settings that Megatron's communicator config file may hold.
+NCCL_SETTINGS = (
+    "cga_cluster_size",
+    "max_ctas",
+    "min_ctas",
+    "net_name",
+    # Of torch >= 2.8.
+    "cta_policy",
+    "nvls_ctas",
+)
+# What NCCL takes for "not set" in such a setting that is a number.
+UNSET = -(2**31)
+
+
+class _Made(NamedTuple):
+    """A group of ours, and how often it was made: all of its members have made it as often."""
+
+    group: dist.ProcessGroup
+    times: int
+
+
+# By default group, which is another after a restart of torch.distributed; then by members and
+# budget. Layers share them.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], int], _Made]] = (
+    WeakKeyDictionary()
+)
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank of `group` passes, in the order of its ranks; None for all ranks."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:
+    """The node of every rank of `group`, numbered from 0 in the order of the ranks.
+
+    Args:
+        group: the ranks of an exchange; all of them call this, unless `ranks_per_node` is given.
+        ranks_per_node: number of consecutive ranks on each node; None to ask every rank.
+
+    Raises:
+        ValueError: MONTA_NODE is set on some ranks only.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if ranks_per_node is not None:
+        return consecutive_nodes(ranks, ranks_per_node)
+    names, named = zip(*gather_objects((node_here(), is_named()), group), strict=True)
+    check_named_alike(named, ranks)
+    return number_nodes(names)
+
+
+def peer_groups(
+    chains: Sequence[Chain],
+    layout: Layout,
+    megatron_groups: dict[str, dist.ProcessGroup],
+    ctas: Mapping[str, int | None] | None = None,
+) -> dict[str, PeerGroup]:
+    """The process group for every group name that one of the chains uses.
+
+    Rail and node groups are made by their own members alone: pipeline stages without MoE layers
+    never get here, and a world-wide `new_group` by only some ranks would break the next one by all.
+
+    Args:
+        chains: the chains whose stages name groups.
+        layout: this rank's position; gives the node of every rank of the exchange.
+        megatron_groups: "ep", "etp" and "tp_ep".
+        ctas: "rail", "node" -> the budget of such a communicator; without one, what Megatron gave
+            its expert parallel group, or else our default.
+    """
+    ranks = dist.get_process_group_ranks(megatron_groups["tp_ep"])
+    node_of = dict(zip(ranks, layout.nodes, strict=True))
+    names = {name for chain in chains for name in chain.groups}
+    groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
+    like = megatron_groups["ep"]
+    configured = nccl_settings(like).get("max_ctas")
+    # The same order on every rank.
+    for name in OWN_GROUPS:
+        if name in names:
+            members = tuple(ranks[member] for member in layout.members(name, layout.rank))
+            budget = (ctas or {}).get(name) or configured or getattr(DEFAULT_CTAS, name)
+            groups[name] = _own_group(members, f"monta {name}", like, budget)
+    return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
+
+
+def are_open(groups: Mapping[str, PeerGroup]) -> bool:
+    """Whether those groups of an exchange that are ours were not closed since they were made."""
+    return all(is_open(groups[name].process_group) for name in OWN_GROUPS if name in groups)
+
+
+def close_groups() -> None:
+    """Close the groups that are ours, which gives the memory of their communicators back.
+
+    All ranks of an exchange call this at the same place, when none of its passes is under way.
+    `peer_groups` makes them again.
+    """
+    made = _made.get(_world(), {}) if dist.is_initialized() else {}
+    for group, _ in made.values():
+        if is_open(group):
+            dist.destroy_process_group(group)
+
+
+def _own_group(
+    members: tuple[int, ...], name: str, like: dist.ProcessGroup, budget: int
+) -> dist.ProcessGroup:
+    """The group of ours that was made before, or made now if there is none that is open."""
+    groups = _made.setdefault(_world(), {})
+    before = groups.get((members, budget))
+    if before is not None and is_open(before.group):
+        return before.group
+    times = 1 if before is None else before.times + 1
+    made = _Made(new_local_group(members, name, like, budget, times), times)
+    groups[members, budget] = made
+    return made.group
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is not initialised"
+    return world
+
+
+def new_local_group(
+    ranks: Sequence[int],
+    name: str,
+    like: dist.ProcessGroup | None = None,
+    max_ctas: int | None = None,
+    times: int = 1,
+) -> dist.ProcessGroup:
+    """A group made by its members alone, whatever groups other ranks make meanwhile.
+
+    Args:
+        ranks: in ascending order, this one among them.
+        name: for NCCL's logs; together with ranks, budget and `times` it is unique to the group.
+        like: a group whose time limit and NCCL settings the new one takes over.
+        max_ctas: in place of that setting of its; None to take it over too.
+        times: how often the group was made with this one. The store still holds what members of
+            one that was closed have told each other under its name.
+    """
+    members = "_".join(map(str, ranks))
+    return new_named_group(
+        ranks,
+        name=f"{name}, max_ctas {max_ctas}, ranks {members}, made {times} times",
+        description=name,
+        timeout=None if like is None else timeout_of(like),
+        options=None if like is None else _nccl_options_like(like, max_ctas),
+    )
+
+
+def nccl_settings(group: dist.ProcessGroup) -> dict[str, Any]:
+    """NCCL settings with which a group was made, None where one is not set; {} without NCCL."""
+    options = options_of(group)
+    config = getattr(options, "config", None)
+    if config is None:
+        return {}
+    values = {name: getattr(config, name, None) for name in NCCL_SETTINGS}
+    return {
+        "is_high_priority_stream": options.is_high_priority_stream,
+        **{name: None if value == UNSET else value for name, value in values.items()},
+    }
+
+
+def _nccl_options_like(group: dist.ProcessGroup, max_ctas: int | None) -> Any:
+    """NCCL settings for our group: those of Megatron's; None if that is not an NCCL group."""
+    # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
+    given = options_of(group)
+    if not dist.is_nccl_available() or not isinstance(given, dist.ProcessGroupNCCL.Options):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = given.is_high_priority_stream
+    for name in NCCL_SETTINGS:
+        value = getattr(given.config, name, None)
+        # None is skipped: torch would try to copy a string that does not exist.
+        if value is not None:
+            setattr(options.config, name, value)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+        # NCCL refuses a lower limit above the upper one.
+        options.config.min_ctas = min(options.config.min_ctas, max_ctas)
+    return options
+
+
+def _peer_group(name: str, group: dist.ProcessGroup, node_of: dict[int, int]) -> PeerGroup:
+    ranks = dist.get_process_group_ranks(group)
+    return PeerGroup(
+        name=name,
+        process_group=group,
+        size=len(ranks),
+        rank=dist.get_group_rank(group, dist.get_rank()),
+        nodes=tuple(node_of[rank] for rank in ranks),
+    )

@@ -1,8 +1,23 @@
-"""The executor: runs the program of a pass. It decides nothing; see `chains.lower`."""
+"""The executor: runs the program of a pass, as an autograd function. It decides nothing.
+
+The backward of dispatch is the program of combine, and the reverse. Neither saves its inputs, so
+that a schedule may free them once the pass has returned. See `chains.lower`.
+"""
 
 from collections.abc import Iterable
+from typing import Any
 
-from monta_megatron.chains.program import Operation, Pass
+import torch
+from torch.autograd.function import once_differentiable
+
+from monta_megatron.chains.program import (
+    COMBINE,
+    COMBINE_BACKWARD,
+    DISPATCH,
+    DISPATCH_BACKWARD,
+    Operation,
+    Pass,
+)
 from monta_megatron.exchange import operations
 from monta_megatron.exchange.monitor import NOTHING
 from monta_megatron.exchange.payload import Columns
@@ -58,7 +73,7 @@ def issue(state: State, issued: Iterable[Operation]) -> None:
     chain = state.bound.bound.chain.name
     kinds = operations.OPERATIONS
     if state.exchange.fused:
-        from monta_megatron.exchange.fused_operations import FUSED_OPERATIONS as kinds
+        from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS as kinds
     try:
         for operation in issued:
             streams.enter(operation.stream)
@@ -74,3 +89,70 @@ def _end(state: State) -> Columns:
     state.wait(program.waits_at_end)
     state.streams.join()
     return state.columns(program.output)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exchange: Exchange,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.exchange = exchange
+        columns = run(exchange, DISPATCH, _contiguous(rows, probs, ids))
+        return columns.rows, columns.probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, rows_gradient: torch.Tensor, probs_gradient: torch.Tensor
+    ) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
+        columns = run(ctx.exchange, DISPATCH_BACKWARD, _contiguous(rows_gradient, probs_gradient))
+        return None, columns.rows, columns.probs, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        return run(exchange, COMBINE, _contiguous(rows)).rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows_gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, run(ctx.exchange, COMBINE_BACKWARD, _contiguous(rows_gradient)).rows
+
+
+def dispatch(
+    exchange: Exchange,
+    rows: torch.Tensor,
+    probs: torch.Tensor,
+    ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move rows and probabilities to their experts; differentiable.
+
+    Args:
+        exchange: this micro-batch's exchange.
+        rows: [source rows, H]; permuted tokens, in expert order, or tokens.
+        probs: [source rows] for permuted tokens, [source rows, W] for tokens.
+        ids: [source rows, W] experts of each token, ascending; None for permuted tokens.
+
+    Returns:
+        [expert rows, H] and [expert rows], in the order in which the experts take them.
+    """
+    return _Dispatch.apply(exchange, rows, probs, ids)
+
+
+def combine(exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
+    """Bring the experts' outputs back: [expert rows, H] -> [source rows, H]; differentiable."""
+    return _Combine.apply(exchange, rows)
+
+
+def _contiguous(
+    rows: torch.Tensor, probs: torch.Tensor | None = None, ids: torch.Tensor | None = None
+) -> Columns:
+    return Columns(
+        rows=rows.contiguous(), probs=None if probs is None else probs.contiguous(), ids=ids
+    )

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.common.rules import require
-from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.exchange.collectives import gather_objects
 
 OPTION = "moe_monta_kernels"
 

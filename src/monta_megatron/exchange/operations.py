@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.exchange import wire
+from monta_megatron.exchange import sums as wire
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import copy_rows, find_copies, put_rows
 from monta_megatron.exchange.payload import Columns

@@ -16,8 +16,7 @@ from monta_megatron.chains.program import COMBINE, Buffer, Operation, Pass, Poli
 from monta_megatron.chains.wire_format import SCALE_BYTES, quantized_bytes
 from monta_megatron.exchange import errors
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.copies import Parts
-from monta_megatron.exchange.indices import Indices
+from monta_megatron.exchange.copies import Indices, Parts
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.payload import Columns, payloads_of
 from monta_megatron.exchange.streams import Ready, streams_for

@@ -1,4 +1,4 @@
-"""Records the times at which a pass's copies and collectives start and end.
+"""Start and end times of a pass's copies and collectives, on one clock for all ranks.
 
 On CPU ranks they are read from the host's clock: copies block the host, and a thread
 waits for each collective, as it ends long before the executor asks for it. Where ranks outnumber
@@ -7,6 +7,8 @@ On a GPU they come from events on the streams on which the executor launches, co
 host's clock; nothing there blocks the host.
 """
 
+import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,12 +16,72 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from monta_megatron.exchange.clock import now_us
+from monta_megatron.chains.layout import BOOT_ID
+from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.monitor import Step
-from monta_megatron.exchange.spans import Key, TimedStep
+from monta_megatron.exchange.recording import Key, TimedStep
+
+NUM_BARRIERS = 31
+
+
+def now_us() -> float:
+    """The monotonic clock, which all processes of a host share."""
+    return time.monotonic_ns() / 1e3
+
+
+class Clock:
+    """The offset of this rank's clock from the first rank's; made by all ranks of a group together.
+
+    Where they run on several hosts, all of them read their clocks right after barriers, which they
+    leave at nearly the same time: the median of the differences is the offset.
+
+    Attributes:
+        name: how the offset was determined.
+        offset_us: this rank's clock minus the first rank's.
+        error_us: half the interquartile range of the differences; the largest of any rank.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        """Compare the clocks.
+
+        Args:
+            group: the ranks; None for all.
+            device: where their messages have to be.
+        """
+        self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
+        if len(set(gather_objects(_host(), group))) == 1:
+            return
+        here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
+        barrier = torch.zeros(1, device=device)
+        for turn in range(NUM_BARRIERS):
+            dist.all_reduce(barrier, group=group)
+            # On a device the host has not waited yet.
+            barrier.item()
+            here_us[turn] = now_us()
+        first_us = here_us.to(device)
+        dist.broadcast(
+            first_us,
+            group=group,
+            src=0 if group is None else dist.get_process_group_ranks(group)[0],
+        )
+        differences_us = (here_us - first_us.cpu()).numpy()
+        low_us, middle_us, high_us = np.percentile(differences_us, (25, 50, 75))
+        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64, device=device)
+        dist.all_reduce(error_us, op=dist.ReduceOp.MAX, group=group)
+        self.name = f"monotonic clocks compared after {NUM_BARRIERS} barriers"
+        self.offset_us, self.error_us = float(middle_us), float(error_us)
+
+
+def _host() -> str:
+    """The same for processes that share a clock; host names differ between emulated nodes."""
+    return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
+
 
 # More than the number of collectives that the executor ever has in flight.
 NUM_THREADS = 32

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from monta_megatron.chains.layout import check_named_alike, is_named
-from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.exchange.collectives import gather_objects
 
 T = TypeVar("T")
 

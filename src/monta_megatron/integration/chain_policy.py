@@ -12,7 +12,7 @@ from monta_megatron.chains import Chain
 from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.units import bytes_of_gb, counted
-from monta_megatron.exchange.groups import nccl_settings
+from monta_megatron.exchange.collectives import nccl_settings
 from monta_megatron.exchange.kernel_choice import device_type, is_fused
 from monta_megatron.integration.agreement import agree
 from monta_megatron.integration.options import AUTO, Options

@@ -18,7 +18,7 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import make_folder, write_whole
 from monta_megatron.common.units import counted
 from monta_megatron.common.version import __version__
-from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.iterations import Iterations, all_iterations
 from monta_megatron.planner.decision import Decision, DecisionState
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains import Chain
 from monta_megatron.common.rules import hash_of
-from monta_megatron.exchange.count_table import ExchangeCounts
+from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.integration.agreement import agree
 from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy
 

@@ -18,8 +18,7 @@ from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_ten
 
 from monta_megatron.chains import Counts
 from monta_megatron.chains.layout import Layout
-from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
-from monta_megatron.exchange.gathering import naming_failure
+from monta_megatron.exchange.counts import CountTable, ExchangeCounts, naming_failure
 
 
 @dataclass(kw_only=True)

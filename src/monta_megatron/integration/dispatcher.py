@@ -33,10 +33,9 @@ from monta_megatron.chains.counts import num_counted_blocks
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
-from monta_megatron.exchange.autograd import combine, dispatch
-from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.count_table import CountTable, ExchangeCounts
-from monta_megatron.exchange.groups import are_open, peer_groups
+from monta_megatron.exchange.collectives import PeerGroup, are_open, peer_groups
+from monta_megatron.exchange.counts import CountTable, ExchangeCounts
+from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.streams import gpu_name
 
 

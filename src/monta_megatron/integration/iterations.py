@@ -26,9 +26,8 @@ from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.common.rules import hash_of
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
-from monta_megatron.exchange.count_table import ExchangeCounts
-from monta_megatron.exchange.gathering import Gathering
-from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.exchange.collectives import gather_objects
+from monta_megatron.exchange.counts import ExchangeCounts, Gathering
 from monta_megatron.integration.agreement import check_same_rule
 from monta_megatron.integration.choices import Choices
 from monta_megatron.integration.observation import Received, traffic_of

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from monta_megatron.common.files import cache_folder, make_folder, write_whole
 from monta_megatron.common.presets import version_of
-from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.integration.self_check import end_if_any
 

@@ -12,7 +12,7 @@ from monta_megatron.chains.layout import (
 )
 from monta_megatron.common.units import counted
 from monta_megatron.common.version import __version__
-from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.agreement import check_same_rule
 from monta_megatron.integration.options import AUTO, Options
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.exchange.count_table import ExchangeCounts
+from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.planner.observed_routing import Traffic
 
 # The integers of `Received.figures`.

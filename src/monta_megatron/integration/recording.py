@@ -19,11 +19,9 @@ from monta_megatron.common.files import make_folder
 from monta_megatron.common.presets import versions
 from monta_megatron.common.text import shown
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.exchange.clock import Clock
 from monta_megatron.exchange.monitor import Step
-from monta_megatron.exchange.rank_recording import RankRecording, RecordedPass
-from monta_megatron.exchange.spans import Span, spans_of
-from monta_megatron.exchange.step_times import DeviceRecorder, HostRecorder, Taken
+from monta_megatron.exchange.recording import RankRecording, RecordedPass, Span, spans_of
+from monta_megatron.exchange.step_times import Clock, DeviceRecorder, HostRecorder, Taken
 from monta_megatron.integration.optimizer_steps import after_optimizer_steps
 
 if TYPE_CHECKING:

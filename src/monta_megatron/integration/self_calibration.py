@@ -29,7 +29,7 @@ from monta_megatron.common.units import counted, size_text
 from monta_megatron.common.version import __version__
 from monta_megatron.exchange.calibration.operations import starts_of
 from monta_megatron.exchange.calibration.timer import RUN_US, Timer
-from monta_megatron.exchange.groups import gather_objects, peer_groups
+from monta_megatron.exchange.collectives import gather_objects, peer_groups
 from monta_megatron.exchange.kernel_choice import are_all_fused
 from monta_megatron.exchange.streams import device_of_ranks, gpu_name
 from monta_megatron.integration.hardware import (

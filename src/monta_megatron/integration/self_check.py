@@ -22,8 +22,8 @@ import torch.distributed as dist
 from monta_megatron.chains import Chain
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.units import counted
+from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.errors import first_difference
-from monta_megatron.exchange.groups import gather_objects
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.choices import Choices
 from monta_megatron.planner.chain_policy import FixedPolicy

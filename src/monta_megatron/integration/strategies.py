@@ -20,7 +20,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.chains import TokenCounts
-from monta_megatron.exchange.count_table import ExchangeCounts
+from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import capacity_of
@@ -224,7 +224,7 @@ class WholeTokens:
             if is_fused(dispatcher.options.kernels, probs.device.type):
                 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
             else:
-                from monta_megatron.exchange.count_table import expert_ids_of
+                from monta_megatron.exchange.counts import expert_ids_of
             return expert_ids_of(dispatcher.routing_map, probs, width)
 
     def leave(self, dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:

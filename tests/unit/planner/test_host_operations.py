@@ -23,8 +23,9 @@ from launch_counts import LaunchCounter, count_launches
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Kind, Operation, Pass, Policy, RowFormat
 from monta_megatron.chains.wire_format import quantized_passes
-from monta_megatron.exchange import fused_operations, operations
-from monta_megatron.exchange.fused_operations import FUSED_OPERATIONS
+from monta_megatron.exchange import operations
+from monta_megatron.exchange.kernels import operations as fused_operations
+from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.exchange.state import State
 from monta_megatron.integration.options import Options

@@ -12,7 +12,7 @@ from monta_megatron.chains import calibration_tasks as tasks
 from monta_megatron.chains.calibration_tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Point
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.copies import Copies, Parts, find_copies, put_rows
-from monta_megatron.exchange.count_table import CountTable, expert_ids_of
+from monta_megatron.exchange.counts import CountTable, expert_ids_of
 from monta_megatron.exchange.payload import Payload
 
 # Makes the buffers of an operation in memory; the function that it returns runs it.

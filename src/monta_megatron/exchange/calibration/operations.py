@@ -19,7 +19,6 @@ from monta_megatron.chains.calibration_tasks import NUM_EXPERTS, Point, Task
 from monta_megatron.chains.chain import NUM_BLOCKS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
-from monta_megatron.exchange.autograd import combine, dispatch
 from monta_megatron.exchange.calibration.memory_operations import (
     IN_MEMORY,
     Prepare,
@@ -27,7 +26,8 @@ from monta_megatron.exchange.calibration.memory_operations import (
     routing_map,
 )
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
-from monta_megatron.exchange.count_table import CountTable
+from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 

@@ -14,8 +14,10 @@ import torch
 
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.exchange import copies as routing_counts
 from monta_megatron.exchange import copies as torch_copies
-from monta_megatron.exchange import count_table, errors, routing_counts, wire
+from monta_megatron.exchange import counts, errors
+from monta_megatron.exchange import sums as wire
 from monta_megatron.exchange.copies import Copies, Parts
 from monta_megatron.exchange.kernels import quantize
 from monta_megatron.exchange.kernels.count_routing import count_routing
@@ -63,7 +65,7 @@ class Draw:
         scores = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator, device=device)
         routing_map = torch.zeros_like(scores, dtype=torch.bool)
         routing_map.scatter_(1, scores.topk(TOPK, dim=1).indices, True)[0] = False
-        _, ids = count_table.expert_ids_of(routing_map, scores, TOPK)
+        _, ids = counts.expert_ids_of(routing_map, scores, TOPK)
         return cls(
             hidden_size=hidden_size,
             dtype=dtype,
@@ -149,7 +151,7 @@ def _expert_lists(draw: Draw) -> Results:
     size = draw.routing_map.shape
     values = torch.rand(size, generator=draw.generator, device=draw.ids.device)
     results = []
-    for function in (expert_ids_of, count_table.expert_ids_of):
+    for function in (expert_ids_of, counts.expert_ids_of):
         probs = values.clone().requires_grad_()
         with torch.enable_grad():
             lists, ids = function(draw.routing_map, probs, TOPK)

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from monta_megatron.exchange.copies import block_size
 from monta_megatron.exchange.kernels.tiles import blocks_of, kernel, launch
-from monta_megatron.exchange.routing_counts import block_size
 
 # Values of a tile: 4 for each thread.
 TILE = 512

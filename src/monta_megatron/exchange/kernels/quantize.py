@@ -15,23 +15,23 @@ import triton.language as tl
 
 from monta_megatron.chains.program import ALIGNMENT_BYTES
 from monta_megatron.chains.wire_format import GROUP_SIZE, num_groups
-from monta_megatron.exchange import wire
+from monta_megatron.exchange import sums
 from monta_megatron.exchange.kernels.tiles import blocks_of, kernel, launch
 
 GROUP = tl.constexpr(GROUP_SIZE)
 ALIGNMENT = tl.constexpr(ALIGNMENT_BYTES)
 # Groups that a program works on: 16 values for each thread.
 TILE_GROUPS = 16
-CARRY = tl.constexpr(wire.CARRY)
-LARGEST_EXPONENT = tl.constexpr(wire.LARGEST_EXPONENT)
-INFINITY_BITS = tl.constexpr(wire.INFINITY_BITS)
+CARRY = tl.constexpr(sums.CARRY)
+LARGEST_EXPONENT = tl.constexpr(sums.LARGEST_EXPONENT)
+INFINITY_BITS = tl.constexpr(sums.INFINITY_BITS)
 NAN_BITS = tl.constexpr(0x7FC00000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 # Of e4m3: 3 bits of mantissa, 20 fewer than fp32, and an exponent with another bias.
 DROPPED = tl.constexpr(20)
 HALF_OF_LAST = tl.constexpr((1 << 19) - 1)
-BIASES = tl.constexpr(wire.BIASES)
-BIASES_FACTOR = tl.constexpr(2.0**wire.BIASES)
+BIASES = tl.constexpr(sums.BIASES)
+BIASES_FACTOR = tl.constexpr(2.0**sums.BIASES)
 LEAST_NORMAL = tl.constexpr(2.0**-6)
 # An fp32 number whose last bit is 2^-9, the least step of e4m3: adding it rounds to that.
 ROUNDS_TO_STEP = tl.constexpr(2.0**14)
@@ -40,7 +40,7 @@ ROUNDS_TO_STEP_BITS = tl.constexpr((127 + 14) << 23)
 
 def quantize(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None = None) -> None:
     """As `wire.quantize`; of a group with a NaN or infinity only the scale has the same bits."""
-    wire.clear_gaps(into, rows.shape[1])
+    sums.clear_gaps(into, rows.shape[1])
     _launch(_quantize, len(into), rows, into, index)
 
 
@@ -62,7 +62,7 @@ def _launch(
     tile_rows = TILE_GROUPS // tile_groups
     # So many values are read or written at once, of a byte each.
     unit = 1 if (hidden_size | rows.stride(0)) % ALIGNMENT_BYTES else ALIGNMENT_BYTES
-    _, scales = wire.values_and_scales(quantized, hidden_size)
+    _, scales = sums.values_and_scales(quantized, hidden_size)
     launch(
         function,
         (blocks_of(num_rows, tile_rows), blocks_of(groups, tile_groups)),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.exchange.groups import gather_objects
+from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.tools.bench.candidates import Candidate, Passed, run_candidate
 from monta_megatron.tools.bench.layer import Experts
 from monta_megatron.tools.bench.workload import Batch

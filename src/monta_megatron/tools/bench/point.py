@@ -15,7 +15,7 @@ from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.emulation.costs import default_costs
-from monta_megatron.exchange.groups import find_nodes
+from monta_megatron.exchange.collectives import find_nodes
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.iterations import all_iterations
 from monta_megatron.integration.options import AUTO

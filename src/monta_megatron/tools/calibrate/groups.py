@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains.layout import Ctas
 from monta_megatron.chains.program import Resource
-from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.groups import new_local_group
+from monta_megatron.exchange.collectives import PeerGroup, new_local_group
 from monta_megatron.planner.calibration.points import Shape
 
 

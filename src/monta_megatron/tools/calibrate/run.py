@@ -18,7 +18,7 @@ from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
-from monta_megatron.exchange.groups import find_nodes, gather_objects
+from monta_megatron.exchange.collectives import find_nodes, gather_objects
 from monta_megatron.exchange.kernel_choice import are_all_fused
 from monta_megatron.integration.agreement import agree
 from monta_megatron.integration.hardware import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from monta_megatron.exchange.spans import Span
+from monta_megatron.exchange.recording import Span
 from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Track, rows_of
 
 # 830 pixels at 100 dots per inch; twice as many are drawn.

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.common.tables import table
-from monta_megatron.exchange.spans import Span
+from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Timeline
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.program import Operation, Phase
-from monta_megatron.exchange.spans import Span
+from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layer_price import with_experts

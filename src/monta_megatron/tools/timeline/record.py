@@ -13,9 +13,8 @@ from monta_megatron.common.ranks import ThisRank
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.exchange.clock import Clock
-from monta_megatron.exchange.spans import spans_of
-from monta_megatron.exchange.step_times import DeviceRecorder, HostRecorder, Taken
+from monta_megatron.exchange.recording import spans_of
+from monta_megatron.exchange.step_times import Clock, DeviceRecorder, HostRecorder, Taken
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import Candidate, identity_experts, run_candidate
 from monta_megatron.tools.bench.point import Bench, Task, prepare

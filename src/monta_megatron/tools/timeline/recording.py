@@ -12,7 +12,7 @@ from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import PositiveInt, Text
-from monta_megatron.exchange.spans import Span
+from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.prediction import workload_of
 from monta_megatron.tools.bench.settings import Settings

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from monta_megatron.common.rules import Text
-from monta_megatron.exchange.spans import Span
+from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 
 # With their names in tables and pictures, in their order there.

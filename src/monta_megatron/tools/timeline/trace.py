@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from monta_megatron.exchange.spans import Span
+from monta_megatron.exchange.recording import Span
 from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Timeline, rows_of
 
 # More than the number of rows that a resource will ever have.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import counted
-from monta_megatron.exchange.rank_recording import FORMAT, RankRecording, name_of
+from monta_megatron.exchange.recording import RANK_FORMAT, RankRecording, name_of
 from monta_megatron.tools.timeline.recording import read_document
 from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name
 
@@ -102,4 +102,4 @@ def _timeline(ranks: Sequence[RankRecording], turns: dict[str, int] | None) -> T
 
 
 def _load(path: Path) -> RankRecording:
-    return strict_yaml.build(RankRecording, read_document(path, FORMAT, ADVICE), str(path))
+    return strict_yaml.build(RankRecording, read_document(path, RANK_FORMAT, ADVICE), str(path))

@@ -1,28 +1,132 @@
-"""The metadata of an exchange: counted by each rank, exchanged once, copied to the host once.
+"""Metadata of an exchange: counted by each rank, exchanged once, copied to the host once.
 
-The expert ids of tokens are made here too, since how many there are follows from the metadata.
+Also the expert ids of tokens, since their number follows from the metadata, and the gathering of a
+few integers from all ranks without blocking training.
 
 Notation: T = tokens of this rank, E = experts, B = token blocks, S = ranks of the exchange, L =
 local experts, EP and ETP = sizes of its groups, P = parts of the experts, X = columns of a message,
-W = most experts of any token.
+W = most experts of any token, K = integers of a rank.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
 from monta_megatron.chains.counts import HEAD_SIZE, MOST_TOKENS, message_columns, part_sizes
 from monta_megatron.chains.layout import Layout
+from monta_megatron.exchange.copies import block_size, count_routing
+from monta_megatron.exchange.errors import ExchangeError, passes_under_way
 from monta_megatron.exchange.kernel_choice import is_fused
-from monta_megatron.exchange.routing_counts import block_size, count_routing
+
+
+class HostWait(NamedTuple):
+    """A collective of an exchange, outside its passes, that the host may be waiting for.
+
+    Attributes:
+        what: the collective, with what it belongs to.
+        process_group: the ranks of the exchange.
+        since_s: since when, by `time.monotonic`.
+    """
+
+    what: str
+    process_group: dist.ProcessGroup
+    since_s: float
+
+    def __str__(self) -> str:
+        ranks = dist.get_process_group_ranks(self.process_group)
+        rank = dist.get_group_rank(self.process_group, dist.get_rank())
+        named = ", ".join(map(str, ranks))
+        return f"{self.what}, group tp_ep (rank {rank} of {len(ranks)}: ranks {named})"
+
+
+# The latest last; see `time_limit`.
+host_waits: list[HostWait] = []
+
+
+@contextmanager
+def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Say what failed where a peer has died or stopped, as the executor does of its stages.
+
+    Args:
+        what: the collective, with what it belongs to.
+        group: the ranks of an exchange.
+
+    Raises:
+        ExchangeError: the collective failed or timed out.
+    """
+    wait = HostWait(what, group, time.monotonic())
+    host_waits.append(wait)
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(f"{wait} failed: {error}\n{passes_under_way()}") from error
+    finally:
+        host_waits.remove(wait)
+
+
+class Gathering:
+    """One gathering after the other, each finished much later than it is started.
+
+    Args:
+        group: the ranks, which start and finish in the same order among the group's collectives.
+        what: for errors, see `naming_failure`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
+        self._group = group
+        self._what = what
+        self._gathered: torch.Tensor | None = None
+        self._wait: Callable[[], object] = lambda: None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether one was started and not finished."""
+        return self._gathered is not None
+
+    def start(
+        self, integers: Sequence[int], device: torch.device, side_stream: torch.cuda.Stream
+    ) -> None:
+        """Send [K] integers of this rank; K is the same on all ranks.
+
+        Args:
+            integers: of this rank.
+            device: that the group serves.
+            side_stream: where they are copied to it and back.
+        """
+        with naming_failure(self._what, self._group), torch.cuda.stream(side_stream):
+            sent = torch.tensor(integers, dtype=torch.int64)
+            if device.type == "cuda":
+                sent = sent.pin_memory().to(device, non_blocking=True)
+            gathered = sent.new_empty(self._group.size() * len(sent))
+            work = dist.all_gather_into_tensor(gathered, sent, group=self._group, async_op=True)
+            assert work is not None
+            self._wait = work.wait
+            if device.type == "cuda":
+                # The side stream waits for the collective, the host for nothing.
+                work.wait()
+                gathered = gathered.to("cpu", non_blocking=True)
+                self._wait = side_stream.record_event().synchronize
+        self._gathered = gathered
+
+    def finish(self) -> NDArray[np.int64]:
+        """[S, K] what all ranks sent; they have long arrived."""
+        assert self._gathered is not None, "not under way"
+        with naming_failure(self._what, self._group):
+            self._wait()
+        gathered, self._gathered = self._gathered.numpy(), None
+        # [S * K] -> [S, K]
+        return gathered.reshape(self._group.size(), -1)
 
 
 @dataclass(frozen=True, kw_only=True)
