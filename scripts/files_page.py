@@ -14,9 +14,9 @@ from typing import Any
 from options_page import main, table
 
 from monta_megatron.common.field_texts import field_texts
-from monta_megatron.planner.expert_curve import ClusterWithExperts
+from monta_megatron.planner.experts import ClusterWithExperts
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model
+from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "files.md"

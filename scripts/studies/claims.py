@@ -9,7 +9,7 @@ from studies.monta_claims import draw, saving, speedup
 from monta_megatron.planner.assumptions import assumptions_of
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.tools.estimate.architecture import Architecture
 from monta_megatron.tools.estimate.exchange import exchange_time
 from monta_megatron.tools.estimate.iteration import (

@@ -9,10 +9,9 @@ from typing import NamedTuple
 from monta_megatron.common import presets
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import with_batch
-from monta_megatron.planner.model_files import load_model
-from monta_megatron.planner.model_workload import workloads_of
+from monta_megatron.planner.layout import ParallelLayout, workloads_of
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.models.model import with_batch
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
 from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of

@@ -15,9 +15,8 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.assumptions import assumptions_of
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.network_rate import with_inter_rate
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools import pictures
 from monta_megatron.tools.estimate.estimate import MFU_SETS

@@ -10,13 +10,12 @@ from studies.common import run
 from monta_megatron.planner.assumptions import Assumptions, assumptions_of
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.model import Model, with_batch
-from monta_megatron.planner.model_files import load_model
-from monta_megatron.planner.model_workload import workloads_of
-from monta_megatron.planner.network_rate import with_inter_rate
-from monta_megatron.planner.selection import Selection, select
-from monta_megatron.planner.training_memory import training_memory
+from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
+from monta_megatron.planner.layout import workloads_of
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.models.model import Model, with_batch
+from monta_megatron.planner.models.training_memory import training_memory
+from monta_megatron.planner.select import Selection, select
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate import communication
 from monta_megatron.tools.estimate.architecture import Architecture

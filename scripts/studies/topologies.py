@@ -9,7 +9,7 @@ from studies.common import DPI, WIDTH_INCHES, begin, bullets, ms, of_chunks, par
 
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.selection import Selection, select
+from monta_megatron.planner.select import Selection, select
 from monta_megatron.tools import pictures
 
 

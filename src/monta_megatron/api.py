@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from monta_megatron.integration.statistics import LayerStatistics
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.planner.layout import ParallelLayout
-    from monta_megatron.planner.model import Model
+    from monta_megatron.planner.models.model import Model
     from monta_megatron.planner.plan import Plan
     from monta_megatron.tools.timeline.drawing import Drawing
 

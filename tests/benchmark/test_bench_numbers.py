@@ -13,8 +13,8 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.common.first_rank import is_first_rank
 from monta_megatron.common.ranks import find_this_rank
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.plan import plan
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.prediction import predict, workload_of
 from monta_megatron.tools.bench.report import Row, table

@@ -9,8 +9,8 @@ import pytest
 from test_bench_numbers import BASE, FLAT
 
 from monta_megatron.chains import CHAINS, Counts
-from monta_megatron.planner.imbalance_routing import imbalance_map
-from monta_megatron.planner.routing_names import IMBALANCE_WORKLOADS
+from monta_megatron.planner.routing.drawn import imbalance_map
+from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS
 from monta_megatron.tools.bench.routing import (
     check_routing,
     exchange_of,

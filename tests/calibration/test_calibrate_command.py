@@ -17,7 +17,7 @@ from monta_megatron.integration.chain_policy import policy_for
 from monta_megatron.integration.options import Options
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.expert_curve import experts_on
+from monta_megatron.planner.experts import experts_on
 from monta_megatron.tools.calibrate.record import alone
 
 # Seconds; a launch takes 20 where nothing else runs.

@@ -16,15 +16,15 @@ from monta_megatron.chains.calibration_tasks import (
     Point,
     Sample,
 )
-from monta_megatron.planner.calibration.cluster import (
+from monta_megatron.planner.calibration.fitting import (
     Machine,
     _collective_start,
+    doubts_of,
     excess_of,
+    fit,
     make_cluster,
     slowdowns,
 )
-from monta_megatron.planner.calibration.doubts import doubts_of
-from monta_megatron.planner.calibration.fit import fit
 from monta_megatron.planner.calibration.points import (
     NUM_SIZES,
     Shape,

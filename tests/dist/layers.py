@@ -944,7 +944,7 @@ def second_derivative(case: Case, num_chunks: int) -> str:
 
 def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
     """Write the plan behind a layer's choice for so many tokens; what it chose."""
-    from monta_megatron.planner.search import plan_of
+    from monta_megatron.planner.plan import plan_of
 
     layer = build_layer(case, "monta")
     plan = plan_of(layer.token_dispatcher.chain_policy.selection(tokens))

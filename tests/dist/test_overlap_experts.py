@@ -47,10 +47,9 @@ from monta_megatron.integration.supported_settings import OUT_OF_REACH, RUNS, ch
 from monta_megatron.planner.chain_policy import ChainChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.experts import ExpertSizes, with_timer
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model_files import load_model
-from monta_megatron.planner.model_workload import with_experts, workloads_of
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.layout import ParallelLayout, with_experts, workloads_of
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.plan import plan
 
 pytestmark = pytest.mark.old_end
 

@@ -15,8 +15,8 @@ from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.executor import combine, dispatch
-from monta_megatron.planner.recorded_routing import RecordedRouting
-from monta_megatron.planner.search import sent_bytes
+from monta_megatron.planner.plan import sent_bytes
+from monta_megatron.planner.routing.recorded import RecordedRouting
 from monta_megatron.planner.traffic import pass_traffic
 
 NUM_CASES = 120

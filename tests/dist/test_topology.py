@@ -18,7 +18,7 @@ from pool import PoolError
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.uncalibrated import uncalibrated
+from monta_megatron.planner.cluster_file import uncalibrated
 
 
 def uncalibrated_cluster(ranks_per_node: int) -> Cluster:

@@ -8,10 +8,9 @@ from conftest import Pools
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_workload import workload_of_model
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.layout import ParallelLayout, exchanges, workload_of_model
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.plan import plan
 
 CONFIGS = worked_chain.PAGE.parents[1] / "configs"
 MOST_LINES = 100

@@ -11,8 +11,8 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.emulation.costs import SOURCE, default_costs
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.plan import plan
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 
 REPOSITORY = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model_files import load_model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import Plan
 from monta_megatron.tools.launch import run_directory
 from monta_megatron.tools.launch.arguments import from_words

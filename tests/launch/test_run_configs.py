@@ -17,9 +17,9 @@ from preloaded import Preloaded
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_files import load_model
-from monta_megatron.planner.training_memory import state_bytes
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.training_memory import state_bytes
 from monta_megatron.tools.launch.prepare import Run, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.new.run import run_template

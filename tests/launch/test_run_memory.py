@@ -7,8 +7,8 @@ import pytest
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.training_memory import HeldState, state_bytes
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.training_memory import HeldState, state_bytes
 from monta_megatron.tools.launch.arguments import from_words
 from monta_megatron.tools.launch.memory import held_state
 from monta_megatron.tools.launch.prepare import prepare

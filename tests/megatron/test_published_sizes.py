@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from published_configs import CONFIGS, NEEDS_TRANSFORMER_ENGINE, NUM_PARAMETERS, OF_THE_CLASS
 
-from monta_megatron.planner.huggingface import model_of_config
-from monta_megatron.planner.model import Model
+from monta_megatron.planner.models.files import model_of_config
+from monta_megatron.planner.models.model import Model
 
 pytest.importorskip("megatron.training")
 

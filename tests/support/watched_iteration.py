@@ -1,7 +1,6 @@
 """What a watched iteration and a change look like."""
 
-from monta_megatron.planner.watched_iteration import WatchedIteration
-from monta_megatron.planner.watching import Change
+from monta_megatron.planner.online.drift import Change, WatchedIteration
 
 WATCHED = WatchedIteration(
     iteration=7,

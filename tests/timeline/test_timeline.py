@@ -18,9 +18,8 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.exchange.recording import Span, TimedStep, spans_of
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_workload import workload_of_model
+from monta_megatron.planner.layout import ParallelLayout, exchanges, workload_of_model
+from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.pricing import AROUND_STAGES
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload

@@ -272,7 +272,7 @@ CASES = [
 
 IMPORTED_ONCE = (
     "tools.bench.settings",
-    "planner.search",
+    "planner.plan",
     "tools.plan.layout_ranking",
     "tools.calibrate.run",
 )

@@ -15,8 +15,8 @@ from monta_megatron.integration.chain_policy import policy_for, rule_of
 from monta_megatron.integration.options import Options
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.search import plan
-from monta_megatron.planner.uncalibrated import uncalibrated
+from monta_megatron.planner.cluster_file import uncalibrated
+from monta_megatron.planner.plan import plan
 from monta_megatron.planner.workload import Workload
 
 CONFIGS = Path(__file__).parents[2] / "configs"

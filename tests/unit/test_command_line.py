@@ -12,9 +12,9 @@ import pytest
 from preloaded import Preloaded
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.search import plan
-from monta_megatron.planner.uncalibrated import uncalibrated
+from monta_megatron.planner.cluster_file import uncalibrated
+from monta_megatron.planner.plan import plan
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 
 if importlib.util.find_spec("megatron.training") is None:

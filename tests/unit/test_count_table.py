@@ -11,7 +11,7 @@ from monta_megatron.chains.chain import NUM_BLOCKS
 from monta_megatron.chains.counts import COUNT_BYTES, MOST_TOKENS, num_counted_blocks
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.counts import CountTable, ExchangeCounts
-from monta_megatron.planner.recorded_routing import RecordedRouting
+from monta_megatron.planner.routing.recorded import RecordedRouting
 
 CANDIDATES = {**{name: (chain,) for name, chain in CHAINS.items()}, "auto": tuple(CHAINS.values())}
 # (EP, ETP, ranks per node)

@@ -41,7 +41,7 @@ from monta_megatron.integration.options import Options
 from monta_megatron.integration.reports import Report
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import KernelChoice
-from monta_megatron.planner.model_files import load_model
+from monta_megatron.planner.models.files import load_model
 
 LAYOUT = LAYOUTS[16, 1]
 COPY = "integration.counts.copy_to_host"

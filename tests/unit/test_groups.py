@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.communicator_memory import communicator_bytes
 from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas, Layout
 from monta_megatron.common import torch_private
 from monta_megatron.common.torch_private import timeout_of
@@ -27,6 +26,7 @@ from monta_megatron.exchange.collectives import (
     start_all_to_all,
 )
 from monta_megatron.integration.options import Options
+from monta_megatron.planner.chain_price import communicator_bytes
 
 CHAIN = CHAINS["hierarchical_allgather"]
 ALONE = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))

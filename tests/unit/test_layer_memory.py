@@ -18,8 +18,8 @@ from monta_megatron.integration.main_grad import add_in_every_call, with_one_pla
 from monta_megatron.integration.overlapped_experts import priced_experts
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layer_price import layer_peak_bytes
-from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.selection import select
+from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.select import select
 from monta_megatron.planner.workload import Workload
 
 # Rows are most of the memory beside the weights.

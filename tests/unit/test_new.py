@@ -17,9 +17,9 @@ from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.field_texts import field_texts
 from monta_megatron.planner.cluster import Cluster, Link
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.host_costs import HostCosts
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_files import load_model
+from monta_megatron.planner.curves import HostCosts
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
 from monta_megatron.tools.new import hardware
 from monta_megatron.tools.new.hardware import Gpus, Interfaces

@@ -25,10 +25,9 @@ from monta_megatron.chains.program import (
 from monta_megatron.common import strict_yaml
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_workload import workload_of_model
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.layout import ParallelLayout, exchanges, workload_of_model
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.plan import plan
 from monta_megatron.planner.traffic import TRAFFIC
 
 SOURCES = Path(monta_megatron.__file__).parent
@@ -163,7 +162,7 @@ def test_only_chains_know_the_kinds_of_stages() -> None:
     assert found == {
         "chains/calibration_tasks.py",
         "chains/chain.py",
-        "chains/communicator_memory.py",
+        "planner/chain_price.py",
         "chains/lower.py",
         "chains/one_chunk.py",
         "chains/stages.py",

@@ -14,7 +14,7 @@ from watched_iteration import CHANGE, WATCHED
 from monta_megatron.integration import watching
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.watching import Publisher, scalars_of
-from monta_megatron.planner.watching import Change
+from monta_megatron.planner.online.drift import Change
 
 global_vars = pytest.importorskip(
     "megatron.training.global_vars", reason="needs megatron-core[training]"

@@ -11,7 +11,7 @@ import monta_megatron
 from monta_megatron.cli import main
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model_files import load_model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import Plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"

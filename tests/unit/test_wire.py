@@ -16,11 +16,10 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.wire_format import quantized_passes, row_bytes
 from monta_megatron.exchange.sums import E4M3, dequantize, quantize
-from monta_megatron.planner.chain_price import price_chain
-from monta_megatron.planner.memory import peak_bytes
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.chain_price import peak_bytes, price_chain
+from monta_megatron.planner.cluster_file import uncalibrated
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.traffic import pass_traffic
-from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload
 
 # The largest and the least normal value of e4m3, and its least step.

@@ -112,8 +112,7 @@ def run(parsed: argparse.Namespace, study: "Study | None" = None) -> int:
 
 def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
     from monta_megatron.common.ranks import find_this_rank
-    from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.planner.network_rate import with_inter_rate
+    from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
     from monta_megatron.tools.bench.sweep import Results
     from monta_megatron.tools.pictures import check_can_plot
 

@@ -135,7 +135,7 @@ def _run(parsed: argparse.Namespace) -> int:
 def _layer(parsed: argparse.Namespace, world_size: int) -> "LayerShape | None":
     """The layer whose experts are timed; None where no model is given."""
     from monta_megatron.common.flags import torch_name
-    from monta_megatron.planner.model_files import load_model
+    from monta_megatron.planner.models.files import load_model
     from monta_megatron.tools.bench.settings import LayerShape
 
     if parsed.model is None:

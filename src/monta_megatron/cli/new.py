@@ -12,7 +12,7 @@ from monta_megatron.cli.output import add_json, print_json
 from monta_megatron.common.field_texts import meanings
 from monta_megatron.common.flags import DTYPE_BYTES, positive, printable, whole
 from monta_megatron.common.rules import require
-from monta_megatron.planner.model import Model
+from monta_megatron.planner.models.model import Model
 
 if TYPE_CHECKING:
     from monta_megatron.tools.new.template import Template

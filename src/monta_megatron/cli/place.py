@@ -95,7 +95,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _place(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.tables import show_progress
     from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.planner.model_files import load_model
+    from monta_megatron.planner.models.files import load_model
     from monta_megatron.tools.pictures import check_can_plot
     from monta_megatron.tools.place import report, study
     from monta_megatron.tools.place.placement_file import write_placement

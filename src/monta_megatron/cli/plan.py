@@ -79,7 +79,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the plan, or the ranking."""
     from monta_megatron.common import strict_yaml
     from monta_megatron.planner.flex import predict_flex
-    from monta_megatron.planner.selection import MARGIN
+    from monta_megatron.planner.select import MARGIN
     from monta_megatron.tools.plan.benefit import benefit_of_plan
     from monta_megatron.tools.plan.program_table import program_lines, program_of
     from monta_megatron.tools.plan.report import (

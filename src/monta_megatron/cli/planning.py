@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.common.flags import num_tokens, positive, whole
-from monta_megatron.planner.routing_names import ROUTING_HELP, routing_or_folder
+from monta_megatron.planner.routing.names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.plan_request import PlanRequest

@@ -71,7 +71,7 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Plan at every value."""
     from monta_megatron.chains import CHAINS
-    from monta_megatron.planner.selection import MARGIN
+    from monta_megatron.planner.select import MARGIN
     from monta_megatron.tools.pictures import check_can_plot
     from monta_megatron.tools.plan.simulation import (
         benefit_line,

@@ -4,7 +4,7 @@ from monta_megatron.chains.program import Resource
 from monta_megatron.common.units import Rate
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster, Link
-from monta_megatron.planner.host_costs import HostCosts
+from monta_megatron.planner.curves import HostCosts
 
 SOURCE = "configs/clusters/emulated_2x4_500mbit.yaml"
 INTRA, MEMORY = Rate(0.7), Rate(10.0)

@@ -22,7 +22,7 @@ from monta_megatron.planner.chain_policy import (
     PlannedPolicy,
     chains_for,
 )
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 
 
@@ -58,7 +58,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
     cluster = options.cluster
     if cluster is None:
         from monta_megatron.exchange.streams import gpu_name
-        from monta_megatron.planner.uncalibrated import uncalibrated
+        from monta_megatron.planner.cluster_file import uncalibrated
 
         cluster = uncalibrated(layout, gpu_name())
     # Priced as they run, so ranks have to agree on the kernels here; elsewhere the bits are alike.
@@ -84,7 +84,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         if each.rows == "permuted tokens"
         or not (permuted_only or _adds_in_other_order(each, options, config))
     )
-    from monta_megatron.planner.selection import NUM_CHUNKS
+    from monta_megatron.planner.select import NUM_CHUNKS
 
     return _planned_policy(
         cluster=cluster,

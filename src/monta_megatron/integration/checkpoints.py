@@ -20,7 +20,7 @@ from monta_megatron.common.units import counted
 from monta_megatron.common.version import __version__
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.iterations import Iterations, all_iterations
-from monta_megatron.planner.decision import Decision, DecisionState
+from monta_megatron.planner.online.decision import Decision, DecisionState
 
 
 def patch_checkpointing(checkpointing: Any) -> None:

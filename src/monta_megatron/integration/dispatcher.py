@@ -63,7 +63,7 @@ from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy, Planne
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.pipeline import Experts
-    from monta_megatron.planner.watched_iteration import WatchedIteration
+    from monta_megatron.planner.online.drift import WatchedIteration
 
 # Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.

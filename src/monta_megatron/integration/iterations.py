@@ -39,7 +39,7 @@ from monta_megatron.planner.chain_policy import (
     PlannedPolicy,
     bucket_of,
 )
-from monta_megatron.planner.decision import Decision, DecisionState, Outcome
+from monta_megatron.planner.online.decision import Decision, DecisionState, Outcome
 
 
 class Iterations(Choices):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.counts import ExchangeCounts
-from monta_megatron.planner.observed_routing import Traffic
+from monta_megatron.planner.routing.observed import Traffic
 
 # The integers of `Received.figures`.
 NUM_FIGURES = 4

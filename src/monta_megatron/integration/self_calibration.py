@@ -41,7 +41,7 @@ from monta_megatron.integration.hardware import (
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.permutation import PERMUTATION
 from monta_megatron.integration.reports import Report
-from monta_megatron.planner.calibration.cluster import Machine, make_cluster
+from monta_megatron.planner.calibration.fitting import Machine, make_cluster
 from monta_megatron.planner.calibration.points import (
     PAIR_US,
     all_points,
@@ -51,8 +51,7 @@ from monta_megatron.planner.calibration.points import (
 from monta_megatron.planner.chain_policy import chains_for
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import dump_measured, load_cluster
-from monta_megatron.planner.uncalibrated import uncalibrated
+from monta_megatron.planner.cluster_file import dump_measured, load_cluster, uncalibrated
 
 # Sizes in steps of 4x from 5 KiB, in memory from 20 KiB: up to 80 MiB on a GPU, whose memory is to
 # be given back to a training.

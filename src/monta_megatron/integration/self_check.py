@@ -27,7 +27,7 @@ from monta_megatron.exchange.errors import first_difference
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.choices import Choices
 from monta_megatron.planner.chain_policy import FixedPolicy
-from monta_megatron.planner.memory import CHECK_TOKENS
+from monta_megatron.planner.chain_price import CHECK_TOKENS
 
 # Most ranks have so many fewer than `CHECK_TOKENS`, at most, so that their numbers differ.
 FEWER_TOKENS = 8

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from monta_megatron.integration.iteration import layers
 
 if TYPE_CHECKING:
-    from monta_megatron.planner.watched_iteration import WatchedIteration
+    from monta_megatron.planner.online.drift import WatchedIteration
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,9 @@
 from megatron.core import parallel_state
 
 from monta_megatron.integration.reports import Report
-from monta_megatron.planner.selection import Selection
-from monta_megatron.planner.tuning import Tuning
-from monta_megatron.planner.tuning_report import plan_of_tuning, plan_path, tuning_table
+from monta_megatron.planner.online.tuning import Tuning
+from monta_megatron.planner.online.tuning_report import plan_of_tuning, plan_path, tuning_table
+from monta_megatron.planner.select import Selection
 
 
 def report_tuning(

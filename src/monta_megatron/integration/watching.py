@@ -16,8 +16,7 @@ from monta_megatron.common.files import make_folder
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.reports import Report
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
-from monta_megatron.planner.watched_iteration import WatchedIteration
-from monta_megatron.planner.watching import Change, Watching
+from monta_megatron.planner.online.drift import Change, WatchedIteration, Watching
 
 # Exchanges of this process that are watched: layers of another shape have one of their own.
 _num_published = 0

@@ -16,12 +16,12 @@ from monta_megatron.common.rules import hash_of
 from monta_megatron.common.units import counted, gb_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.routing import Routing
+from monta_megatron.planner.routing.expected import Routing
 from monta_megatron.planner.workload import Workload
 
 if TYPE_CHECKING:
     from monta_megatron.planner.chain_price import ChainPrice
-    from monta_megatron.planner.selection import Selection
+    from monta_megatron.planner.select import Selection
 
 # That are kept; a routing that has come and gone may come again.
 MOST_TABLES = 16
@@ -141,7 +141,7 @@ class PlannedPolicy(ChainPolicy):
     ) -> "Selection":
         """What is selected for `tokens` tokens per rank; see `Workload`."""
         # A named chain prices nothing.
-        from monta_megatron.planner.selection import select
+        from monta_megatron.planner.select import select
 
         return select(
             replace(

@@ -1,20 +1,113 @@
-"""What a chain costs in a number of chunks: a phase's passes, their bytes and their memory."""
+"""Price of a chain in a number of chunks: its passes, their bytes and their memory.
+
+The memory of a pass is the liveness of its program's buffers. That of rails' and nodes'
+communicators follows NCCL's source (2.30, default buffer sizes), by the peers of a stage's sends:
+
+    to peers on the node link    for each peer and channel, the buffers of the protocols Simple (4
+                                 MiB), LL128 (4.7 MiB) and LL (0.5 MiB), with their headers in whole
+                                 pages of 2 MiB on both sides: 12 MiB (src/transport/p2p.cc)
+    around a ring, to gather     the same for each channel, since there is one peer
+    to peers on the network      for each channel, 16 steps of 128 KiB in each direction, shared by
+                                 all peers: 4 MiB (src/transport/net.cc)
+
+A communicator has as many channels as its budget allows; sends and receives use a power of two.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
-from monta_megatron.chains import Chain
-from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.chain import Chain, blocks_for
 from monta_megatron.chains.counts import message_size
-from monta_megatron.chains.program import DISPATCH, DISPATCH_BACKWARD, FORWARD, PASSES, Pass, Phase
+from monta_megatron.chains.layout import DEFAULT_CTAS, OWN_GROUPS, Ctas, Layout
+from monta_megatron.chains.program import (
+    DISPATCH,
+    DISPATCH_BACKWARD,
+    FORWARD,
+    PASSES,
+    BoundProgram,
+    Operation,
+    Pass,
+    Phase,
+)
+from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.common.units import counted
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.memory import peak_bytes
+from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.pricing import PassPrice, price_pass, with_leads
-from monta_megatron.planner.representative_ranks import priced_ranks
 from monta_megatron.planner.traffic import PassTraffic, pass_traffic
 from monta_megatron.planner.workload import Workload
+
+# Tokens of a rank in the check of a chain's first use, at most.
+CHECK_TOKENS = 256
+
+
+def peak_bytes(bound: BoundProgram) -> float:
+    """The peak of a pass's output, messages, and sums with what is converted for them.
+
+    Indices are left out. In a chain of tokens they take up to 32 bytes for each copy of a row, kept
+    until backward, and about 25 for each row and part while the copies are found.
+
+    Returns:
+        Bytes on this rank beyond the pass's input.
+    """
+    program = bound.program
+    sizes = {slot: max(map(bound.num_bytes, buffers)) for slot, buffers in program.slots.items()}
+    live = {program.buffers[0].slot: 0.0}
+    peak = 0.0
+
+    def end(operation: Operation) -> None:
+        for number in {*operation.reads, *operation.writes}:
+            buffer = program.buffers[number]
+            # What nothing reads is needed by its own operation alone.
+            if buffer.release == "last read" and buffer.last_read in (-1, operation.number):
+                live.pop(buffer.slot, None)
+
+    for operation in program.operations:
+        for number in operation.waits:
+            end(program.operations[number])
+        for number in operation.writes:
+            for slot in (buffers[0].slot for buffers in program.allocations[number]):
+                live.setdefault(slot, sizes[slot])
+        peak = max(peak, sum(live.values()))
+        if not operation.is_collective:
+            end(operation)
+    return peak
+
+
+_NODE_LINK_BYTES = 12 << 20
+_NETWORK_BYTES = 4 << 20
+
+
+def communicator_bytes(chain: Chain, layout: Layout, ctas: Ctas = DEFAULT_CTAS) -> float:
+    """Bytes of a rank's memory that the rail and node communicators of a chain take.
+
+    Args:
+        chain: the chain; 0 for one that cannot run on the layout.
+        layout: the rank's place.
+        ctas: the budgets of the communicators.
+    """
+    if chain.incompatibility(layout) is not None:
+        return 0.0
+    total = 0.0
+    for stage in chain.stages:
+        if not isinstance(stage, AllToAll | AllGather) or stage.group not in OWN_GROUPS:
+            continue
+        budget = ctas.rail if stage.group == "rail" else ctas.node
+        # The power of two that is not below it.
+        channels = 1 << (budget - 1).bit_length()
+        num_peers = len(layout.members(stage.group, layout.rank)) - 1
+        if num_peers == 0:
+            continue
+        if stage.group in layout.crossing_groups:
+            total += channels * _NETWORK_BYTES
+        else:
+            total += channels * num_peers * _NODE_LINK_BYTES
+        if isinstance(stage, AllGather):
+            # Transposed it is an AllToAll, counted above.
+            total += budget * _NODE_LINK_BYTES
+    return total
+
 
 # The passes that hold most, one per direction, where all rows travel in their own dtype: the other
 # two move the same rows with fewer columns.

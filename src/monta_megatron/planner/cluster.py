@@ -18,8 +18,7 @@ from monta_megatron.common.rules import (
     require,
 )
 from monta_megatron.common.units import Rate, bytes_of_gb
-from monta_megatron.planner.curves import OLD_RATE, RESOURCES, Curve, Kind, Operation
-from monta_megatron.planner.host_costs import HostCosts
+from monta_megatron.planner.curves import OLD_RATE, RESOURCES, Curve, HostCosts, Kind, Operation
 
 # If a cluster has no curve for an operation, this similar operation stands in for it.
 # 800 Gb/s, of the newest interfaces.

@@ -1,16 +1,165 @@
-"""What the experts of a rank take by the number of their rows: measured, or by their FLOPs.
+"""Compute time of experts and other kernels: measured curves, or FLOPs and bytes.
 
 A call computes all local experts. Its time is interpolated between numbers of rows; below the
 smallest it stays, as the weights are read whatever the rows.
+
+By a GPU's datasheet: a matrix of [rows_in, rows_out] on t tokens takes 2 t rows_in rows_out FLOPs,
+and reads and writes t rows_in + rows_in rows_out + t rows_out values. Its backward pass is two such
+products. Everything else reads and writes memory.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Literal
 
-from monta_megatron.planner.assumptions import assumptions_of, gpu_names, gpu_of
+from monta_megatron.common.rules import NonNegativeFloat, PositiveFloat, PositiveInt, Text, require
+from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_names, gpu_of
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.expert_curve import ExpertCurve, experts_on, with_experts
-from monta_megatron.planner.kernel_work import VALUE_BYTES, experts_work, times_us
+from monta_megatron.planner.curves import Kind, Sizes
+
+KernelKind = Literal["gemm", "attention", "memory"]
+VALUE_BYTES = 2
+# Times of the forward pass that the backward pass takes.
+BACKWARD: dict[KernelKind, float] = {"gemm": 2.0, "attention": 2.5, "memory": 2.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Some kernels of one kind in a forward pass.
+
+    Attributes:
+        kind: what they are.
+        flops: that they make.
+        num_bytes: that they read and write.
+    """
+
+    kind: KernelKind
+    flops: float = 0.0
+    num_bytes: float = 0.0
+
+    def forward_us(self, assumed: Assumptions, memory_gbytes_per_s: float) -> float:
+        """The longer of the time for the FLOPs and the time for the bytes.
+
+        Args:
+            assumed: peak and efficiencies.
+            memory_gbytes_per_s: of the GPU, by its datasheet.
+        """
+        bytes_per_us = memory_gbytes_per_s * 1e3 * assumed["memory_efficiency"]
+        memory_us = self.num_bytes / bytes_per_us
+        if self.kind == "memory":
+            return memory_us
+        flops_per_us = assumed.peak_flops_per_us * assumed[f"{self.kind}_efficiency"]
+        return max(self.flops / flops_per_us, memory_us)
+
+
+def matrix(tokens: float, rows_in: float, rows_out: float, copies: float = 1) -> Work:
+    """A product of [tokens, rows_in] and [rows_in, rows_out].
+
+    Args:
+        tokens: of all copies together.
+        rows_in: of one weight.
+        rows_out: likewise.
+        copies: weights that share the tokens.
+    """
+    values = tokens * (rows_in + rows_out) + copies * rows_in * rows_out
+    return Work(kind="gemm", flops=2 * tokens * rows_in * rows_out, num_bytes=VALUE_BYTES * values)
+
+
+def experts_work(
+    tokens: float, hidden_size: float, ffn_size: float, num_experts: float, assumed: Assumptions
+) -> tuple[Work, ...]:
+    """Gated feed-forward layers that share some tokens.
+
+    Args:
+        tokens: rows of all of them.
+        hidden_size: H.
+        ffn_size: of each, as far as it lies on the rank.
+        num_experts: their number.
+        assumed: what is assumed.
+    """
+    return (
+        matrix(tokens, hidden_size, 2 * ffn_size, num_experts),
+        matrix(tokens, ffn_size, hidden_size, num_experts),
+        passes(tokens, ffn_size, assumed["activation_passes"]),
+    )
+
+
+def times_us(
+    works: Iterable[Work], assumed: Assumptions, memory_gbytes_per_s: float
+) -> tuple[float, float]:
+    """(forward, backward) of some works, one after the other."""
+    forward = backward = 0.0
+    for work in works:
+        time_us = work.forward_us(assumed, memory_gbytes_per_s)
+        forward += time_us
+        backward += BACKWARD[work.kind] * time_us
+    return forward, backward
+
+
+def passes(tokens: float, size: float, passes: float) -> Work:
+    """Kernels that read or write [tokens, size] values so many times."""
+    return Work(kind="memory", num_bytes=VALUE_BYTES * tokens * size * passes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCurve:
+    """What the experts of a rank take, all of them with as many rows.
+
+    Attributes:
+        num_local_experts: of a rank.
+        hidden_size: of a row.
+        ffn_hidden_size: of an expert, as far as it lies on the rank.
+        value_bytes: bytes of one value.
+        rows_per_expert: ascending.
+        forward_us: the time of a call for each of them.
+        backward_us: likewise, of its backward pass.
+        launch_us: host time to start a call, or its backward pass; they take it besides.
+        in_background: whether they take no time of a host that copies itself.
+        kind: whether it was measured on this cluster.
+        source: what it was measured with.
+    """
+
+    num_local_experts: PositiveInt
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt
+    value_bytes: PositiveInt
+    rows_per_expert: Sizes
+    forward_us: tuple[PositiveFloat, ...]
+    backward_us: tuple[PositiveFloat, ...]
+    launch_us: NonNegativeFloat = 0.0
+    in_background: bool = False
+    kind: Kind
+    source: Text
+
+    def __post_init__(self) -> None:
+        rule = f"be as many as rows_per_expert ({len(self.rows_per_expert)})"
+        for name in ("forward_us", "backward_us"):
+            num_times = len(getattr(self, name))
+            require(num_times == len(self.rows_per_expert), name, f"{num_times} times", rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterWithExperts(Cluster):
+    """A cluster on which experts were measured.
+
+    Attributes:
+        experts: what those of each size take.
+    """
+
+    experts: tuple[ExpertCurve, ...] = ()
+
+
+def with_expert_curves(cluster: Cluster, curves: Iterable[ExpertCurve]) -> ClusterWithExperts:
+    """A cluster with these experts, in place of any others."""
+    costs = {entry.name: getattr(cluster, entry.name) for entry in fields(Cluster)}
+    return ClusterWithExperts(**costs, experts=tuple(curves))
+
+
+def experts_on(cluster: Cluster) -> tuple[ExpertCurve, ...]:
+    """Those that were measured."""
+    return cluster.experts if isinstance(cluster, ClusterWithExperts) else ()
+
 
 # By whose FLOPs experts are priced that nobody measured, on a GPU that nobody named.
 USUAL_GPU = "H100"
@@ -150,4 +299,4 @@ def with_timer(
         kind="datasheet",
         source="a timer",
     )
-    return with_experts(cluster, [curve])
+    return with_expert_curves(cluster, [curve])

@@ -13,8 +13,8 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import PASSES, Phase
 from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_names
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.kernel_work import Work
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.experts import Work
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 
 Backend = Literal["deepep", "hybridep"]

@@ -29,11 +29,15 @@ from monta_megatron.chains.program import (
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.experts import Experts
-from monta_megatron.planner.host_operations import num_host_operations
+from monta_megatron.planner.layout import PricedRanks, priced_ranks
 from monta_megatron.planner.pricing import NOT_YET, PassPrice, with_leads, work_of
-from monta_megatron.planner.representative_ranks import PricedRanks, priced_ranks
 from monta_megatron.planner.schedule import Work
-from monta_megatron.planner.traffic import PassTraffic, StageTraffic, pass_traffic
+from monta_megatron.planner.traffic import (
+    PassTraffic,
+    StageTraffic,
+    num_host_operations,
+    pass_traffic,
+)
 from monta_megatron.planner.workload import Workload
 
 EXPERTS = StageTraffic(stage="experts", operation="copy", resource="compute", moved={})

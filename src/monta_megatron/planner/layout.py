@@ -1,11 +1,32 @@
-"""The layout: how ranks are divided into parallel groups, and on which nodes an exchange lies."""
+"""Parallel layouts of a model, the workloads of their exchanges, and the ranks that are priced.
+
+One rank stands for all that do the same. Two ranks move the same number of bytes in every stage of
+every chain if
+
+- the routing is even: a rank has as many rows for any peer as for any other; or, on even nodes in
+  order, both get as many rows, on nodes that do (`Routing.kinds`), and
+- in every group, each of them has as many peers on its node as the other.
+
+On even nodes in order all ranks are such. Elsewhere, few are not: of 256 consecutive ranks on nodes
+of 72, those on the first, the last and the other nodes. Ranks that share a network interface are
+priced together, so it is interfaces that have to be the same, rank by rank.
+
+Notation: S = ranks of the exchange.
+"""
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.layout import FLAT_GROUPS, Layout
 from monta_megatron.common.rules import PositiveInt, require
-from monta_megatron.planner.model import Model
+from monta_megatron.planner.benefit import Iteration
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.routing.expected import Routing, UniformRouting
+from monta_megatron.planner.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,4 +119,162 @@ def exchanges(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> 
             nodes=nodes,
         )
         for nodes in patterns
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedRanks:
+    """The ranks that are priced, those of a network interface one after the other.
+
+    Attributes:
+        layouts: as they see the exchange; the first rank of the exchange comes first.
+        num_represented: number of ranks that each of them stands for, itself included.
+        nic_starts: position in `layouts` of the first rank of each network interface.
+    """
+
+    layouts: tuple[Layout, ...]
+    num_represented: tuple[int, ...]
+    nic_starts: tuple[int, ...]
+
+
+# Needed for every chain and number of chunks.
+@lru_cache(maxsize=64)
+def priced_ranks(layout: Layout, routing: Routing, ranks_per_nic: int) -> PricedRanks:
+    """Find the ranks of an exchange that are priced.
+
+    Args:
+        layout: layout of the exchange, as any of its ranks sees it.
+        routing: where tokens go.
+        ranks_per_nic: ranks of a node that share a network interface.
+    """
+    kinds = _kinds(layout, routing)
+    num_represented: dict[tuple[Hashable, ...], int] = {}
+    ranks_of: dict[tuple[Hashable, ...], list[int]] = {}
+    for ranks in _by_nic(layout, ranks_per_nic):
+        kind = tuple(kinds[rank] for rank in ranks)
+        num_per_rank = 1
+        if len(set(kind)) == 1:
+            # Together they are as busy as one by itself.
+            kind, ranks, num_per_rank = kind[:1], ranks[:1], len(ranks)
+        ranks_of.setdefault(kind, ranks)
+        num_represented[kind] = num_represented.get(kind, 0) + num_per_rank
+    layouts: list[Layout] = []
+    nic_starts = []
+    for ranks in ranks_of.values():
+        nic_starts.append(len(layouts))
+        layouts += [replace(layout, rank=rank) for rank in ranks]
+    return PricedRanks(
+        layouts=tuple(layouts),
+        num_represented=tuple(
+            num_represented[kind] for kind, ranks in ranks_of.items() for _ in ranks
+        ),
+        nic_starts=tuple(nic_starts),
+    )
+
+
+def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
+    """[S] equal for two ranks only if they move the same in every stage of every chain."""
+    num_ranks = len(layout.nodes)
+    in_order = layout.uneven_nodes() is None
+    # Chains copy tokens for ranks, and for nodes if these are even.
+    parts = {layout.ep, layout.num_nodes} if in_order else {layout.ep}
+    if not all(routing.is_even(num_parts) for num_parts in parts):
+        return routing.kinds(layout) if in_order else range(num_ranks)
+    if in_order:
+        return (None,) * num_ranks
+    on_node = []
+    for name in FLAT_GROUPS:
+        peers = [(layout.members(name, rank), layout.nodes[rank]) for rank in range(num_ranks)]
+        num_peers = Counter(peers)
+        on_node.append([num_peers[key] for key in peers])
+    return list(zip(*on_node, strict=True))
+
+
+def _by_nic(layout: Layout, ranks_per_nic: int) -> list[list[int]]:
+    """The ranks of each network interface."""
+    by_nic: dict[tuple[int, int], list[int]] = {}
+    on_node: Counter[int] = Counter()
+    for rank, node in enumerate(layout.nodes):
+        by_nic.setdefault((node, on_node[node] // ranks_per_nic), []).append(rank)
+        on_node[node] += 1
+    return list(by_nic.values())
+
+
+def workload_of_model(
+    model: Model, layout: Layout, tokens_per_rank: int, routing: Routing | None = None
+) -> Workload:
+    """A model's exchange, with the model's own router unless a routing is given."""
+    return Workload(
+        layout=layout,
+        hidden_size=model.hidden_size,
+        value_bytes=model.value_bytes,
+        prob_bytes=model.prob_bytes,
+        routing=uniform_routing(model) if routing is None else routing,
+        tokens_per_rank=tokens_per_rank,
+    )
+
+
+def with_experts(workload: Workload, model: Model, cluster: Cluster) -> Workload:
+    """A workload with what the model's experts take on a cluster."""
+    from monta_megatron.planner.experts import ExpertSizes, experts_of
+
+    sizes = ExpertSizes(
+        num_local_experts=workload.layout.num_local_experts,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.moe_ffn_hidden_size // workload.layout.etp,
+        value_bytes=model.value_bytes,
+    )
+    return replace(workload, experts=experts_of(sizes, cluster))
+
+
+def workloads_of(
+    model: Model,
+    layout: ParallelLayout,
+    ranks_per_node: int,
+    tokens_per_rank: int | None = None,
+    routing: Callable[[Layout], Routing] | None = None,
+) -> list[Workload]:
+    """One workload for every way in which the layout's exchanges lie on the nodes.
+
+    Args:
+        model: what is trained.
+        layout: how the ranks are grouped.
+        ranks_per_node: ranks joined by the node link.
+        tokens_per_rank: None for the number that follows from the model's batch.
+        routing: layout of an exchange -> its routing; None for the model's own router.
+    """
+    tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
+    return [
+        workload_of_model(model, exchange, tokens, None if routing is None else routing(exchange))
+        for exchange in exchanges(layout, model.num_experts, ranks_per_node)
+    ]
+
+
+def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iteration:
+    """How often an iteration waits for an exchange, with the layers split as evenly as they go.
+
+    A model does not say which of its layers are dense. The mean of the stages is a lower bound of
+    the MoE layers of the stage with the most; it is their number if no stage has room for more.
+
+    Args:
+        model: what is trained.
+        pp: pipeline parallel size.
+        num_micro_batches: None where the batch is not known.
+    """
+    mean, most = (math.ceil(layers / pp) for layers in (model.num_moe_layers, model.num_layers))
+    return Iteration(
+        num_moe_layers=mean,
+        is_lower_bound=mean < min(most, model.num_moe_layers),
+        num_stages=pp,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+def uniform_routing(model: Model) -> UniformRouting:
+    """The model's router with every expert as likely as any other."""
+    return UniformRouting(
+        num_experts=model.num_experts,
+        topk=model.moe_router_topk,
+        num_groups=model.moe_router_num_groups or 1,
+        group_topk=model.moe_router_group_topk or 1,
     )

@@ -1,4 +1,4 @@
-"""What a pass costs on a cluster: bytes through the curves, stages through the schedule.
+"""Price of a pass on a cluster: bytes through the curves, operations through the schedule.
 
 A collective of a group that spans nodes moves bytes through the network and the node link at once:
 it takes the longer of the two times and occupies the network. All ranks of a group finish together,
@@ -8,16 +8,21 @@ so the busiest one is priced; where ranks share a network interface, the busiest
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple, cast, get_args
 
 import numpy as np
 
-from monta_megatron.chains.program import Kind, Program, Resource
+from monta_megatron.chains.program import Kind, Program, Resource, ResourceOrCompute
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.host_costs import FINDS
-from monta_megatron.planner.host_operations import Around, num_host_operations
+from monta_megatron.planner.curves import FINDS
 from monta_megatron.planner.schedule import Factor, Schedule, Work, serial_us, simulate
-from monta_megatron.planner.traffic import COUNT_EXCHANGE, PassTraffic, StageTraffic
+from monta_megatron.planner.traffic import (
+    COUNT_EXCHANGE,
+    Around,
+    PassTraffic,
+    StageTraffic,
+    num_host_operations,
+)
 
 # What the host does in a pass besides its stages.
 AROUND_STAGES = "around the stages"
@@ -295,3 +300,28 @@ def _times_us(
             if time.note is not None:
                 notes.setdefault(time.note)
     return [times_us[moved] for moved in busiest]
+
+
+def pass_lower_bound_us(price: PassPrice, factor: Factor) -> float:
+    """A lower bound of a whole pass: that of its program, with what surrounds it."""
+    after_us = sum(sum(work.times_us) for work in price.after)
+    if not (price.waits or price.program.pass_.ids):
+        # Its host may be ahead of it.
+        unled = [replace(work, launch_us=0.0) for work in (*price.before, *price.pipeline)]
+        before, pipeline = unled[: len(price.before)], unled[len(price.before) :]
+        return serial_us(before) + lower_bound_us(pipeline, factor) + after_us
+    around_us = price.host_us + serial_us(price.before)
+    after_us = serial_us(price.after) if price.waits else after_us
+    return around_us + lower_bound_us(price.pipeline, factor) + after_us
+
+
+def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
+    """A time that no schedule beats: the busiest resource, the host, the longest stage."""
+    bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
+    for resource in get_args(ResourceOrCompute):
+        times = [sum(work.times_us) for work in works if work.resource == resource]
+        if times:
+            # n operations on one resource run together at n / slowdown of its rate.
+            slowdown = 1 + (len(times) - 1) * (min(factor(resource, resource), 2.0) - 1)
+            bounds += [sum(times) * slowdown / len(times), max(times)]
+    return max(bounds)

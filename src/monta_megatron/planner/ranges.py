@@ -11,7 +11,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import Candidate, Plan
-from monta_megatron.planner.selection import num_exchanged_counts
+from monta_megatron.planner.select import num_exchanged_counts
 from monta_megatron.planner.workload import Workload
 
 

@@ -1,25 +1,148 @@
-"""The bytes that each operation of a pass moves, by rank, chunk and resource, from its program.
+"""Bytes and host work of each operation of a pass, by rank, chunk and resource.
 
-Rows, bytes of a row and what is done come from the program, which the executor runs too. For
-integer counts the bytes equal what the executor's monitor counts.
+Rows, bytes of a row and kinds of operations come from the program, which the executor runs too. For
+integer counts the bytes equal those of the executor's monitor.
 
-Notation: C = number of chunks, S = the ranks that are priced, P = ranks of a collective's group.
+The host pays for PyTorch's operations on tensors without views (an allocation is one) or for the
+launches of fused Triton kernels, whose bytes are those that their files name.
+`scripts/launch_budget.py` counts both on the executor, and a test compares the two.
+
+Notation: C = number of chunks, S = the ranks that are priced, P = ranks of a collective's group,
+W = most experts of any token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains.counts import COUNT_BYTES
 from monta_megatron.chains.layout import GroupName, Layout
-from monta_megatron.chains.program import BoundProgram, Kind, Resource, ResourceOrCompute
+from monta_megatron.chains.program import (
+    ID_BYTES,
+    SUM_COLUMNS,
+    BoundProgram,
+    Kind,
+    Pass,
+    Policy,
+    Resource,
+    ResourceOrCompute,
+    RowFormat,
+)
 from monta_megatron.chains.program import Operation as ProgramOperation
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.curves import Operation
+
+# What comes before and after a program, as in `planner.traffic`; the exchange of counts is a kind.
+Around: TypeAlias = Literal["count", "lists", "permute", "unpermute"]
+
+
+class HostOperations(NamedTuple):
+    """The operations of a kind, for one chunk: a mean, rounded.
+
+    Attributes:
+        rows: for the hidden rows.
+        probs: as many more in a pass that carries probabilities.
+        ids: as many more in a pass that carries expert ids too.
+        block: as many more for each block of columns that is summed at a time.
+        once: as many more for all chunks together: what is allocated for all of them.
+    """
+
+    rows: int = 0
+    probs: int = 0
+    ids: int = 0
+    block: int = 0
+    once: int = 0
+
+
+HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
+    "pack": HostOperations(rows=2, probs=1, ids=1),
+    "quantize": HostOperations(probs=1, ids=1, block=16),
+    "find_lists": HostOperations(ids=9),
+    "find_copies": HostOperations(ids=11),
+    "duplicate": HostOperations(rows=1, ids=2),
+    "reduce": HostOperations(probs=3, block=4),
+    "alltoall": HostOperations(once=1),
+    "allgather": HostOperations(once=1),
+    "reduce_parts": HostOperations(rows=5, probs=8, block=4),
+    "put": HostOperations(rows=1, probs=1, ids=2),
+    "dequantize": HostOperations(probs=1, ids=2, block=7),
+    "count": HostOperations(ids=12),
+    "lists": HostOperations(ids=11),
+    "permute": HostOperations(rows=1, ids=5),
+    "unpermute": HostOperations(rows=2),
+}
+
+
+def num_host_operations(
+    kind: Kind | Around,
+    pass_: Pass,
+    row: RowFormat,
+    policy: Policy = "streams",
+    num_chunks: int = 1,
+) -> float:
+    """How many operations a host hands over for one chunk.
+
+    Args:
+        kind: what is done.
+        pass_: the pass that it is part of.
+        row: the sizes of a row's values.
+        policy: how the program is executed.
+        num_chunks: C, which share what is made once.
+    """
+    table = FUSED_HOST_OPERATIONS if policy == "fused" else HOST_OPERATIONS
+    of_kind = table[kind]
+    is_rounded = row.sum_bytes > row.value_bytes
+    num_blocks = -(-row.hidden_size // SUM_COLUMNS) if is_rounded else 1
+    return (
+        of_kind.rows
+        + of_kind.probs * pass_.probs
+        + of_kind.ids * pass_.ids
+        + of_kind.block * num_blocks
+        + of_kind.once / num_chunks
+    )
+
+
+Number = TypeVar("Number", float, RowCounts)
+
+# Of a number in the lists that say where copies lie, of which a copy is in three.
+INDEX_BYTES = 8
+
+# As `host_operations.HOST_OPERATIONS`: a launch for the rows and their lists, and what it writes.
+FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
+    **HOST_OPERATIONS,
+    "quantize": HostOperations(rows=1, probs=1, ids=1),
+    "find_lists": HostOperations(ids=3),
+    "find_copies": HostOperations(ids=3),
+    "duplicate": HostOperations(rows=1, once=1),
+    "to_experts": HostOperations(rows=1, ids=2),
+    "reduce": HostOperations(rows=1),
+    "reduce_parts": HostOperations(rows=1),
+    "dequantize": HostOperations(rows=1, probs=1, ids=2),
+    "count": HostOperations(ids=10),
+    "lists": HostOperations(ids=3),
+}
+
+
+def find_bytes(width: int, rows: Number, copies: Number) -> Number:
+    """To find copies: every list of W ids is read twice; a row begins somewhere in the copies."""
+    return (2 * ID_BYTES * width + INDEX_BYTES) * rows + 3 * INDEX_BYTES * copies
+
+
+def list_bytes(width: int, prob_bytes: int, size_of_map: Number, tokens: Number) -> Number:
+    """To list the W experts of tokens in a routing map of bools, which counting reads alone.
+
+    Args:
+        width: W.
+        prob_bytes: of a probability, which is read and written.
+        size_of_map: tokens times experts.
+        tokens: that are listed.
+    """
+    return size_of_map + (ID_BYTES + 2 * prob_bytes) * width * tokens
+
 
 COUNT_EXCHANGE = "exchange of counts"
 
@@ -156,8 +279,6 @@ def _finds(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation])
     rows, copies = (_rows_at(programs, series, first.position + after) for after in (0, 1))
     num_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * programs[0].max_experts_per_token * rows
     if programs[0].program.policy == "fused":
-        from monta_megatron.planner.fused_work import find_bytes
-
         num_bytes = find_bytes(programs[0].max_experts_per_token, rows, copies)
     return _in_memory(first.stage, operation, num_bytes)
 
@@ -292,8 +413,6 @@ def _around(
     size_of_map = layouts[0].num_experts * tokens
     counted, listed = COUNT_MAP_BYTES * size_of_map, LIST_MAP_BYTES * size_of_map
     if programs[0].program.policy == "fused":
-        from monta_megatron.planner.fused_work import list_bytes
-
         width, counted = programs[0].max_experts_per_token, size_of_map
         listed = list_bytes(width, row.prob_bytes, size_of_map, tokens)
     if pass_.ids:

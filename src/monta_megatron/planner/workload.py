@@ -9,7 +9,7 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import COMBINE, BoundProgram, Pass, Policy, RowFormat
 from monta_megatron.chains.wire_format import quantized_bytes
-from monta_megatron.planner.routing import Routing
+from monta_megatron.planner.routing.expected import Routing
 
 if TYPE_CHECKING:
     from monta_megatron.planner.experts import Experts

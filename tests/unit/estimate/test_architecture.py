@@ -3,7 +3,7 @@
 import pytest
 
 from monta_megatron.common import presets
-from monta_megatron.planner.model_files import load_model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
 from monta_megatron.tools.estimate.communication import stage_parameters
 from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of

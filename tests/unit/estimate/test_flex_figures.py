@@ -4,7 +4,7 @@ import pytest
 from toy import assumed, toy_cluster
 
 from monta_megatron.planner.flex import FlexExchange, flex_pass_us
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.routing.expected import UniformRouting
 
 # 8 experts on 8 ranks of 2 nodes, and a token for every expert: 2 nodes, 8 ranks.
 ALL = UniformRouting(num_experts=8, topk=8)

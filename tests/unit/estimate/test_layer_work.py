@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from toy import MEMORY_GBYTES_PER_S, TOY, assumed
 
-from monta_megatron.planner.kernel_work import Work, times_us
+from monta_megatron.planner.experts import Work, times_us
 from monta_megatron.tools.estimate.layer_work import (
     attention,
     embedding_and_loss,

@@ -8,8 +8,8 @@ from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, Link
-from monta_megatron.planner.host_costs import HostCosts
-from monta_megatron.planner.routing import Routing, UniformRouting
+from monta_megatron.planner.curves import HostCosts
+from monta_megatron.planner.routing.expected import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

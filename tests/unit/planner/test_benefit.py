@@ -7,10 +7,10 @@ from clusters import preset, workload_of
 
 from monta_megatron.common.units import time_text
 from monta_megatron.planner.benefit import Benefit, Iteration, benefit_of
-from monta_megatron.planner.model_files import load_model
-from monta_megatron.planner.model_workload import iteration_of
-from monta_megatron.planner.search import plan_of
-from monta_megatron.planner.selection import select
+from monta_megatron.planner.layout import iteration_of
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.plan import plan_of
+from monta_megatron.planner.select import select
 
 # 2.16 times as fast; 3.6 ms for each of 24 layers and 32 micro-batches are 2.76 s.
 FASTER = Benefit(chain="hierarchical_alltoall", chosen_us=3_100.0, alltoall_us=6_700.0)

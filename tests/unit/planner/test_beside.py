@@ -11,9 +11,8 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.cli import main
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster, Contention
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.search import plan
-from monta_megatron.planner.selection import select
+from monta_megatron.planner.plan import Plan, plan
+from monta_megatron.planner.select import select
 
 # Nothing slows the work beside the exchange.
 H100 = replace(

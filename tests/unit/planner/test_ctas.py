@@ -12,8 +12,7 @@ from monta_megatron.cli import main
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Curve
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.plan import Plan, plan
 from monta_megatron.tools.calibrate.budgets import ctas_of_environment
 
 

@@ -5,10 +5,10 @@ import math
 import pytest
 from clusters import LAUNCH, link
 
-from monta_megatron.planner.calibration.fit import fit
+from monta_megatron.planner.calibration.fitting import fit
 from monta_megatron.planner.cluster import Cluster, Contention
+from monta_megatron.planner.cluster_file import scaled, with_inter_rate
 from monta_megatron.planner.curves import Curve
-from monta_megatron.planner.network_rate import scaled, with_inter_rate
 
 
 def curve(**changes: object) -> Curve:

@@ -10,11 +10,11 @@ from clusters import layout_of, preset, workload_of
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.chain_policy import PlannedPolicy, chains_for
-from monta_megatron.planner.decision import LOOK_EVERY, Decision, DecisionState, Outcome
-from monta_megatron.planner.named_routing import expected_routing
-from monta_megatron.planner.observed_routing import ObservedRouting, Traffic, expected_traffic
-from monta_megatron.planner.routing import ExpectedRouting, UniformRouting
-from monta_megatron.planner.selection import NUM_CHUNKS
+from monta_megatron.planner.online.decision import LOOK_EVERY, Decision, DecisionState, Outcome
+from monta_megatron.planner.routing.drawn import expected_routing
+from monta_megatron.planner.routing.expected import ExpectedRouting, UniformRouting
+from monta_megatron.planner.routing.observed import ObservedRouting, Traffic, expected_traffic
+from monta_megatron.planner.select import NUM_CHUNKS
 
 UNIFORM = UniformRouting(num_experts=64, topk=8)
 ONE_RANK = UniformRouting(num_experts=64, topk=8, num_groups=8, group_topk=1)

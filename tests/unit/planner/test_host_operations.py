@@ -29,8 +29,8 @@ from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.exchange.state import State
 from monta_megatron.integration.options import Options
-from monta_megatron.planner import fused_work
-from monta_megatron.planner.host_operations import HOST_OPERATIONS, num_host_operations
+from monta_megatron.planner import traffic
+from monta_megatron.planner.traffic import HOST_OPERATIONS, num_host_operations
 
 EP, NUM_CHUNKS = 16, 4
 # Two blocks of columns in a sum, as bf16 rows of that size have.
@@ -129,4 +129,4 @@ def test_a_layer_takes_what_the_table_says(chain: str, kernels: str) -> None:
 
 def test_every_kind_is_there() -> None:
     assert HOST_OPERATIONS.keys() >= OPERATIONS.keys()
-    assert fused_work.HOST_OPERATIONS.keys() >= FUSED_OPERATIONS.keys()
+    assert traffic.FUSED_HOST_OPERATIONS.keys() >= FUSED_OPERATIONS.keys()

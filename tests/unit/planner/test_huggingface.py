@@ -9,11 +9,10 @@ import pytest
 from published_configs import CONFIGS, NO_PRESET, NUM_PARAMETERS, OF_THE_CLASS
 
 from monta_megatron.common import files, presets
-from monta_megatron.planner.huggingface import model_of_config
-from monta_megatron.planner.model import Model, with_batch
-from monta_megatron.planner.model_arguments import TRAITS
-from monta_megatron.planner.model_families import FAMILIES
-from monta_megatron.planner.model_files import load_model
+from monta_megatron.planner.models.arguments import TRAITS
+from monta_megatron.planner.models.families import FAMILIES
+from monta_megatron.planner.models.files import load_model, model_of_config
+from monta_megatron.planner.models.model import Model, with_batch
 
 # What a preset has from elsewhere: its name, and the number that its paper or model card rounds.
 NOT_COMPARED = {"name", "source", "num_parameters_billions", "assumed", "megatron"}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from monta_megatron.planner.imbalance_routing import imbalance_map, imbalance_routing, num_steps
-from monta_megatron.planner.routing_names import IMBALANCE_WORKLOADS, routing_or_folder
+from monta_megatron.planner.routing.drawn import imbalance_map, imbalance_routing, num_steps
+from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS, routing_or_folder
 
 TOKENS, EXPERTS, TOPK = 400, 16, 3
 # max(top-k, experts / 4) of them are hot.

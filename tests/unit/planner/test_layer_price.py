@@ -9,16 +9,15 @@ from clusters import preset
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Policy
-from monta_megatron.planner.calibration.experts import expert_curve, expert_points
+from monta_megatron.planner.calibration.fitting import expert_curve, expert_points
 from monta_megatron.planner.cluster import Cluster, Contention
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster
-from monta_megatron.planner.expert_curve import with_experts
-from monta_megatron.planner.experts import Experts, ExpertSizes, experts_of
+from monta_megatron.planner.experts import Experts, ExpertSizes, experts_of, with_expert_curves
 from monta_megatron.planner.layer_price import bound_layers, layer_peak_bytes
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.plan import plan, plan_of
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.schedule import Work, simulate
-from monta_megatron.planner.search import plan, plan_of
-from monta_megatron.planner.selection import select
+from monta_megatron.planner.select import select
 from monta_megatron.planner.workload import Workload
 
 H100 = preset("h100_8x_ndr")
@@ -208,7 +207,7 @@ def test_calls_that_were_timed_become_a_curve_that_is_used(tmp_path: Path) -> No
     launches_us = {point.name: 4.0 for point in points}
     curve = expert_curve(SIZES, points, times_us, launches_us, "a test")
     assert curve.rows_per_expert == (1, 4, 16, 64) and curve.launch_us == 4.0
-    cluster = replace(with_experts(H100, [curve]), kind="measured")
+    cluster = replace(with_expert_curves(H100, [curve]), kind="measured")
     path = tmp_path / "cluster.yaml"
     path.write_text(dump_measured(cluster))
     loaded = load_cluster(path)

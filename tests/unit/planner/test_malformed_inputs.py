@@ -11,8 +11,7 @@ from clusters import CONFIGS, preset, workload_of
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.plan import Plan, plan
 
 MODEL = yaml.safe_load((CONFIGS / "models" / "deepseek_v3.yaml").read_text())
 CLUSTER = yaml.safe_load((CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_text())

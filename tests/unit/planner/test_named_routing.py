@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from monta_megatron.planner.named_routing import expected_routing, make_routing
+from monta_megatron.planner.routing.drawn import expected_routing, make_routing
 
 DRAWN = ("uniform", "skewed", "node-limited")
 # Eight experts on two nodes.

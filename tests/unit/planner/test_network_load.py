@@ -8,10 +8,9 @@ from clusters import CONFIGS, LAUNCH, link, preset, workload_of
 from monta_megatron.chains.program import COLLECTIVES
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, NodeSizes
-from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
 from monta_megatron.planner.curves import Curve, Operation
-from monta_megatron.planner.network_rate import with_inter_rate
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.plan import plan
 
 RAILS = replace(link("inter", 0.0, 40.0), cross_rail_rate=Rate(10.0))
 LINKS = (link("intra", 0.0, 400.0), link("memory", 0.0, 2000.0))

@@ -8,17 +8,17 @@ from clusters import layout_of, preset, workload_of
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.chain_policy import PlannedPolicy, chains_for
-from monta_megatron.planner.named_routing import expected_routing
-from monta_megatron.planner.observed_routing import (
+from monta_megatron.planner.layout import priced_ranks
+from monta_megatron.planner.plan import plan
+from monta_megatron.planner.routing.drawn import expected_routing
+from monta_megatron.planner.routing.expected import ExpectedRouting, UniformRouting
+from monta_megatron.planner.routing.observed import (
     ObservedRouting,
     Traffic,
     expected_traffic,
     observed_routing,
 )
-from monta_megatron.planner.representative_ranks import priced_ranks
-from monta_megatron.planner.routing import ExpectedRouting, UniformRouting
-from monta_megatron.planner.search import plan
-from monta_megatron.planner.selection import NUM_CHUNKS
+from monta_megatron.planner.select import NUM_CHUNKS
 
 LAYOUT = layout_of(8, 1, 4, 64)
 UNIFORM = UniformRouting(num_experts=64, topk=8)

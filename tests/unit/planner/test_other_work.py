@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 from clusters import preset, workload_of
 
-from monta_megatron.planner.other_work import OtherWork, left_over_us, other_work_of
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.search import plan
-from monta_megatron.planner.selection import Selection, select
-from monta_megatron.planner.tuning import LATE, Tuning
-from monta_megatron.planner.tuning_candidates import TuningCandidate, tuning_candidates
-from monta_megatron.planner.tuning_report import plan_of_tuning, tuning_table
+from monta_megatron.planner.online.tuning import LATE, Tuning, TuningCandidate, tuning_candidates
+from monta_megatron.planner.online.tuning_report import plan_of_tuning, tuning_table
+from monta_megatron.planner.plan import Plan, plan
+from monta_megatron.planner.select import OtherWork, Selection, left_over_us, other_work_of, select
 from monta_megatron.planner.workload import Workload
 
 H100 = preset("h100_8x_ndr")

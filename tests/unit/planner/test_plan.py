@@ -19,19 +19,15 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.common.rules import hash_of
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import uncalibrated, with_inter_rate
 from monta_megatron.planner.curves import Curve
-from monta_megatron.planner.layout import ParallelLayout, exchanges
-from monta_megatron.planner.lower_bound import pass_lower_bound_us
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_workload import workload_of_model
-from monta_megatron.planner.named_routing import skewed_routing
-from monta_megatron.planner.network_rate import with_inter_rate
-from monta_megatron.planner.plan import Plan, exchange_of
-from monta_megatron.planner.recorded_routing import RecordedRouting
-from monta_megatron.planner.representative_ranks import priced_ranks
+from monta_megatron.planner.layout import ParallelLayout, exchanges, priced_ranks, workload_of_model
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.plan import Plan, exchange_of, plan
+from monta_megatron.planner.pricing import pass_lower_bound_us
+from monta_megatron.planner.routing.drawn import skewed_routing
+from monta_megatron.planner.routing.recorded import RecordedRouting
 from monta_megatron.planner.schedule import serial_us
-from monta_megatron.planner.search import plan
-from monta_megatron.planner.uncalibrated import uncalibrated
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.report import plan_lines
 

@@ -12,11 +12,10 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_workload import workload_of_model, workloads_of
+from monta_megatron.planner.layout import ParallelLayout, workload_of_model, workloads_of
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.training_memory import state_bytes
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.training_memory import state_bytes
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.layout_ranking import rank_layouts
 

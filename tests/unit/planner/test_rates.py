@@ -11,11 +11,9 @@ from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, Link
+from monta_megatron.planner.cluster_file import resource_rates, with_inter_rate
 from monta_megatron.planner.curves import Curve
-from monta_megatron.planner.network_rate import with_inter_rate
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.resource_rates import resource_rates
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.plan import Plan, plan
 
 A800 = preset("a800_2x8_ib200")
 

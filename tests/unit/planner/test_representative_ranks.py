@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.named_routing import skewed_routing
-from monta_megatron.planner.representative_ranks import PricedRanks, priced_ranks
-from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.layout import PricedRanks, priced_ranks
+from monta_megatron.planner.plan import plan
+from monta_megatron.planner.routing.drawn import skewed_routing
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 
 

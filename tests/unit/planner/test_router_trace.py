@@ -10,10 +10,15 @@ from clusters import CONFIGS, layout_of
 
 from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner import router_trace
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.recorded_routing import Exchange, typical_exchange
-from monta_megatron.planner.router_trace import read_trace, router_of, traced_routing
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.routing import recorded
+from monta_megatron.planner.routing.recorded import (
+    Exchange,
+    read_trace,
+    router_of,
+    traced_routing,
+    typical_exchange,
+)
 
 
 def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> None:
@@ -76,7 +81,7 @@ def test_what_the_mean_of_a_trace_would_lose(tmp_path: Path) -> None:
 
 def test_a_plan_is_for_the_ranks_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of one rank: rank 0 sends 3 of 4 tokens to node 1, rank 1 none to node 0."""
-    monkeypatch.setattr(router_trace, "LEAST_CHOICES", 1)
+    monkeypatch.setattr(recorded, "LEAST_CHOICES", 1)
     first = {"layer": 1, "top_indices": [[0, 1], [0, 2], [2, 3], [1, 3]]}
     write_trace(tmp_path, 0, [first])
     write_trace(tmp_path, 1, [{"layer": 1, "top_indices": [[2, 3]] * 4}])
@@ -106,8 +111,8 @@ def test_the_exchange_in_the_middle_is_planned_for() -> None:
 def test_the_rest_of_a_long_trace_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_trace, "MAX_TOKENS_PER_FILE", 2)
-    monkeypatch.setattr(router_trace, "LEAST_CHOICES", 0.5)
+    monkeypatch.setattr(recorded, "MAX_TOKENS_PER_FILE", 2)
+    monkeypatch.setattr(recorded, "LEAST_CHOICES", 0.5)
     write_trace(tmp_path, 0, [top1(1, 0, 1), top1(1, 2)])
     assert read_trace(str(tmp_path), router_of(model_of(topk=1)), 2).num_tokens == 2
 

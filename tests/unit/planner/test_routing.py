@@ -8,9 +8,9 @@ import pytest
 from clusters import layout_of
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
-from monta_megatron.planner.recorded_routing import RecordedRouting
-from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.sampled_routing import SampledRouting
+from monta_megatron.planner.routing.drawn import SampledRouting
+from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.routing.recorded import RecordedRouting
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from linear_pipeline import Stage, operation_of, with_waits
 from monta_megatron.chains.program import Policy, Resource, ResourceOrCompute
 from monta_megatron.planner import schedule as program_schedule
 from monta_megatron.planner.curves import RESOURCES
-from monta_megatron.planner.lower_bound import lower_bound_us
+from monta_megatron.planner.pricing import lower_bound_us
 from monta_megatron.planner.schedule import Factor, Work, serial_us
 
 

@@ -18,10 +18,9 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.planner import traffic as program_traffic
 from monta_megatron.planner.calibration.points import bytes_per_row
-from monta_megatron.planner.chain_price import price_chain
-from monta_megatron.planner.memory import peak_bytes
-from monta_megatron.planner.recorded_routing import RecordedRouting
-from monta_megatron.planner.search import sent_bytes
+from monta_megatron.planner.chain_price import peak_bytes, price_chain
+from monta_megatron.planner.plan import sent_bytes
+from monta_megatron.planner.routing.recorded import RecordedRouting
 from monta_megatron.planner.traffic import PassTraffic
 from monta_megatron.planner.workload import Workload
 

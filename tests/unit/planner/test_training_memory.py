@@ -11,11 +11,9 @@ from clusters import CONFIGS, LAUNCH, preset
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_workload import workloads_of
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.training_memory import (
+from monta_megatron.planner.layout import ParallelLayout, workloads_of
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.training_memory import (
     HeldState,
     TrainingMemory,
     check_bytes,
@@ -23,6 +21,7 @@ from monta_megatron.planner.training_memory import (
     state_bytes,
     training_memory,
 )
+from monta_megatron.planner.plan import Plan
 
 QWEN = strict_yaml.load(Model, CONFIGS / "models" / "qwen3_235b_a22b.yaml")
 # Of a host that costs little, so that chunks are worth their time.

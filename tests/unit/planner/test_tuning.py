@@ -11,12 +11,21 @@ from clusters import preset, workload_of
 from hypothesis import strategies as st
 
 from monta_megatron.chains.program import NOT_TIMED_US
+from monta_megatron.planner.online.tuning import (
+    LATE,
+    Tuning,
+    TuningCandidate,
+    trimmed_mean,
+    tuning_candidates,
+)
+from monta_megatron.planner.online.tuning_report import (
+    plan_of_tuning,
+    plan_path,
+    resumed,
+    tuning_table,
+)
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.selection import select
-from monta_megatron.planner.tuning import LATE, Tuning, trimmed_mean
-from monta_megatron.planner.tuning_candidates import TuningCandidate, tuning_candidates
-from monta_megatron.planner.tuning_report import plan_of_tuning, plan_path, tuning_table
-from monta_megatron.planner.tuning_state import resumed
+from monta_megatron.planner.select import select
 
 H100 = preset("h100_8x_ndr")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.planner.uncalibrated import nearest_preset, uncalibrated
+from monta_megatron.planner.cluster_file import nearest_preset, uncalibrated
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,18 @@ import pytest
 from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.decision import Decision, Outcome
-from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.uncalibrated import uncalibrated
-from monta_megatron.planner.watched_iteration import PASS_NAMES
-from monta_megatron.planner.watching import (
+from monta_megatron.planner.cluster_file import uncalibrated
+from monta_megatron.planner.online.decision import Decision, Outcome
+from monta_megatron.planner.online.drift import (
     BAND,
     NUM_IN_A_ROW,
     NUM_USUAL,
+    PASS_NAMES,
     Change,
     Watching,
     lasting_change,
 )
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 
 LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))

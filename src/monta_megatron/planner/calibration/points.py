@@ -28,8 +28,7 @@ from monta_megatron.chains.calibration_tasks import (
 )
 from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.program import Resource, ResourceOrCompute
-from monta_megatron.planner.curves import Operation
-from monta_megatron.planner.host_costs import FINDS
+from monta_megatron.planner.curves import FINDS, Operation
 from monta_megatron.planner.traffic import (
     COUNT_MAP_BYTES,
     FIND_PASSES,
@@ -73,7 +72,7 @@ def bytes_per_row(fused: bool) -> Mapping[Operation, int]:
     """Bytes read and written per row, where Triton kernels do the work or PyTorch's operations."""
     if not fused:
         return BYTES_PER_ROW
-    from monta_megatron.planner.fused_work import find_bytes, list_bytes
+    from monta_megatron.planner.traffic import find_bytes, list_bytes
 
     found = round(find_bytes(TOPK, 1.0, FOUND_PARTS))
     listed = round(list_bytes(TOPK, PROB_BYTES, float(NUM_EXPERTS), 1.0))

@@ -18,7 +18,7 @@ from monta_megatron.common.flags import (
     torch_name,
     whole,
 )
-from monta_megatron.planner.routing_names import ROUTING_HELP, routing_or_folder
+from monta_megatron.planner.routing.names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
     from monta_megatron.chains.program import Phase

@@ -20,10 +20,9 @@ from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.iterations import all_iterations
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.expert_curve import with_experts
-from monta_megatron.planner.experts import with_timer
-from monta_megatron.planner.routing import Routing
-from monta_megatron.planner.uncalibrated import uncalibrated
+from monta_megatron.planner.cluster_file import uncalibrated
+from monta_megatron.planner.experts import with_expert_curves, with_timer
+from monta_megatron.planner.routing.expected import Routing
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
     Build,
@@ -314,7 +313,7 @@ def costs_with_experts(settings: Settings, costs: Cluster, device: torch.device)
     if settings.expert_ms is not None:
         rows = settings.tokens * settings.topk * settings.etp
         return with_timer(costs, sizes, settings.expert_ms, rows // sizes.num_local_experts)
-    return with_experts(costs, [time_experts(build_experts(settings), settings, device)])
+    return with_expert_curves(costs, [time_experts(build_experts(settings), settings, device)])
 
 
 def _run_repeat(candidate: Candidate, experts: Experts, backward: bool, repeat: int) -> None:

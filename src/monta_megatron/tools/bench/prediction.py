@@ -8,8 +8,8 @@ from monta_megatron.chains.layout import Layout, number_nodes
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.routing import Routing
-from monta_megatron.planner.search import plan
+from monta_megatron.planner.plan import plan
+from monta_megatron.planner.routing.expected import Routing
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.bench.routing import routing_of
 from monta_megatron.tools.bench.settings import Settings

@@ -14,12 +14,22 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.units import counted
-from monta_megatron.planner.imbalance_routing import imbalance_map, num_steps
-from monta_megatron.planner.named_routing import expected_routing, make_routing
-from monta_megatron.planner.recorded_routing import Exchange, RecordedRouting, typical_exchange
-from monta_megatron.planner.router_trace import RouterTrace, TracedRouter, read_trace
-from monta_megatron.planner.routing import Routing
-from monta_megatron.planner.routing_names import IMBALANCE_WORKLOADS, ROUTINGS
+from monta_megatron.planner.routing.drawn import (
+    expected_routing,
+    imbalance_map,
+    make_routing,
+    num_steps,
+)
+from monta_megatron.planner.routing.expected import Routing
+from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS, ROUTINGS
+from monta_megatron.planner.routing.recorded import (
+    Exchange,
+    RecordedRouting,
+    RouterTrace,
+    TracedRouter,
+    read_trace,
+    typical_exchange,
+)
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.traffic import expert_nodes
 

@@ -14,9 +14,8 @@ from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.exchange.calibration.memory_operations import Prepare
 from monta_megatron.exchange.calibration.operations import Start
 from monta_megatron.exchange.calibration.timer import Timer
-from monta_megatron.planner.calibration.experts import expert_curve, expert_points
-from monta_megatron.planner.expert_curve import ExpertCurve
-from monta_megatron.planner.experts import ExpertSizes
+from monta_megatron.planner.calibration.fitting import expert_curve, expert_points
+from monta_megatron.planner.experts import ExpertCurve, ExpertSizes
 from monta_megatron.tools.bench.layer import Experts
 from monta_megatron.tools.bench.settings import LayerShape
 

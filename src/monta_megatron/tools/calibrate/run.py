@@ -27,8 +27,7 @@ from monta_megatron.integration.hardware import (
     hardware_name,
 )
 from monta_megatron.integration.permutation import PERMUTATION
-from monta_megatron.planner.calibration.cluster import Machine, make_cluster
-from monta_megatron.planner.calibration.experts import expert_points
+from monta_megatron.planner.calibration.fitting import Machine, expert_points, make_cluster
 from monta_megatron.planner.calibration.points import (
     NUM_SIZES,
     Shape,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from monta_megatron.common.flags import whole
 from monta_megatron.common.rules import NonNegativeInt, PositiveInt, require
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
 from monta_megatron.tools.launch.iteration import moe_layers
 

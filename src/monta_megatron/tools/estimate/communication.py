@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from monta_megatron.chains.program import Resource
 from monta_megatron.planner.assumptions import Assumptions
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.experts import VALUE_BYTES, Work
 from monta_megatron.planner.flex import memory_rate
-from monta_megatron.planner.kernel_work import VALUE_BYTES, Work
 from monta_megatron.tools.estimate.architecture import Architecture
 from monta_megatron.tools.estimate.settings import TrainingSettings
 

@@ -14,16 +14,15 @@ from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.flex import BACKENDS
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model, with_batch
-from monta_megatron.planner.model_files import load_model
-from monta_megatron.planner.model_workload import workloads_of
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.training_memory import (
+from monta_megatron.planner.layout import ParallelLayout, workloads_of
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.models.model import Model, with_batch
+from monta_megatron.planner.models.training_memory import (
     TrainingMemory,
     plan_within_memory,
     training_memory,
 )
+from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate.architecture import architecture_of
 from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time

@@ -8,11 +8,11 @@ from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.planner.assumptions import Assumptions
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import with_inter_rate
+from monta_megatron.planner.curves import HostCosts
+from monta_megatron.planner.experts import VALUE_BYTES, Work
 from monta_megatron.planner.flex import Backend, FlexExchange, memory_rate, one_way_us
-from monta_megatron.planner.host_costs import HostCosts
-from monta_megatron.planner.kernel_work import VALUE_BYTES, Work
 from monta_megatron.planner.layout import exchanges
-from monta_megatron.planner.network_rate import with_inter_rate
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate.architecture import Architecture
 from monta_megatron.tools.estimate.settings import TrainingSettings

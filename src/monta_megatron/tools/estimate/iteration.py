@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from monta_megatron.planner.assumptions import Assumptions
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.experts import times_us
 from monta_megatron.planner.flex import memory_rate
-from monta_megatron.planner.kernel_work import times_us
 from monta_megatron.tools.estimate import communication, layer_work
 from monta_megatron.tools.estimate.architecture import Architecture
 from monta_megatron.tools.estimate.exchange import ExchangeTime, exchange_time

@@ -8,7 +8,7 @@ Notation: t = tokens of the micro-batch on the rank; with tensor parallelism all
 """
 
 from monta_megatron.planner.assumptions import Assumptions
-from monta_megatron.planner.kernel_work import VALUE_BYTES, Work, experts_work, matrix, passes
+from monta_megatron.planner.experts import VALUE_BYTES, Work, experts_work, matrix, passes
 from monta_megatron.tools.estimate.architecture import Architecture
 from monta_megatron.tools.estimate.settings import TrainingSettings
 

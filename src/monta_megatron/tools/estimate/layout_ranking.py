@@ -10,8 +10,8 @@ from typing import Any
 from monta_megatron.common.tables import Progress, table
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.model import with_batch
-from monta_megatron.planner.model_files import load_model
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.models.model import with_batch
 from monta_megatron.tools.estimate.estimate import (
     CHOSEN,
     Estimate,

@@ -20,7 +20,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.flex import FlexExchange, flex_pass_us
 from monta_megatron.planner.layout import ParallelLayout, exchanges
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate import published as rows
 from monta_megatron.tools.estimate.architecture import Architecture, architecture_of

@@ -6,10 +6,9 @@ from typing import cast, get_args
 from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model, with_batch
-from monta_megatron.planner.model_files import load_model
-from monta_megatron.planner.model_workload import workloads_of
+from monta_megatron.planner.layout import ParallelLayout, workloads_of
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.models.model import Model, with_batch
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
 from monta_megatron.tools.launch.run_config import RunConfig

@@ -8,9 +8,8 @@ from typing import Any
 
 from monta_megatron.common.flags import whole
 from monta_megatron.planner.benefit import Iteration
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_workload import iteration_of
+from monta_megatron.planner.layout import ParallelLayout, iteration_of
+from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
 
 # No model has so many layers; a list of more would only take memory.

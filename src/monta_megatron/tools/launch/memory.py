@@ -1,7 +1,7 @@
 """What a run holds on a rank, from Megatron's arguments: the least that they allow."""
 
 from monta_megatron.common.flags import DTYPE_BYTES, fraction
-from monta_megatron.planner.training_memory import HeldState
+from monta_megatron.planner.models.training_memory import HeldState
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
 from monta_megatron.tools.launch.iteration import num_micro_batches
 from monta_megatron.tools.launch.run_config import RunLayout

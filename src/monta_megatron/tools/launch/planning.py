@@ -17,15 +17,15 @@ from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_workload import workloads_of
-from monta_megatron.planner.plan import Plan, exchange_of
-from monta_megatron.planner.selection import NUM_CHUNKS
-from monta_megatron.planner.training_memory import (
+from monta_megatron.planner.layout import workloads_of
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.training_memory import (
     TrainingMemory,
     plan_within_memory,
     training_memory,
 )
+from monta_megatron.planner.plan import Plan, exchange_of
+from monta_megatron.planner.select import NUM_CHUNKS
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.tools.launch.exchanges import (

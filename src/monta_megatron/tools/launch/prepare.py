@@ -10,8 +10,8 @@ from typing import Any
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.text import check_printable
 from monta_megatron.planner.benefit import Benefit
+from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.tools.launch.arguments import (
     Arguments,
     Merged,

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.huggingface import ASSUMED, SEQ_LENGTH
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_files import load_model
+from monta_megatron.planner.models.files import ASSUMED, SEQ_LENGTH, load_model
+from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.new.template import Template, flags_of, make_template
 
 # Where a size is not given, another one is taken: the key, the key of the other, and why.

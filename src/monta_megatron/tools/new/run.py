@@ -9,7 +9,7 @@ from typing import Any
 
 from monta_megatron.common.flags import torch_name
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model
+from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.new.network import NetworkEnvironment
 from monta_megatron.tools.new.template import Template, flags_of, make_template

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.routing.expected import UniformRouting
 
 Routings = NDArray[np.bool_]
 

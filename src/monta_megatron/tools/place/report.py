@@ -9,8 +9,8 @@ import numpy as np
 from monta_megatron.common.tables import table
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.router_trace import read_trace, router_of
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.routing.recorded import read_trace, router_of
 from monta_megatron.tools.place.collaboration import Collaboration
 from monta_megatron.tools.place.study import PlacedLayer, measured, places_of
 from monta_megatron.tools.place.traced_layers import traced_layers

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_workload import uniform_routing
+from monta_megatron.planner.layout import ParallelLayout, exchanges, uniform_routing
+from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.place.collaboration import Collaboration, collaboration
 from monta_megatron.tools.place.placement import place_experts
 

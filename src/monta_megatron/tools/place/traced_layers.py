@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.router_trace import RouterTrace, read_trace, router_of
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.routing.recorded import RouterTrace, read_trace, router_of
 
 Routings = NDArray[np.bool_]
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from monta_megatron.planner.benefit import Benefit
-from monta_megatron.planner.model_workload import iteration_of
+from monta_megatron.planner.layout import iteration_of
 from monta_megatron.planner.plan import Plan
 from monta_megatron.tools.plan.plan_request import PlanRequest
 from monta_megatron.tools.plan.request import PlanInputs

@@ -9,14 +9,14 @@ from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import GB_BYTES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.selection import MARGIN
-from monta_megatron.planner.training_memory import (
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.training_memory import (
     TrainingMemory,
     plan_within_memory,
     training_memory,
 )
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.select import MARGIN
 from monta_megatron.planner.workload import Workload
 
 

@@ -12,8 +12,8 @@ from monta_megatron.common.rules import NonNegativeInt, PositiveFloat, PositiveI
 from monta_megatron.common.text import check_printable, shown
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.routing_names import routing_or_folder
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.routing.names import routing_or_folder
 
 # What may stand for a layout's file where Python calls.
 LAYOUTS = ParallelLayout | Mapping | None

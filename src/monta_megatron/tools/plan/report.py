@@ -8,8 +8,8 @@ from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.flex import FlexPrediction
+from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
-from monta_megatron.planner.training_memory import TrainingMemory
 from monta_megatron.tools.plan.layout_ranking import RankedLayout
 
 WIDTH = 80

@@ -14,24 +14,26 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.planner.cluster import Cluster, KernelChoice
-from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.imbalance_routing import imbalance_routing
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.model import Model, with_batch
-from monta_megatron.planner.model_files import load_model
-from monta_megatron.planner.model_workload import uniform_routing, with_experts, workloads_of
-from monta_megatron.planner.named_routing import expected_routing, skewed_routing
-from monta_megatron.planner.network_rate import with_inter_rate
-from monta_megatron.planner.plan import Candidate, Plan
-from monta_megatron.planner.ranges import with_ranges
-from monta_megatron.planner.router_trace import traced_routing
-from monta_megatron.planner.routing import Routing
-from monta_megatron.planner.routing_names import IMBALANCE_WORKLOADS
-from monta_megatron.planner.training_memory import (
+from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
+from monta_megatron.planner.layout import (
+    ParallelLayout,
+    uniform_routing,
+    with_experts,
+    workloads_of,
+)
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.models.model import Model, with_batch
+from monta_megatron.planner.models.training_memory import (
     TrainingMemory,
     plan_within_memory,
     training_memory,
 )
+from monta_megatron.planner.plan import Candidate, Plan
+from monta_megatron.planner.ranges import with_ranges
+from monta_megatron.planner.routing.drawn import expected_routing, imbalance_routing, skewed_routing
+from monta_megatron.planner.routing.expected import Routing
+from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS
+from monta_megatron.planner.routing.recorded import traced_routing
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.layout_ranking import RankedLayout, rank_layouts
 from monta_megatron.tools.plan.plan_request import PlanRequest

@@ -9,11 +9,11 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.benefit import Benefit
+from monta_megatron.planner.cluster_file import with_inter_rate
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.network_rate import with_inter_rate
+from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.routing_names import ROUTINGS
-from monta_megatron.planner.training_memory import TrainingMemory
+from monta_megatron.planner.routing.names import ROUTINGS
 from monta_megatron.tools.plan.benefit import benefit_of_plan
 from monta_megatron.tools.plan.plan_request import PlanRequest
 from monta_megatron.tools.plan.request import PlanInputs, plan_request

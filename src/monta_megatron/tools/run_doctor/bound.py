@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from monta_megatron.chains.program import LINKS, Resource
 from monta_megatron.common.units import time_text
-from monta_megatron.planner.watching import BAND
+from monta_megatron.planner.online.drift import BAND
 from monta_megatron.tools.run_doctor.figures import (
     ExchangeFigures,
     Finding,

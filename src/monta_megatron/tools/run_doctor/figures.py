@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from monta_megatron.planner.watching import Change
+from monta_megatron.planner.online.drift import Change
 
 Kind = Literal["measured", "predicted"]
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from monta_megatron.common.units import GB_BYTES, gb_text
-from monta_megatron.planner.selection import MARGIN
+from monta_megatron.planner.select import MARGIN
 from monta_megatron.tools.run_doctor.figures import Finding, RunFigures
 from monta_megatron.tools.run_doctor.wording import less_time, named, of_exchange_ms
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from monta_megatron.chains import check_chain
 from monta_megatron.integration.options import DISPATCHER_TYPE
+from monta_megatron.planner.online.drift import BUSY
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.watched_iteration import BUSY
 from monta_megatron.tools.launch.arguments import DISPATCHER
 from monta_megatron.tools.launch.exchanges import exchanges_of_run
 from monta_megatron.tools.launch.iteration import iteration_of_run

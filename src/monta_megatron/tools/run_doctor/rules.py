@@ -8,9 +8,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from monta_megatron.planner.selection import MARGIN
-from monta_megatron.planner.watched_iteration import WAITED_FOR
-from monta_megatron.planner.watching import BAND
+from monta_megatron.planner.online.drift import BAND, WAITED_FOR
+from monta_megatron.planner.select import MARGIN
 from monta_megatron.tools.run_doctor.bound import copies, host, link, slower_link
 from monta_megatron.tools.run_doctor.experts import experts
 from monta_megatron.tools.run_doctor.figures import Finding, RunFigures

@@ -13,8 +13,7 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_json_lines
 from monta_megatron.common.rules import NonNegativeFloat
 from monta_megatron.common.units import counted
-from monta_megatron.planner.watched_iteration import WatchedIteration
-from monta_megatron.planner.watching import Change
+from monta_megatron.planner.online.drift import Change, WatchedIteration
 from monta_megatron.tools.launch.training_log import not_repeated
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, LinkChange
 

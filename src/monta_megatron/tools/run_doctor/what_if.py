@@ -11,8 +11,8 @@ from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.model_workload import with_experts
-from monta_megatron.planner.selection import select
+from monta_megatron.planner.layout import with_experts
+from monta_megatron.planner.select import select
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import Arguments
 from monta_megatron.tools.launch.exchanges import RunExchanges

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from monta_megatron.common.units import counted, time_text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
-from monta_megatron.planner.selection import MARGIN
+from monta_megatron.planner.select import MARGIN
 from monta_megatron.tools.run_doctor.figures import Choice, ExchangeFigures, RunFigures, WhatIf
 
 PLACE = "monta place: experts on ranks by a trace of the router"

@@ -12,7 +12,7 @@ from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import require
 from monta_megatron.common.units import counted
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.selection import NUM_CHUNKS, num_exchanged_counts
+from monta_megatron.planner.select import NUM_CHUNKS, num_exchanged_counts
 from monta_megatron.tools import pictures
 from monta_megatron.tools.plan.plan_request import PlanRequest
 from monta_megatron.tools.plan.report import PHASES

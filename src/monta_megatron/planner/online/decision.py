@@ -30,19 +30,19 @@ from monta_megatron.planner.chain_policy import (
     PlannedPolicy,
 )
 from monta_megatron.planner.chain_price import ChainPrice
-from monta_megatron.planner.observed_routing import (
+from monta_megatron.planner.routing.expected import Routing, UniformRouting
+from monta_megatron.planner.routing.observed import (
     ObservedRouting,
     Traffic,
     expected_traffic,
     observed_routing,
 )
-from monta_megatron.planner.routing import Routing, UniformRouting
-from monta_megatron.planner.selection import Selection
+from monta_megatron.planner.select import Selection
 
 if TYPE_CHECKING:
-    from monta_megatron.planner.tuning import Tuning
-    from monta_megatron.planner.tuning_candidates import TuningCandidate
-    from monta_megatron.planner.watching import Watching
+    from monta_megatron.planner.online.drift import Watching
+    from monta_megatron.planner.online.tuning import Tuning, TuningCandidate
+
 
 # By when the first iteration's traffic is known, and how often it is looked at from then on:
 # planning takes tens of milliseconds.
@@ -179,7 +179,7 @@ class Decision:
             return self.tuning.candidates if self._is_tuning else ()
         if not self._num_tuning_steps:
             return ()
-        from monta_megatron.planner.tuning_candidates import tuning_candidates
+        from monta_megatron.planner.online.tuning import tuning_candidates
 
         key = self._table.key(max_tokens, max_experts_per_token)
         if (self._table, key) not in self._candidates:
@@ -260,7 +260,7 @@ class Decision:
         """
         tuning = None
         if state.tuning is not None:
-            from monta_megatron.planner.tuning_state import resumed
+            from monta_megatron.planner.online.tuning_report import resumed
 
             names = [chain.name for chain in self._policy.chains]
             tuning = resumed(state.tuning, self._num_tuning_steps, names)
@@ -311,7 +311,7 @@ class Decision:
 
     def _plan_again(self) -> None:
         """Plan with the rates that the links have by now."""
-        from monta_megatron.planner.watching import replanned
+        from monta_megatron.planner.online.drift import replanned
 
         assert self.watching is not None
         self._policy = replanned(self._given_policy, self.watching.rate_ratios)
@@ -322,7 +322,7 @@ class Decision:
         return self.tuning is not None and self.tuning.settled_us is None
 
     def _start_tuning(self, max_tokens: int, max_experts_per_token: int) -> None:
-        from monta_megatron.planner.tuning import Tuning
+        from monta_megatron.planner.online.tuning import Tuning
 
         self._tuned_for = self._table.key(max_tokens, max_experts_per_token)
         candidates = self.candidates(max_tokens, max_experts_per_token)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.planner.routing import ExpectedRouting
+from monta_megatron.planner.routing.expected import ExpectedRouting
 
 # Figures are rounded to powers of 2^(1/32), by 1.1% at most; one that has changed by 2 steps, 4%,
 # is another routing.

@@ -1,9 +1,12 @@
-"""From samples to a cluster: curves with their fits, launch times, contention factors. No torch."""
+"""From samples to a cluster: curves with their fits, launch times, contention, doubts. No torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import linear_regression, median
-from typing import cast
+from typing import cast, get_args
+
+import numpy as np
 
 from monta_megatron.chains.calibration_tasks import (
     COUNTS,
@@ -13,6 +16,7 @@ from monta_megatron.chains.calibration_tasks import (
     PASSES,
     PASSES_IN_CHUNKS,
     Contenders,
+    ExpertCall,
     Pair,
     Point,
     Sample,
@@ -28,19 +32,125 @@ from monta_megatron.chains.program import (
     Policy,
     RowFormat,
 )
-from monta_megatron.planner.calibration.doubts import doubts_of
-from monta_megatron.planner.calibration.experts import expert_curve
-from monta_megatron.planner.calibration.fit import fit
+from monta_megatron.common.units import Rate, counted
 from monta_megatron.planner.calibration.points import BYTES_PER_ROW
 from monta_megatron.planner.cluster import Cluster, Contention, Link, NodeSizes
-from monta_megatron.planner.curves import Curve, Operation
-from monta_megatron.planner.expert_curve import with_experts
-from monta_megatron.planner.experts import ExpertSizes
-from monta_megatron.planner.host_costs import FINDS, HostCosts
-from monta_megatron.planner.host_operations import Around, num_host_operations
+from monta_megatron.planner.curves import FINDS, Curve, Fit, HostCosts, Operation
+from monta_megatron.planner.experts import ExpertCurve, ExpertSizes, with_expert_curves
+from monta_megatron.planner.traffic import Around, num_host_operations
 
-# A curve may hold no time of 0, as an operation would have that ends before its start returns.
+
+def fit(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> Fit | None:
+    """The line that a calibration writes next to its points; None if times do not grow with size.
+
+    Every point has the same weight relative to its time: a plain fit would follow the largest
+    size alone.
+    """
+    beta, alpha = np.polyfit(sizes_bytes, times_us, 1, w=1 / np.array(times_us)).tolist()
+    # Equal times may get a slope from rounding.
+    if beta <= 0 or len(set(times_us)) == 1:
+        return None
+    alpha = max(alpha, 0.0)
+    points = zip(sizes_bytes, times_us, strict=True)
+    residual = max(abs(alpha + beta * size - time) / time for size, time in points)
+    return Fit(alpha_us=alpha, rate=Rate(1e-3 / beta), largest_residual=residual)
+
+
+# A median of fewer is one run's luck.
+LEAST_ROUNDS = 5
+# Curves of a calibration with time enough are up to 0.3 off their line, and fall by up to 0.06.
+MOST_OFF_LINE, MOST_FALL = 0.6, 0.2
+
+
+def doubts_of(rounds: int, curves: Iterable[Curve]) -> Iterator[str]:
+    """One line for each thing that makes the costs doubtful.
+
+    Args:
+        rounds: the fewest times that any operation was timed.
+        curves: the result.
+    """
+    if rounds < LEAST_ROUNDS:
+        yield (
+            f"calibrated in {counted(rounds, 'round')}, medians need "
+            f"{LEAST_ROUNDS}: give a calibration more seconds"
+        )
+    for curve in curves:
+        fault = _fault_of(curve)
+        if fault is not None:
+            ranks = counted(curve.group_size, "rank")
+            yield f"poor curve: {curve.operation}, {curve.resource}, {ranks}: {fault}"
+
+
+def _fault_of(curve: Curve) -> str | None:
+    falls = [1 - after / before for before, after in pairwise(curve.times_us)]
+    if max(falls) > MOST_FALL:
+        size = curve.sizes_bytes[falls.index(max(falls)) + 1]
+        return f"{max(falls):.0%} less time for more bytes, at {size:,}"
+    if curve.fit is None:
+        return "times do not grow with size"
+    if curve.fit.largest_residual > MOST_OFF_LINE:
+        return f"off its line by {curve.fit.largest_residual:.0%}"
+    return None
+
+
+# Rows of each expert, in steps of 4x: few on CPU ranks, where they take long.
+NUM_SIZES = {"cpu": 4, "cuda": 7}
+# A curve may hold no time of 0.
 LEAST_US = 0.1
+
+
+def expert_points(sizes: ExpertSizes, device_type: str) -> list[Point]:
+    """The calls of a rank's experts that are timed, each for several numbers of rows."""
+    return [
+        Point(
+            operation=call,
+            resource="compute",
+            group_size=1,
+            ranks_on_node=1,
+            num_rows=sizes.num_local_experts * 4**step,
+            num_bytes=sizes.num_local_experts * 4**step * sizes.hidden_size * sizes.value_bytes,
+        )
+        for call in get_args(ExpertCall)
+        for step in range(NUM_SIZES[device_type])
+    ]
+
+
+def expert_curve(
+    sizes: ExpertSizes,
+    points: Sequence[Point],
+    times_us: Mapping[str, float],
+    launches_us: Mapping[str, float] | None,
+    source: str,
+) -> ExpertCurve:
+    """What experts take, from times of calls forward, and forward and backward.
+
+    Args:
+        sizes: the experts of a rank.
+        points: that were timed, ascending.
+        times_us: of each, by its name.
+        launches_us: until the host was free again; None where it computes itself.
+        source: what it was measured with.
+    """
+    forward, both = (
+        [point for point in points if point.operation == call] for call in get_args(ExpertCall)
+    )
+    launch_us = 0.0
+    if launches_us is not None:
+        launch_us = min(launches_us[point.name] for point in forward)
+    forward_us, both_us = ([times_us[point.name] for point in of] for of in (forward, both))
+    return ExpertCurve(
+        **vars(sizes),
+        rows_per_expert=tuple(point.num_rows // sizes.num_local_experts for point in forward),
+        forward_us=tuple(max(round(us - launch_us, 1), LEAST_US) for us in forward_us),
+        backward_us=tuple(
+            max(round(with_backward - us - launch_us, 1), LEAST_US)
+            for us, with_backward in zip(forward_us, both_us, strict=True)
+        ),
+        launch_us=round(launch_us, 1),
+        kind="measured",
+        source=source,
+    )
+
 
 # What the executor does as a point does it; the rows are those of `operations`.
 AS_EXECUTED: dict[Operation, tuple[Kind | Around, Pass]] = {
@@ -138,7 +248,7 @@ def make_cluster(
         return cluster
     starts_us = None if machine.on_cpu else launches_us
     curve = expert_curve(experts, computed, times_us, starts_us, machine.source)
-    return with_experts(cluster, [curve])
+    return with_expert_curves(cluster, [curve])
 
 
 def _launch(

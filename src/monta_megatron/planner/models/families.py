@@ -8,7 +8,7 @@ family's class in `transformers` (5.24), which writes all fields.
 from dataclasses import dataclass, replace
 
 from monta_megatron.common.rules import NonNegativeInt, PositiveInt, require
-from monta_megatron.planner.model_dimensions import (
+from monta_megatron.planner.models.dimensions import (
     Decoder,
     Dimensions,
     check_divides,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from monta_megatron.common.rules import PositiveInt, require
-from monta_megatron.planner.model import MOST_EXPERTS
+from monta_megatron.planner.models.model import MOST_EXPERTS
 
 # Layers are listed one by one.
 MOST_LAYERS = 10_000

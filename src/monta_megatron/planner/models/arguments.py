@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from monta_megatron.common.rules import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from monta_megatron.planner.model_dimensions import Dimensions
+from monta_megatron.planner.models.dimensions import Dimensions
 
 QK_NORM = {"qk-layernorm": True}
 # Scores by sigmoid, with a bias of each expert that balances the load.

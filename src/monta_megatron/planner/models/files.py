@@ -1,16 +1,16 @@
-"""A model from the config.json of Hugging Face.
+"""Load a model by its name, its file, or the config.json of Hugging Face.
 
-How the model is trained is in no config.json: `SEQ_LENGTH` and `ASSUMED` say what is taken.
+No config.json holds the settings of a training: `SEQ_LENGTH` and `ASSUMED` give them.
 """
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from monta_megatron.common import strict_yaml
+from monta_megatron.common import files, presets, strict_yaml
 from monta_megatron.common.text import shown
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.model_arguments import (
+from monta_megatron.planner.models.arguments import (
     BIASED_SIGMOID,
     TRAITS,
     Details,
@@ -18,7 +18,8 @@ from monta_megatron.planner.model_arguments import (
     arguments_of,
     unexpressed,
 )
-from monta_megatron.planner.model_families import FAMILIES, DeepseekV3, Glm4Moe
+from monta_megatron.planner.models.families import FAMILIES, DeepseekV3, Glm4Moe
+from monta_megatron.planner.models.model import Model
 
 # The sequence length, if the model has so many positions; and the rest.
 SEQ_LENGTH = 4096
@@ -222,3 +223,15 @@ def _known(kind: Any, data: Any) -> Any:
     hints = get_type_hints(kind)
     names = [entry.name for entry in fields(kind) if entry.name in data]
     return {name: _known(hints[name], data[name]) for name in names}
+
+
+def load_model(path: str | Path) -> Model:
+    """Read a model file, a config.json of Hugging Face or its folder, or a preset by its name.
+
+    Raises:
+        ValueError: one line that names the file, the key, the value and the rule.
+    """
+    file = presets.find("models", path)
+    if file.suffix.lower() != ".json":
+        return strict_yaml.load(Model, file)
+    return model_of_config(files.read(file), str(file))

@@ -9,14 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.communicator_memory import communicator_bytes
 from monta_megatron.common.units import size_text
+from monta_megatron.planner.chain_price import CHECK_TOKENS, communicator_bytes
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.memory import CHECK_TOKENS
-from monta_megatron.planner.model import Model
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.search import slowest_plan
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.plan import Plan, slowest_plan
 from monta_megatron.planner.workload import Workload
 
 

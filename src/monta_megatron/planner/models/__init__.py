@@ -1,0 +1,1 @@
+"""Model dimensions and Megatron arguments, from model files and from config.json."""

@@ -1,0 +1,1 @@
+"""Decisions of a training between iterations: chain policy, tuning, drift monitoring."""

@@ -1,0 +1,1 @@
+"""Traffic of a routing: expected, drawn at random, recorded in a trace, observed in a training."""
