@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from monta_megatron.integration.statistics import LayerStatistics
+    from monta_megatron.integration.metrics import LayerStatistics
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.planner.layout import ParallelLayout
     from monta_megatron.planner.models.model import Model
@@ -96,7 +96,7 @@ def statistics() -> list[LayerStatistics]:
     chain was chosen, and what was watched last. It is there from when it is built, for as long as
     the model exists.
     """
-    from monta_megatron.integration.statistics import layer_statistics
+    from monta_megatron.integration.metrics import layer_statistics
 
     return layer_statistics()
 

@@ -297,12 +297,12 @@ def bounds_of(case: Case, batch: Batch) -> dict[str, torch.Tensor]:
 
 def check(case: Case) -> list[str]:
     """Our dispatcher against stock's: what differs, one line each."""
-    from monta_megatron.integration import iterations, self_check
+    from monta_megatron.integration import checks, iterations
 
     # Of other cases, which some ranks may have collected already.
     iterations._shared.clear()
     if case.checked:
-        self_check._checked_chains.clear()
+        checks._checked_chains.clear()
     layer = layers.build_layer(case.layer, "monta")
     dispatcher, stock = layer.token_dispatcher, stock_dispatcher(case, layer)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)

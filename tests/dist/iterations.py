@@ -123,10 +123,10 @@ def train(
 
 def train_recorded(case: Case, training: Training) -> list[list[float]]:
     """The losses of each iteration, where the first dispatcher of this process may be recorded."""
-    from monta_megatron.integration import recording, watching
+    from monta_megatron.integration import metrics
 
-    with mock.patch.object(recording, "_recorders", []):
-        watching._num_published = 0
+    with mock.patch.object(metrics, "_recorders", []):
+        metrics._num_published = 0
         return train(case, "monta", training)[0]
 
 
@@ -160,9 +160,9 @@ def numbers_of_timed_passes(case: Case, training: Training) -> list[int]:
 
 def tuned(case: Case, training: Training) -> dict[str, Any]:
     """What a rank says, and what the tuning has found."""
-    from monta_megatron.integration import reports
+    from monta_megatron.integration import ranks
 
-    reports._reported.clear()
+    ranks._reported.clear()
     model = Model(case, "monta", training)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         for number in range(training.num_iterations):
@@ -189,24 +189,24 @@ def checked_in_each_use(
         numbers of chains checked, one for each pass; whether the candidates of both beginnings are
         among the chains that were checked in its first pass.
     """
-    from monta_megatron.integration import self_check
+    from monta_megatron.integration import checks
 
-    check, numbers, of_first = self_check.check_chains, [], []
+    check, numbers, of_first = checks.check_chains, [], []
 
     def counting(*args: Any) -> None:
-        before = len(self_check._checked_chains)
+        before = len(checks._checked_chains)
         check(*args)
-        numbers.append(len(self_check._checked_chains) - before)
+        numbers.append(len(checks._checked_chains) - before)
         if before == 0:
-            of_first.append({(name, chunks) for _, _, name, chunks in self_check._checked_chains})
+            of_first.append({(name, chunks) for _, _, name, chunks in checks._checked_chains})
 
     def run(model: Model, first: int, last: int) -> set[tuple[str, int]]:
-        self_check._checked_chains.clear()
+        checks._checked_chains.clear()
         for number in range(first, last):
             model.iterate(number)
         return {candidate.key for candidate in model.choices.decision.tuning.candidates}
 
-    with mock.patch.object(self_check, "check_chains", counting):
+    with mock.patch.object(checks, "check_chains", counting):
         before = Model(case, "monta", training)
         candidates = [run(before, 0, resumed_after)]
         state = before.choices.decision.state()
@@ -232,9 +232,9 @@ def resume_while_tuning(
         its losses, what it says as it goes on, and how many steps the tuning made before and in
         all.
     """
-    from monta_megatron.integration import checkpoints, reports
+    from monta_megatron.integration import checkpoints, ranks
 
-    reports._reported.clear()
+    ranks._reported.clear()
     before = Model(case, "monta", training)
     losses = [before.iterate(number) for number in range(num_before)]
     checkpoints.store(Path(folder), num_before)

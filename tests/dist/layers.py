@@ -537,7 +537,7 @@ def rows_to_choose_from_in_batch_invariant_mode(case: Case) -> set[str]:
 def calibrate_in_batch_invariant_mode() -> None:
     """What a calibration times runs in the mode, too."""
     from monta_megatron.chains.calibration_tasks import Point
-    from monta_megatron.integration.permutation import PERMUTATION
+    from monta_megatron.integration.self_calibration import PERMUTATION
 
     point = Point(
         operation="unpermute",
@@ -783,10 +783,10 @@ def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any])
 
 def reported(case: Case) -> list[str]:
     """What a rank prints as it builds two layers."""
-    from monta_megatron.integration import reports
+    from monta_megatron.integration import ranks
 
     initialize(case)
-    reports._reported.clear()
+    ranks._reported.clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         build_layer(case, "monta")
         build_layer(case, "monta")
@@ -795,10 +795,10 @@ def reported(case: Case) -> list[str]:
 
 def nodes_of_tokens(case: Case) -> tuple[int, int, list[str]]:
     """In a step with Megatron's router: tokens, the most nodes of one, and what was printed."""
-    from monta_megatron.integration import reports
+    from monta_megatron.integration import ranks
 
     initialize(case)
-    reports._reported.clear()
+    ranks._reported.clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         layer = build_layer(case, "monta")
     maps: list[torch.Tensor] = []
@@ -813,13 +813,13 @@ def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], in
     """What a rank prints in steps of two layers, and the exchanges that its last layer counts."""
     from megatron.core import num_microbatches_calculator as calculator
 
-    from monta_megatron.integration import iterations, reports
+    from monta_megatron.integration import iterations, ranks
 
     # Layers of other tests would count too.
     gc.collect()
     iterations._shared.clear()
     layers = [build_layer(case, "monta") for _ in range(2)]
-    reports._reported.clear()
+    ranks._reported.clear()
     batch = dist.get_world_size() * num_micro_batches
     calculator.unset_num_microbatches_calculator()
     calculator.init_num_microbatches_calculator(0, None, batch, 1, dist.get_world_size())

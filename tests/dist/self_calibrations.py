@@ -23,10 +23,10 @@ def calibrated(case: Case, cache_of_rank: list[str]) -> tuple[int, list[str], fl
     Returns:
         a hash of the costs, what this rank prints, and the seconds it took.
     """
-    from monta_megatron.integration import reports, self_calibration
+    from monta_megatron.integration import ranks, self_calibration
 
     initialize(case)
-    reports._reported.clear()
+    ranks._reported.clear()
     self_calibration._found.clear()
     environment = {"XDG_CACHE_HOME": cache_of_rank[dist.get_rank()]}
     with (

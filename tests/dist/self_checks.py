@@ -10,7 +10,7 @@ import torch.distributed as dist
 from equal import assert_equal
 from layers import Case, build_layer, forced_routing, forward_backward, phases
 
-from monta_megatron.integration import dispatcher, kernel_check, self_check
+from monta_megatron.integration import checks, dispatcher
 
 FAULTY_RANK = 1
 
@@ -19,14 +19,14 @@ def errors_with(case: Case, function: str, num_passes: int = 1) -> list[str]:
     """The error of each pass of a layer if a rank's `dispatch` or `combine` is faulty, or ""."""
     original = getattr(dispatcher, function)
     is_faulty = dist.get_rank() == FAULTY_RANK
-    self_check._checked_chains.clear()
+    checks._checked_chains.clear()
     layer, errors = build_layer(case, "monta"), []
     with mock.patch.object(dispatcher, function, faulty(original) if is_faulty else original):
         for _ in range(num_passes):
             errors.append("")
             try:
                 forward_backward(case, layer)
-            except self_check.SelfCheckError as error:
+            except checks.SelfCheckError as error:
                 errors[-1] = str(error)
     return errors
 
@@ -35,14 +35,14 @@ def error_if_stock_fails(case: Case) -> str:
     """The error of a layer's first pass if stock's dispatcher fails on every rank."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    self_check._checked_chains.clear()
+    checks._checked_chains.clear()
     layer = build_layer(case, "monta")
     failure = RuntimeError("split sizes do not match")
     with mock.patch.object(MoEAlltoAllTokenDispatcher, "token_dispatch", side_effect=failure):
         try:
             forward_backward(case, layer)
-        except self_check.SelfCheckError as error:
-            assert not self_check._checked_chains
+        except checks.SelfCheckError as error:
+            assert not checks._checked_chains
             return str(error)
     return ""
 
@@ -51,7 +51,7 @@ def check_all(case: Case, chains: list[tuple[str, int]]) -> int:
     """Check chains in the middle of a micro-batch of another one; how many were checked."""
     from monta_megatron.chains import CHAINS
 
-    self_check._checked_chains.clear()
+    checks._checked_chains.clear()
     layer = build_layer(case, "monta")
     made = layer.token_dispatcher
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -64,12 +64,12 @@ def check_all(case: Case, chains: list[tuple[str, int]]) -> int:
     def checking(counts: Any) -> None:
         bind(counts)
         named = [(CHAINS[name], num_chunks) for name, num_chunks in chains]
-        self_check.check_chains(made, made._stock_dispatcher, named)
+        checks.check_chains(made, made._stock_dispatcher, named)
 
     made._bind = checking
     for mine, theirs in zip(phases(made, hidden, routing_map), expected, strict=True):
         assert_equal(mine, theirs, "the micro-batch under way")
-    return len(self_check._checked_chains)
+    return len(checks._checked_chains)
 
 
 def faulty(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,10 +86,10 @@ def faulty(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def round_trips(case: Case, num_layers: int) -> int:
     """How many round trips, stock's among them, layers of a shape make in two passes."""
-    self_check._checked_chains.clear()
+    checks._checked_chains.clear()
     layers = [build_layer(case, "monta") for _ in range(num_layers)]
-    trip = self_check.round_trip
-    with mock.patch.object(self_check, "round_trip", side_effect=trip) as counted:
+    trip = checks.round_trip
+    with mock.patch.object(checks, "round_trip", side_effect=trip) as counted:
         for layer in layers * 2:
             forward_backward(case, layer)
     return counted.call_count
@@ -97,7 +97,7 @@ def round_trips(case: Case, num_layers: int) -> int:
 
 def random_numbers_are_left_alone(case: Case) -> None:
     """A training that is checked draws the numbers of one that is not."""
-    self_check._checked_chains.clear()
+    checks._checked_chains.clear()
     layer = build_layer(case, "monta")
     before = torch.get_rng_state()
     forward_backward(case, layer)
@@ -118,9 +118,9 @@ def kernel_error(difference: str) -> str:
         "_identity": lambda *_: "a GPU",
         "_checked_kernels": set(),
     }
-    with mock.patch.multiple(kernel_check, is_fused=lambda *_: True, **replaced):
+    with mock.patch.multiple(checks, is_fused=lambda *_: True, **replaced):
         try:
-            kernel_check.check_kernels(dispatcher, torch.device("cuda"))
-        except self_check.SelfCheckError as error:
+            checks.check_kernels(dispatcher, torch.device("cuda"))
+        except checks.SelfCheckError as error:
             return str(error)
     return ""

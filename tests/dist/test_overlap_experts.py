@@ -36,13 +36,13 @@ from overlap import (
 )
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.integration.options import Options
-from monta_megatron.integration.overlapped_experts import (
+from monta_megatron.integration.experts import (
     RUNS_WITH_OVERLAP,
     UNSUPPORTED_WITH_OVERLAP,
     check_experts,
     is_pipelined,
 )
+from monta_megatron.integration.options import Options
 from monta_megatron.integration.supported_settings import OUT_OF_REACH, RUNS, check_supported
 from monta_megatron.planner.chain_policy import ChainChoice
 from monta_megatron.planner.cluster_file import load_cluster

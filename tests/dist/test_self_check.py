@@ -19,7 +19,7 @@ from self_checks import (
     round_trips,
 )
 
-from monta_megatron.integration.self_check import RoundTrip, difference, random_batch
+from monta_megatron.integration.checks import RoundTrip, difference, random_batch
 
 CHAIN = {"moe_monta_chain": "hierarchical_alltoall", "moe_monta_ranks_per_node": 2}
 CASE = Case(options={**CHAIN, "moe_monta_num_chunks": 2})

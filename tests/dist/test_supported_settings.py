@@ -29,7 +29,7 @@ from layers import (
 from pool import PoolError
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.integration.dispatcher_type import answer_should_free_input
+from monta_megatron.integration.arguments import answer_should_free_input
 from monta_megatron.integration.supported_settings import (
     OUT_OF_REACH,
     RUNS,

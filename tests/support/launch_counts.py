@@ -32,7 +32,7 @@ from monta_megatron import register
 from monta_megatron.chains.program import COMBINE_BACKWARD, DISPATCH_BACKWARD
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.payload import Columns
-from monta_megatron.integration import agreement, nodes
+from monta_megatron.integration import ranks
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
 HIDDEN = 32
@@ -40,8 +40,8 @@ HIDDEN = 32
 ROWS = ("counts", "enter", "dispatch", "combine", "leave", "combine_backward", "dispatch_backward")
 FIELDS = ("tensor_operations", "kernel_launches", "collectives", "stream_switches", "waits")
 LISTED = (
-    "integration.counts.copy_to_host",
-    "integration.counts.read",
+    "integration.strategies.copy_to_host",
+    "integration.strategies.read",
     "exchange.copies._row_indices",
 )
 # Device kernels of an operation of ATen, where they are not one. Sorts are CUB's radix sort of
@@ -217,7 +217,7 @@ def make_dispatcher(
     alike = {"gather_objects": lambda value, group: [value] * group.size()}
     collection = SimpleNamespace(ep=groups["ep"], expt_tp=groups["etp"], tp_ep=groups["tp_ep"])
     first, number = layout.first_expert, layout.num_local_experts
-    with mock.patch.multiple(agreement, **alike), mock.patch.multiple(nodes, **alike):
+    with mock.patch.multiple(ranks, **alike), mock.patch.multiple(ranks, **alike):
         return MontaTokenDispatcher(number, list(range(first, first + number)), config, collection)
 
 

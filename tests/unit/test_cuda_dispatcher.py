@@ -34,18 +34,18 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.counts import Gathering
-from monta_megatron.integration import chain_policy, counts, dispatcher
+from monta_megatron.integration import chain_policy, dispatcher, strategies
 from monta_megatron.integration.chain_policy import policy_for
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.reports import Report
+from monta_megatron.integration.ranks import Report
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import KernelChoice
 from monta_megatron.planner.models.files import load_model
 
 LAYOUT = LAYOUTS[16, 1]
-COPY = "integration.counts.copy_to_host"
-WAIT = "integration.counts.read"
+COPY = "integration.strategies.copy_to_host"
+WAIT = "integration.strategies.read"
 ROW_INDICES = "exchange.copies._row_indices"
 
 
@@ -199,7 +199,7 @@ def test_a_copy_that_stops_the_host_is_found(move: Any, message: str) -> None:
         pytest.raises(HostWaitsError, match=message),
         a_layer("hierarchical_alltoall") as (made, routed, _),
         mock.patch.object(
-            counts, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
+            strategies, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
         ),
     ):
         forward(made, routed)
@@ -219,7 +219,7 @@ def test_counts_that_are_not_held_for_their_copy_are_found() -> None:
         return stock.maybe_move_tensor_to_cpu(counts)
 
     with a_layer("hierarchical_alltoall") as (made, routed, device):
-        with mock.patch.object(counts, "maybe_move_tensor_to_cpu", move):
+        with mock.patch.object(strategies, "maybe_move_tensor_to_cpu", move):
             forward(made, routed)
         made.exchange_counts = None
     assert {each.kind for each in device.recorder.findings} == {"reuse"}

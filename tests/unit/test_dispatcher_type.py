@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from monta_megatron.integration.dispatcher_type import COMPARISONS, patch_should_free_input
+from monta_megatron.integration.arguments import COMPARISONS, patch_should_free_input
 
 pytestmark = pytest.mark.old_end
 

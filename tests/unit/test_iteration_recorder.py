@@ -19,7 +19,7 @@ from linear_pipeline import Stage, operation_of
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration import recording
+from monta_megatron.integration import metrics
 from monta_megatron.integration.options import Options
 from monta_megatron.planner.schedule import Work
 
@@ -52,9 +52,9 @@ class Event:
 def dispatcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """What the recorder reads of one, on a GPU whose clock is 5 us late."""
     clock = SimpleNamespace(name="a clock", offset_us=5.0, error_us=0.5)
-    monkeypatch.setattr(recording, "Clock", lambda group, device: clock)
+    monkeypatch.setattr(metrics, "Clock", lambda group, device: clock)
     monkeypatch.setattr("monta_megatron.exchange.step_times.now_us", lambda: 0.0)
-    monkeypatch.setattr(recording, "_recorders", [])
+    monkeypatch.setattr(metrics, "_recorders", [])
     monkeypatch.setattr(Event, "reached_ms", itertools.count())
     for name, value in {
         "Event": Event,
@@ -81,7 +81,7 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]
             hidden_shape=torch.Size((4, 2, 32)),
         )
         yield dispatcher
-        for recorder in recording._recorders:
+        for recorder in metrics._recorders:
             recorder._stop_watching()
             atexit.unregister(recorder._say_if_not_reached)
 
@@ -106,9 +106,9 @@ def step() -> None:
 
 
 def test_the_iteration_that_was_asked_for(dispatcher: Any, tmp_path: Path, capsys: Any) -> None:
-    recording.record_iteration(dispatcher)
+    metrics.record_iteration(dispatcher)
     other = SimpleNamespace(monitor=Monitor())
-    recording.record_iteration(other)
+    metrics.record_iteration(other)
     assert other.monitor.recorder is None
     folder = tmp_path / "timeline"
 
@@ -116,7 +116,7 @@ def test_the_iteration_that_was_asked_for(dispatcher: Any, tmp_path: Path, capsy
     step()
     assert not list(folder.iterdir()) and next(Event.reached_ms) == 0
     # As at the end of a run that is too short.
-    recording._recorders[0]._say_if_not_reached()
+    metrics._recorders[0]._say_if_not_reached()
     assert "the run ended in iteration 2, before the end of iteration 2" in capsys.readouterr().out
     # Two micro-batches.
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_the_iteration_that_was_asked_for(dispatcher: Any, tmp_path: Path, capsy
     assert dispatcher.monitor.recorder is None
     step()
     said = capsys.readouterr().out
-    recording._recorders[0]._say_if_not_reached()
+    metrics._recorders[0]._say_if_not_reached()
     assert capsys.readouterr().out == ""
 
     (path,) = folder.iterdir()
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_written_ends_nothing(
     dispatcher: Any, tmp_path: Path, capsys: Any
 ) -> None:
     dispatcher.options = Options(record=str(tmp_path / "timeline"), record_iteration=1)
-    recording.record_iteration(dispatcher)
+    metrics.record_iteration(dispatcher)
     (tmp_path / "timeline").rmdir()
     run_pass(dispatcher.monitor, "dispatch")
     step()

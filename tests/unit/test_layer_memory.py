@@ -14,8 +14,11 @@ from test_stream_safety import LAYOUTS, Routing, make_exchange, make_inputs
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
-from monta_megatron.integration.main_grad import add_in_every_call, with_one_placeholder
-from monta_megatron.integration.overlapped_experts import priced_experts
+from monta_megatron.integration.experts import (
+    add_in_every_call,
+    priced_experts,
+    with_one_placeholder,
+)
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layer_price import layer_peak_bytes
 from monta_megatron.planner.routing.expected import UniformRouting

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 from watched_iteration import CHANGE, WATCHED
 
-from monta_megatron.integration import watching
+from monta_megatron.integration import metrics
+from monta_megatron.integration.metrics import Publisher, scalars_of
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.watching import Publisher, scalars_of
 from monta_megatron.planner.online.drift import Change
 
 global_vars = pytest.importorskip(
@@ -44,9 +44,9 @@ def publish(options: Options, change: Change | None = None, ended: int = 109) ->
     arguments = SimpleNamespace(curr_iteration=ended - 1, log_interval=10)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        enter(mock.patch.object(watching.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3]))
-        enter(mock.patch.object(watching.dist, "get_rank", lambda: 0))
-        enter(mock.patch.object(watching, "_num_published", 0))
+        enter(mock.patch.object(metrics.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3]))
+        enter(mock.patch.object(metrics.dist, "get_rank", lambda: 0))
+        enter(mock.patch.object(metrics, "_num_published", 0))
         enter(mock.patch.object(global_vars, "_GLOBAL_ARGS", arguments))
         publisher = Publisher(watched, None, options, said)  # type: ignore[arg-type]
         publisher.after_iteration(8)
@@ -122,7 +122,7 @@ def test_a_change_is_said_and_written(tmp_path: Path) -> None:
 def test_outside_of_megatrons_training_loop() -> None:
     said: Any = Said()
     watched: Any = SimpleNamespace(latest=WATCHED, change=None)
-    with mock.patch.object(watching.dist, "get_process_group_ranks", lambda _: [0]):
+    with mock.patch.object(metrics.dist, "get_process_group_ranks", lambda _: [0]):
         publisher = Publisher(watched, None, Options(watch_log=True), said)  # type: ignore[arg-type]
     publisher.after_iteration(8)
     assert len(said.lines) == 1 and said.lines[0].startswith("iteration 8: exchange 46.5 ms")

@@ -1,20 +1,251 @@
-"""The command line: an error is one clear line and exit status 2, before anything starts."""
+"""Megatron's arguments and configuration: our options, and readers of the dispatcher type.
 
+Options are dataclass fields of TransformerConfig: Megatron generates its command line from the
+fields, copies arguments into the configuration by field, and prints and checkpoints them. A mistake
+on the command line is one clear line and exit status 2, before anything starts.
+
+Megatron has no registry of dispatchers: it compares the string `moe_token_dispatcher_type`, in many
+functions. A configuration keeps the string "monta". The table here says how each function that
+reads it is handled; a test finds every comparison in the installed Megatron and fails on one that
+is not listed.
+
+    sees "alltoall"   the string is replaced for the time of the call: what holds for the stock
+                      alltoall dispatcher holds for ours, which is a subclass of it
+    sees "monta"      the comparison may see the real string; the reason says why that is right
+    answered          the function is wrapped, and our answer replaces Megatron's
+"""
+
+import dataclasses
 import functools
 import math
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
+from monta_megatron.chains.layout import Layout
 from monta_megatron.common.first_rank import linger, report
 from monta_megatron.common.text import shown
-from monta_megatron.integration.config import check_config
-from monta_megatron.integration.dispatcher_type import is_monta
+from monta_megatron.integration.chain_policy import check_chain_runs
 from monta_megatron.integration.options import (
     AUTO,
+    DISPATCHER_TYPE,
     OPTION_NAMES,
+    OptionFields,
     Options,
     defaults_from_environment,
 )
+from monta_megatron.integration.supported_settings import check_megatron_version, check_supported
+
+
+class Comparison(NamedTuple):
+    """A function of Megatron that compares the dispatcher type."""
+
+    module: str
+    function: str
+    sees: Literal["alltoall", "monta", "answered"]
+    reason: str
+
+
+COMPARISONS = (
+    Comparison(
+        "megatron.core.transformer.transformer_config",
+        "TransformerConfig.__post_init__",
+        "alltoall",
+        "its checks of shared-expert overlap, router padding, variable sequence lengths, 1F1B "
+        "overlap, CUDA graphs and batch invariance hold for a subclass of the dispatcher",
+    ),
+    Comparison(
+        "megatron.core.transformer.moe.moe_layer",
+        "MoELayer.__init__",
+        "alltoall",
+        "the stock dispatcher that it builds is replaced by ours before anyone uses it",
+    ),
+    Comparison(
+        "megatron.core.transformer.moe.moe_layer",
+        "MoELayer._setup_inference_mode",
+        "alltoall",
+        "part of the constructor above (0.17)",
+    ),
+    Comparison(
+        "megatron.core.models.common.utils",
+        "should_free_input",
+        "answered",
+        "our token_dispatch leaves rows in expert order, so the experts' input is the dispatched "
+        "tensor itself and has to outlive the forward pass",
+    ),
+    Comparison(
+        "megatron.core.models.gpt.fine_grained_callables",
+        "should_free_input",
+        "answered",
+        "where megatron-core 0.16 keeps the function above",
+    ),
+    Comparison(
+        "megatron.core.models.gpt.fine_grained_callables",
+        "build_transformer_layer_callables",
+        "monta",
+        "asks only whether it is the flex dispatcher",
+    ),
+    Comparison(
+        "megatron.core.transformer.transformer_layer",
+        "TransformerLayer.__init__.can_recompute_pre_mlp_layernorm_for_cudagraph",
+        "monta",
+        "refuses the recomputation under CUDA graphs and says so: safe, and it is a nested "
+        "function that cannot be reached from outside",
+    ),
+    Comparison(
+        "megatron.core.transformer.moe.moe_utils",
+        "skip_routed_expert_padding",
+        "monta",
+        "asks only whether it is the flex dispatcher",
+    ),
+    Comparison(
+        "megatron.core.transformer.moe.moe_utils",
+        "_deepep_permute_pads_grouped_tensor_input",
+        "monta",
+        "asks only whether it is the flex dispatcher (after 0.19)",
+    ),
+    Comparison(
+        "megatron.training.arguments",
+        "validate_args",
+        "monta",
+        "asks only whether it is the flex dispatcher",
+    ),
+)
+
+
+def is_monta(config: object) -> bool:
+    """Whether a TransformerConfig, or parsed arguments, ask for this dispatcher."""
+    return getattr(config, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE
+
+
+@contextmanager
+def seen_as_alltoall(config: Any) -> Iterator[None]:
+    """Inside this context, whoever reads `config` sees the stock dispatcher's name."""
+    dispatcher_type = config.moe_token_dispatcher_type
+    config.moe_token_dispatcher_type = "alltoall"
+    try:
+        yield
+    finally:
+        config.moe_token_dispatcher_type = dispatcher_type
+
+
+def patch_should_free_input(module: Any) -> None:
+    """Answer `should_free_input` where this module of Megatron defines it.
+
+    0.16 defines it in fine_grained_callables; later releases import it there from common.utils,
+    where it is wrapped already.
+    """
+    function = vars(module).get("should_free_input")
+    if function is not None and function.__module__ == module.__name__:
+        module.should_free_input = answer_should_free_input(function)
+
+
+def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Megatron's rule for the 1F1B schedule, with our answer for the experts' input.
+
+    The inputs of dispatch and combine may be freed as stock's are: our autograd functions save none
+    of them, and nothing else uses what is handed to dispatch. The experts' input may not. Stock's
+    experts get a sorted copy of it, but ours the very tensor, which the grouped GEMM saves; in
+    low precision too, for layers that stay in bf16 or whose input is offloaded.
+    """
+
+    @functools.wraps(original)
+    def should_free_input(name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
+        if not is_monta(config):
+            return original(name, is_moe, config, *args, **kwargs)
+        with seen_as_alltoall(config):
+            return name != "mlp" and original(name, is_moe, config, *args, **kwargs)
+
+    return should_free_input
+
+
+def extend_transformer_config(transformer_config: ModuleType) -> None:
+    """Add the dispatcher type and the option fields to the class and its subclasses.
+
+    Args:
+        transformer_config: the module megatron.core.transformer.transformer_config.
+    """
+    base = transformer_config.TransformerConfig
+    defaults = defaults_from_environment()
+    for config_class in _with_subclasses(base):
+        fields = config_class.__dataclass_fields__
+        choices = get_args(fields["moe_token_dispatcher_type"].type)
+        fields["moe_token_dispatcher_type"].type = Literal[(*choices, DISPATCHER_TYPE)]
+        for entry in dataclasses.fields(OptionFields):
+            entry.default = defaults[entry.name]
+            fields[entry.name] = entry
+        if "__init__" in vars(config_class):
+            config_class.__init__ = _accepting_options(config_class.__init__)
+    for name in OPTION_NAMES:
+        setattr(base, name, defaults[name])
+    base.__post_init__ = _checking_monta(base.__post_init__)
+
+
+def check_config(config: Any) -> None:
+    """Check a configuration that asks for "monta"; the first error is raised as a ValueError.
+
+    Args:
+        config: a TransformerConfig, or parsed arguments.
+    """
+    check_megatron_version()
+    options = Options.of(config)
+    check_supported(config)
+    num_experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
+    ep_size = getattr(config, "expert_model_parallel_size", None) or 1
+    if num_experts is not None and num_experts % ep_size != 0:
+        raise ValueError(
+            f"num_experts: got {num_experts}, must be a multiple of "
+            f"expert_model_parallel_size ({ep_size})"
+        )
+    # Megatron's default.
+    etp_size = getattr(config, "expert_tensor_parallel_size", None) or (
+        getattr(config, "tensor_model_parallel_size", None) or 1
+    )
+    # What depends on the nodes is checked once they are known.
+    one_node = (0,) * (ep_size * etp_size)
+    check_chain_runs(
+        options,
+        config,
+        Layout(ep=ep_size, etp=etp_size, num_local_experts=1, rank=0, nodes=one_node),
+    )
+
+
+def _with_subclasses(base: type) -> list[Any]:
+    classes: list[Any] = [base]
+    for config_class in classes:
+        classes.extend(config_class.__subclasses__())
+    return classes
+
+
+def _accepting_options(original: Callable[..., None]) -> Callable[..., None]:
+    """A generated dataclass constructor that also takes the option fields, by keyword."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in OPTION_NAMES:
+            if name in kwargs:
+                setattr(self, name, kwargs.pop(name))
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _checking_monta(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Our checks, then Megatron's, which see "alltoall"."""
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        if not is_monta(self):
+            original(self)
+            return
+        check_config(self)
+        with seen_as_alltoall(self):
+            original(self)
+
+    return __post_init__
+
 
 # Not empty once Megatron has validated a command line in this process.
 _checked: list[bool] = []

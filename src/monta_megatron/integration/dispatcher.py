@@ -39,23 +39,23 @@ from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
-from monta_megatron.integration.agreement import on_every_exchange
-from monta_megatron.integration.chain_policy import agreed_policy
-from monta_megatron.integration.choices import Choices
-from monta_megatron.integration.counts import (
-    CapacityCounts,
-    CountExchange,
-    counts_are_patched,
-)
-from monta_megatron.integration.iteration import iteration_here
-from monta_megatron.integration.nodes import nodes_of_exchange
+from monta_megatron.integration.chain_policy import Choices, agreed_policy
 from monta_megatron.integration.options import AUTO, Options
-from monta_megatron.integration.reports import Report, reports_for_stage
+from monta_megatron.integration.ranks import (
+    Report,
+    iteration_here,
+    nodes_of_exchange,
+    on_every_exchange,
+    reports_for_stage,
+)
 from monta_megatron.integration.strategies import (
     STRATEGIES,
     WHOLE_TOKENS,
+    CapacityCounts,
+    CountExchange,
     PermutedTokens,
     WholeTokens,
+    counts_are_patched,
     fill_to_capacity,
 )
 from monta_megatron.integration.supported_settings import check_supported
@@ -145,7 +145,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._make_groups()
         self.monitor = Monitor(pass_times=self._choices.pass_times)
         if self.options.record is not None:
-            from monta_megatron.integration.recording import record_iteration
+            from monta_megatron.integration.metrics import record_iteration
 
             record_iteration(self)
         self._kinds_of_rows = {chain.rows for chain in chains}
@@ -326,7 +326,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         has maps for which they have to be corrected always.
         """
         if self.options.check and routing_map.is_cuda and self.options.kernels != "torch":
-            from monta_megatron.integration.kernel_check import check_kernels
+            from monta_megatron.integration.checks import check_kernels
 
             check_kernels(self, routing_map.device)
         self.exchange_counts, self.num_out_tokens = self._counts.exchange(
@@ -367,7 +367,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._take(choice, self._choices.news(choice, counts))
         self.monitor.choices[self.chain.name, self.num_chunks] += 1
         if self.options.check and self.tp_ep_group.size() > 1:
-            from monta_megatron.integration.self_check import check_chains
+            from monta_megatron.integration.checks import check_chains
 
             chains = self._choices.chains_to_check(choice, counts)
             check_chains(self, self._stock_dispatcher, chains)
@@ -382,7 +382,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """Run it from here on; `news` is why, where that is to be said."""
         self.chain, self.num_chunks = choice.chain, choice.num_chunks
         if self.options.overlap_experts:
-            from monta_megatron.integration.overlapped_experts import is_pipelined
+            from monta_megatron.integration.experts import is_pipelined
 
             self.experts_pipelined = is_pipelined(choice, self.options.plan)
         if not news or not self._report.reports:

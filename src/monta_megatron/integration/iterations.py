@@ -1,8 +1,8 @@
-"""The training iterations of an exchange: counted, observed, and decided on by all ranks alike.
+"""Training iterations of an exchange: counted, observed, and decided on by all ranks alike.
 
-One `Iterations` belongs to all layers of one shape on one exchange. What runs in an iteration
-(`planner.decision`) holds for all its micro-batches, those layers, and their recomputes. What it
-rests on is shared once per iteration:
+One `Iterations` belongs to all layers of one shape on one exchange. A decision
+(`planner.online.decision`) holds for all micro-batches of an iteration, those layers, and their
+recomputes. Its figures are shared once per iteration:
 
     iteration i        every rank sums up what it receives, and times the passes while tuning
     first exchange of  the ranks start to gather these figures, and nothing waits for them
@@ -12,34 +12,99 @@ rests on is shared once per iteration:
 An iteration ends with the step of an optimizer that follows a forward pass whose gradient is
 recorded. So evaluation changes nothing, the steps of several optimizers count once, and one that is
 skipped does not count.
+
+Notation: S = ranks of the exchange, EP and ETP = sizes of its groups.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS, Chain
+from monta_megatron.chains.layout import Layout
 from monta_megatron.common.rules import hash_of
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.counts import ExchangeCounts, Gathering
-from monta_megatron.integration.agreement import check_same_rule
-from monta_megatron.integration.choices import Choices
-from monta_megatron.integration.observation import Received, traffic_of
-from monta_megatron.integration.optimizer_steps import after_optimizer_steps
+from monta_megatron.integration.chain_policy import Choices
+from monta_megatron.integration.metrics import after_optimizer_steps
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.reports import Report
+from monta_megatron.integration.ranks import Report, check_same_rule
 from monta_megatron.planner.chain_policy import (
     ChainChoice,
     PlannedPolicy,
     bucket_of,
 )
 from monta_megatron.planner.online.decision import Decision, DecisionState, Outcome
+from monta_megatron.planner.routing.observed import Traffic
+
+# The integers of `Received.figures`.
+NUM_FIGURES = 4
+
+
+@dataclass(kw_only=True)
+class Received:
+    """Sums over the micro-batches and layers of an iteration; all ranks have the same tokens.
+
+    Attributes:
+        tokens: of all ranks.
+        pairs: token-expert pairs that came to this rank.
+        for_rank: tokens with an expert here, as far as they are counted.
+        for_node: tokens with an expert on this node, likewise.
+        numbers_of_tokens: of each rank in each micro-batch.
+        pairs_of_each: `pairs` of each micro-batch and layer.
+    """
+
+    tokens: int = 0
+    pairs: int = 0
+    for_rank: int = 0
+    for_node: int = 0
+    numbers_of_tokens: set[int] = field(default_factory=set)
+    pairs_of_each: list[int] = field(default_factory=list)
+
+    def add(self, counts: ExchangeCounts) -> None:
+        """Add a micro-batch of a layer."""
+        self.tokens += int(counts.num_tokens.sum())
+        self.pairs_of_each.append(int(counts.permuted_tokens.received.sum()))
+        self.pairs += self.pairs_of_each[-1]
+        self.numbers_of_tokens.update(counts.num_tokens.tolist())
+        if counts.tokens is not None:
+            for_rank, for_node = counts.tokens.for_rank, counts.tokens.for_node
+            self.for_rank += 0 if for_rank is None else int(for_rank.sum())
+            self.for_node += 0 if for_node is None else int(for_node.sum())
+
+    @property
+    def figures(self) -> list[int]:
+        """What the ranks tell each other."""
+        return [self.tokens, self.pairs, self.for_rank, self.for_node]
+
+
+def traffic_of(figures: NDArray[np.int64], layout: Layout) -> Traffic | None:
+    """The traffic of an iteration; None if there was none.
+
+    Args:
+        figures: [S, 4] the `Received.figures` of all ranks.
+        layout: any rank's place.
+    """
+    # [S], and [EP] since all ranks of an expert tensor parallel group receive the same
+    tokens, pairs, for_rank, for_node = figures.T
+    if not tokens[0] or not pairs.any():
+        return None
+    by_rank = slice(None, None, layout.etp)
+    nothing = np.empty(0)
+    return Traffic(
+        pairs=pairs[by_rank] / tokens[0],
+        rank_hits=for_rank[by_rank] / tokens[0] if for_rank.any() else nothing,
+        # In order on even nodes, or no chain copies tokens for nodes.
+        node_hits=for_node[:: layout.ranks_per_node] / tokens[0] if for_node.any() else nothing,
+    )
 
 
 class Iterations(Choices):
@@ -67,7 +132,7 @@ class Iterations(Choices):
         self.num_tuning_steps, self.layout = options.tune_steps, policy.workload.layout
         self._publisher = watching = None
         if options.watch_steps:
-            from monta_megatron.integration.watching import Publisher, Watching
+            from monta_megatron.integration.metrics import Publisher, Watching
 
             ranks = dist.get_process_group_ranks(group)
             watching = Watching(options.watch_steps, ranks, self.layout)
@@ -202,7 +267,7 @@ class Iterations(Choices):
         summary = tuning.summary()
         summaries = [summary] if alone else gather_objects(summary, self.replicas)
         selection = self.decision.settle(summaries)
-        from monta_megatron.integration.tuning_end import report_tuning
+        from monta_megatron.integration.metrics import report_tuning
 
         report_tuning(tuning, selection, self._most[0], self.report, self._plan_out)
         self._decided()

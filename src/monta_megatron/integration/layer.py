@@ -8,9 +8,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from monta_megatron.integration.arguments import refuse
-from monta_megatron.integration.dispatcher_type import is_monta, seen_as_alltoall
-from monta_megatron.integration.iteration import add_layer
+from monta_megatron.integration.arguments import is_monta, refuse, seen_as_alltoall
+from monta_megatron.integration.ranks import add_layer
 
 
 def patch_moe_layer(moe_layer: ModuleType) -> None:
@@ -48,7 +47,7 @@ def build_with_monta(
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from monta_megatron.integration.dispatcher import MontaTokenDispatcher
-    from monta_megatron.integration.reports import Report, reports_for_stage
+    from monta_megatron.integration.ranks import Report, reports_for_stage
 
     if not is_monta(config) and getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise ValueError(
@@ -61,7 +60,7 @@ def build_with_monta(
         construct(layer, config, *args, **kwargs)
     try:
         if getattr(config, "moe_monta_overlap_experts", False):
-            from monta_megatron.integration.overlapped_experts import prepare_layer
+            from monta_megatron.integration.experts import prepare_layer
 
             prepare_layer(layer)
         dispatcher = MontaTokenDispatcher(

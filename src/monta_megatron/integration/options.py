@@ -410,7 +410,7 @@ class Options:
         )
         check("overlap_experts", lambda value: type(value) is bool, "be a switch: 1 or 0")
         if given.get("overlap_experts") or getattr(given.get("plan"), "experts_pipelined", False):
-            from monta_megatron.integration.overlapped_experts import check_options
+            from monta_megatron.integration.experts import check_options
 
             check_options(given, chain)
         # Code may pass a `Cluster` itself instead of a file.

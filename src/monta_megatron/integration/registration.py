@@ -18,10 +18,10 @@ from monta_megatron.common.import_hook import after_import
 # A module of Megatron, and the function in this package that changes it: by name, so that this file
 # stays light and the function is imported only when Megatron's module is.
 PATCHES = (
-    ("megatron.core.transformer.transformer_config", "config:extend_transformer_config"),
+    ("megatron.core.transformer.transformer_config", "arguments:extend_transformer_config"),
     ("megatron.core.transformer.moe.moe_layer", "layer:patch_moe_layer"),
-    ("megatron.core.models.common.utils", "dispatcher_type:patch_should_free_input"),
-    ("megatron.core.models.gpt.fine_grained_callables", "dispatcher_type:patch_should_free_input"),
+    ("megatron.core.models.common.utils", "arguments:patch_should_free_input"),
+    ("megatron.core.models.gpt.fine_grained_callables", "arguments:patch_should_free_input"),
     ("megatron.training.arguments", "arguments:patch_arguments"),
     ("megatron.training.checkpointing", "checkpoints:patch_checkpointing"),
 )
@@ -46,7 +46,7 @@ def install(way_in: str) -> None:
 
 def register() -> None:
     """Check at once that the installed Megatron-Core is a supported one, then install."""
-    from monta_megatron.integration.versions import check_megatron_version
+    from monta_megatron.integration.supported_settings import check_megatron_version
 
     check_megatron_version()
     install(way_in="register")

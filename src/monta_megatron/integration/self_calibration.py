@@ -1,46 +1,55 @@
 """Calibrates the exchange of a training that has no cluster file, when its dispatcher is built.
 
 The ranks of the exchange measure on their own groups, as all exchanges of a job do at about the
-same time, and nobody waits for another exchange: stages without MoE layers never get here. What one
-exchange has found is kept for the next start, in one file that its first rank reads and writes:
+same time, and nobody waits for another exchange: stages without MoE layers never get here. The
+result is kept for the next start, in one file that the exchange's first rank reads and writes:
 
     SAVE/monta/cluster_ep8_etp1_rank_0.yaml              SAVE: Megatron's --save, the run's folder
     CACHE/monta_megatron/HARDWARE_2x4/cluster_....yaml   without it, in the user's cache
 
-It is a cluster file like any other, and its source says what it was measured on.
+It is a cluster file like any other, and its source names the measured hardware.
+
+Notation: T = tokens, E = experts, H = hidden size.
 """
 
+import os
 import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import date, datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
 
-from monta_megatron.chains.calibration_tasks import HOST_WORK, Sample, Task
+from monta_megatron.chains.calibration_tasks import (
+    HOST_WORK,
+    NUM_EXPERTS,
+    TOPK,
+    Point,
+    Sample,
+    Task,
+)
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
 from monta_megatron.common.files import cache_folder, make_folder, write_whole
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.common.version import __version__
+from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.exchange.calibration.memory_operations import routing_map, rows_of
 from monta_megatron.exchange.calibration.operations import starts_of
 from monta_megatron.exchange.calibration.timer import RUN_US, Timer
 from monta_megatron.exchange.collectives import gather_objects, peer_groups
 from monta_megatron.exchange.kernel_choice import are_all_fused
 from monta_megatron.exchange.streams import device_of_ranks, gpu_name
-from monta_megatron.integration.hardware import (
-    counts_to_host_us,
-    find_nics_per_node,
-    find_ranks_per_core,
-    hardware_name,
-)
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.permutation import PERMUTATION
-from monta_megatron.integration.reports import Report
+from monta_megatron.integration.ranks import Report
+from monta_megatron.integration.strategies import KNOWS_ORDER
 from monta_megatron.planner.calibration.fitting import Machine, make_cluster
 from monta_megatron.planner.calibration.points import (
     PAIR_US,
@@ -52,6 +61,84 @@ from monta_megatron.planner.chain_policy import chains_for
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster, uncalibrated
+
+
+def hardware_name() -> str:
+    """A GPU, or what stands for it."""
+    emulated = EmulatedCluster.from_environment()
+    if emulated is not None:
+        return f"emulated at {emulated.inter_mbit:g} Mbit/s"
+    return gpu_name() or "CPU ranks"
+
+
+def find_nics_per_node(ranks_per_node: int) -> int:
+    """Network interfaces of a node, as far as they are known: else one for each rank."""
+    emulated = EmulatedCluster.from_environment()
+    return ranks_per_node if emulated is None else emulated.nics_per_node
+
+
+def find_ranks_per_core(group: dist.ProcessGroup) -> float:
+    """CPU ranks of a group per core that they may use, over all emulated nodes of a machine."""
+    if gpu_name() is not None:
+        return 1.0
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    by_machine: dict[str, list[set[int]]] = {}
+    for name, cores in gather_objects((machine, os.sched_getaffinity(0)), group):
+        by_machine.setdefault(name, []).append(cores)
+    return max(1.0, *(len(ranks) / len(set().union(*ranks)) for ranks in by_machine.values()))
+
+
+def counts_to_host_us(device: torch.device) -> float:
+    """The time of a copy of some integers to the host, with the wait for it."""
+    if device.type == "cpu":
+        return 0.0
+    num_runs = 20
+    counts = torch.zeros(1024, dtype=torch.int64, device=device)
+    counts.cpu()
+    begin_s = time.perf_counter()
+    for _ in range(num_runs):
+        counts.cpu()
+    return (time.perf_counter() - begin_s) * 1e6 / num_runs
+
+
+def permute(point: Point, device: torch.device) -> Callable[[], object]:
+    """Copies each token for each of its experts: [T, H] by [T, E] bool -> [T * topk, H]."""
+    tokens, on_device = _tokens(point, device)
+    return lambda: _permute(tokens, on_device)
+
+
+def unpermute(point: Point, device: torch.device) -> Callable[[], object]:
+    """Sums the copies of every token: the way back to [T, H]."""
+    tokens, on_device = _tokens(point, device)
+    rows, _, indices, *more = _permute(tokens, on_device)
+    given: dict[str, Any] = {}
+    if _is_batch_invariant_here():
+        # Of this map it takes the width alone, which has to be a multiple of the EP ranks.
+        wide = on_device.new_empty(0, NUM_EXPERTS * dist.get_world_size())
+        given = {"routing_map": wide, "batch_invariant_inverse_map": more[0]}
+    return lambda: moe_utils.unpermute(rows, indices, tokens.shape, **given)
+
+
+PERMUTATION = {"permute": permute, "unpermute": unpermute}
+
+
+def _tokens(point: Point, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    on_device = routing_map(point.num_rows, NUM_EXPERTS).to(device)
+    return rows_of(point.num_rows, device), on_device
+
+
+def _permute(tokens: torch.Tensor, on_device: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    asked = {"return_batch_invariant_inverse_map": True} if _is_batch_invariant_here() else {}
+    permuted: tuple[torch.Tensor, ...] = moe_utils.permute(
+        tokens, on_device, num_out_tokens=len(tokens) * TOPK, **asked
+    )
+    return permuted
+
+
+def _is_batch_invariant_here() -> bool:
+    """Whether the process is in the mode, by which `unpermute` goes."""
+    return KNOWS_ORDER and moe_utils.is_batch_invariant_mode_enabled()
+
 
 # Sizes in steps of 4x from 5 KiB, in memory from 20 KiB: up to 80 MiB on a GPU, whose memory is to
 # be given back to a training.

@@ -1,14 +1,49 @@
-"""The Megatron settings that change what a dispatcher has to do, and whether ours does it.
+"""Supported Megatron-Core versions, and Megatron settings that change a dispatcher's work.
 
 Every such setting is listed, with the test that shows that it works, with the reason why there is
 nothing to do, or with the reason why it is an error when the configuration is made, so that none is
 dropped unnoticed.
 """
 
+import os
+import re
 from functools import partial
 from typing import Any
 
 from monta_megatron.common.rules import Unsupported
+
+# The first release that is supported, and the first one after it that is not.
+SUPPORTED = ((0, 16), (0, 21))
+OVERRIDE_VARIABLE = "MONTA_ALLOW_ANY_MEGATRON"
+
+
+def check_megatron_version() -> None:
+    """Refuse a Megatron-Core outside the supported range.
+
+    Raises:
+        ImportError: Megatron-Core is not installed.
+        ValueError: its version is outside the range and MONTA_ALLOW_ANY_MEGATRON is not 1.
+    """
+    from megatron.core.package_info import __version__ as version
+
+    if os.environ.get(OVERRIDE_VARIABLE, "0") == "1" or is_supported(version):
+        return
+    from monta_megatron.common.version import __version__ as our_version
+
+    (first, end) = (".".join(map(str, bound)) for bound in SUPPORTED)
+    raise ValueError(
+        f"megatron-core: version {version} found, monta-megatron {our_version} supports "
+        f">= {first} and < {end}; install one of those, or set {OVERRIDE_VARIABLE}=1 to go on"
+    )
+
+
+def is_supported(version: str) -> bool:
+    """Whether a version such as "0.19.2" or "0.20.0rc0" lies in the supported range."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None:
+        return False
+    return SUPPORTED[0] <= (int(numbers[1]), int(numbers[2])) < SUPPORTED[1]
+
 
 _TESTS = "tests/dist/test_supported_settings.py::"
 
@@ -100,7 +135,7 @@ def check_supported(config: Any) -> None:
     """
     _check(config, UNSUPPORTED, "moe_token_dispatcher_type='monta'")
     if getattr(config, "moe_monta_overlap_experts", False):
-        from monta_megatron.integration.overlapped_experts import UNSUPPORTED_WITH_OVERLAP
+        from monta_megatron.integration.experts import UNSUPPORTED_WITH_OVERLAP
 
         _check(config, UNSUPPORTED_WITH_OVERLAP, "moe_monta_overlap_experts")
     for option in ("moe_monta_max_nodes_per_token", "moe_monta_max_ranks_per_token"):

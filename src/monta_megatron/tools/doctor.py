@@ -44,7 +44,11 @@ def _torch() -> Iterator[Finding]:
 
 
 def _megatron() -> Iterator[Finding]:
-    from monta_megatron.integration.versions import OVERRIDE_VARIABLE, SUPPORTED, is_supported
+    from monta_megatron.integration.supported_settings import (
+        OVERRIDE_VARIABLE,
+        SUPPORTED,
+        is_supported,
+    )
 
     name = "megatron-core"
     supported = " to <".join(".".join(map(str, bound)) for bound in SUPPORTED)

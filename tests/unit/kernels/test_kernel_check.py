@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheel
 
 from preloaded import Preloaded
 
-from monta_megatron.integration import kernel_check
+from monta_megatron.integration import checks
 
 DEVICE = torch.device("cuda", 0)
 
@@ -65,7 +65,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mo
     with (
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch.multiple(
-            kernel_check,
+            checks,
             gather_objects=lambda value, group: [value],
             is_fused=lambda choice, _: choice != "torch",
             _checked_kernels=set(),
@@ -84,9 +84,9 @@ def start_run() -> None:
         config=SimpleNamespace(params_dtype=torch.bfloat16),
         options=SimpleNamespace(kernels="auto"),
     )
-    kernel_check._checked_kernels.clear()
+    checks._checked_kernels.clear()
     for _ in range(2):
-        kernel_check.check_kernels(dispatcher, DEVICE)
+        checks.check_kernels(dispatcher, DEVICE)
 
 
 def test_a_device_is_checked_once(compare: mock.Mock, tmp_path: Path) -> None:

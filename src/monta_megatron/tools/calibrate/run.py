@@ -20,13 +20,13 @@ from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
 from monta_megatron.exchange.collectives import find_nodes, gather_objects
 from monta_megatron.exchange.kernel_choice import are_all_fused
-from monta_megatron.integration.agreement import agree
-from monta_megatron.integration.hardware import (
+from monta_megatron.integration.ranks import agree
+from monta_megatron.integration.self_calibration import (
+    PERMUTATION,
     counts_to_host_us,
     find_ranks_per_core,
     hardware_name,
 )
-from monta_megatron.integration.permutation import PERMUTATION
 from monta_megatron.planner.calibration.fitting import Machine, expert_points, make_cluster
 from monta_megatron.planner.calibration.points import (
     NUM_SIZES,

@@ -1,19 +1,25 @@
-"""At the first use of a chain: it gives what stock's dispatcher gives, on the real groups.
+"""First-use checks: chains against stock's dispatcher, Triton kernels against PyTorch.
 
 Random rows are dispatched and combined by both, along a random routing of their own, so nothing
 depends on the micro-batch under way. A driver, a network or a library that moves rows wrongly here
-ends the run before it trains on them.
+ends the run before it trains on them. Rows are small integers, which the experts multiply by 1 or
+2: every sum of them is exact in the rows' dtype, whatever its order, and everything is compared bit
+for bit.
 
-Rows are small integers, which the experts multiply by 1 or 2: every sum of them is exact in the
-rows' dtype, whatever its order, and everything is compared bit for bit.
+Kernels are checked once per machine: a file in the user's cache folder names the versions and
+devices that have passed. Without it, or where it is damaged, they are compared again.
 
 Notation: T = tokens of this rank, H = hidden size, E = experts, N = rows for the L local experts.
 """
 
 import copy
+import hashlib
+import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +27,14 @@ import torch.distributed as dist
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.layout import Layout
+from monta_megatron.common.files import cache_folder, make_folder, write_whole
+from monta_megatron.common.presets import version_of
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.errors import first_difference
+from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration.choices import Choices
+from monta_megatron.integration.chain_policy import Choices
 from monta_megatron.planner.chain_policy import FixedPolicy
 from monta_megatron.planner.chain_price import CHECK_TOKENS
 
@@ -223,3 +232,80 @@ def _naming_check(what: str) -> Iterator[None]:
             f"moe_monta_check: a round trip of {what} failed: {type(error).__name__}: {error}. "
             f"{ADVICE}"
         ) from error
+
+
+# What was checked in this process, by group.
+_checked_kernels: set[tuple[dist.ProcessGroup, str]] = set()
+
+
+def check_kernels(dispatcher: Any, device: torch.device) -> None:
+    """Compare the kernels with PyTorch operations, unless that was done here before.
+
+    All ranks of the exchange call it at the same place, and wait for each other.
+
+    Args:
+        dispatcher: a MontaTokenDispatcher, whose rows' size and dtype are taken.
+        device: of the rows.
+
+    Raises:
+        SelfCheckError: a kernel differs on a rank of the exchange.
+    """
+    group, hidden_size = dispatcher.tp_ep_group, dispatcher.hidden_shape[-1]
+    dtype = dispatcher.config.params_dtype
+    identity = _identity(device, hidden_size, dtype)
+    if (group, identity) in _checked_kernels:
+        return
+    difference = ""
+    if is_fused(dispatcher.options.kernels, device.type):
+        difference = _difference(identity, device, hidden_size, dtype)
+    advice = "Report it, and train with moe_monta_kernels torch"
+    what = "Triton kernels do not give what PyTorch's operations give"
+    end_if_any(gather_objects(difference, group), group, what, advice)
+    _checked_kernels.add((group, identity))
+
+
+def _identity(device: torch.device, hidden_size: int, dtype: torch.dtype) -> str:
+    versions = ", ".join(
+        f"{package} {version_of(package)}" for package in ("monta-megatron", "triton", "torch")
+    )
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    return f"{versions}, {name} ({capability}), hidden size {hidden_size}, {dtype}"
+
+
+def _difference(identity: str, device: torch.device, hidden_size: int, dtype: torch.dtype) -> str:
+    """The first difference, "" if there is none, or was none before."""
+    path = _path(identity)
+    if _is_known(path, identity):
+        return ""
+    from monta_megatron.exchange.kernels.check import first_difference
+
+    difference = first_difference(device, hidden_size, dtype)
+    if not difference:
+        try:
+            make_folder(path.parent, "the cache folder")
+            write_whole(path, json.dumps({"checked": identity}))
+        except ValueError as error:
+            _say(f"Triton kernels are compared again by the next run: {error}")
+    return difference
+
+
+def _path(identity: str) -> Path:
+    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return cache_folder() / "kernels" / f"{name}.json"
+
+
+def _is_known(path: Path, identity: str) -> bool:
+    try:
+        if json.loads(path.read_text(encoding="utf-8")) == {"checked": identity}:
+            return True
+        problem = "it says something else"
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    _say(f"Triton kernels are compared again, as {path} cannot be used: {problem}")
+    return False
+
+
+def _say(line: str) -> None:
+    logging.getLogger(__name__).warning("%s", line)

@@ -1,0 +1,216 @@
+"""Ranks of an exchange: their nodes, agreement, reports, and the registered MoE layers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from monta_megatron.chains.layout import (
+    check_named_alike,
+    consecutive_nodes,
+    is_named,
+    mixed_node,
+    node_here,
+    number_nodes,
+)
+from monta_megatron.common.text import shown
+from monta_megatron.common.units import counted
+from monta_megatron.common.version import __version__
+from monta_megatron.exchange.collectives import gather_objects
+from monta_megatron.integration.options import AUTO, Options
+from monta_megatron.planner.benefit import Iteration
+
+_layers: WeakSet[Any] = WeakSet()
+
+
+def add_layer(layer: Any) -> None:
+    """Keep an MoE layer in mind, for as long as it exists."""
+    _layers.add(layer)
+
+
+def layers() -> list[Any]:
+    """The MoE layers that have our dispatcher now, by their numbers in the model.
+
+    In inference Megatron may put another dispatcher in its place.
+    """
+    ours = [layer for layer in _layers if hasattr(layer.token_dispatcher, "chain_policy")]
+    return sorted(ours, key=lambda layer: layer.layer_number or 0)
+
+
+def iteration_here(dispatcher: Any) -> Iteration:
+    """How often an iteration runs the exchange of a dispatcher, on this pipeline stage.
+
+    Layers that choose by the same policy are those of one shape. The micro-batches are unknown
+    outside Megatron's training loop.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    try:
+        num_micro_batches = get_num_microbatches()
+    except AttributeError:
+        # The training loop has not made Megatron's calculator.
+        num_micro_batches = None
+    policies = [layer.token_dispatcher.chain_policy for layer in layers()]
+    return Iteration(
+        num_moe_layers=policies.count(dispatcher.chain_policy) or None,
+        num_stages=dispatcher.config.pipeline_model_parallel_size,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+_reported: set[tuple[str, ...]] = set()
+
+
+class Report:
+    """Prints messages that were not printed before, if this rank reports for its stage.
+
+    Each stage may have a chain of its own.
+    """
+
+    def __init__(self, reports: bool) -> None:
+        self.reports = reports
+
+    def __call__(self, *lines: str) -> bool:
+        """Print the lines of a message; whether it was printed now."""
+        if not self.reports or lines in _reported:
+            return False
+        _reported.add(lines)
+        rank = dist.get_rank()
+        where = "monta" if rank == 0 else f"monta, rank {rank}"
+        # Printed, as Megatron prints what users should see; its log starts at WARNING.
+        print("\n".join(shown(f"{where}: {line}") for line in lines), flush=True)
+        return True
+
+
+def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
+    """Whether this rank reports for its pipeline stage: the first rank of its first exchange."""
+    exchanges = getattr(pg_collection, "expt_dp", None)
+    if exchanges is None:
+        return dist.get_rank() == 0
+    return all(dist.get_group_rank(group, dist.get_rank()) == 0 for group in (exchange, exchanges))
+
+
+T = TypeVar("T")
+
+SAME_OPTIONS = "give every rank the same options and files"
+ADVICE = {"iteration": "an optimizer has to make a step on all ranks or on none"}
+
+
+def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Make sure that all ranks of an exchange choose by the same rule.
+
+    Raises:
+        ValueError: names the first rank that differs, and the field.
+    """
+    check_same_rule(gather_objects(rule, group), dist.get_process_group_ranks(group))
+
+
+def check_same_rule(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
+    """Make sure that the rules of all ranks are the same.
+
+    Raises:
+        ValueError: names the first rank that differs, and the field.
+    """
+    for rank, other in zip(ranks[1:], rules[1:], strict=True):
+        for name in dict.fromkeys((*rules[0], *other)):
+            values = rules[0].get(name), other.get(name)
+            if values[0] != values[1]:
+                raise ValueError(
+                    f"moe_monta: ranks {ranks[0]} and {rank} differ in {name}: {values[0]} and "
+                    f"{values[1]}; {ADVICE.get(name, SAME_OPTIONS)}"
+                )
+
+
+def on_every_exchange(
+    set_up: Callable[[], T], exchanges: dist.ProcessGroup | None, rule: dict[str, Any]
+) -> T:
+    """Set up this rank's exchange, if all exchanges of the pipeline stage can be set up.
+
+    Otherwise one would end for its nodes, and the ranks of the others wait for it forever.
+
+    Args:
+        set_up: raises ValueError on all ranks of an exchange, or on none.
+        exchanges: the ranks that have this rank's position in the stage's other exchanges; None if
+            they are not known.
+        rule: what all exchanges have to agree on.
+
+    Raises:
+        ValueError: `set_up` raised it, here or on another exchange; or the exchanges differ in
+            their rules, or in whether MONTA_NODE is set.
+    """
+    problems, result = [], None
+    try:
+        result = set_up()
+    except ValueError as error:
+        problems = [str(error)]
+    if exchanges is not None and dist.get_world_size(exchanges) > 1:
+        ranks = dist.get_process_group_ranks(exchanges)
+        answers = gather_objects((problems, is_named(), rule), exchanges)
+        problems += [
+            f"{problem} (on the exchange of rank {rank})"
+            for rank, (elsewhere, _, _) in zip(ranks, answers, strict=True)
+            for problem in elsewhere
+        ]
+        if not problems:
+            check_named_alike([named for _, named, _ in answers], ranks)
+            check_same_rule([rule for _, _, rule in answers], ranks)
+    if problems:
+        raise ValueError(problems[0])
+    assert result is not None, "set up, or raised"
+    return result
+
+
+def nodes_of_exchange(
+    options: Options, group: dist.ProcessGroup
+) -> tuple[tuple[int, ...], str | None]:
+    """Find the node of every rank of an exchange; all of its ranks call this.
+
+    Args:
+        options: of the dispatcher.
+        group: the ranks of the exchange.
+
+    Returns:
+        The nodes, numbered from 0, and what users should know about them, or None.
+
+    Raises:
+        ValueError: the ranks differ in their options, or the nodes of the cluster file cannot
+            be these hosts; on all ranks.
+    """
+    cluster, ranks_per_node = options.cluster, options.ranks_per_node
+    if cluster is None or ranks_per_node is not None or is_named():
+        cluster = None
+    else:
+        ranks_per_node = cluster.ranks_per_node
+    rule = {
+        "monta_megatron": __version__,
+        # Those that calibrate do it together, before they agree on how they choose.
+        "chain": AUTO if options.named_chain is None else options.named_chain.name,
+        "moe_monta_calibrate_seconds": options.calibrate_seconds,
+        "ranks_per_node": ranks_per_node,
+        # Only its nodes are held against the hosts, which all ranks do or none does.
+        "the cluster of ranks_per_node": None if cluster is None else cluster.name,
+    }
+    ranks = dist.get_process_group_ranks(group)
+    hosts, named, rules = zip(*gather_objects((node_here(), is_named(), rule), group), strict=True)
+    check_named_alike(named, ranks)
+    check_same_rule(rules, ranks)
+    if ranks_per_node is None:
+        return number_nodes(hosts), None
+    nodes = consecutive_nodes(ranks, ranks_per_node)
+    if cluster is None or nodes == number_nodes(hosts):
+        return nodes, None
+    mixed = mixed_node(nodes, hosts)
+    if mixed is not None:
+        first, second = mixed
+        raise ValueError(
+            f"moe_monta_cluster: {cluster.name} has nodes of {ranks_per_node} consecutive ranks, "
+            f"but of one node rank {ranks[first]} is on {hosts[first]}, which has other nodes too, "
+            f"and rank {ranks[second]} on {hosts[second]}; number the ranks host by host (srun "
+            "--distribution=block), or set MONTA_NODE or --moe-monta-ranks-per-node"
+        )
+    return nodes, (
+        f"nodes of {counted(ranks_per_node, 'rank')}, as {cluster.name} has them, but "
+        f"{hosts.count(hosts[0])} of the {len(ranks)} ranks of an exchange are on {hosts[0]}; "
+        "--moe-monta-ranks-per-node decides"
+    )
