@@ -29,7 +29,7 @@ from trainings import (
 
 from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.common.units import size_text
-from monta_megatron.emulation import sandbox
+from monta_megatron.emulation import emulator
 from monta_megatron.tools.compare.comparison import Compared, compare, in_turn, largest_difference
 
 INTER_MBIT = 100.0
@@ -43,7 +43,7 @@ DISPATCHERS = {"monta": "MontaTokenDispatcher", "alltoall": "MoEAlltoAllTokenDis
 def why_no_network() -> str | None:
     """What keeps this machine from emulating a network, and how to get it; None if nothing does."""
     try:
-        sandbox.unshare_command()
+        emulator.unshare_command()
     except ValueError as error:
         return str(error)
     return None

@@ -20,7 +20,7 @@ from command_lines import check_arguments
 from pages import PAGES, REPOSITORY, Shown, add_own_model, commands, links, name_of, paths, shown
 
 from monta_megatron.cli import main
-from monta_megatron.emulation import sandbox
+from monta_megatron.emulation import emulator
 
 LIMIT_S = 120
 # These start processes or need a shell.
@@ -359,7 +359,7 @@ def _run(command: str, folder: Path) -> str:
 
 def _need_namespaces() -> None:
     try:
-        sandbox.unshare_command()
+        emulator.unshare_command()
     except ValueError as error:
         pytest.skip(f"monta emulate: {error}")
 

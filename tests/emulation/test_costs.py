@@ -8,8 +8,7 @@ import pytest
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
-from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.emulation.costs import SOURCE, default_costs
+from monta_megatron.emulation.cluster import SOURCE, EmulatedCluster, default_costs
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.routing.expected import UniformRouting

@@ -14,7 +14,7 @@ from pathlib import Path
 import programs
 import pytest
 
-from monta_megatron.emulation import sandbox
+from monta_megatron.emulation import emulator
 
 PROGRAMS = programs.__file__
 MONTA = [sys.executable, "-m", "monta_megatron.cli"]
@@ -26,7 +26,7 @@ MBIT = 200
 RATE_MBIT = (0.3 * MBIT, 1.02 * MBIT)
 
 try:
-    sandbox.unshare_command()
+    emulator.unshare_command()
 except ValueError as error:
     pytest.skip(f"monta emulate: {error}", allow_module_level=True)
 if os.geteuid() != 0 and not Path("/run/netns").exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from monta_megatron import cli
-from monta_megatron.emulation import sandbox
+from monta_megatron.emulation import emulator
 
 GOOD = ["--nodes", "2", "--ranks-per-node", "2", "--inter-mbit", "500"]
 CMD = ["--", __file__]
@@ -103,7 +103,7 @@ def test_commands_that_are_started(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
-    monkeypatch.setattr(sandbox, "run", lambda command: started.append(command) or 0)
+    monkeypatch.setattr(emulator, "run", lambda command: started.append(command) or 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside_me.py").touch()
     assert cli.main(["emulate", *GOOD, "--", *words]) == 0
@@ -116,7 +116,7 @@ def test_a_missing_command_is_named_with_its_package(
     absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        sandbox.shutil, "which", lambda name, path: None if name == absent else f"/bin/{name}"
+        emulator.shutil, "which", lambda name, path: None if name == absent else f"/bin/{name}"
     )
     assert cli.main(["emulate", *GOOD, *CMD]) == 2
     (line,) = capsys.readouterr().err.splitlines()

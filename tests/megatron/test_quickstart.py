@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from monta_megatron.emulation import sandbox
+from monta_megatron.emulation import emulator
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = Path(os.environ.get("MONTA_VENV", REPOSITORY / ".venv"))
@@ -41,7 +41,7 @@ def test_losses_of_monta_are_those_of_alltoall() -> None:
 @pytest.mark.timeout(LIMIT_S)
 def test_over_a_network_fewer_bytes_and_the_same_losses() -> None:
     try:
-        sandbox.unshare_command()
+        emulator.unshare_command()
     except ValueError as error:
         pytest.skip(f"no network can be emulated: {error}")
     # Faster than the default, since only the bytes are asked for.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.cli.output import add_json, only_the_report, print_json
+from monta_megatron.cli.parser import add_json, only_the_report, print_json
 from monta_megatron.tools.bench.flags import FLAGS, Flag
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from monta_megatron.cli.launch import add_run_file, add_start, run_file
-from monta_megatron.cli.output import add_json, print_json
+from monta_megatron.cli.parser import add_json, print_json
 from monta_megatron.common.flags import whole
 from monta_megatron.common.text import shown
 

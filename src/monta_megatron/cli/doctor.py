@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.cli.output import add_json, print_json
+from monta_megatron.cli.parser import add_json, print_json
 
 if TYPE_CHECKING:
     from monta_megatron.tools.doctor import Finding

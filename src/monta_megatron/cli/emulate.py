@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
-    from monta_megatron.emulation import sandbox
+    from monta_megatron.emulation import emulator as sandbox
     from monta_megatron.emulation.cluster import EmulatedCluster
 
     _check_range("--ranks-per-node", parsed.ranks_per_node, 1, _MAX_RANKS_PER_NODE)

@@ -6,7 +6,7 @@ from typing import Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.launch import add_config, run_file
-from monta_megatron.cli.output import add_json, print_json
+from monta_megatron.cli.parser import add_json, print_json
 from monta_megatron.common.flags import positive
 
 EXAMPLE = """\

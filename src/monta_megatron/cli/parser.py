@@ -1,12 +1,34 @@
-"""The parser of `monta` and its sub-commands: what it takes, and what it says of a mistake."""
+"""The parser of `monta` and its sub-commands: flags, messages of mistakes, standard output."""
 
 import argparse
+import contextlib
+import json
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from monta_megatron.common import first_rank
 from monta_megatron.common.text import nearest, one_of, same_name
+
+
+def add_json(parser: Any) -> None:
+    """Add --json to a parser, or to a group of one."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def print_json(document: Any) -> None:
+    """Print the one JSON document of --json."""
+    print(json.dumps(document, indent=2))
+
+
+@contextlib.contextmanager
+def only_the_report() -> Iterator[None]:
+    """What Megatron and the dispatchers print goes to standard error, and warnings go nowhere."""
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
 
 # Flags of one meaning, those of other tools among them. A flag that a command does not know is
 # answered with the one of its line that it knows.

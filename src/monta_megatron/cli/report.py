@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli import planning
-from monta_megatron.cli.output import add_json, print_json
+from monta_megatron.cli.parser import add_json, print_json
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.flags import printable
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.bench import add_flags
-from monta_megatron.cli.output import add_json, only_the_report, print_json
+from monta_megatron.cli.parser import add_json, only_the_report, print_json
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
 from monta_megatron.common.text import same_name

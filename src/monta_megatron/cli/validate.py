@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from monta_megatron.cli.estimate import add_set
-from monta_megatron.cli.output import add_json, print_json
+from monta_megatron.cli.parser import add_json, print_json
 
 EXAMPLE = """\
 The exit status is 1 where a row is past its tolerance. Constants were fitted

@@ -13,8 +13,7 @@ from monta_megatron.chains.program import Phase
 from monta_megatron.common.ranks import ThisRank
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
-from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.emulation.costs import default_costs
+from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.collectives import find_nodes
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.iterations import all_iterations
