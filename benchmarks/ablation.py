@@ -46,7 +46,7 @@ from monta_megatron.tools.bench.layer import dispatcher_on, layer_config
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import LayerShape, Settings
-from monta_megatron.tools.bench.study import Study
+from monta_megatron.tools.bench.sweep import Study
 from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_resource
 from monta_megatron.tools.bench.workload import Batch, make_batches
 

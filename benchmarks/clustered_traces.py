@@ -22,7 +22,7 @@ import yaml
 from numpy.typing import NDArray
 
 from monta_megatron.integration.limited_routing import within_best_places
-from monta_megatron.tools.place.placement_file import read_placement
+from monta_megatron.tools.place.placement import read_placement
 
 NUM_EXPERTS, TOPK, NUM_RANKS, TOKENS = 64, 8, 4, 512
 # Of which the last ones, a quarter, are held out; the very last one is exchanged.

@@ -30,7 +30,7 @@ from monta_megatron.tools.bench.candidates import (
 )
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
-from monta_megatron.tools.bench.study import Study
+from monta_megatron.tools.bench.sweep import Study
 
 WATCH_STEPS = 50
 UNDISTURBED, SLOW = 2000, 2 * WATCH_STEPS

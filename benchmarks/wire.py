@@ -20,10 +20,10 @@ from monta_megatron.chains.program import DISPATCH
 from monta_megatron.cli import bench, main
 from monta_megatron.common.tables import table
 from monta_megatron.tools.bench.candidates import Candidate, build_candidates, build_dispatcher
+from monta_megatron.tools.bench.measure import time_interleaved
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
-from monta_megatron.tools.bench.study import Study
-from monta_megatron.tools.bench.timing import time_interleaved
+from monta_megatron.tools.bench.sweep import Study
 
 
 def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from monta_megatron.planner.assumptions import assumptions_of
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.routing.expected import UniformRouting
-from monta_megatron.tools.estimate.architecture import Architecture
 from monta_megatron.tools.estimate.exchange import exchange_time
 from monta_megatron.tools.estimate.iteration import (
     EXCHANGE,
@@ -19,7 +18,7 @@ from monta_megatron.tools.estimate.iteration import (
     estimate_iteration,
     moe_layer,
 )
-from monta_megatron.tools.estimate.settings import Dispatcher, TrainingSettings
+from monta_megatron.tools.estimate.layers import Architecture, Dispatcher, TrainingSettings
 
 __all__ = ["draw", "page"]
 

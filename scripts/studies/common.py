@@ -13,8 +13,12 @@ from monta_megatron.planner.layout import ParallelLayout, workloads_of
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import with_batch
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
-from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of
+from monta_megatron.tools.estimate.layers import (
+    Architecture,
+    TrainingSettings,
+    architecture_of,
+    settings_of,
+)
 from monta_megatron.tools.launch.prepare import read_run
 
 # A README shows a picture 830 pixels wide: two dots for each.

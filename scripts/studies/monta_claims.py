@@ -21,11 +21,7 @@ from monta_megatron.planner.workload import Workload
 from monta_megatron.tools import pictures
 from monta_megatron.tools.estimate.estimate import MFU_SETS
 from monta_megatron.tools.estimate.exchange import NO_HOST, exchange_time, less_saved, of_price
-from monta_megatron.tools.estimate.iteration import (
-    EXCHANGE,
-    Iteration,
-    estimate_iteration,
-)
+from monta_megatron.tools.estimate.iteration import EXCHANGE, Iteration, estimate_iteration
 
 PHASE = "forward_backward"
 PIPELINED = CHAINS["alltoall_allgather"]

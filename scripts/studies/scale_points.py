@@ -17,11 +17,10 @@ from monta_megatron.planner.models.model import Model, with_batch
 from monta_megatron.planner.models.training_memory import training_memory
 from monta_megatron.planner.select import Selection, select
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.estimate import communication
-from monta_megatron.tools.estimate.architecture import Architecture
+from monta_megatron.tools.estimate import iteration as communication
 from monta_megatron.tools.estimate.exchange import ExchangeTime, exchange_time, less_saved
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration
-from monta_megatron.tools.estimate.settings import TrainingSettings
+from monta_megatron.tools.estimate.layers import Architecture, TrainingSettings
 
 TPS, PPS, EPS = (1, 2, 8), (1, 4, 16), (8, 16, 32, 64, 128, 256)
 SEQ_LENGTH = 4096

@@ -12,8 +12,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.common.units import GB_BYTES
 from monta_megatron.planner.plan import Plan
 from monta_megatron.tools import pictures
-from monta_megatron.tools.plan.plan_request import PlanRequest
-from monta_megatron.tools.plan.request import read_inputs
+from monta_megatron.tools.plan.request import PlanRequest, read_inputs
 from monta_megatron.tools.plan.simulation import best_within, plan_at
 
 SEQUENCES = tuple(2**power for power in range(12, 21))

@@ -40,8 +40,7 @@ def plan(
         ValueError: an argument is wrong, no chain can run, or the training does not fit into the
             memory of a rank.
     """
-    from monta_megatron.tools.plan.plan_request import request_of
-    from monta_megatron.tools.plan.request import plan_request, read_inputs
+    from monta_megatron.tools.plan.request import plan_request, read_inputs, request_of
 
     request = request_of(model, cluster, layout, settings)
     return plan_request(request, read_inputs(request))[0]
@@ -76,8 +75,7 @@ def timeline(
             memory of a rank, or a file cannot be written.
     """
     from monta_megatron.common.files import make_folder
-    from monta_megatron.tools.plan.plan_request import request_of
-    from monta_megatron.tools.plan.request import read_inputs
+    from monta_megatron.tools.plan.request import read_inputs, request_of
     from monta_megatron.tools.timeline.drawing import named_chain, of_prediction, write
 
     request = request_of(model, cluster, layout, settings)

@@ -289,9 +289,9 @@ def test_what_says_so_needs_no_torch() -> None:
         "tools.bench.report",
         "tools.bench.settings",
         "tools.bench.statistics",
-        "tools.bench.study",
+        "tools.bench.sweep",
         "tools.bench.summary",
-        "tools.bench.summary_tables",
+        "tools.bench.summary",
         "tools.bench.sweep",
         "tools.bench.traffic",
     ]

@@ -11,14 +11,14 @@ from test_bench_numbers import BASE, FLAT
 from monta_megatron.chains import CHAINS, Counts
 from monta_megatron.planner.routing.drawn import imbalance_map
 from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS
-from monta_megatron.tools.bench.routing import (
+from monta_megatron.tools.bench.settings import Settings, parse_settings
+from monta_megatron.tools.bench.traffic import (
     check_routing,
     exchange_of,
     routing_maps,
     routing_name,
     routing_of,
 )
-from monta_megatron.tools.bench.settings import Settings, parse_settings
 
 RANKS = 4
 

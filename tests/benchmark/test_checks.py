@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_bench_numbers import SPLIT
 
-from monta_megatron.tools.bench import checks
+from monta_megatron.tools.bench import measure
 from monta_megatron.tools.bench.candidates import Passed
 
 
@@ -19,12 +19,12 @@ def ours(rows: str = "permuted tokens") -> Any:
 
 
 def test_a_sum_that_is_not_a_number_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.dist, "all_reduce", lambda values: None)
+    monkeypatch.setattr(measure.dist, "all_reduce", lambda values: None)
     rows = torch.ones(2, 4)
-    reference = checks.Reference(exact=rows.double(), once=rows)
+    reference = measure.Reference(exact=rows.double(), once=rows)
 
     def lines(mine: torch.Tensor) -> list[str]:
-        return checks._rounded("output", mine, rows + 1e-3, reference, ours(), SPLIT)
+        return measure._rounded("output", mine, rows + 1e-3, reference, ours(), SPLIT)
 
     assert lines(rows) == []
     for wrong in (rows + 1, rows * math.nan):
@@ -43,9 +43,9 @@ def test_a_gradient_of_probabilities_that_is_nan_is_wrong() -> None:
             probs_gradient=torch.full((2, 8), gradient),
         )
 
-    assert checks._moved(ours(), passed(1.0), passed(1.0)) == []
+    assert measure._moved(ours(), passed(1.0), passed(1.0)) == []
     for wrong in (math.nan, 1.001):
-        (line,) = checks._moved(ours(), passed(wrong), passed(1.0))
+        (line,) = measure._moved(ours(), passed(wrong), passed(1.0))
         assert line.startswith("gradient of the probabilities is off by up to ")
 
 
@@ -59,4 +59,4 @@ def test_a_gradient_of_probabilities_that_is_nan_is_wrong() -> None:
     ],
 )
 def test_which_sums_have_to_be_stocks_to_the_bit(rows: str, ep: int, etp: int, exact: bool) -> None:
-    assert checks.has_stocks_order(ours(rows), replace(SPLIT, ep=ep, etp=etp)) == exact
+    assert measure.has_stocks_order(ours(rows), replace(SPLIT, ep=ep, etp=etp)) == exact

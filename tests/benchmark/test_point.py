@@ -10,10 +10,10 @@ from equal import assert_equal
 from test_bench_numbers import BASE, FLAT, routing_map
 
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.tools.bench import point, timing
+from monta_megatron.tools.bench import measure, point
+from monta_megatron.tools.bench.measure import time_interleaved
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.settings import parse_settings
-from monta_megatron.tools.bench.timing import time_interleaved
 from monta_megatron.tools.bench.workload import make_batches
 
 
@@ -39,14 +39,14 @@ def test_times_are_the_slowest_ranks_without_the_warmup(
     repeats = 2
 
     def all_reduce(values: torch.Tensor, op: Any = None) -> None:
-        if op == timing.dist.ReduceOp.MAX:
+        if op == measure.dist.ReduceOp.MAX:
             values.clamp_(min=1e6)
         elif values.dtype == torch.float64:
             assert op is None, "times must be reduced with MAX"
             values += 7 * repeats
 
-    monkeypatch.setattr(timing.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
     sent_bytes = 0
 
     def send(num_bytes: int) -> None:

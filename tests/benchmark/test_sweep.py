@@ -18,8 +18,7 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.tools.bench.plots import points_by_size
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import parse_settings
-from monta_megatron.tools.bench.summary import measured_points, summarise
-from monta_megatron.tools.bench.summary_tables import summary_lines
+from monta_megatron.tools.bench.summary import measured_points, summarise, summary_lines
 from monta_megatron.tools.bench.sweep import Results, read_reports, read_sweep
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -15,7 +15,7 @@ from monta_megatron.exchange.calibration import timer
 from monta_megatron.exchange.calibration.timer import Timer
 from monta_megatron.planner.calibration.points import series_of_exchange
 from monta_megatron.planner.chain_policy import chains_for
-from monta_megatron.tools.calibrate import groups as groups_of_cluster
+from monta_megatron.tools.calibrate import run as groups_of_cluster
 
 
 @pytest.mark.parametrize(

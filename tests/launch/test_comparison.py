@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.tools.compare.comparison import compare, in_turn, largest_difference
-from monta_megatron.tools.compare.trainings import arguments_for
+from monta_megatron.tools.compare.comparison import (
+    arguments_for,
+    compare,
+    in_turn,
+    largest_difference,
+)
 from monta_megatron.tools.launch.arguments import from_words
+from monta_megatron.tools.launch.log import TrainingLog, read_log
 from monta_megatron.tools.launch.run_config import RunConfig
-from monta_megatron.tools.launch.training_log import TrainingLog, read_log
 
 FILE = str(Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml")
 LOG = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monta_megatron.tools.compare.flex import why_no_flex
+from monta_megatron.tools.compare.comparison import why_no_flex
 from monta_megatron.tools.launch.arguments import from_words
 
 HYBRID = "--moe-flex-dispatcher-backend hybridep"

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from monta_megatron.cli import main
-from monta_megatron.tools.launch import run_directory
+from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import prepare
-from monta_megatron.tools.launch.script import run_script
+from monta_megatron.tools.launch.start import run_script
 
 MARKER = "injected"
 TOUCH = f"touch {MARKER}"
@@ -135,7 +135,7 @@ def outcome(file: Path, *words: str, directory: Path | None = None) -> dict[str,
     """What the ranks were given, once run.sh has run; or the line that refuses it."""
     try:
         run = prepare(str(file), words, directory, dry_run=False)
-        run_directory.write(run)
+        start.write(run)
     except ValueError as error:
         return str(error)
     done = subprocess.run(
@@ -310,7 +310,7 @@ def test_the_name_of_a_file_that_does_not_exist(
 
 def test_nothing_else_quotes_for_a_shell() -> None:
     """One function quotes; commands that are only noted, in JSON, are no shell's."""
-    source = Path(run_directory.__file__).parents[2]
+    source = Path(start.__file__).parents[2]
     noted = {"run_directory.py", "report.py", "run.py", "texts.py"}
     users = {path.name for path in source.rglob("*.py") if re.search(r"shlex", path.read_text())}
     assert users == noted

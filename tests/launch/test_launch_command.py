@@ -14,19 +14,13 @@ from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import Plan
-from monta_megatron.tools.launch import run_directory
+from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.arguments import from_words
-from monta_megatron.tools.launch.check import checked
-from monta_megatron.tools.launch.iteration import (
-    iteration_of_run,
-    moe_layers,
-    stages_of_layers,
-)
-from monta_megatron.tools.launch.prepare import Run, prepare
+from monta_megatron.tools.launch.exchanges import iteration_of_run, moe_layers, stages_of_layers
+from monta_megatron.tools.launch.log import summary_of
+from monta_megatron.tools.launch.prepare import Run, checked, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
-from monta_megatron.tools.launch.script import run_script
-from monta_megatron.tools.launch.start import choose_start, start_command, submit
-from monta_megatron.tools.launch.summary import summary_of
+from monta_megatron.tools.launch.start import choose_start, run_script, start_command, submit
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")
@@ -202,8 +196,8 @@ def test_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_run_directory_explains_itself(tmp_path: Path) -> None:
     run = ready(edited(tmp_path, ("megatron", "wandb-exp-name", "$$5")), "--lr", "1e-3")
     assert run.arguments["wandb-exp-name"].value == "$5"
-    run = run_directory.self_contained(run)
-    run_directory.write(run)
+    run = start.self_contained(run)
+    start.write(run)
     assert run.directory == Path("runs/quickstart_launch").absolute()
     assert {path.name for path in run.directory.iterdir()} == {
         *("config.yaml", "model.yaml", "cluster.yaml", "plan.yaml", "versions.json"),
@@ -242,8 +236,8 @@ def test_a_config_of_hugging_face_is_copied_as_it_is(tmp_path: Path) -> None:
     # Megatron's arguments say how long sequences are.
     (note,) = [note for note in run.notes if "assumed" in note]
     assert note.endswith("assumed: dtype bf16, probs_dtype fp32")
-    run = run_directory.self_contained(run)
-    run_directory.write(run)
+    run = start.self_contained(run)
+    start.write(run)
     copy = run.directory / "model.json"
     assert json.loads(copy.read_text()) == PUBLISHED["mixtral_8x7b"]
     again = ready(str(run.directory / "config.yaml"))
@@ -258,16 +252,16 @@ def test_a_given_plan_and_another_cluster_are_copied_too(tmp_path: Path) -> None
     other = tmp_path / "other.yaml"
     other.write_bytes((CONFIGS / "clusters/emulated_2x4_500mbit.yaml").read_bytes() + b"# other\n")
     words = [*PLAN_GIVEN, str(plan), "--moe-monta-cluster", str(other)]
-    run = run_directory.self_contained(ready(QUICKSTART, *words))
-    run_directory.write(run)
+    run = start.self_contained(ready(QUICKSTART, *words))
+    start.write(run)
     for name, file in (("plan.yaml", plan), ("cluster.yaml", other)):
         assert (run.directory / name).read_bytes() == file.read_bytes()
         assert f"{run.directory}/{name}" in words_of(run)
     again = ready(str(run.directory / "config.yaml"))
     assert words_of(again) == words_of(run)
     # Stock's dispatchers take none of it, and the file still serves to compare with them.
-    stock = run_directory.self_contained(ready(QUICKSTART, *STOCK))
-    run_directory.write(stock)
+    stock = start.self_contained(ready(QUICKSTART, *STOCK))
+    start.write(stock)
     assert not any("monta" in word for word in words_of(stock) if word.startswith("--"))
     assert ready(str(stock.directory / "config.yaml"), "--moe-token-dispatcher-type", "monta").plan
 
@@ -361,7 +355,7 @@ def test_the_stage_with_most_experts(words: str, num_layers: int, is_lower_bound
 def test_the_summary_is_what_the_log_says() -> None:
     run = ready(QUICKSTART)
     assert run.benefit is not None
-    run_directory.write(run)
+    start.write(run)
     assert summary_of(run).lines() == [f"log: {run.directory}/logs/run.log"]
     line = " iteration {}/ 9 | elapsed time per iteration (ms): {} | lm loss: {} | x: 1 |"
     log = [
@@ -391,7 +385,7 @@ def test_nothing_is_overwritten() -> None:
     for name in ("quickstart_launch", "quickstart_launch-2", "quickstart_launch-3"):
         run = ready(QUICKSTART)
         assert run.directory.name == name
-        run_directory.write(run)
+        start.write(run)
 
 
 def test_run_script_serves_bash_and_sbatch() -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from slurm_cluster import Cluster, missing, running_cluster
 
-from monta_megatron.tools.launch import run_directory
+from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import Run, prepare
 from monta_megatron.tools.launch.start import start_command
 
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Run:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(data))
     run = prepare(str(path), [], tmp_path / "run", dry_run=False)
-    run_directory.write(run)
+    start.write(run)
     return run
 
 

@@ -8,11 +8,11 @@ import pytest
 import yaml
 from slurm_cluster import DEFAULT_MEMORY_MB, MEMORY_MB, Cluster, missing, running_cluster
 
-from monta_megatron.tools.launch import run_directory
+from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import prepare
 from monta_megatron.tools.launch.start import start_command
 from monta_megatron.tools.new.run import run_template
-from monta_megatron.tools.plan.plan_request import PlanRequest
+from monta_megatron.tools.plan.request import PlanRequest
 
 if reason := missing():
     pytest.skip(f"no Slurm: {reason}", allow_module_level=True)
@@ -60,7 +60,7 @@ def test_a_step_is_given_what_the_run_asks_for(slurm: Cluster, tmp_path: Path, a
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(data))
     run = prepare(str(path), [], tmp_path / "run", dry_run=False)
-    run_directory.write(run)
+    start.write(run)
     job = slurm.call(*start_command("sbatch", run)).strip()
     fields = slurm.wait(job, JOB_LIMIT_S)
     log = (run.directory / "logs" / f"{job}.log").read_text()

@@ -23,7 +23,7 @@ from monta_megatron.planner.models.training_memory import state_bytes
 from monta_megatron.tools.launch.prepare import Run, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.new.run import run_template
-from monta_megatron.tools.plan.plan_request import PlanRequest
+from monta_megatron.tools.plan.request import PlanRequest
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted((CONFIGS / "runs").glob("*.yaml"))

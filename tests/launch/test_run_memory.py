@@ -10,7 +10,7 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import HeldState, state_bytes
 from monta_megatron.tools.launch.arguments import from_words
-from monta_megatron.tools.launch.memory import held_state
+from monta_megatron.tools.launch.planning import held_state
 from monta_megatron.tools.launch.prepare import prepare
 from monta_megatron.tools.launch.run_config import RunLayout
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from monta_megatron.tools.launch.run_directory import START
+from monta_megatron.tools.launch.start import START
 from monta_megatron.tools.run_doctor.reading import read_run_folder
-from monta_megatron.tools.run_doctor.rules import diagnose
+from monta_megatron.tools.run_doctor.report import diagnose
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 LAUNCH = [sys.executable, "-m", "monta_megatron.cli", "launch"]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from monta_megatron.cli import main
 from monta_megatron.tools.place.checkpoint import iteration_folder
-from monta_megatron.tools.timeline.training import load_training
+from monta_megatron.tools.timeline.recording import load_training
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(

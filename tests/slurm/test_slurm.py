@@ -12,7 +12,7 @@ import pytest
 from slurm_cluster import KILL_WAIT_S, Cluster, missing, processes_with, running_cluster
 
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.tools.launch.run_directory import START
+from monta_megatron.tools.launch.start import START
 
 if reason := missing():
     pytest.skip(f"no Slurm: {reason}", allow_module_level=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from free_ports import free_ports
 
-from monta_megatron.tools.launch.run_directory import START
+from monta_megatron.tools.launch.start import START
 
 RANKS = str(Path(__file__).with_name("slurm_ranks.py"))
 LIMIT_S = 60

@@ -23,11 +23,10 @@ from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.pricing import AROUND_STAGES
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.timeline.comparison import Comparison, end_to_end
-from monta_megatron.tools.timeline.overlap import overlap_table, overlaps
+from monta_megatron.tools.timeline.drawing import chrome_trace
+from monta_megatron.tools.timeline.picture import Comparison, end_to_end
 from monta_megatron.tools.timeline.predicted import predict
-from monta_megatron.tools.timeline.spans import Timeline, Track, rows_of
-from monta_megatron.tools.timeline.trace import chrome_trace
+from monta_megatron.tools.timeline.spans import Timeline, Track, overlap_table, overlaps, rows_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = CONFIGS / "models/qwen3_235b_a22b.yaml"

@@ -8,7 +8,7 @@ import pytest
 
 from monta_megatron.cli import main
 from monta_megatron.exchange.recording import RankRecording, RecordedPass, Span
-from monta_megatron.tools.timeline.training import load_training, median_timeline, whole_timeline
+from monta_megatron.tools.timeline.recording import load_training, median_timeline, whole_timeline
 
 PASSES = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 

@@ -9,7 +9,7 @@ from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.tools.launch.prepare import prepare
 from monta_megatron.tools.launch.run_config import RunConfig
-from monta_megatron.tools.launch.script import run_script
+from monta_megatron.tools.launch.start import run_script
 from monta_megatron.tools.new import hardware
 
 PORT = "class/infiniband/{}/ports/1"

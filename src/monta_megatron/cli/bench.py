@@ -13,8 +13,7 @@ from monta_megatron.tools.bench.flags import FLAGS, Flag
 if TYPE_CHECKING:
     from monta_megatron.emulation.cluster import EmulatedCluster
     from monta_megatron.tools.bench.settings import Settings
-    from monta_megatron.tools.bench.study import Study
-    from monta_megatron.tools.bench.sweep import SweepPoint
+    from monta_megatron.tools.bench.sweep import Study, SweepPoint
 
 EXAMPLE = """\
 examples, on 4 CPU ranks that stand for 2 nodes:
@@ -167,9 +166,9 @@ def _run(parsed: argparse.Namespace, study: "Study | None") -> int:
 
 
 def _points(parsed: argparse.Namespace, world_size: int) -> "list[SweepPoint]":
-    from monta_megatron.tools.bench.routing import check_routing
     from monta_megatron.tools.bench.settings import parse_settings
     from monta_megatron.tools.bench.sweep import SweepPoint, read_sweep
+    from monta_megatron.tools.bench.traffic import check_routing
 
     if parsed.sweep is None:
         points = [SweepPoint(name="headline", settings=parse_settings(vars(parsed), world_size))]
@@ -207,8 +206,7 @@ def _plot(reports: list[dict[str, Any]], folder: str | None) -> None:
 def _print_summary(
     reports: list[dict[str, Any]], as_json: bool, study: "Study | None" = None
 ) -> None:
-    from monta_megatron.tools.bench.summary import summarise
-    from monta_megatron.tools.bench.summary_tables import summary_lines
+    from monta_megatron.tools.bench.summary import summarise, summary_lines
 
     if as_json:
         summary = {} if study is not None else {"summary": summarise(reports)}

@@ -88,8 +88,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.first_rank import is_first_rank
     from monta_megatron.common.ranks import find_this_rank
-    from monta_megatron.tools.calibrate.budgets import ctas_of_environment
-    from monta_megatron.tools.calibrate.record import alone
+    from monta_megatron.tools.calibrate.record import alone, ctas_of_environment
     from monta_megatron.tools.pictures import check_can_plot
 
     # Step 1: what the flags say.
@@ -188,7 +187,7 @@ def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None
         }
         print_json(document)
     if parsed.plot is not None:
-        from monta_megatron.tools.calibrate.plots import plot_curves
+        from monta_megatron.tools.calibrate.report import plot_curves
 
         path = plot_curves(result.cluster, Path(parsed.plot))
         print(f"monta calibrate: drew {path}", file=sys.stderr)

@@ -60,10 +60,10 @@ def run(parsed: argparse.Namespace) -> int:
     """Prepare and run all trainings, print the table; returns the exit status."""
     from monta_megatron.common.files import write_whole
     from monta_megatron.common.ranks import why_ended
-    from monta_megatron.tools.compare import report
-    from monta_megatron.tools.compare.comparison import compare
-    from monta_megatron.tools.compare.trainings import (
+    from monta_megatron.tools.compare import comparison
+    from monta_megatron.tools.compare.comparison import (
         TrainingFailed,
+        compare,
         prepare_trainings,
         train_all,
     )
@@ -96,12 +96,12 @@ def run(parsed: argparse.Namespace) -> int:
             print_json({**failed_run, "exit_status": status})
         return status
     rows = compare([(training.dispatcher, log) for training, log in logs])
-    document = report.document(rows, trainings, logs, parsed.iterations)
+    document = comparison.document(rows, trainings, logs, parsed.iterations)
     write_whole(trainings.directory / "compare.json", json.dumps(document, indent=2) + "\n")
     if parsed.json:
         print_json({**document, "exit_status": 0})
     else:
-        print(report.text(rows, trainings, parsed.iterations))
+        print(comparison.text(rows, trainings, parsed.iterations))
     return 0
 
 

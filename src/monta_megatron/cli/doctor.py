@@ -63,8 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _run_folder(parsed: argparse.Namespace) -> int:
     from monta_megatron.tools.run_doctor.reading import read_run_folder
-    from monta_megatron.tools.run_doctor.report import document, text
-    from monta_megatron.tools.run_doctor.rules import diagnose
+    from monta_megatron.tools.run_doctor.report import diagnose, document, text
 
     figures = read_run_folder(parsed.folder)
     findings = diagnose(figures)

@@ -117,12 +117,17 @@ def add_start(
 def run(parsed: argparse.Namespace) -> int:
     """Prepare, write and start the run; returns its exit status."""
     from monta_megatron.common.ranks import why_ended
-    from monta_megatron.tools.launch import run_directory
-    from monta_megatron.tools.launch.check import checked
-    from monta_megatron.tools.launch.prepare import prepare
-    from monta_megatron.tools.launch.script import run_script
-    from monta_megatron.tools.launch.start import choose_start, run_and_log, start_command, submit
-    from monta_megatron.tools.launch.summary import summary_of
+    from monta_megatron.tools.launch.log import summary_of
+    from monta_megatron.tools.launch.prepare import checked, prepare
+    from monta_megatron.tools.launch.start import (
+        choose_start,
+        run_and_log,
+        run_script,
+        self_contained,
+        start_command,
+        submit,
+        write,
+    )
 
     prepared = prepare(
         run_file(parsed),
@@ -132,7 +137,7 @@ def run(parsed: argparse.Namespace) -> int:
         parsed.ignore_memory,
     )
     start = choose_start(parsed.start, prepared, parsed.dry_run)
-    prepared = run_directory.self_contained(checked(prepared, parsed.force))
+    prepared = self_contained(checked(prepared, parsed.force))
     if start == "sbatch" and prepared.lacks_to_resume:
         note = (
             "the job ends at its time limit and is not requeued, since it would start over "
@@ -148,7 +153,7 @@ def run(parsed: argparse.Namespace) -> int:
         else:
             print(run_script(prepared).rstrip())
         return 0
-    run_directory.write(prepared)
+    write(prepared)
     status = 0
     if start == "sbatch":
         document["job"] = submit(command)

@@ -180,7 +180,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _model(parsed: argparse.Namespace) -> "Template":
-    from monta_megatron.tools.new.model import model_template
+    from monta_megatron.tools.new.run import model_template
 
     names = [name for name in get_type_hints(Model) if name not in WITHOUT_FLAG]
     return model_template(_given(parsed, names), parsed.start)
@@ -208,9 +208,9 @@ def _cluster(parsed: argparse.Namespace) -> "Template":
 
 def _run(parsed: argparse.Namespace) -> "Template":
     from monta_megatron.tools.new import hardware
-    from monta_megatron.tools.new.network import network_environment
+    from monta_megatron.tools.new.hardware import network_environment
     from monta_megatron.tools.new.run import run_template
-    from monta_megatron.tools.plan.plan_request import PlanRequest
+    from monta_megatron.tools.plan.request import PlanRequest
 
     names = [name.replace("-", "_") for name in (*planning.SIZES, *planning.BATCH)]
     nodes, ranks_per_node = _hosts(parsed)

@@ -98,8 +98,8 @@ def _place(parsed: argparse.Namespace) -> int:
     from monta_megatron.planner.models.files import load_model
     from monta_megatron.tools.pictures import check_can_plot
     from monta_megatron.tools.place import report, study
-    from monta_megatron.tools.place.placement_file import write_placement
-    from monta_megatron.tools.place.traced_layers import read_layers
+    from monta_megatron.tools.place.placement import write_placement
+    from monta_megatron.tools.place.study import read_layers
 
     out = None if parsed.out is None else Path(parsed.out)
     if out is not None and out.exists() and not (parsed.force and out.is_file()):
@@ -117,7 +117,7 @@ def _place(parsed: argparse.Namespace) -> int:
         placed = study.place_model(layers, model, places, max_load, progress.step)
     document = study.document_of(placed, model, places, min_gain_pct)
     if parsed.plot is not None:
-        from monta_megatron.tools.place.picture import draw_most_won
+        from monta_megatron.tools.place.report import draw_most_won
 
         draw_most_won(Path(parsed.plot), layers, placed, places)
     is_written = out is not None and document["refused"] is None
@@ -140,7 +140,7 @@ def _apply(parsed: argparse.Namespace) -> int:
         raise ValueError("--out: must be given, or --replace, and not both")
 
     from monta_megatron.tools.place.checkpoint import apply_placement
-    from monta_megatron.tools.place.placement_file import read_placement
+    from monta_megatron.tools.place.placement import read_placement
 
     placement = read_placement(Path(parsed.placement))
     if parsed.undo:

@@ -80,17 +80,17 @@ def run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common import strict_yaml
     from monta_megatron.planner.flex import predict_flex
     from monta_megatron.planner.select import MARGIN
-    from monta_megatron.tools.plan.benefit import benefit_of_plan
-    from monta_megatron.tools.plan.program_table import program_lines, program_of
     from monta_megatron.tools.plan.report import (
         layout_lines,
         note_lines,
         plan_lines,
+        program_lines,
+        program_of,
         ranked_by_lines,
         rate_lines,
         standing_lines,
     )
-    from monta_megatron.tools.plan.request import candidate_of, plan_request
+    from monta_megatron.tools.plan.request import benefit_of_plan, candidate_of, plan_request
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
         raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")

@@ -11,8 +11,7 @@ from monta_megatron.common.flags import num_tokens, positive, whole
 from monta_megatron.planner.routing.names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
-    from monta_megatron.tools.plan.plan_request import PlanRequest
-    from monta_megatron.tools.plan.request import PlanInputs
+    from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
 
 FILES = {
     "model": "a file, a config.json of Hugging Face or its folder, or a preset by its name in "
@@ -176,8 +175,7 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
     """
     from monta_megatron.common.tables import show_progress
     from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.tools.plan.plan_request import PlanRequest
-    from monta_megatron.tools.plan.request import read_inputs
+    from monta_megatron.tools.plan.request import PlanRequest, read_inputs
 
     given = {
         entry.name: getattr(parsed, entry.name)

@@ -117,7 +117,7 @@ def _check_out(out: Path, parsed: argparse.Namespace) -> None:
 def _sections(parsed: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """A name for the page, and the parts of `PARTS` that the flags give, in that order."""
     from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.tools.report import sections as of
+    from monta_megatron.tools.report import page as of
     from monta_megatron.tools.timeline import drawing
 
     name, sections = "monta", dict[str, Any]()

@@ -126,7 +126,7 @@ def run(parsed: argparse.Namespace) -> int:
         ]
         print("\n\n".join(["\n".join(about), *tables, "\n".join(after)]))
     if parsed.plot is not None:
-        from monta_megatron.tools.plan.plots import plot_plans
+        from monta_megatron.tools.plan.report import plot_plans
 
         path = Path(parsed.plot) / f"simulate_{sweep.factor}.png"
         plot_plans(sweep.values, plans, FACTORS[sweep.factor][1], title, path)

@@ -233,7 +233,7 @@ def _write(parsed: argparse.Namespace, drawing: "Drawing") -> None:
     from monta_megatron.common.strict_yaml import plain
     from monta_megatron.tools import pictures
     from monta_megatron.tools.timeline.drawing import write
-    from monta_megatron.tools.timeline.overlap import overlap_table, overlaps
+    from monta_megatron.tools.timeline.spans import overlap_table, overlaps
 
     folder = drawing.folder if parsed.out is None else Path(parsed.out)
     make_folder(folder, "--out")

@@ -161,7 +161,7 @@ def _launch_queues() -> Iterator[Finding]:
 
 
 def _communicators() -> Iterator[Finding]:
-    from monta_megatron.tools.calibrate.budgets import ctas_of_environment
+    from monta_megatron.tools.calibrate.record import ctas_of_environment
 
     if "NCCL_MAX_CTAS" in os.environ:
         yield Finding(

@@ -4,9 +4,13 @@ import pytest
 
 from monta_megatron.common import presets
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
-from monta_megatron.tools.estimate.communication import stage_parameters
-from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of
+from monta_megatron.tools.estimate.iteration import stage_parameters
+from monta_megatron.tools.estimate.layers import (
+    Architecture,
+    TrainingSettings,
+    architecture_of,
+    settings_of,
+)
 from monta_megatron.tools.launch.prepare import read_run
 
 RUNS = sorted(path.stem for path in (presets.FOLDER / "runs").glob("*.yaml"))

@@ -15,7 +15,7 @@ from monta_megatron.planner.assumptions import assumptions_of
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.tools.estimate.estimate import EstimateRequest, estimate
 from monta_megatron.tools.estimate.iteration import estimate_iteration
-from monta_megatron.tools.estimate.settings import TrainingSettings
+from monta_megatron.tools.estimate.layers import TrainingSettings
 from monta_megatron.tools.estimate.validation import changed_architecture
 
 RUN = "qwen3_235b_a22b"

@@ -5,12 +5,6 @@ from dataclasses import replace
 import pytest
 from toy import TOY, assumed, toy_cluster
 
-from monta_megatron.tools.estimate.communication import (
-    context_parallel_us,
-    gradient_us,
-    ring_us,
-    tensor_parallel_us,
-)
 from monta_megatron.tools.estimate.exchange import ExchangeTime
 from monta_megatron.tools.estimate.iteration import (
     BUBBLE,
@@ -19,10 +13,14 @@ from monta_megatron.tools.estimate.iteration import (
     HOST,
     UNEVEN,
     Iteration,
+    context_parallel_us,
     estimate_iteration,
+    gradient_us,
     moe_layer,
+    ring_us,
+    tensor_parallel_us,
 )
-from monta_megatron.tools.estimate.settings import TrainingSettings
+from monta_megatron.tools.estimate.layers import TrainingSettings
 
 SETTINGS = TrainingSettings(world_size=4, ep=4, seq_length=2000, global_batch_size=8)
 EXCHANGED = ExchangeTime(forward_us=100, backward_us=120, num_chunks=4)

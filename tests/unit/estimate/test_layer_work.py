@@ -9,14 +9,14 @@ import pytest
 from toy import MEMORY_GBYTES_PER_S, TOY, assumed
 
 from monta_megatron.planner.experts import Work, times_us
-from monta_megatron.tools.estimate.layer_work import (
+from monta_megatron.tools.estimate.layers import (
+    TrainingSettings,
     attention,
     embedding_and_loss,
     experts,
     feed_forward,
     router,
 )
-from monta_megatron.tools.estimate.settings import TrainingSettings
 
 SETTINGS = TrainingSettings(world_size=4, ep=4, seq_length=2000, global_batch_size=8)
 

@@ -3,7 +3,7 @@
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.assumptions import Assumptions, assumptions_of
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
-from monta_megatron.tools.estimate.architecture import Architecture
+from monta_megatron.tools.estimate.layers import Architecture
 
 # 1e9 FLOPs per us, 1e7 bytes per us of memory, all of them reached; no host.
 ROUND = {

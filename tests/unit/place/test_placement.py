@@ -8,8 +8,12 @@ from numpy.typing import NDArray
 from planted import planted_routing
 
 from monta_megatron.planner.routing.expected import UniformRouting
-from monta_megatron.tools.place.collaboration import co_activation, collaboration
-from monta_megatron.tools.place.placement import _saved_by_swap, place_experts
+from monta_megatron.tools.place.placement import (
+    _saved_by_swap,
+    co_activation,
+    collaboration,
+    place_experts,
+)
 
 
 def copies(routing_map: NDArray[np.bool_], num_parts: int) -> float:

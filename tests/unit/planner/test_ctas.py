@@ -13,7 +13,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.plan import Plan, plan
-from monta_megatron.tools.calibrate.budgets import ctas_of_environment
+from monta_megatron.tools.calibrate.record import ctas_of_environment
 
 
 def preset() -> Cluster:

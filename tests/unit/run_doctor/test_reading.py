@@ -10,7 +10,7 @@ from watched_iteration import CHANGE, WATCHED
 
 from monta_megatron.cli import main
 from monta_megatron.tools.run_doctor.reading import read_run_folder
-from monta_megatron.tools.run_doctor.rules import diagnose
+from monta_megatron.tools.run_doctor.report import diagnose
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LOG = """\

@@ -14,8 +14,7 @@ from monta_megatron.tools.run_doctor.figures import (
     RunFigures,
     WhatIf,
 )
-from monta_megatron.tools.run_doctor.report import text
-from monta_megatron.tools.run_doctor.rules import RULES, diagnose
+from monta_megatron.tools.run_doctor.report import RULES, diagnose, text
 
 # 100 ms that are well spread: nothing is busy for half of it.
 EXCHANGE = ExchangeFigures(

@@ -18,11 +18,11 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.layer import (
     Experts,
+    TimedExperts,
     monta_dispatcher,
     stock_dispatcher,
 )
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.timed_experts import TimedExperts
 from monta_megatron.tools.bench.traffic import Traffic
 from monta_megatron.tools.bench.workload import Batch
 

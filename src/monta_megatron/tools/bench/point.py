@@ -37,13 +37,12 @@ from monta_megatron.tools.bench.layer import (
     exchange_layout,
     initialize_groups,
 )
+from monta_megatron.tools.bench.measure import time_interleaved, wait_for_all
 from monta_megatron.tools.bench.prediction import predict
 from monta_megatron.tools.bench.report import Row, describe
-from monta_megatron.tools.bench.routing import exchange_of
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians, spread
-from monta_megatron.tools.bench.timing import time_interleaved, wait_for_all
-from monta_megatron.tools.bench.traffic import Traffic
+from monta_megatron.tools.bench.traffic import Traffic, exchange_of
 from monta_megatron.tools.bench.workload import Batch, make_batches
 from monta_megatron.tools.calibrate.experts import sizes_of, time_experts
 

@@ -11,8 +11,8 @@ from monta_megatron.common import tables
 from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.options import AUTO
-from monta_megatron.tools.bench.routing import routing_name
 from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.traffic import routing_name
 
 COLUMNS = ("chain x chunks", ">ms", ">p10 to p90", ">inter", ">intra", ">limit", ">ratio")
 PREDICTION_COLUMNS = ("predicted from the cluster file", "", ">ms", ">measured", ">error")

@@ -14,13 +14,11 @@ from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import build_candidates, identity_experts
-from monta_megatron.tools.bench.checks import check_candidates
-from monta_megatron.tools.bench.layer import Experts, build_experts
+from monta_megatron.tools.bench.layer import Experts, TimedExperts, build_experts
+from monta_megatron.tools.bench.measure import check_candidates
 from monta_megatron.tools.bench.point import Task, prepare
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.study import Study
-from monta_megatron.tools.bench.sweep import SweepPoint, settings_document
-from monta_megatron.tools.bench.timed_experts import TimedExperts
+from monta_megatron.tools.bench.sweep import Study, SweepPoint, settings_document
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 

@@ -1,27 +1,38 @@
-"""A sweep: a benchmark at many points in one launch, each saved when it is done. No torch.
+"""A sweep: a benchmark at many points in one launch, each saved when done. No torch."""
 
-A sweep file holds flags of `monta bench` by their names, first for all points (`headline`), then
-what each point changes. Flags of the command line override those of the headline.
-
-    headline: {experts: 64, top-k: 8, hidden: 1024, tokens: 512}
-    points:
-    - {}                            # the headline itself
-    - {tokens: 2048, hidden: 512}
-    - {tp: 4, ep: 2}
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import add_json_line, read_json_lines, write_json_lines
 from monta_megatron.common.text import advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.tools.bench.flags import POINT_FLAGS
+from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import Settings, parse_settings
-from monta_megatron.tools.bench.study import Study
+
+if TYPE_CHECKING:
+    from monta_megatron.tools.bench.candidates import Build
+    from monta_megatron.tools.bench.point import Bench
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Other candidates, or more that is said of them.
+
+    Attributes:
+        name: what the settings in its reports are marked with.
+        build: makes the candidates, in place of `candidates.build_candidates`.
+        finish: the fields of a report that it adds or replaces, from the rows of a point.
+        text: its tables, from reports.
+    """
+
+    name: str
+    build: "Build"
+    finish: "Callable[[Bench, list[Row]], dict[str, Any]]"
+    text: Callable[[Sequence[dict[str, Any]]], str]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from monta_megatron.chains.layout import Layout
-from monta_megatron.tools.bench.routing import routing_maps
 from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.traffic import routing_maps
 
 
 @dataclass(frozen=True, kw_only=True)

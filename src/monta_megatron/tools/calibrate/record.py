@@ -1,4 +1,4 @@
-"""What has been measured so far, on disk, so that a killed calibration can be resumed. No torch.
+"""Measurements so far, on disk, so that a killed calibration can be resumed. No torch.
 
 `FILE.partial` holds one JSON object per line. The first one says what is measured; each of the
 others holds the time of a point's first runs, or of one run of one task:
@@ -11,14 +11,45 @@ others holds the time of a point's first runs, or of one run of one task:
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from monta_megatron.chains.calibration_tasks import Sample
+from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.common.files import add_json_line, read_json_lines
+
+
+def ctas_of_environment(
+    given: Mapping[str, int | None], environ: Mapping[str, str] = os.environ
+) -> Ctas:
+    """The budgets of a training that is started here.
+
+    Args:
+        given: "rail", "node" -> a budget that goes before the environment's; None for none.
+        environ: MOE_MONTA_RAIL_CTAS, MOE_MONTA_NODE_CTAS, and MOE_MONTA_MAX_CTAS for both.
+
+    Raises:
+        ValueError: a variable is no integer >= 1.
+    """
+
+    def read(name: str) -> int | None:
+        variable = f"MOE_MONTA_{name.upper()}_CTAS"
+        text = environ.get(variable)
+        if not text:
+            return None
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"{variable}: got {text!r}, must be an integer >= 1")
+        return int(text)
+
+    both = read("max")
+    rail, node = (
+        given.get(name) or read(name) or both or default
+        for name, default in DEFAULT_CTAS._asdict().items()
+    )
+    return Ctas(rail=rail, node=node)
 
 
 @contextmanager

@@ -1,13 +1,19 @@
-"""A calibrated cluster as text. No torch."""
+"""A calibrated cluster as text, and its curves as a picture (the `plot` extra). No torch."""
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.calibration.points import SIZE_FACTOR
+from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
+from monta_megatron.tools import pictures
 
 COLUMNS = (
     *("operation", "resource", ">ranks", ">start us", ">GB/s", ">off by"),
@@ -101,3 +107,39 @@ def doubt_lines(cluster: Cluster) -> list[str]:
         for doubt in cluster.doubts
         for line in textwrap.wrap(f"doubt: {doubt}", 80, subsequent_indent=indent)
     ]
+
+
+def plot_curves(cluster: Cluster, folder: Path) -> Path:
+    """Points, and their fits as dashed lines; one panel per resource."""
+    resources = [
+        resource
+        for resource in RESOURCE_NAMES
+        if any(curve.resource == resource for curve in cluster.curves)
+    ]
+    path = folder / "calibration.png"
+    with pictures.figure(path, (4.5 * len(resources), 4)) as figure:
+        axes = figure.subplots(1, len(resources), squeeze=False)[0]
+        for axis, resource in zip(axes, resources, strict=True):
+            for curve in cluster.curves:
+                if curve.resource == resource:
+                    _draw(axis, curve)
+            axis.set(
+                xscale="log", yscale="log", xlabel="bytes per rank", title=RESOURCE_NAMES[resource]
+            )
+            axis.grid()
+            axis.legend()
+        axes[0].set_ylabel("us, slowest rank (dashed: fit)")
+        figure.suptitle(cluster.name)
+    return path
+
+
+def _draw(axis: Any, curve: Curve) -> None:
+    name: str = curve.operation
+    if curve.resource != "memory":
+        name = f"{curve.operation}, {counted(curve.group_size, 'rank')}"
+    (points,) = axis.plot(curve.sizes_bytes, curve.times_us, "o", markersize=4, label=name)
+    if curve.fit is not None:
+        # A line, drawn on axes of logarithms.
+        sizes = np.geomspace(curve.sizes_bytes[0], curve.sizes_bytes[-1], 101)
+        times = curve.fit.alpha_us + sizes * 1e-3 / curve.fit.rate.gbytes_per_s
+        axis.plot(sizes, times, "--", linewidth=1, color=points.get_color())

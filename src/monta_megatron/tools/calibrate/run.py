@@ -1,4 +1,7 @@
-"""One calibration on one rank: groups, estimates, rounds, and the cluster they give."""
+"""One calibration on one rank: groups, estimates, rounds, and the cluster they give.
+
+Rails and nodes get the SMs that they have in a training by default, others NCCL's default.
+"""
 
 import platform
 import time
@@ -13,12 +16,18 @@ import torch.distributed as dist
 
 from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Task
 from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
+from monta_megatron.chains.program import Resource
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
-from monta_megatron.exchange.collectives import find_nodes, gather_objects
+from monta_megatron.exchange.collectives import (
+    PeerGroup,
+    find_nodes,
+    gather_objects,
+    new_local_group,
+)
 from monta_megatron.exchange.kernel_choice import are_all_fused
 from monta_megatron.integration.ranks import agree
 from monta_megatron.integration.self_calibration import (
@@ -39,10 +48,46 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.layer import build_experts, initialize_groups
 from monta_megatron.tools.bench.settings import LayerShape
 from monta_megatron.tools.calibrate.experts import expert_operations, sizes_of
-from monta_megatron.tools.calibrate.groups import make_groups
 from monta_megatron.tools.calibrate.record import Record
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 from monta_megatron.tools.new.hardware import SYS, find_interfaces, nics_of_nodes
+
+
+def make_groups(
+    shape: Shape, nodes: tuple[int, ...], ctas: Ctas
+) -> dict[tuple[Resource, int], PeerGroup]:
+    """(resource, ranks) -> the group of this rank, made by all ranks in the same order.
+
+    Args:
+        shape: nodes and ranks.
+        nodes: node of every rank, in order.
+        ctas: the budgets of rails and nodes.
+    """
+    rank, on_node = dist.get_rank(), shape.ranks_per_node
+    node, position = divmod(rank, on_node)
+    groups: dict[tuple[Resource, int], PeerGroup] = {}
+    for part in shape.parts:
+        stride = on_node // part
+        # inter: the same positions on every node, `stride` apart; intra: neighbours on this node.
+        members: dict[Resource, list[int]] = {
+            "inter": [r for r in range(len(nodes)) if r % on_node % stride == position % stride],
+            "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
+        }
+        budgets = {
+            "inter": ctas.rail if part == 1 else None,
+            "intra": ctas.node if part == on_node else None,
+        }
+        for resource, ranks in members.items():
+            groups[resource, len(ranks)] = PeerGroup(
+                name=f"{resource} {len(ranks)}",
+                process_group=new_local_group(
+                    ranks, f"monta {resource} {part}", dist.group.WORLD, budgets[resource]
+                ),
+                size=len(ranks),
+                rank=ranks.index(rank),
+                nodes=tuple(nodes[other] for other in ranks),
+            )
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,17 +24,16 @@ from monta_megatron.planner.models.training_memory import (
 )
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.estimate.architecture import architecture_of
 from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration
-from monta_megatron.tools.estimate.settings import TrainingSettings, settings_of
+from monta_megatron.tools.estimate.layers import TrainingSettings, architecture_of, settings_of
 from monta_megatron.tools.launch.arguments import SIZE, Arguments, Merged
 from monta_megatron.tools.launch.exchanges import ctas_of_run, kernels_of_run
-from monta_megatron.tools.launch.memory import held_state
+from monta_megatron.tools.launch.planning import held_state
 from monta_megatron.tools.launch.prepare import read_run, resolve_run
 from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
 from monta_megatron.tools.new.run import run_template
-from monta_megatron.tools.plan.plan_request import PlanRequest
+from monta_megatron.tools.plan.request import PlanRequest
 
 STOCK, CHOSEN = "alltoall", "monta"
 PIPELINED = "monta, experts in the pipeline"

@@ -14,8 +14,7 @@ from monta_megatron.planner.experts import VALUE_BYTES, Work
 from monta_megatron.planner.flex import Backend, FlexExchange, memory_rate, one_way_us
 from monta_megatron.planner.layout import exchanges
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.estimate.architecture import Architecture
-from monta_megatron.tools.estimate.settings import TrainingSettings
+from monta_megatron.tools.estimate.layers import Architecture, TrainingSettings
 
 PROB_BYTES = 4
 NO_HOST = HostCosts(

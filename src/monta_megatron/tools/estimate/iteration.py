@@ -1,23 +1,144 @@
-"""The time of a training iteration, by part.
+"""The time of a training iteration, by part, Megatron's other collectives included.
 
 The parts are those of the mean pipeline stage. The slowest stage sets the pace, once for every
-micro-batch; what the first and the last micro-batch wait for is the bubble. In a stage the parts of
+micro-batch; the waits of the first and the last micro-batch are the bubble. In a stage the parts of
 its layers run one after the other. The host starts the kernels of a layer while the GPU runs
 earlier ones; where it takes longer than the GPU, the GPU waits, and some of the shorter of the two
-times always shows, as the host waits for counts. All of it is predicted; nothing was measured.
+times always shows, as the host waits for counts. Collectives are priced as the planner prices them,
+by the links or curves of the cluster file. All of it is predicted; nothing was measured.
 """
 
 import math
 from dataclasses import dataclass
 
+from monta_megatron.chains.program import Resource
 from monta_megatron.planner.assumptions import Assumptions
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.experts import times_us
+from monta_megatron.planner.experts import VALUE_BYTES, Work, times_us
 from monta_megatron.planner.flex import memory_rate
-from monta_megatron.tools.estimate import communication, layer_work
-from monta_megatron.tools.estimate.architecture import Architecture
+from monta_megatron.tools.estimate import layers
 from monta_megatron.tools.estimate.exchange import ExchangeTime, exchange_time
-from monta_megatron.tools.estimate.settings import TrainingSettings
+from monta_megatron.tools.estimate.layers import Architecture, TrainingSettings
+
+GRADIENT_BYTES = 4
+# Reads and writes of the optimizer per parameter: gradient, master weight and two moments in fp32
+# are read, the latter three written, and the weight written in bf16.
+OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
+
+
+def ring_us(cluster: Cluster, num_bytes: float, size: int, stride: int) -> float:
+    """An AllGather or ReduceScatter of a group.
+
+    Args:
+        cluster: with its costs.
+        num_bytes: of the gathered values.
+        size: ranks of the group.
+        stride: between two of its ranks.
+    """
+    if size == 1:
+        return 0.0
+    leaving = num_bytes * (size - 1) / size
+    on_node = max(min(cluster.ranks_per_node // stride, size), 1)
+    resource: Resource = "intra" if on_node == size else "inter"
+    return cluster.time_us("allgather", resource, leaving, size, on_node).us
+
+
+def tensor_parallel_us(
+    model: Architecture, settings: TrainingSettings, cluster: Cluster, num_blocks: int
+) -> tuple[float, float]:
+    """(forward, backward) of one layer with sequence parallelism.
+
+    Args:
+        model, settings, cluster: what is trained.
+        num_blocks: attention, and the feed-forward layers that tensor parallelism splits.
+    """
+    rows = settings.tokens_per_rank * settings.tp * model.hidden_size * VALUE_BYTES
+    one = ring_us(cluster, rows, settings.tp, 1)
+    # Forward an AllGather and a ReduceScatter; backward the input is gathered once more.
+    return 2 * num_blocks * one, 3 * num_blocks * one
+
+
+def context_parallel_us(
+    model: Architecture, settings: TrainingSettings, cluster: Cluster
+) -> tuple[float, float]:
+    """(forward, backward) of one layer: keys and values go around, then their gradients too."""
+    if settings.cp == 1:
+        return 0.0, 0.0
+    per_token = (
+        model.core_attention_values
+        if model.is_latent
+        else 2 * model.num_query_groups * model.head_dim
+    )
+    values = settings.tokens_per_rank * settings.cp * per_token * VALUE_BYTES
+    one = ring_us(cluster, values, settings.cp, settings.tp)
+    return one, 2 * one
+
+
+def stage_boundary_us(model: Architecture, settings: TrainingSettings, cluster: Cluster) -> float:
+    """The hidden rows of a micro-batch from one pipeline stage to the next, one way."""
+    if settings.pp == 1:
+        return 0.0
+    rows = settings.tokens_per_rank * model.hidden_size * VALUE_BYTES
+    between_nodes = settings.world_size // settings.pp >= cluster.ranks_per_node
+    resource: Resource = "inter" if between_nodes else "intra"
+    return cluster.time_us("alltoall", resource, rows, 2, 1).us
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParameters:
+    """Weights that a rank of one pipeline stage holds.
+
+    Attributes:
+        of_experts: of its routed experts.
+        others: the rest.
+    """
+
+    of_experts: float
+    others: float
+
+
+def stage_parameters(model: Architecture, settings: TrainingSettings) -> StageParameters:
+    """Those of the mean stage."""
+    per_ffn = 3 * model.hidden_size
+    num_moe = model.num_layers - model.num_dense_layers
+    experts = num_moe * model.num_experts * per_ffn * model.expert_ffn_size
+    others = (
+        model.num_layers * model.attention_parameters
+        + num_moe * (per_ffn * model.shared_ffn_size + model.hidden_size * model.num_experts)
+        + model.num_dense_layers * per_ffn * model.dense_ffn_size
+        + 2 * model.vocab_size * model.hidden_size
+    )
+    return StageParameters(
+        of_experts=experts / (settings.pp * settings.ep * settings.etp),
+        others=others / (settings.pp * settings.tp),
+    )
+
+
+def gradient_us(model: Architecture, settings: TrainingSettings, cluster: Cluster) -> float:
+    """ReduceScatter of the gradients and AllGather of the weights (distributed optimizer)."""
+    held = stage_parameters(model, settings)
+    stage = settings.world_size // settings.pp
+    total = 0.0
+    for parameters, parts in (
+        (held.others, settings.tp),
+        (held.of_experts, settings.ep * settings.etp),
+    ):
+        for value_bytes in (GRADIENT_BYTES, VALUE_BYTES):
+            total += ring_us(cluster, parameters * value_bytes, stage // parts, parts)
+    return total
+
+
+def optimizer_us(
+    model: Architecture, settings: TrainingSettings, cluster: Cluster, assumed: Assumptions
+) -> float:
+    """Adam on a rank's share of the master weights."""
+    held = stage_parameters(model, settings)
+    stage = settings.world_size // settings.pp
+    sharded = held.others * settings.tp / stage
+    sharded += held.of_experts * settings.ep * settings.etp / stage
+    work = Work(kind="memory", num_bytes=OPTIMIZER_BYTES * sharded)
+    return work.forward_us(assumed, memory_rate(cluster))
+
 
 EXCHANGE, HIDDEN = "exchange, exposed", "exchange, hidden"
 HOST = "waiting for the host"
@@ -105,9 +226,7 @@ def estimate_iteration(
     moe = moe_layer(model, settings, cluster, assumed, exchange, experts_pipelined)
     dense = dense_layer(model, settings, cluster, assumed)
     ends = sum(
-        times_us(
-            layer_work.embedding_and_loss(model, settings, assumed), assumed, memory_rate(cluster)
-        )
+        times_us(layers.embedding_and_loss(model, settings, assumed), assumed, memory_rate(cluster))
     )
 
     # Step 2: the mean stage, and the slowest, which sets the pace.
@@ -122,7 +241,7 @@ def estimate_iteration(
     if settings.pp > 1:
         most, last = _layers_of_stages(num_moe + num_dense, settings)
         stage[UNEVEN] = max(most * moe.total, last * moe.total + ends) - mean
-        boundary = communication.stage_boundary_us(model, settings, cluster)
+        boundary = stage_boundary_us(model, settings, cluster)
         shown = assumed["stage_boundary_exposed"] * boundary
         stage["pipeline communication"] = 2 * settings.virtual_stages * shown
 
@@ -130,9 +249,9 @@ def estimate_iteration(
     num = settings.num_micro_batches
     parts_us = {part: num * time_us for part, time_us in stage.items()}
     parts_us[BUBBLE] = (settings.pp - 1) / settings.virtual_stages * mean
-    gradient = communication.gradient_us(model, settings, cluster)
+    gradient = gradient_us(model, settings, cluster)
     parts_us["gradient reduction"] = gradient * assumed["gradient_exposed"]
-    parts_us["optimizer"] = communication.optimizer_us(model, settings, cluster, assumed)
+    parts_us["optimizer"] = optimizer_us(model, settings, cluster, assumed)
     num_tokens = settings.global_batch_size * settings.seq_length
     return Iteration(
         parts_ms={part: time_us / 1e3 for part, time_us in parts_us.items()},
@@ -160,12 +279,12 @@ def moe_layer(
 ) -> LayerTime:
     """A layer with experts."""
     works = {
-        model.attention_name: layer_work.attention(model, settings, assumed),
-        "router": layer_work.router(model, settings, assumed),
-        "experts": layer_work.experts(model, settings, assumed),
+        model.attention_name: layers.attention(model, settings, assumed),
+        "router": layers.router(model, settings, assumed),
+        "experts": layers.experts(model, settings, assumed),
     }
     if model.shared_ffn_size:
-        shared = layer_work.feed_forward(model, settings, model.shared_ffn_size, assumed)
+        shared = layers.feed_forward(model, settings, model.shared_ffn_size, assumed)
         works["shared experts"] = shared
     blocks = 2 if model.shared_ffn_size else 1
     times, forward = _times(model, settings, cluster, assumed, works, blocks)
@@ -179,8 +298,8 @@ def dense_layer(
 ) -> LayerTime:
     """A layer without."""
     works = {
-        model.attention_name: layer_work.attention(model, settings, assumed),
-        "dense": layer_work.feed_forward(model, settings, model.dense_ffn_size, assumed),
+        model.attention_name: layers.attention(model, settings, assumed),
+        "dense": layers.feed_forward(model, settings, model.dense_ffn_size, assumed),
     }
     times, forward = _times(model, settings, cluster, assumed, works, 2)
     return _with_host(model, settings, assumed, times, forward, None)
@@ -191,7 +310,7 @@ def _times(
     settings: TrainingSettings,
     cluster: Cluster,
     assumed: Assumptions,
-    works: dict[str, tuple[layer_work.Work, ...]],
+    works: dict[str, tuple[layers.Work, ...]],
     num_blocks: int,
 ) -> tuple[dict[str, float], float]:
     """Part -> us of a layer, forward and backward, and what of all is forward."""
@@ -201,8 +320,8 @@ def _times(
         there, back = times_us(of_part, assumed, memory)
         times[part], forward = there + back, forward + there
     for part, (there, back) in {
-        "TP communication": communication.tensor_parallel_us(model, settings, cluster, num_blocks),
-        "CP communication": communication.context_parallel_us(model, settings, cluster),
+        "TP communication": tensor_parallel_us(model, settings, cluster, num_blocks),
+        "CP communication": context_parallel_us(model, settings, cluster),
     }.items():
         if there + back > 0:
             times[part], forward = there + back, forward + there

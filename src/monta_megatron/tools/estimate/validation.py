@@ -23,10 +23,14 @@ from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate import published as rows
-from monta_megatron.tools.estimate.architecture import Architecture, architecture_of
 from monta_megatron.tools.estimate.exchange import exchange_time
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration, moe_layer
-from monta_megatron.tools.estimate.settings import Dispatcher, TrainingSettings
+from monta_megatron.tools.estimate.layers import (
+    Architecture,
+    Dispatcher,
+    TrainingSettings,
+    architecture_of,
+)
 from monta_megatron.tools.launch.prepare import read_run
 
 # Of the benchmark on the emulated cluster, in fp32.

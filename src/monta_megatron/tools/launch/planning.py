@@ -1,4 +1,4 @@
-"""The plan of a run: what the planner expects of its exchange, kept with it for comparison.
+"""Plan and memory of a run, predicted from its arguments and kept with it for comparison.
 
 The run itself is given the cluster, not this plan: a plan is for one number of tokens, and the
 dispatcher plans again when the number changes.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
-from monta_megatron.common.flags import not_negative, positive
+from monta_megatron.common.flags import DTYPE_BYTES, fraction, not_negative, positive
 from monta_megatron.common.text import one_of
 from monta_megatron.common.units import bytes_of_gb
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
@@ -20,6 +20,7 @@ from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import workloads_of
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import (
+    HeldState,
     TrainingMemory,
     plan_within_memory,
     training_memory,
@@ -31,14 +32,75 @@ from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.tools.launch.exchanges import (
     ctas_of_run,
     exchanges_of_run,
+    iteration_of_run,
     kernels_of_run,
     layout_of_run,
     model_of_run,
+    num_micro_batches,
     size_of,
 )
-from monta_megatron.tools.launch.iteration import iteration_of_run
-from monta_megatron.tools.launch.memory import held_state
-from monta_megatron.tools.launch.run_config import RunConfig
+from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
+
+FULLY_SHARDED = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")
+ACTIVATIONS_OFFLOADED = ("cpu-offloading-num-layers", "fine-grained-activation-offloading")
+
+
+def held_state(arguments: Arguments, layout: RunLayout) -> HeldState:
+    """What the arguments keep on a rank; where they leave it open, the least.
+
+    Args:
+        arguments: Megatron's arguments.
+        layout: nodes and parallel sizes.
+    """
+
+    def text(name: str, default: str) -> str:
+        return str(arguments[name].value) if name in arguments else default
+
+    def dtype_bytes(name: str) -> int:
+        # The least, 1, is fp8's; a name that does not exist is Megatron's to refuse.
+        return DTYPE_BYTES.get(text(name, "fp32"), 1)
+
+    def number(name: str) -> int | None:
+        return arguments[name].read(SIZE) if name in arguments else None
+
+    # Step 1: weights, gradients and optimizer state of a parameter.
+    low_precision = "bf16" in arguments or "fp16" in arguments
+    weight = (1 if "fp8-param-gather" in arguments else 2) if low_precision else 4
+    gradient = dtype_bytes("main-grads-dtype")
+    sums_in_low_precision = "grad-reduce-in-bf16" in arguments or (
+        "fp16" in arguments and "accumulate-allreduce-grads-in-fp32" not in arguments
+    )
+    if low_precision and sums_in_low_precision:
+        gradient = 2
+    optimizer: float = dtype_bytes("main-params-dtype") if low_precision else 0
+    adam = text("optimizer", "adam") == "adam"
+    if adam:
+        optimizer += dtype_bytes("exp-avg-dtype") + dtype_bytes("exp-avg-sq-dtype")
+    if "optimizer-cpu-offload" in arguments:
+        part = arguments.get("optimizer-offload-fraction")
+        optimizer *= 0 if part is None else 1 - part.read(fraction)
+
+    # Step 2: which of them are sharded. Other optimizers than Adam shard their state by themselves.
+    on_every_rank: float = weight + gradient
+    sharded = optimizer
+    if any(name in arguments for name in FULLY_SHARDED):
+        on_every_rank, sharded = 0, on_every_rank + optimizer
+    elif adam and "use-distributed-optimizer" not in arguments:
+        on_every_rank, sharded = on_every_rank + optimizer, 0
+
+    # Step 3: the inputs of layers.
+    layers_per_input: int | None = 1
+    if any(name in arguments for name in ACTIVATIONS_OFFLOADED):
+        layers_per_input = None
+    elif text("recompute-method", "") == "uniform":
+        layers_per_input = number("recompute-num-layers") or 1
+    return HeldState(
+        bytes_per_parameter=on_every_rank,
+        sharded_bytes_per_parameter=sharded,
+        num_micro_batches=num_micro_batches(arguments, layout.parallel.dp),
+        layers_per_input=layers_per_input,
+        num_layers=number("num-layers"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,227 @@
-"""Start a run whose directory has been written: under torchrun, srun, or as a job of sbatch."""
+"""Write a run's directory and start it: under torchrun, srun, or as a job of sbatch.
+
+config.yaml     everything resolved; a run file itself
+model.yaml      the model that was planned for; model.json if that is a config.json
+cluster.yaml    the costs by which the planner chooses, in the run too
+plan.yaml       what the planner expects of the exchange, or the plan that the run was given
+versions.json   versions, commits, when and how the run was made
+run.sh          starts it, under bash, srun or sbatch
+start.sh        one process per rank, for run.sh
+logs/           the output of the ranks
+
+Only its owner can read it.
+"""
 
 import contextlib
+import datetime
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
-from monta_megatron.tools.launch.prepare import Run
-from monta_megatron.tools.launch.script import slurm_options
+from monta_megatron.common import presets
+from monta_megatron.common.presets import commit, versions
+from monta_megatron.common.text import command_line, quoted
+from monta_megatron.tools.launch.prepare import PRETRAIN_GPT, Run, to_run_file
+
+
+def run_script(run: Run) -> str:
+    """The text of run.sh: Slurm's options, the environment, and start.sh with the script.
+
+    Raises:
+        ValueError: a value is not one line of printable characters.
+    """
+    layout = run.config.layout
+    environment = {
+        "RUN_DIRECTORY": str(run.directory),
+        # start.sh runs the ranks with this interpreter, whose Megatron has checked the arguments.
+        "PYTHON": sys.executable,
+        "MOE_MONTA_WATCH_OUT": str(run.directory / "logs"),
+        **{name: str(value) for name, value in run.config.environment.items()},
+    }
+    start = f"--ranks-per-node {layout.ranks_per_node} --nodes {layout.nodes}"
+    lines = [
+        "#!/usr/bin/env bash",
+        *(
+            f"#SBATCH --{name}" + ("" if value is None else f"={_quoted_for_sbatch(value)}")
+            for name, value in sbatch_options(run).items()
+        ),
+        *(
+            f"##SBATCH --{name}=NAME  # slurm.{name} of the run file"
+            for name in ("partition", "account")
+            if getattr(run.config.slurm, name) is None
+        ),
+        "#",
+        "# Written by `monta launch`. `bash run.sh` runs it here, `sbatch run.sh` as a job,",
+        "# `srun --nodes N --ntasks-per-node 1 bash run.sh` as a step of one.",
+        "set -euo pipefail",
+        "",
+        *(f"export {name}={quoted(value)}" for name, value in environment.items()),
+        f"cd {quoted(os.getcwd())}",
+        "",
+        "arguments=(",
+        *(f"    {command_line(argument.words)}" for argument in run.arguments.values()),
+        *(f"    {command_line(argument.words)}" for argument in run.script_arguments.values()),
+        ")",
+        "",
+        f'exec bash "$RUN_DIRECTORY/start.sh" {start} -- \\',
+        f'    {_script_word(run)} "${{arguments[@]}}"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _script_word(run: Run) -> str:
+    # Only a dry run leaves the variable unresolved, and bash can still replace it.
+    return f'"{PRETRAIN_GPT}"' if run.script == PRETRAIN_GPT else quoted(run.script)
+
+
+def _quoted_for_sbatch(value: str) -> str:
+    # sbatch takes a backslash as an escape between quotes too, where bash does not.
+    return quoted(value.replace("\\", "\\\\"))
+
+
+def sbatch_options(run: Run) -> dict[str, str | None]:
+    """The options that sbatch reads from run.sh; start.sh explains what the signal does."""
+    options: dict[str, str | None] = {
+        **slurm_options(run),
+        # sbatch replaces %j and the like in the whole path.
+        "output": f"{str(run.directory).replace('%', '%%')}/logs/%j.log",
+        # A requeued job continues the log that it began.
+        "open-mode": "append",
+    }
+    if run.lacks_to_resume:
+        return {**options, "no-requeue": None}
+    return {
+        **options,
+        "signal": f"B:USR1@{run.config.slurm.signal_before_seconds}",
+        "requeue": None,
+    }
+
+
+def slurm_options(run: Run) -> dict[str, str | None]:
+    """The options for both srun and sbatch; None for an option without a value.
+
+    There is one task per node, which starts the ranks of its node.
+    """
+    slurm, layout = run.config.slurm, run.config.layout
+    given = {
+        "job-name": run.config.name,
+        "nodes": layout.nodes,
+        "ntasks-per-node": 1,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": slurm.time_limit_minutes,
+        **slurm.options,
+    }
+    return {
+        name: None if value is True else _text(value)
+        for name, value in given.items()
+        if value is not None and value is not False
+    }
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+START = Path(__file__).with_name("start.sh")
+
+
+# Megatron's arguments that name a file of ours -> its copy in the run's directory.
+COPIED_ARGUMENTS = {"moe-monta-cluster": "cluster.yaml", "moe-monta-plan": "plan.yaml"}
+
+
+def self_contained(run: Run) -> Run:
+    """The run as it reads its files: in its own directory, where `write` copies them."""
+    config, megatron = run.config, dict(run.config.megatron)
+    # A config.json of Hugging Face stays JSON, which is how it is known.
+    names = {"model": "model.yaml", "cluster": "cluster.yaml"}
+    if (config.model or "").endswith(".json"):
+        names["model"] = "model.json"
+    files = {
+        names["model"]: config.model,
+        "cluster.yaml": megatron.get("moe-monta-cluster") or config.cluster,
+        "plan.yaml": megatron.get("moe-monta-plan"),
+    }
+    if files["cluster.yaml"]:
+        files["cluster.yaml"] = presets.find("clusters", str(files["cluster.yaml"]))
+    copies = {name: os.path.abspath(str(file)) for name, file in files.items() if file}
+    arguments = {
+        name: replace(argument, value=str(run.directory / COPIED_ARGUMENTS[name]))
+        if name in COPIED_ARGUMENTS
+        else argument
+        for name, argument in run.arguments.items()
+    }
+    # The copies stand beside config.yaml, whose `cluster` is the default of the argument.
+    beside: dict[str, Any] = {key: name for key, name in names.items() if name in copies}
+    if megatron.get("moe-monta-cluster"):
+        del megatron["moe-monta-cluster"]
+    if megatron.get("moe-monta-plan"):
+        megatron["moe-monta-plan"] = str(run.directory / "plan.yaml")
+    return replace(
+        run,
+        config=replace(config, **beside, megatron=megatron),
+        arguments=arguments,
+        copies=copies,
+    )
+
+
+def write(run: Run) -> None:
+    """Make the run directory: all of it, or nothing.
+
+    Raises:
+        ValueError: it cannot be written, or exists by now.
+    """
+    try:
+        run.directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=run.directory.parent, prefix=".") as temporary:
+            folder = Path(temporary, run.directory.name)
+            _fill(folder, run)
+            folder.rename(run.directory)
+    except OSError as error:
+        raise ValueError(f"{run.directory}: cannot be written: {error.strerror}") from error
+
+
+def _fill(folder: Path, run: Run) -> None:
+    # For its owner alone: configuration and script hold the environment, which may hold secrets.
+    folder.mkdir(mode=0o700)
+    (folder / "logs").mkdir()
+    (folder / "config.yaml").write_text(to_run_file(run.config), encoding="utf-8")
+    if run.plan is not None:
+        run.plan.save(folder / "plan.yaml")
+    for name, file in run.copies.items():
+        try:
+            shutil.copyfile(file, folder / name)
+        except OSError as error:
+            raise ValueError(f"{file}: cannot be copied: {error.strerror}") from error
+    (folder / "versions.json").write_text(json.dumps(_versions(run), indent=2) + "\n")
+    script = folder / "run.sh"
+    script.write_text(run_script(run), encoding="utf-8")
+    script.chmod(0o755)
+    shutil.copyfile(START, folder / "start.sh")
+
+
+def _versions(run: Run) -> dict[str, Any]:
+    installed = versions()
+    return {
+        "versions": installed | {"megatron-core": run.megatron or installed["megatron-core"]},
+        "commits": {"monta-megatron": commit(), "script": commit(Path(run.script).parent)},
+        "arguments_checked": run.megatron is not None,
+        "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "folder": os.getcwd(),
+        "copied": dict(run.copies),
+        "notes": run.notes,
+    }
+
 
 Start = Literal["torchrun", "srun", "sbatch", "none"]
 

@@ -1,20 +1,106 @@
-"""Which experts to put together: equal parts of them that tokens need few of.
+"""Expert placement: equal parts of experts such that tokens need few parts, and its file.
+
+An exchange that sends one copy of a token to each part of the experts (a rank, a node) sends as
+many as the token has parts with an expert of its. Experts that tokens choose together collaborate
+(Occult, arXiv 2505.13345): within a part it saves copies, across parts it costs them.
 
 Nodes first, then the ranks of each node: experts are put into parts greedily, by how often tokens
-choose them together with those of the part (as Occult does, arXiv 2505.13345), then swapped as long
-as a swap saves copies, which are counted exactly. Load is a constraint: no part may get more than
-`max_load` times the mean of the token-expert pairs.
+choose them together with those of the part, then swapped as long as a swap saves copies, which are
+counted exactly. Load is a constraint: no part may get more than `max_load` times the mean of the
+token-expert pairs.
 
 A group-limited router chooses among groups of consecutive experts. Groups then stay together: while
 a part is as large as a group or larger, whole groups are placed, and experts only within a group.
 
-Notation: T = tokens, E = experts, U = units (experts, or groups of them), P = parts.
+Notation: T = tokens, E = experts, k = experts per token, U = units (experts, or groups of
+them), P = equal parts of the experts, in order.
 """
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monta_megatron.common import files
+from monta_megatron.common.files import write_whole
+from monta_megatron.planner.routing.expected import UniformRouting
+
 Routings = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collaboration:
+    """What a layer's tokens need of P parts of its experts, beside uniform routing.
+
+    Attributes:
+        copies: parts per token that hold an expert of its.
+        uniform_copies: the same, were experts chosen at random.
+        intra: share of the pairs of experts of a token that lie in one part.
+        uniform_intra: the same, were experts chosen at random.
+        load: token-expert pairs of the busiest part over their mean.
+    """
+
+    copies: float
+    uniform_copies: float
+    intra: float
+    uniform_intra: float
+    load: float
+
+    @property
+    def inter(self) -> float:
+        """Share of the pairs of experts of a token that lie in two parts."""
+        return 1 - self.intra
+
+
+def collaboration(routing_map: Routings, num_parts: int, uniform: UniformRouting) -> Collaboration:
+    """What the tokens of a layer need.
+
+    Args:
+        routing_map: [T, E] whether a token goes to an expert; T is at least 1.
+        num_parts: P.
+        uniform: routing of the same router at random.
+    """
+    # [T, E] -> [T, P] experts of a token in each part
+    chosen = routing_map.reshape(len(routing_map), num_parts, -1).sum(axis=2, dtype=np.int64)
+    topk = chosen.sum(axis=1)
+    pairs = (topk * (topk - 1)).sum()
+    load = chosen.sum(axis=0)
+    together = (chosen * (chosen - 1)).sum()
+    return Collaboration(
+        copies=float((chosen > 0).sum(axis=1).mean()),
+        uniform_copies=float(uniform.hits(num_parts).sum()),
+        intra=float(together / pairs) if pairs else 1.0,
+        uniform_intra=_uniform_intra(num_parts, uniform),
+        load=float(load.max() / load.mean()) if load.any() else 1.0,
+    )
+
+
+def _uniform_intra(num_parts: int, uniform: UniformRouting) -> float:
+    """Chance that two experts of a token lie in one part: those next to a first one, of all.
+
+    Of the other allowed experts each is as likely. Those of the first one's group are allowed,
+    and those of another group if it is one of the `group_topk - 1` besides.
+    """
+    groups, group_topk = uniform.num_groups, uniform.group_topk
+    part, group = uniform.num_experts // num_parts, uniform.num_experts // groups
+    if group_topk * group == 1:
+        return 1.0
+    others = max(part - group, 0)
+    share = (group_topk - 1) / (groups - 1) if groups > 1 else 0.0
+    return (min(part, group) - 1 + others * share) / (group_topk * group - 1)
+
+
+def co_activation(routing_map: Routings) -> NDArray[np.float64]:
+    """[T, E] -> [E, E] share of the tokens that go to both experts; on the diagonal, to one."""
+    chosen = routing_map.astype(np.float32)
+    shares: NDArray[np.float64] = (chosen.T @ chosen).astype(np.float64) / max(len(chosen), 1)
+    return shares
+
+
 Indices = NDArray[np.int64]
 
 # Of what a rank may get above the mean, a node may get half, so that its ranks have some room.
@@ -189,3 +275,79 @@ def _cost(
     load = np.bincount(part_of, weights=pairs, minlength=num_parts)
     counts = needs @ np.eye(num_parts, dtype=np.float32)[part_of]
     return float(np.maximum(load - most_pairs, 0).sum()), float((counts > 0).sum())
+
+
+# A thousand layers of a thousand experts take less.
+MOST_BYTES = 8_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Orders of experts.
+
+    Attributes:
+        model: whose experts they are.
+        num_experts: E.
+        layers: layer, counted from 0 -> [E] the expert that comes to each position.
+    """
+
+    model: str
+    num_experts: int
+    layers: Mapping[int, list[int]]
+
+    def inverse(self) -> "Placement":
+        """The placement that undoes this one."""
+        layers = {
+            layer: sorted(range(self.num_experts), key=order.__getitem__)
+            for layer, order in self.layers.items()
+        }
+        return Placement(model=self.model, num_experts=self.num_experts, layers=layers)
+
+
+def write_placement(path: Path, document: Mapping[str, Any]) -> None:
+    """Write what `monta place --json` prints, one line for each field and layer.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    layers = [f'    "{layer}": {order}' for layer, order in document["placement"].items()]
+    fields = [
+        f'  "{name}": {json.dumps(value)}'
+        for name, value in document.items()
+        if name != "placement"
+    ]
+    fields.append('  "placement": {\n' + ",\n".join(layers) + "\n  }")
+    write_whole(path, "{\n" + ",\n".join(fields) + "\n}\n")
+
+
+def read_placement(path: Path) -> Placement:
+    """Read a placement.
+
+    Raises:
+        ValueError: one line that names file, field and rule.
+    """
+    document = files.read(path, MOST_BYTES)
+
+    def field(name: str, kind: type, rule: str) -> Any:
+        value = document.get(name) if isinstance(document, dict) else None
+        if type(value) is not kind or not value:
+            raise ValueError(f"{path}: {name}: must be {rule}, in a file of monta place --out")
+        return value
+
+    num_experts = field("num_experts", int, "a number of experts")
+    layers: dict[int, list[int]] = {}
+    for name, order in field("placement", dict, "an order of experts for each layer").items():
+        where = f"{path}: placement.{name}"
+        if not name.isdecimal():
+            raise ValueError(f"{where}: must be the number of a layer, counted from 0")
+        if not isinstance(order, list) or any(type(expert) is not int for expert in order):
+            raise ValueError(f"{where}: must be a list of experts")
+        if sorted(order) != list(range(num_experts)):
+            raise ValueError(
+                f"{where}: is no permutation, must hold each expert from 0 to {num_experts - 1} "
+                f"once; it has {len(order)} entries, {len(set(order))} of them different"
+            )
+        layers[int(name)] = order
+    return Placement(
+        model=field("model", str, "the name of a model"), num_experts=num_experts, layers=layers
+    )

@@ -1,16 +1,139 @@
-"""A plan, and a ranking of layouts, as text of 80 columns."""
+"""Plans, layout rankings and programs as text of 80 columns, as JSON and as a picture."""
 
+import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
 
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.pipelined_layer import BoundLayer
+from monta_megatron.chains.program import PASSES, BoundProgram, Operation
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.flex import FlexPrediction
+from monta_megatron.planner.layer_price import bound_layers
 from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
+from monta_megatron.planner.workload import Workload
+from monta_megatron.tools import pictures
 from monta_megatron.tools.plan.layout_ranking import RankedLayout
+
+# One operation on the first rank, as plain values; docs/plans.md has the fields.
+Row: TypeAlias = dict[str, Any]
+
+
+def program_of(plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, list[Row]]:
+    """Pass -> its operations, for the chain that a plan chose."""
+    chain, phase = CHAINS[plan.chain], plan.key.phase
+    programs: Sequence[BoundProgram]
+    if plan.experts_pipelined:
+        place = replace(workload.layout, rank=0)
+        programs = bound_layers(workload, chain, plan.num_chunks, place, cluster.policy, phase)
+    else:
+        bound = workload.bind(chain, plan.num_chunks)
+        programs = [workload.lower(bound, pass_, cluster.policy) for pass_ in PASSES[phase]]
+    return {
+        program.program.pass_.name: [
+            _row(program, operation) for operation in program.program.operations
+        ]
+        for program in programs
+    }
+
+
+def program_lines(programs: dict[str, list[Row]]) -> Iterator[str]:
+    """A table for each pass."""
+    for pass_, rows in programs.items():
+        cells = [
+            (
+                row["number"],
+                row["operation"],
+                row["stage"],
+                row["chunk"],
+                f"{','.join(map(str, row['reads']))}>{row['writes'][0]}",
+                f"{row['rows']:.0f}",
+                size_text(row["bytes"]),
+                " ".join(filter(None, (row["resource"], row["group"]))),
+            )
+            for row in rows
+        ]
+        name = pass_.replace("_", " ")
+        columns = (">", name, "stage", ">in", ">moves", ">rows", ">bytes", "occupies")
+        yield table(columns, cells) + "\n"
+    yield "in: number of the chunk. moves: buffer read > written; 0: the pass's input."
+    yield "rows and bytes: written by the first rank."
+
+
+def _row(bound: BoundProgram, operation: Operation) -> Row:
+    written = bound.program.buffers[operation.writes[0]]
+    # Of the whole output, an operation writes its chunk's rows; what finds copies writes none.
+    rows = (
+        bound.rows(written)
+        if isinstance(bound, BoundLayer)
+        else written.copies * bound.bound.rows_at[written.boundary][operation.chunk]
+    )
+    row_bytes = sum(bound.message_bytes(written))
+    return {
+        "number": operation.number,
+        "operation": operation.kind,
+        "stage": operation.stage,
+        "chunk": operation.chunk,
+        "reads": list(operation.reads),
+        "writes": list(operation.writes),
+        "rows": rows if row_bytes else 0.0,
+        "bytes": row_bytes * rows,
+        "resource": operation.resource,
+        "group": operation.group if operation.is_collective else None,
+    }
+
+
+# Letters of the title in a line.
+TITLE_WIDTH = 80
+
+
+def plot_plans(
+    values: Sequence[float], plans: Sequence[Plan], label: str, title: str, path: Path
+) -> None:
+    """Draw time against what sets the plans apart, a line per chain, the choice ringed.
+
+    Args:
+        values: by plan, the value of the factor in which the plans differ.
+        plans: one plan for each of them.
+        label: what the values are.
+        title: what all plans have in common.
+        path: path of the PNG.
+    """
+    with pictures.figure(path, (7, 4.2)) as figure:
+        axis = figure.subplots()
+        for number, (chain, colour) in enumerate(pictures.CHAIN_COLOURS.items()):
+            times_us = [plan.best_us()[chain] for plan in plans]
+            if any(time is not None for time in times_us):
+                shown = [math.nan if time is None else time for time in times_us]
+                # Thinner lines on top, so that chains with the same time are both visible.
+                style = {"linewidth": 3 - 0.4 * number, "markersize": 7 - 0.8 * number}
+                axis.plot(values, shown, "o-", color=colour, label=chain, **style)
+        axis.plot(
+            values,
+            [plan.predicted_us for plan in plans],
+            "o",
+            markersize=11,
+            markerfacecolor="none",
+            markeredgecolor=pictures.PICK_COLOUR,
+            markeredgewidth=2,
+            label="the planner's choice",
+        )
+        pictures.log_ticks(axis)
+        axis.set_xticks(values)
+        axis.set_xticks([], minor=True)
+        axis.set(xlabel=label, ylabel="us, predicted")
+        axis.grid()
+        axis.legend()
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH))
+
 
 WIDTH = 80
 MAX_LAYOUTS = 20

@@ -1,22 +1,29 @@
-"""What the planner gets: a model on a cluster, in one layout or in the best of all that fit."""
+"""Plan requests: a model on a cluster, in one layout or the best of all that fit; their gain."""
 
-from collections.abc import Callable
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Ctas, Layout
+from monta_megatron.chains.program import Phase
 from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common import strict_yaml
+from monta_megatron.common.rules import NonNegativeInt, PositiveFloat, PositiveInt
 from monta_megatron.common.tables import Progress
+from monta_megatron.common.text import check_printable, shown
 from monta_megatron.common.units import counted
+from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
 from monta_megatron.planner.layout import (
     ParallelLayout,
+    iteration_of,
     uniform_routing,
     with_experts,
     workloads_of,
@@ -32,11 +39,117 @@ from monta_megatron.planner.plan import Candidate, Plan
 from monta_megatron.planner.ranges import with_ranges
 from monta_megatron.planner.routing.drawn import expected_routing, imbalance_routing, skewed_routing
 from monta_megatron.planner.routing.expected import Routing
-from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS
+from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS, routing_or_folder
 from monta_megatron.planner.routing.recorded import traced_routing
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.layout_ranking import RankedLayout, rank_layouts
-from monta_megatron.tools.plan.plan_request import PlanRequest
+
+# What may stand for a layout's file where Python calls.
+LAYOUTS = ParallelLayout | Mapping | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSizes:
+    """Sizes of a `ParallelLayout`, as far as they are given.
+
+    Attributes:
+        world_size: ranks of the training; None for those of the cluster.
+        tp: tensor parallel size; where it, `ep`, `etp` and a layout's file are None, all layouts
+            are ranked.
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
+        cp: context parallel size.
+        pp: pipeline parallel size.
+    """
+
+    world_size: PositiveInt | None = None
+    tp: PositiveInt | None = None
+    ep: PositiveInt | None = None
+    etp: PositiveInt | None = None
+    cp: PositiveInt | None = None
+    pp: PositiveInt | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What is exchanged, and by what to price it.
+
+    Attributes:
+        tokens: of a rank; None for the model's batch.
+        seq_length: tokens of a sequence; None for the model file's.
+        micro_batch_size: sequences of a micro-batch; likewise.
+        routing: one of `routing_names.ROUTINGS`, or a folder of Megatron's router traces.
+        phase: what has to be fast.
+        inter_rate_ratio: rate of the network over the cluster file's; None for 1.
+        ignore_memory: plan what does not fit into the memory of a rank, too.
+        overlap_experts: plan a layer whose experts may run in the pipeline.
+        kernels: what copies and sums rows; "auto" is "fused" where the ranks are GPUs.
+        rail_ctas, node_ctas: budgets of these communicators; None for those of the cluster file.
+        wire_dtype: "fp8" where tokens travel to their experts in eight bits, else None.
+    """
+
+    tokens: NonNegativeInt | None = None
+    seq_length: PositiveInt | None = None
+    micro_batch_size: PositiveInt | None = None
+    routing: str = "uniform"
+    phase: Phase = "forward_backward"
+    inter_rate_ratio: PositiveFloat | None = None
+    ignore_memory: bool = False
+    overlap_experts: bool = False
+    kernels: KernelChoice = "auto"
+    rail_ctas: PositiveInt | None = None
+    node_ctas: PositiveInt | None = None
+    wire_dtype: Literal["fp8"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(LayoutSizes, PlanSettings):
+    """A request, as the command line and the Python API make it.
+
+    Attributes:
+        model: a model, its file, or the name of a preset; see `model.load_model`.
+        cluster: likewise.
+        layout: file of a `ParallelLayout`, whose sizes those here override; None for none.
+        global_batch_size: sequences of an iteration; None where they are not known.
+    """
+
+    model: str | Path | Model
+    cluster: str | Path | Cluster
+    layout: str | Path | None = None
+    global_batch_size: int | None = None
+
+
+def request_of(model: Any, cluster: Any, layout: Any, settings: Mapping[str, Any]) -> PlanRequest:
+    """The request of a call from Python, checked as the command line checks its flags.
+
+    Args:
+        model, cluster: see `PlanRequest`.
+        layout: a `ParallelLayout`, its sizes by name, or its file; None to rank all.
+        settings: fields of `PlanSettings`.
+
+    Raises:
+        ValueError: one of them is of another type, or breaks its rule.
+    """
+    for name, given, kinds, rule in (
+        ("model", model, Model, "a Model, a file, or a preset by its name"),
+        ("cluster", cluster, Cluster, "a Cluster, a file, or a preset by its name"),
+        ("layout", layout, LAYOUTS, "a ParallelLayout, a file, or its sizes by name"),
+    ):
+        if isinstance(given, str | Path):
+            check_printable(str(given), name)
+        elif not isinstance(given, kinds):
+            raise ValueError(f"{name}: got {shown(repr(given))}, must be {rule}")
+    sizes = LayoutSizes()
+    if isinstance(layout, ParallelLayout | Mapping):
+        given = layout if isinstance(layout, Mapping) else vars(layout)
+        sizes, layout = strict_yaml.build(LayoutSizes, given, "layout"), None
+    checked = strict_yaml.build(PlanSettings, settings, "")
+    try:
+        checked = replace(checked, routing=routing_or_folder(checked.routing))
+    except ArgumentTypeError as error:
+        raise ValueError(f"routing: {error}") from None
+    return PlanRequest(model=model, cluster=cluster, layout=layout, **vars(sizes), **vars(checked))
+
 
 SIZES = tuple(entry.name for entry in fields(ParallelLayout))
 
@@ -282,3 +395,34 @@ def _routing(name: str, model: Model, exchange: Layout, tokens: int) -> Routing:
 
 # Cached, because a ranking asks for every layout.
 _skewed = cache(skewed_routing)
+
+
+def benefit_of_plan(request: PlanRequest, inputs: PlanInputs, plan: Plan) -> Benefit | None:
+    """What a plan gains over stock in an iteration; None where stock's exchange was not priced.
+
+    Raises:
+        ValueError: the batch is no whole number of micro-batches.
+    """
+    num_micro_batches = _num_micro_batches(request, inputs)
+    iteration = iteration_of(inputs.model, inputs.layout.pp, num_micro_batches)
+    if plan.benefit is None or request.wire_dtype is not None:
+        return None
+    return replace(plan.benefit, iteration=iteration)
+
+
+def _num_micro_batches(request: PlanRequest, inputs: PlanInputs) -> int | None:
+    model, layout = inputs.model, inputs.layout
+    if request.global_batch_size is None or request.tokens == 0:
+        return None
+    if request.tokens is not None:
+        # As many as it takes, if a micro-batch has so many tokens.
+        tokens = request.global_batch_size * model.seq_length // (layout.dp * layout.tp * layout.cp)
+        return math.ceil(tokens / request.tokens)
+    num_micro_batches, rest = divmod(request.global_batch_size, model.micro_batch_size * layout.dp)
+    if rest:
+        raise ValueError(
+            f"--global-batch-size: got {request.global_batch_size}, must be a multiple of "
+            f"{model.micro_batch_size * layout.dp}, which is micro_batch_size of {model.name} "
+            f"({model.micro_batch_size}) times data parallel size ({layout.dp})"
+        )
+    return num_micro_batches

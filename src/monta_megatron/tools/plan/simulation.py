@@ -14,9 +14,7 @@ from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.routing.names import ROUTINGS
-from monta_megatron.tools.plan.benefit import benefit_of_plan
-from monta_megatron.tools.plan.plan_request import PlanRequest
-from monta_megatron.tools.plan.request import PlanInputs, plan_request
+from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, benefit_of_plan, plan_request
 
 VALUES_PER_TABLE = 4
 # Of the choice's range: place, and the row's name.

@@ -1,8 +1,13 @@
-"""What `monta timeline` draws, from a recording or from the cost model, and its files."""
+"""Draw a timeline from a recording or from the cost model: a picture and a Chrome trace.
+
+The trace has a process per rank and a thread per resource and opens in Perfetto. Its format is
+"Trace Event Format": events of phase "X" with start and duration in us. Slices of one thread have
+to be nested, so spans that overlap on one resource go to additional threads.
+"""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +16,76 @@ from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import require
 from monta_megatron.common.units import counted
+from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.select import NUM_CHUNKS, num_exchanged_counts
 from monta_megatron.tools import pictures
-from monta_megatron.tools.plan.plan_request import PlanRequest
 from monta_megatron.tools.plan.report import PHASES
-from monta_megatron.tools.plan.request import PlanInputs, plan_request
-from monta_megatron.tools.timeline import comparison, picture, training
-from monta_megatron.tools.timeline.comparison import Comparison
+from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
+from monta_megatron.tools.timeline import picture
+from monta_megatron.tools.timeline import picture as comparison
+from monta_megatron.tools.timeline import recording as training
+from monta_megatron.tools.timeline.picture import Comparison
 from monta_megatron.tools.timeline.predicted import predict
 from monta_megatron.tools.timeline.recording import Recording
-from monta_megatron.tools.timeline.spans import Timeline
-from monta_megatron.tools.timeline.trace import chrome_trace
+from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Timeline, rows_of
+
+# More than the number of rows that a resource will ever have.
+THREADS_PER_RESOURCE = 100
+# Perfetto takes both thread 0 and a thread with its process's number for the main thread.
+FIRST_THREAD = 1
+PROCESS_STEP = 1000
+# Perfetto truncates starts and durations to whole nanoseconds separately, and drops a slice that
+# then begins before its predecessor has ended.
+GAP_US = 1e-3
+
+
+def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dict[str, Any]:
+    """A document for chrome://tracing and https://ui.perfetto.dev.
+
+    Args:
+        timelines: what to show; tracks become processes 1000, 2000 and so on, in this order.
+        about: metadata to store with the events.
+    """
+    tracks = [
+        replace(track, name=f"{timeline.name}: {track.name}")
+        for timeline in timelines
+        for track in timeline.tracks
+    ]
+    events: list[dict[str, Any]] = []
+    for order, track in enumerate(tracks, 1):
+        process = PROCESS_STEP * order
+        events += _named("process", track.name, process, FIRST_THREAD, order)
+        for position, (resource, name) in enumerate(RESOURCES_AND_HOST.items()):
+            spans = [span for span in track.spans if span.resource == resource]
+            for number, row in enumerate(rows_of(spans)):
+                thread = FIRST_THREAD + position * THREADS_PER_RESOURCE + number
+                numbered = f"{name} ({number + 1})" if number else name
+                events += _named("thread", numbered, process, thread, thread)
+                events += [_event(span, process, thread) for span in row]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
+
+
+def _event(span: Span, process: int, thread: int) -> dict[str, Any]:
+    verb = {"run": "", "launch": "launch ", "wait": "wait for "}[span.action]
+    chunk = "" if span.chunk is None else f", chunk {span.chunk}"
+    start_us, end_us = round(span.start_us, 3), round(span.end_us, 3)
+    return {
+        "ph": "X",
+        "name": f"{verb}{span.stage}{chunk}",
+        "cat": span.pass_name,
+        "pid": process,
+        "tid": thread,
+        "ts": start_us,
+        "dur": max(round(end_us - start_us - GAP_US, 3), 0.0),
+        "args": {"pass": span.pass_name, "stage": span.stage, "chunk": span.chunk},
+    }
+
+
+def _named(kind: str, name: str, process: int, thread: int, order: int) -> Iterator[dict[str, Any]]:
+    where = {"ph": "M", "pid": process, "tid": thread}
+    yield {**where, "name": f"{kind}_name", "args": {"name": name}}
+    yield {**where, "name": f"{kind}_sort_index", "args": {"sort_index": order}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +309,7 @@ def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
     files |= {what: str(path) for what, path in drawing.recorded.items()}
     if pictures.can_draw():
         if drawing.comparison is not None:
-            comparison.draw(drawing.comparison, png)
+            comparison.draw_comparison(drawing.comparison, png)
         else:
             picture.draw(drawing.timelines, drawing.title, png, max_ranks)
         files["picture"] = str(png)

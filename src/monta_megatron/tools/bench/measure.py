@@ -1,23 +1,26 @@
-"""Correctness before time: every candidate against stock alltoall, on the benchmark's own data.
+"""Correctness before time: every candidate against stock, then interleaved repeats.
 
-Data that only moves must be bitwise equal. So must sums that are taken in stock's order; the rms
-error of other sums, against an fp64 sum over the data of all ranks, must be within a bound.
-
-Notation: T = tokens of a rank, H = hidden size, E = experts, k = experts of a token, ETP = expert
-tensor parallel size, N = rows for the local experts.
+Each repeat runs every candidate once, in a rotated order, on the benchmark's own data.
 """
 
+import gc
 import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.tools.bench.candidates import Candidate, Passed, run_candidate
 from monta_megatron.tools.bench.layer import Experts
 from monta_megatron.tools.bench.workload import Batch
+from monta_megatron.tools.joined_ranks import wait_for_all
 
 # bf16: every hop that carries partial sums adds one rounding to the single one of an fp32 sum;
 # errors of k independent roundings add up as sqrt(k). The margin covers the fp32 sums' own errors.
@@ -214,3 +217,74 @@ def _of_all_ranks(lines_here: list[str]) -> list[str]:
         for line in lines:
             ranks_by_line.setdefault(line, []).append(rank)
     return [f"{line} (rank {', '.join(map(str, ranks))})" for line, ranks in ranks_by_line.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """The times of all candidates.
+
+    Attributes:
+        times_ms: [repeats, candidates] time of the slowest rank.
+        nic_bytes: [candidates] mean bytes that the NICs sent per run, summed over nodes.
+    """
+
+    times_ms: NDArray[np.float64]
+    nic_bytes: NDArray[np.float64]
+
+
+def time_interleaved(
+    runs: Sequence[Callable[[int], object]],
+    repeats: int,
+    warmup: int,
+    read_sent_bytes: Callable[[], int],
+    on_repeat: Callable[[], None] = lambda: None,
+) -> Timings:
+    """Time `runs` side by side.
+
+    Args:
+        runs: one function per candidate, called by all ranks together with the number of the
+            repeat, negative in the warm-up.
+        repeats: timed calls of each.
+        warmup: untimed calls of each before those.
+        read_sent_bytes: bytes sent so far by the NICs that this rank reads, 0 if it reads none.
+        on_repeat: called after each repeat, warm-up included.
+    """
+    num_runs = len(runs)
+    times_ms: NDArray[np.float64] = np.zeros((repeats, num_runs))
+    sent_bytes: NDArray[np.float64] = np.zeros(num_runs)
+    with _garbage_collected_between_repeats():
+        for repeat in range(-warmup, repeats):
+            gc.collect()
+            for turn in range(num_runs):
+                position = (turn + repeat) % num_runs
+                # The NICs are read while no rank sends: after one barrier, before another.
+                wait_for_all()
+                sent_before_bytes = read_sent_bytes()
+                wait_for_all()
+                start = time.perf_counter()
+                runs[position](repeat)
+                torch.cuda.synchronize()
+                elapsed_s = time.perf_counter() - start
+                wait_for_all()
+                if repeat >= 0:
+                    times_ms[repeat, position] = elapsed_s * 1e3
+                    sent_bytes[position] += read_sent_bytes() - sent_before_bytes
+            on_repeat()
+
+    slowest_ms, all_sent_bytes = torch.from_numpy(times_ms), torch.from_numpy(sent_bytes)
+    dist.all_reduce(slowest_ms, op=dist.ReduceOp.MAX)
+    dist.all_reduce(all_sent_bytes)
+    return Timings(times_ms=slowest_ms.numpy(), nic_bytes=all_sent_bytes.numpy() / repeats)
+
+
+@contextmanager
+def _garbage_collected_between_repeats() -> Iterator[None]:
+    """No collection inside a run, and none of the objects that exist already."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

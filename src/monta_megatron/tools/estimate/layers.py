@@ -1,12 +1,150 @@
-"""What a model computes: the dimensions of its layers, from the Megatron arguments of a run."""
+"""Layers of a model on one rank: dimensions, training settings, FLOPs and bytes by part.
 
+Attention takes 2 FLOPs per query value and key and 2 per key and value; its backward pass
+recomputes the scores, 5 products in place of 2. Matrices and all else: `planner.experts`.
+
+Notation: t = tokens of the micro-batch on the rank; with tensor parallelism all t x TP tokens meet
+1/TP of a matrix.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from monta_megatron.common.flags import whole
 from monta_megatron.common.rules import NonNegativeInt, PositiveInt, require
+from monta_megatron.planner.assumptions import Assumptions
+from monta_megatron.planner.experts import VALUE_BYTES, Work, experts_work, matrix, passes
+from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
-from monta_megatron.tools.launch.iteration import moe_layers
+from monta_megatron.tools.launch.exchanges import LAST_STAGE, moe_layers
+
+Recompute = Literal["none", "selective", "full"]
+# alltoall is stock's; deepep and hybridep are backends of stock's `flex`.
+Dispatcher = Literal["alltoall", "deepep", "hybridep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """One training.
+
+    Attributes:
+        world_size: all ranks.
+        tp, cp, pp, ep, etp: sizes of Megatron's parallel groups.
+        seq_length: tokens of a sequence.
+        micro_batch_size: sequences of a micro-batch.
+        global_batch_size: sequences of an iteration.
+        virtual_stages: parts that each pipeline stage is cut into.
+        last_stage_layers: of the last pipeline stage, which has the loss too; None for as many as
+            of the others, rounded down.
+        recompute: selective computes norms and activation functions again, full whole layers.
+        overlap: whether the exchange of one micro-batch runs beside another one's computation
+            (Megatron's 1F1B overlap).
+        graphs: whether CUDA graphs start most of a layer.
+        permute_fusion: whether stock's permutation is one kernel.
+        dispatcher: who exchanges the tokens.
+        device_connections: CUDA_DEVICE_MAX_CONNECTIONS; kept for the record, it has no price.
+    """
+
+    world_size: PositiveInt
+    tp: PositiveInt = 1
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt = 1
+    seq_length: PositiveInt = 4096
+    micro_batch_size: PositiveInt = 1
+    global_batch_size: PositiveInt
+    virtual_stages: PositiveInt = 1
+    last_stage_layers: NonNegativeInt | None = None
+    recompute: Recompute = "none"
+    overlap: bool = False
+    graphs: bool = False
+    permute_fusion: bool = True
+    dispatcher: Dispatcher = "alltoall"
+    device_connections: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        step = self.micro_batch_size * self.layout.dp
+        require(
+            self.global_batch_size % step == 0,
+            "global_batch_size",
+            self.global_batch_size,
+            f"be a multiple of micro_batch_size x data parallel size ({step})",
+        )
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout in the planner's form."""
+        return ParallelLayout(
+            world_size=self.world_size,
+            tp=self.tp,
+            cp=self.cp,
+            pp=self.pp,
+            ep=self.ep,
+            etp=self.etp,
+        )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of an iteration, on every data parallel rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.layout.dp)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens that a rank brings to an exchange."""
+        return self.seq_length * self.micro_batch_size // (self.tp * self.cp)
+
+
+def settings_of(
+    arguments: Arguments, layout: ParallelLayout, batch: Mapping[str, int] | None = None
+) -> TrainingSettings:
+    """What Megatron's arguments set.
+
+    Args:
+        arguments: of a run.
+        layout: how its ranks are grouped.
+        batch: sizes of the batch in place of those of the arguments, by their fields.
+
+    Raises:
+        ValueError: an argument is no number.
+    """
+
+    changes = {} if batch is None else batch
+
+    def size(name: str, default: int) -> int:
+        if name.replace("-", "_") in changes:
+            return changes[name.replace("-", "_")]
+        return arguments[name].read(SIZE) if name in arguments else default
+
+    micro_batch_size = size("micro-batch-size", 1)
+    granularity = arguments.get("recompute-granularity")
+    recompute: Recompute = "none"
+    if granularity is not None:
+        recompute = "full" if granularity.value == "full" else "selective"
+    virtual = size("num-virtual-stages-per-pipeline-rank", 1)
+    if "num-layers-per-virtual-pipeline-stage" in arguments:
+        slots = size("num-layers", 1) // layout.pp
+        virtual = max(slots // size("num-layers-per-virtual-pipeline-stage", 1), 1)
+    return TrainingSettings(
+        world_size=layout.world_size,
+        tp=layout.tp,
+        cp=layout.cp,
+        pp=layout.pp,
+        ep=layout.ep,
+        etp=layout.etp,
+        seq_length=size("seq-length", 4096),
+        micro_batch_size=micro_batch_size,
+        global_batch_size=size("global-batch-size", micro_batch_size * layout.dp),
+        virtual_stages=virtual,
+        last_stage_layers=arguments[LAST_STAGE].read(whole(0)) if LAST_STAGE in arguments else None,
+        recompute=recompute,
+        overlap="overlap-moe-expert-parallel-comm" in arguments,
+        graphs="enable-cuda-graph" in arguments or "cuda-graph-impl" in arguments,
+        permute_fusion="moe-permute-fusion" in arguments,
+    )
+
 
 NOT_NEGATIVE = whole(0)
 
@@ -216,3 +354,75 @@ def _window(arguments: Arguments) -> int | None:
             f"{argument.source}: got {argument.value}, must be two numbers, such as 127,0"
         )
     return int(first) + 1
+
+
+# Of the loss, in fp32.
+LOSS_BYTES = 4
+
+
+def attention(
+    model: Architecture, settings: TrainingSettings, assumed: Assumptions
+) -> tuple[Work, ...]:
+    """One layer's attention with its norm and residual, in the mean over its types."""
+    tp, tokens = settings.tp, settings.tokens_per_rank * settings.tp
+    core = model.core_attention_values / tp
+    return (
+        # Factors of a low rank are not split by tensor parallelism, but their tokens are.
+        *(matrix(tokens, rows_in, rows_out / tp) for rows_in, rows_out in model.attention_matrices),
+        Work(
+            kind="attention",
+            flops=2 * tokens * core * model.seen_keys(settings.seq_length),
+            num_bytes=VALUE_BYTES * tokens * 2 * core,
+        ),
+        passes(tokens / tp, model.hidden_size, assumed["attention_row_passes"]),
+    )
+
+
+def feed_forward(
+    model: Architecture, settings: TrainingSettings, ffn_size: int, assumed: Assumptions
+) -> tuple[Work, ...]:
+    """A gated feed-forward layer on all tokens: dense, or the shared experts."""
+    tp, tokens = settings.tp, settings.tokens_per_rank * settings.tp
+    size = ffn_size / tp
+    return (
+        matrix(tokens, model.hidden_size, 2 * size),
+        matrix(tokens, size, model.hidden_size),
+        passes(tokens, size, assumed["activation_passes"]),
+        passes(tokens / tp, model.hidden_size, assumed["feed_forward_row_passes"]),
+    )
+
+
+def experts(
+    model: Architecture, settings: TrainingSettings, assumed: Assumptions
+) -> tuple[Work, ...]:
+    """The routed experts of a rank, with balanced routing."""
+    etp, local = settings.etp, model.num_experts // settings.ep
+    # Every rank of an expert's ETP group computes all of its tokens, on its part of the weights.
+    tokens = settings.tokens_per_rank * model.router_topk * etp
+    size = model.expert_ffn_size / etp
+    return experts_work(tokens, model.hidden_size, size, local, assumed)
+
+
+def router(
+    model: Architecture, settings: TrainingSettings, assumed: Assumptions
+) -> tuple[Work, ...]:
+    """The router in fp32, with the norm and residual of its layer."""
+    tokens = settings.tokens_per_rank
+    return (
+        matrix(tokens, model.hidden_size, model.num_experts),
+        passes(tokens, model.num_experts, assumed["router_passes"]),
+        passes(tokens, model.hidden_size, assumed["feed_forward_row_passes"]),
+    )
+
+
+def embedding_and_loss(
+    model: Architecture, settings: TrainingSettings, assumed: Assumptions
+) -> tuple[Work, ...]:
+    """Embedding, output layer and cross entropy, each once for every predicted token."""
+    tokens = settings.tokens_per_rank * settings.tp
+    share = model.vocab_size / settings.tp
+    times = 1 + model.mtp_layers
+    logits = Work(
+        kind="memory", num_bytes=LOSS_BYTES * tokens * share * assumed["loss_passes"] * times
+    )
+    return (matrix(times * tokens, model.hidden_size, share), logits)
