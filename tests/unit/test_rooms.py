@@ -5,6 +5,7 @@ The drawing there is the only place that names the rooms.
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "src" / "monta_megatron"
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 MOST_ROOMS = 15
+# On one level of a room, `__init__` included.
+MOST_FILES = 18
 
 # Where PyTorch and Megatron enter; what else a training run imports follows from these.
 ENTRIES = (
@@ -34,12 +37,11 @@ PATHS = {module_of(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def nodes(tree: ast.AST, at_import: bool) -> Iterator[ast.AST]:
-    """What is written in a module; or only what runs while it is imported."""
+    """What runs in a module, sooner or later; or only while it is imported."""
     for child in ast.iter_child_nodes(tree):
-        runs_later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or (
-            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        )
-        if not (at_import and runs_later):
+        never_runs = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        runs_later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        if not never_runs and not (at_import and runs_later):
             yield child
             yield from nodes(child, at_import)
 
@@ -113,6 +115,26 @@ def test_every_import_is_an_arrow_of_the_drawing() -> None:
             if other != room and other not in rooms[room][1]:
                 missing.append(f"{room} -> {other}: {module} imports {imported}")
     assert not missing, "not drawn in CONTRIBUTING.md:\n" + "\n".join(sorted(missing))
+
+
+def test_no_module_reaches_itself() -> None:
+    """By lazy imports neither; the root, which offers the Python API, is imported by none."""
+    arrows = {module: imports(module) for module in FIRST_LEVEL}
+    upwards = sorted(module for module, below in arrows.items() if "monta_megatron" in below)
+    assert upwards == [], "they import the package's root"
+    for module in arrows:
+        reached, waiting = set(), [*arrows[module]]
+        while waiting:
+            below = waiting.pop()
+            if below not in reached:
+                reached.add(below)
+                waiting += arrows.get(below, ())
+        assert module not in reached, f"{module} imports itself through {sorted(arrows[module])}"
+
+
+def test_no_level_has_many_files() -> None:
+    levels = Counter(path.parent for path in PATHS.values())
+    assert {level.name: number for level, number in levels.items() if number > MOST_FILES} == {}
 
 
 def imported_by_a_training_run() -> set[str]:

@@ -74,8 +74,8 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
-    from monta_megatron.emulation import emulator as sandbox
     from monta_megatron.emulation.cluster import EmulatedCluster
+    from monta_megatron.emulation.emulator import run as run_in_sandbox
 
     _check_range("--ranks-per-node", parsed.ranks_per_node, 1, _MAX_RANKS_PER_NODE)
     if parsed.nodes is None:
@@ -106,7 +106,7 @@ def run(parsed: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        return sandbox.run([*emulator, *as_json, cluster.to_json(), *command])
+        return run_in_sandbox([*emulator, *as_json, cluster.to_json(), *command])
     except KeyboardInterrupt as interrupt:
         print("monta emulate: interrupted; every rank has ended", file=sys.stderr)
         return 128 + int(interrupt.args[0])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.exchange import sums as wire
+from monta_megatron.exchange import sums as torch_sums
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import copy_rows, find_copies, put_rows
 from monta_megatron.exchange.payload import Columns
@@ -33,7 +33,7 @@ def pack(state: State, operation: Operation) -> Works:
 
 
 def quantize(
-    state: State, operation: Operation, write: Callable[..., None] = wire.quantize
+    state: State, operation: Operation, write: Callable[..., None] = torch_sums.quantize
 ) -> Works:
     """Take a chunk's rows out of the whole tensor, into a message, in eight bits."""
     columns, index = state.read(operation)
@@ -57,7 +57,7 @@ def put(state: State, operation: Operation) -> Works:
 
 
 def dequantize(
-    state: State, operation: Operation, write: Callable[..., None] = wire.dequantize
+    state: State, operation: Operation, write: Callable[..., None] = torch_sums.dequantize
 ) -> Works:
     """Put a chunk's rows where they belong in the whole tensor, in its dtype."""
     columns, _ = state.read(operation)

@@ -1,4 +1,7 @@
-"""Plans: the selected chain, every candidate with its numbers, and why each was not chosen."""
+"""Plans: the selected chain, every candidate with its numbers, ranges, and why each was rejected.
+
+Likely figures price a plan; both ends of the published figures bound its times.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +16,12 @@ from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
 from monta_megatron.common.units import gb_text
 from monta_megatron.planner.benefit import Benefit, benefit_of
-from monta_megatron.planner.chain_price import ChainPrice
+from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster, Kernels
 from monta_megatron.planner.cluster_file import ResourceRate, resource_rates
 from monta_megatron.planner.pricing import AROUND_STAGES, pass_lower_bound_us
 from monta_megatron.planner.schedule import serial_us
-from monta_megatron.planner.select import Selection, percent, select
+from monta_megatron.planner.select import Selection, num_exchanged_counts, percent, select
 from monta_megatron.planner.traffic import StageTraffic
 from monta_megatron.planner.workload import Workload
 
@@ -451,4 +454,68 @@ def _sent_bytes_of(price: ChainPrice, resource: Resource) -> float:
         sent_bytes(stage, resource, price.num_represented)
         for of_pass in price.traffic
         for stage in of_pass.pipeline
+    )
+
+
+def with_ranges(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
+    """A plan with the range of its choice and of each chain's fastest candidate.
+
+    Args:
+        plan: made for the workload.
+        workload: what is exchanged.
+        cluster: whose likely costs were used.
+    """
+    if cluster.ends is None:
+        return plan
+    shown = {id(plan.chosen)}
+    # Of each chain the fastest, and the fastest that is not the same as another one.
+    first: dict[tuple[str, bool], Candidate] = {}
+    for candidate in plan.candidates:
+        key = candidate.chain, candidate.same_as is None
+        shown.add(id(first.setdefault(key, candidate)))
+    candidates = tuple(
+        replace(candidate, range_us=_range_us(candidate, plan, workload, cluster))
+        if id(candidate) in shown
+        else candidate
+        for candidate in plan.candidates
+    )
+    ranged = replace(plan, candidates=candidates)
+    return replace(ranged, range_us=None if ranged.chosen is None else ranged.chosen.range_us)
+
+
+def _range_us(
+    candidate: Candidate, plan: Plan, workload: Workload, cluster: Cluster
+) -> tuple[float, float] | None:
+    """The time of a candidate at both ends, the less first."""
+    if candidate.num_chunks is None or cluster.ends is None:
+        return None
+    optimistic_us, conservative_us = (
+        _price_at(end, candidate, plan, workload).total_us for end in cluster.ends
+    )
+    return min(optimistic_us, conservative_us), max(optimistic_us, conservative_us)
+
+
+def _price_at(cluster: Cluster, candidate: Candidate, plan: Plan, workload: Workload) -> ChainPrice:
+    assert candidate.num_chunks is not None, "it can run"
+    phase = plan.key.phase
+    chains = {entry.chain for entry in plan.candidates}
+    chunks = [entry.num_chunks for entry in plan.candidates if entry.num_chunks is not None]
+    num_counts = num_exchanged_counts(workload, chains, chunks)
+    price = price_chain(
+        workload,
+        cluster,
+        CHAINS[candidate.chain],
+        candidate.num_chunks,
+        phase,
+        num_counts,
+        plan.key.beside_us,
+    )
+    if workload.experts is None:
+        return price
+    from monta_megatron.planner.layer_price import with_experts
+
+    return next(
+        of_layer
+        for of_layer in with_experts([price], workload, cluster, phase)
+        if of_layer.experts_pipelined == candidate.experts_pipelined
     )

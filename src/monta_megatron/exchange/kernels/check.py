@@ -14,10 +14,9 @@ import torch
 
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.chains.wire_format import row_bytes
-from monta_megatron.exchange import copies as routing_counts
 from monta_megatron.exchange import copies as torch_copies
 from monta_megatron.exchange import counts, errors
-from monta_megatron.exchange import sums as wire
+from monta_megatron.exchange import sums as torch_sums
 from monta_megatron.exchange.copies import Copies, Parts
 from monta_megatron.exchange.kernels import quantize
 from monta_megatron.exchange.kernels.count_routing import count_routing
@@ -144,7 +143,7 @@ def _difference(
 
 def _count_routing(draw: Draw) -> Results:
     args = draw.routing_map, NUM_BLOCKS, {"node": NUM_NODES, "rank": NUM_RANKS}, True
-    return count_routing(*args), routing_counts.count_routing(*args)
+    return count_routing(*args), torch_copies.count_routing(*args)
 
 
 def _expert_lists(draw: Draw) -> Results:
@@ -232,7 +231,7 @@ def _quantize(draw: Draw) -> Results:
         rows.device
     )
     arrived = rows.new_zeros(2, *rows.shape)
-    for number, module in enumerate((quantize, wire)):
+    for number, module in enumerate((quantize, torch_sums)):
         module.quantize(sent[number], rows, index)
         module.dequantize(arrived[number], sent[number], index)
     results = [{"bytes": sent[number], "rows": arrived[number]} for number in range(2)]

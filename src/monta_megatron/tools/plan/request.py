@@ -35,8 +35,7 @@ from monta_megatron.planner.models.training_memory import (
     plan_within_memory,
     training_memory,
 )
-from monta_megatron.planner.plan import Candidate, Plan
-from monta_megatron.planner.ranges import with_ranges
+from monta_megatron.planner.plan import Candidate, Plan, with_ranges
 from monta_megatron.planner.routing.drawn import expected_routing, imbalance_routing, skewed_routing
 from monta_megatron.planner.routing.expected import Routing
 from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS, routing_or_folder

@@ -23,11 +23,15 @@ from monta_megatron.tools import pictures
 from monta_megatron.tools.plan.report import PHASES
 from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
 from monta_megatron.tools.timeline import picture
-from monta_megatron.tools.timeline import picture as comparison
-from monta_megatron.tools.timeline import recording as training
 from monta_megatron.tools.timeline.picture import Comparison
 from monta_megatron.tools.timeline.predicted import predict
-from monta_megatron.tools.timeline.recording import Recording
+from monta_megatron.tools.timeline.recording import (
+    Recording,
+    about_training,
+    load_training,
+    median_timeline,
+    whole_timeline,
+)
 from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Timeline, rows_of
 
 # More than the number of rows that a resource will ever have.
@@ -183,17 +187,17 @@ def of_training(folder: Path, stock_folder: Path | None) -> Drawing:
     Raises:
         ValueError: a file is missing, wrong, or of another run.
     """
-    ranks = training.load_training(folder)
-    ours, whole = training.median_timeline(ranks), training.whole_timeline(ranks)
-    lines = training.about(ranks)
+    ranks = load_training(folder)
+    ours, whole = median_timeline(ranks), whole_timeline(ranks)
+    lines = about_training(ranks)
     compared, timelines, traced = None, [ours], [whole]
     if stock_folder is not None:
-        stock_ranks = training.load_training(stock_folder)
+        stock_ranks = load_training(stock_folder)
         _check_stock(stock_folder, stock_ranks[0].chain)
-        stock = training.median_timeline(stock_ranks)
+        stock = median_timeline(stock_ranks)
         compared = Comparison(stock=stock, ours=ours, about=lines)
         timelines.insert(0, stock)
-        traced.insert(0, training.whole_timeline(stock_ranks))
+        traced.insert(0, whole_timeline(stock_ranks))
     return Drawing(
         name=f"{ranks[0].chain}_x{ranks[0].num_chunks}",
         folder=folder,
@@ -309,7 +313,7 @@ def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
     files |= {what: str(path) for what, path in drawing.recorded.items()}
     if pictures.can_draw():
         if drawing.comparison is not None:
-            comparison.draw_comparison(drawing.comparison, png)
+            picture.draw_comparison(drawing.comparison, png)
         else:
             picture.draw(drawing.timelines, drawing.title, png, max_ranks)
         files["picture"] = str(png)

@@ -171,7 +171,7 @@ def load_training(folder: Path) -> list[RankRecording]:
     return ranks
 
 
-def about(ranks: Sequence[RankRecording]) -> tuple[str, str]:
+def about_training(ranks: Sequence[RankRecording]) -> tuple[str, str]:
     """Where it ran, and what: two lines."""
     first = ranks[0]
     devices = first.device if first.device == "CPU ranks" else f"x {first.device}"
