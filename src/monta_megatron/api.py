@@ -6,6 +6,7 @@ line, as on the command line.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,9 @@ def statistics() -> list[LayerStatistics]:
     chain was chosen, and what was watched last. It is there from when it is built, for as long as
     the model exists.
     """
+    # Nothing has built a layer without this; then torch need not be there either.
+    if "monta_megatron.integration.ranks" not in sys.modules:
+        return []
     from monta_megatron.integration.metrics import layer_statistics
 
     return layer_statistics()

@@ -291,8 +291,6 @@ def test_what_says_so_needs_no_torch() -> None:
         "tools.bench.statistics",
         "tools.bench.sweep",
         "tools.bench.summary",
-        "tools.bench.summary",
-        "tools.bench.sweep",
         "tools.bench.traffic",
     ]
     imports = "; ".join(f"import monta_megatron.{name}" for name in names)

@@ -26,7 +26,7 @@ alltoall              1,234  chosen
 MODULES_OF_A_RUN = """
 import json, sys
 from monta_megatron.integration import dispatcher, layer
-from monta_megatron.planner import search
+from monta_megatron.planner import plan
 print(json.dumps(sorted(sys.modules)))
 """
 

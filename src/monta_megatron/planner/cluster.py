@@ -244,21 +244,23 @@ class Cluster:
     def _check_network(self) -> None:
         """Refuse rates of the network that are probably bits taken for bytes."""
         network, node_link = self._links.get("inter"), self._links.get("intra")
-        fastest = math.inf if self.nic_faster_than_800_gbit else FASTEST_NIC.gbytes_per_s
-        if network is not None and network.rate.gbytes_per_s > fastest:
-            raise ValueError(
-                f"links: the network has {network.rate.in_both_units} for each interface, must be "
-                f"at most {FASTEST_NIC.in_both_units}; check bits and bytes, or write "
-                "nic_faster_than_800_gbit: true if it is so"
-            )
-        if network is None or node_link is None or self.network_faster_than_node_link:
+        if network is None:
             return
         share = network.rate.times(self.nics_per_node / self.ranks_per_node)
-        if share.gbytes_per_s > node_link.rate.gbytes_per_s:
+        if self.network_faster_than_node_link:
+            node_link = None
+        if node_link is not None and share.gbytes_per_s > node_link.rate.gbytes_per_s:
             raise ValueError(
                 f"links: the network has {share.in_both_units} for each rank, must be at most the "
                 f"{node_link.rate.in_both_units} of intra; check bits and bytes, or write "
                 "network_faster_than_node_link: true if it is so"
+            )
+        is_slow = network.rate.gbytes_per_s <= FASTEST_NIC.gbytes_per_s
+        if not is_slow and not self.nic_faster_than_800_gbit:
+            raise ValueError(
+                f"links: the network has {network.rate.in_both_units} for each interface, must be "
+                f"at most {FASTEST_NIC.in_both_units}; check bits and bytes, or write "
+                "nic_faster_than_800_gbit: true if it is so"
             )
 
     def notes_on(self, world_size: int) -> tuple[str, ...]:

@@ -111,7 +111,7 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     *(
         ("cluster", ("links", 0, "rate"), text, [f"links[0].rate: got {text!r}", "100 Gb/s (b"])
         for text in (
-            *("100", "100 Gbps", "100 GBps", "100 Gbit/s", "12.5 GiB/s", "12.5 gb/s", "12.5 G"),
+            *("100", "100 GBps", "100 gbps", "100 GByte/s", "12.5 GiB/s", "12.5 gb/s", "12.5 g"),
             *("-100 Gb/s", "0 Gb/s", "nan GB/s", "1,5 GB/s", ".5 GB/s"),
             *("100 b/s", "100 Gb", "Gb/s", "100 Gb/s each"),
         )

@@ -402,6 +402,7 @@ def test_a_collective_on_two_resources_takes_the_slower_time(
             link("intra", 0.0, intra_gbytes_per_s),
             link("memory", 0.0, 1e6),
         ),
+        nic_faster_than_800_gbit=True,
         network_faster_than_node_link=True,
     )
     price = price_chain(workload_of(16, tokens=1024), cluster, CHAINS["alltoall"], 1, "forward")
@@ -624,6 +625,7 @@ def test_messages_of_cpu_ranks_start_together_only_between_nodes(
         launch=LAUNCH,
         copies_block_host=True,
         links=tuple(link(resource, 5.0, 1e9) for resource in ("inter", "intra", "memory")),
+        nic_faster_than_800_gbit=True,
     )
     workload = workload_of(4, ranks_per_node=ranks_per_node)
     price = price_chain(workload, cluster, CHAINS["alltoall"], 1, "forward")

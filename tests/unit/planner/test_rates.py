@@ -134,7 +134,7 @@ def test_a_ratio_may_ask_for_a_network_faster_than_the_node_link() -> None:
     assert with_inter_rate(A800, 100).time_us("alltoall", "inter", 1e6).us < 31
 
 
-def test_nodes_filled_in_part_and_interfaces_that_do_not_divide_ranks_are_said() -> None:
+def test_nodes_filled_in_part_and_uneven_interfaces_are_said() -> None:
     shared = replace(A800, nics_per_node=3)
     assert A800.notes_on(8) == A800.notes_on(16) == shared.notes_on(8) == ()
     assert A800.notes_on(12) == ("12 ranks leave 4 of the 8 ranks of a node unused",)
