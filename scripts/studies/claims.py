@@ -182,7 +182,7 @@ def _shares() -> Section:
                 f"the others over the network, {gains[1]:+.0f}% if both use the rack's NVLink. "
                 f"Claimed are 14%, to which the {nearer} reading is nearer; FP8, in which NVIDIA "
                 "trained, is not modelled. What both print as bandwidths is held against "
-                "predictions by `monta validate`."
+                "predictions by `benchmarks/validate.py`."
             ),
             "\nConstants: the presets, `configs/estimate/assumptions.yaml`. Not measured.\n",
         ]

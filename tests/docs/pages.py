@@ -35,7 +35,7 @@ SHELLS = ("bash", "sh", "shell")
 # Behind a blank line; an item of a list is indented by less, or begins with its mark.
 INDENTED = r"(?<=\n\n)(?:(?: {4}[^\n]*|)\n)+"
 QUOTE = (
-    r"<!-- (?P<command>monta [^>]*?) -->"
+    r"<!-- (?P<command>(?:monta|python) [^>]*?) -->"
     r"(?P<quoted>(?:\n\|[^\n]*)+|.*?(?=<!--|\n\n|\n\||\n- |\Z))"
 )
 IN_TEXT = re.compile(

@@ -148,9 +148,9 @@ KNOWN = (
         run_by=LAUNCH_TESTS,
     ),
     # Rows are past their tolerance.
-    Known(pattern="monta validate", status=1),
+    Known(pattern=r"python benchmarks/validate\.py", status=1),
     Known(
-        pattern=r"monta validate .*|python scripts/fit_estimate\.py",
+        pattern=r"python benchmarks/fit_estimate\.py",
         run_by="tests/unit/estimate/test_validate.py",
     ),
     Known(
@@ -227,7 +227,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like the repository and may be written to."""
     folder = tmp_path_factory.mktemp("repository")
     for path in REPOSITORY.iterdir():
-        if path.name in ("configs", "docs", "scripts", "src"):
+        if path.name in ("benchmarks", "configs", "docs", "scripts", "src"):
             (folder / path.name).symlink_to(path)
     add_own_model(folder)
     return folder

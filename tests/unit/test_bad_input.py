@@ -249,7 +249,7 @@ CASES = [
     (f"estimate --config {RUN} --cluster nowhere", ["nowhere", "nor a preset"]),
     (f"estimate --config {RUN} -- --num-layers 0", ["num-layers", "0"]),
     (f"estimate --config {CONFIGS / 'runs' / 'quickstart.yaml'}", ["--gpu: not given", "H100"]),
-    ("validate --set nothing=1", ["--set", "nothing", "must be one of"]),
+    ("validate --json", ["is a script now", "python benchmarks/validate.py"]),
     ("timeline", ["RECORDING", "--model", "--record", "none given"]),
     ("timeline nowhere.json", ["nowhere.json", "No such file"]),
     (f"timeline {MODEL}", ["mixtral_8x7b.yaml"]),

@@ -24,7 +24,6 @@ from monta_megatron.cli import (
     report,
     simulate,
     timeline,
-    validate,
 )
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import first_rank
@@ -44,8 +43,10 @@ COMMANDS = (
     report,
     simulate,
     timeline,
-    validate,
 )
+
+# What has left the command line -> the script of the repository that does it.
+MOVED = {"validate": "python benchmarks/validate.py"}
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141
@@ -90,7 +91,11 @@ def main(
         arguments: what was typed, without the name of the command.
         parser: another one than that of `monta`, with `run` and `command` among its defaults.
     """
-    parsed = (parser or build_parser()).parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if parser is None and words and words[0] in MOVED:
+        first_rank.report(f"monta {words[0]}: is a script now, run {MOVED[words[0]]}")
+        return 2
+    parsed = (parser or build_parser()).parse_args(words)
     try:
         status, mistake = _run(parsed)
         sys.stdout.flush()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from validate import changed_architecture
 
 from monta_megatron.cli import main
 from monta_megatron.common import presets
@@ -16,7 +17,6 @@ from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.tools.estimate.estimate import EstimateRequest, estimate
 from monta_megatron.tools.estimate.iteration import estimate_iteration
 from monta_megatron.tools.estimate.layers import TrainingSettings
-from monta_megatron.tools.estimate.validation import changed_architecture
 
 RUN = "qwen3_235b_a22b"
 

@@ -1,14 +1,14 @@
-"""The published rows, their split, and what `monta validate` makes of them."""
+"""The published rows, their split, and what `benchmarks/validate.py` makes of them."""
 
 import json
 from pathlib import Path
 
 import pytest
+from published_rows import MOST_TOLERANCE_PCT, read_published
+from validate import Checked, Predictor, cluster_of, parser
 
 from monta_megatron.cli import main
 from monta_megatron.common import presets
-from monta_megatron.tools.estimate.published import MOST_TOLERANCE_PCT, read_published
-from monta_megatron.tools.estimate.validation import Checked, Predictor, cluster_of
 
 REPOSITORY = Path(__file__).parents[3]
 # Past their tolerance; the page docs/estimate.md says why.
@@ -67,7 +67,7 @@ def test_the_calibration_beside_the_rows_is_the_one_of_its_page() -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 1 as long as a row is past its tolerance, and every row by its fields."""
-    assert main(["validate", "--json"]) == 1
+    assert main(["--json"], parser()) == 1
     document = json.loads(capsys.readouterr().out)
     fields = {
         *("id", "source", "predicted", "published", "unit"),

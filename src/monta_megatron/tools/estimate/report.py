@@ -1,7 +1,6 @@
-"""Tables of `monta estimate` and `monta validate`. What is predicted is called so."""
+"""Tables of `monta estimate`, in which all times are predicted."""
 
 import textwrap
-from collections.abc import Sequence
 
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
@@ -14,7 +13,6 @@ from monta_megatron.tools.estimate.estimate import (
     memory_gb,
 )
 from monta_megatron.tools.estimate.iteration import HIDDEN
-from monta_megatron.tools.estimate.validation import Checked, median_error_pct
 
 # Dispatcher -> the heading of its column; what begins with + adds to monta.
 COLUMNS = {
@@ -122,41 +120,3 @@ def _assumptions(of: Estimate) -> list[str]:
         rows.append((entry.name, f"{entry.value:g}", first))
         rows += [("", "", line) for line in others]
     return [table(("assumption", ">value", "source"), rows)]
-
-
-def validation_lines(rows: Sequence[Checked]) -> list[str]:
-    """Every row, and what the judged ones come to."""
-    lines = []
-    for judged, title in ((False, "fitted row"), (True, "judged row")):
-        cells = [
-            (
-                row.id,
-                f"{row.predicted:,.2f}",
-                f"{row.published:,.2f}",
-                row.unit,
-                f"{row.error_pct:+.1f}%",
-                "" if row.within else f"past {row.tolerance_pct:g}%",
-            )
-            for row in rows
-            if row.judged is judged
-        ]
-        columns = (title, ">predicted", ">published", "unit", ">error", "")
-        lines += [table(columns, cells), ""]
-    return [*lines, *summary_lines(rows)]
-
-
-def summary_lines(rows: Sequence[Checked]) -> list[str]:
-    """The judged rows in numbers, all and by kind, and which rows are past their tolerance."""
-    judged = [row for row in rows if row.judged]
-    lines = []
-    for kind in (None, *dict.fromkeys(row.kind for row in judged)):
-        of_kind = [row for row in judged if kind in (None, row.kind)]
-        past = sum(not row.within for row in of_kind)
-        lines.append(
-            f"{kind or 'all'}: {len(of_kind)} judged rows, median error "
-            f"{median_error_pct(of_kind):.1f}%, {past} past the tolerance"
-        )
-    missed = [f"{row.id} ({row.error_pct:+.1f}%)" for row in rows if not row.within]
-    if missed:
-        lines += textwrap.wrap(f"missed: {', '.join(missed)}", WIDTH)
-    return lines

@@ -1,6 +1,6 @@
 """Fit the constants of configs/estimate/assumptions.yaml that are marked as fitted.
 
-    python scripts/fit_estimate.py
+    python benchmarks/fit_estimate.py
 
 It reads the rows of configs/estimate/published.yaml with `judged: false` and no others, begins at
 START, changes one constant at a time while the sum of squares falls, and prints what it comes to;
@@ -12,8 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from validate import Checked, Predictor
+
 from monta_megatron.planner.assumptions import SHARES, Assumption, read_assumptions
-from monta_megatron.tools.estimate.validation import Checked, Predictor
 
 # (name, where) -> what was expected before the first fit.
 START: dict[tuple[str, str | None], float] = {

@@ -1,14 +1,32 @@
-"""Predictions of the published rows, and how far each is off."""
+"""Hold the predictions of `monta estimate` against published figures.
 
+    python benchmarks/validate.py
+    python benchmarks/validate.py --set overlap_share=0.8 --json
+
+Published iterations, MoE layers and bandwidths, and exchanges that were measured on the emulated
+cluster, are predicted; predicted, published and error of each are printed. The figures are in
+configs/estimate/published.yaml, with their sources. Constants were fitted on the rows marked so,
+and on no others. The exit status is 1 where a row is past its tolerance.
+"""
+
+import argparse
 import statistics
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import published_rows as rows
+
 from monta_megatron.chains import CHAINS
+from monta_megatron.cli import main
+from monta_megatron.cli.estimate import add_set
+from monta_megatron.cli.parser import Parser, add_json, print_json
 from monta_megatron.common import presets, strict_yaml
+from monta_megatron.common.tables import table
 from monta_megatron.planner.assumptions import (
     Assumption,
     Assumptions,
@@ -22,7 +40,6 @@ from monta_megatron.planner.flex import FlexExchange, flex_pass_us
 from monta_megatron.planner.layout import ParallelLayout, exchanges
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
-from monta_megatron.tools.estimate import published as rows
 from monta_megatron.tools.estimate.exchange import exchange_time
 from monta_megatron.tools.estimate.iteration import Iteration, estimate_iteration, moe_layer
 from monta_megatron.tools.estimate.layers import (
@@ -33,6 +50,8 @@ from monta_megatron.tools.estimate.layers import (
 )
 from monta_megatron.tools.launch.prepare import read_run
 
+WIDTH = 80
+PAST_TOLERANCE = 1
 # Of the benchmark on the emulated cluster, in fp32.
 EXPERTS_OF_EMULATION = 64
 FP32_BYTES = 4
@@ -188,7 +207,7 @@ def median_error_pct(checked: Iterable[Checked]) -> float:
 
 
 def document(checked: Sequence[Checked]) -> dict[str, Any]:
-    """The JSON document of `monta validate`."""
+    """The JSON document."""
     judged = [row for row in checked if row.judged]
     return {
         "rows": [
@@ -245,3 +264,64 @@ def _layer_architecture(layer: rows.Layer) -> Architecture:
         dense_ffn_size=layer.expert_ffn_size,
         vocab_size=1,
     )
+
+
+def validation_lines(rows: Sequence[Checked]) -> list[str]:
+    """Every row, and what the judged ones come to."""
+    lines = []
+    for judged, title in ((False, "fitted row"), (True, "judged row")):
+        cells = [
+            (
+                row.id,
+                f"{row.predicted:,.2f}",
+                f"{row.published:,.2f}",
+                row.unit,
+                f"{row.error_pct:+.1f}%",
+                "" if row.within else f"past {row.tolerance_pct:g}%",
+            )
+            for row in rows
+            if row.judged is judged
+        ]
+        columns = (title, ">predicted", ">published", "unit", ">error", "")
+        lines += [table(columns, cells), ""]
+    return [*lines, *summary_lines(rows)]
+
+
+def summary_lines(rows: Sequence[Checked]) -> list[str]:
+    """The judged rows in numbers, all and by kind, and which rows are past their tolerance."""
+    judged = [row for row in rows if row.judged]
+    lines = []
+    for kind in (None, *dict.fromkeys(row.kind for row in judged)):
+        of_kind = [row for row in judged if kind in (None, row.kind)]
+        past = sum(not row.within for row in of_kind)
+        lines.append(
+            f"{kind or 'all'}: {len(of_kind)} judged rows, median error "
+            f"{median_error_pct(of_kind):.1f}%, {past} past the tolerance"
+        )
+    missed = [f"{row.id} ({row.error_pct:+.1f}%)" for row in rows if not row.within]
+    if missed:
+        lines += textwrap.wrap(f"missed: {', '.join(missed)}", WIDTH)
+    return lines
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of this script."""
+    flags = Parser(prog="validate.py", description=__doc__)
+    add_set(flags)
+    add_json(flags)
+    flags.set_defaults(command="validate", run=run)
+    return flags
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print every row."""
+    checked = Predictor(dict(parsed.set)).all_rows()
+    if parsed.json:
+        print_json(document(checked))
+    else:
+        print("\n".join(validation_lines(checked)))
+    return 0 if all(row.within for row in checked) else PAST_TOLERANCE
+
+
+if __name__ == "__main__":
+    sys.exit(main(parser=parser()))
