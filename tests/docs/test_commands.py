@@ -258,7 +258,7 @@ def test_commands_of_a_page_run_and_print_what_it_shows(
             if smaller.startswith("monta emulate"):
                 _need_namespaces()
             if NOT_IN_PROCESS.match(smaller):
-                _printed[smaller] = _run(smaller, folder)
+                _printed[smaller] = _run(smaller, entry.status, folder)
             else:
                 _printed[smaller] = _run_here(smaller, entry.status, capsys)
             _check(smaller, _printed[smaller])
@@ -333,7 +333,7 @@ def _check(command: str, printed: str) -> None:
         assert wide == [], f"{command}: wider than {WIDTH} columns"
 
 
-def _run(command: str, folder: Path) -> str:
+def _run(command: str, expected: int, folder: Path) -> str:
     # What is written below ~ stays here; what libraries keep there is used.
     caches = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     environment = {
@@ -353,7 +353,8 @@ def _run(command: str, folder: Path) -> str:
         text=True,
         timeout=LIMIT_S,
     )
-    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    said = f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    assert result.returncode == expected, said
     return result.stdout
 
 

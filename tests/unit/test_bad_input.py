@@ -190,7 +190,7 @@ CASES = [
     ),
     (
         f"{NEW_CLUSTER} --network-rate 200G --network-rate-reached 200G",
-        ["--network-rate", "not allowed"],
+        ["--network-rate: got 200G, must be left out with --network-rate-reached"],
     ),
     (
         "new cluster --gpu H100 --num-nodes 1 --ranks-per-node 8 --network-rate 400Gb/s",

@@ -118,9 +118,8 @@ def _add_cluster(kinds: Any) -> None:
         # A cluster's nodes go by the name of a job's, too.
         also = ("--nodes",) if name == "num-nodes" else ()
         parser.add_argument(f"--{name}", *also, metavar="N", type=reader, help=text)
-    rates = parser.add_mutually_exclusive_group()
     for name, (resource, meaning) in CLUSTER_RATES.items():
-        (rates if resource == "inter" else parser).add_argument(
+        parser.add_argument(
             f"--{name}", metavar="RATE", type=functools.partial(_rate, resource), help=meaning
         )
     _add_output(parser, _cluster)
@@ -203,6 +202,10 @@ def _cluster(parsed: argparse.Namespace) -> "Template":
     }
     names = ["name", *(name.replace("-", "_") for name in CLUSTER_SIZES)]
     is_line_rate = parsed.network_rate is not None
+    is_once = not is_line_rate or parsed.network_rate_reached is None
+    require(
+        is_once, "--network-rate", parsed.network_rate, "be left out with --network-rate-reached"
+    )
     return cluster_template(machine, _given(parsed, names), rates, parsed.gpu, is_line_rate)
 
 
