@@ -112,7 +112,10 @@ def _add_cluster(kinds: Any) -> None:
     )
     parser.add_argument("--name", metavar="TEXT", type=printable, help="what users call it")
     parser.add_argument(
-        "--gpu", choices=GPU_NAMES, help="take its figures (default: those of the GPU found)"
+        "--gpu",
+        metavar="NAME",
+        choices=GPU_NAMES,
+        help=f"take its figures, one of {', '.join(GPU_NAMES)} (default: the GPU found)",
     )
     for name, (reader, text) in CLUSTER_SIZES.items():
         # A cluster's nodes go by the name of a job's, too.
