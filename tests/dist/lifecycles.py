@@ -6,6 +6,7 @@ Every function takes plain data and returns plain data.
 import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
 import os
 import pickle
@@ -196,6 +197,27 @@ def two_models(case: Case, chains: list[str]) -> None:
         assert_equal(rows.grad, gradient, "input gradient")
         again = forward_backward(case, model)
         assert_same_results(again, stock, False, "after both")
+
+
+def built_again(case: Case) -> None:
+    """A model is built anew while rank 0 alone still holds the one before, as garbage."""
+    layer = build_layer(case, "monta")
+    # Reference counts alone do not free it.
+    layer.__dict__["itself"] = layer
+    for _ in range(2):
+        forward_backward(case, layer)
+        step_of(layer)
+    gc.collect()
+    gc.disable()
+    try:
+        del layer
+        if dist.get_rank() != 0:
+            gc.collect()
+        again = build_layer(case, "monta")
+        stock = forward_backward(case, build_layer(case, "alltoall"))
+        assert_same_results(forward_backward(case, again), stock, False, "built again")
+    finally:
+        gc.enable()
 
 
 def copies(case: Case) -> list[list[str]]:

@@ -10,6 +10,7 @@ from layers import Case
 from lifecycles import (
     abandon_and_change,
     another_layout,
+    built_again,
     compiled,
     copies,
     moved,
@@ -59,6 +60,10 @@ def test_a_chain_changes_after_an_abandoned_pass(pools: Pools) -> None:
 def test_two_models_in_a_process(pools: Pools) -> None:
     case = Case(options={"moe_monta_ranks_per_node": 2})
     pools[4].run(two_models, case, ["hierarchical_alltoall", "alltoall_allgather"])
+
+
+def test_a_model_that_is_built_again(pools: Pools) -> None:
+    pools[4].run(built_again, Case(options=AUTO))
 
 
 def test_copies_of_a_layer_are_refused_as_stocks_are(pools: Pools) -> None:

@@ -16,6 +16,7 @@ skipped does not count.
 Notation: S = ranks of the exchange, EP and ETP = sizes of its groups.
 """
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,11 @@ class Iterations(Choices):
         self._said: dict[tuple[int, ...], tuple[str, int]] = {}
         self._decided()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether an iteration of this process has ended."""
+        return not self._is_first_iteration
+
     def expected(self) -> ChainChoice | None:
         """See `Choices`: known while the number of tokens does not change."""
         if self._fixed_tokens is None:
@@ -298,6 +304,11 @@ def iterations_of(
     # A policy is one object for all layers of a shape.
     key = policy, group, hash_of(rule)
     iterations = _shared.get(key)
+    if iterations is not None and iterations.has_ended:
+        # A model that was dropped may be gone on some ranks only; then all begin anew.
+        del iterations
+        gc.collect()
+        iterations = _shared.get(key)
     if iterations is None:
         iterations = Iterations(
             policy,
