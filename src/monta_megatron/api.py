@@ -1,4 +1,4 @@
-"""What `import monta_megatron` offers to Python: the commands' functions, and the ways in.
+"""The Python API of `import monta_megatron`: the commands' functions, and the ways in.
 
 Nothing heavy is imported before a function is called. Wrong arguments are a `ValueError` of one
 line, as on the command line.
@@ -89,7 +89,7 @@ def timeline(
 
 
 def statistics() -> list[LayerStatistics]:
-    """What the exchanges of this process's MoE layers have done so far, in the model's order.
+    """Statistics of the exchanges of this process's MoE layers, in the model's order.
 
     A layer has its chain, the bytes that left this rank between and inside nodes, how often each
     chain was chosen, and what was watched last. It is there from when it is built, for as long as

@@ -1,4 +1,4 @@
-"""What PyTorch calls at the end of `import torch` (entry point group `torch.backends`).
+"""Entry point of PyTorch's autoload (group `torch.backends`), called at the end of `import torch`.
 
 Installing the package is enough: nothing has to be imported or edited for a launch script to
 accept `--moe-token-dispatcher-type monta`. Two rules keep that safe: this module imports nothing

@@ -1,4 +1,4 @@
-"""What a calibration times: single operations, pairs of them, and what the host does. No torch.
+"""Tasks of a calibration: single operations, pairs of them, and host work. No torch.
 
 A point is one operation at one size, by all ranks at once, as in a real exchange: every rail at
 the same time, every node at the same time. A pair is two points that run at once.
@@ -66,7 +66,7 @@ class Point:
 
     @property
     def curve(self) -> tuple[str, str, int]:
-        """What it has in common with the points of the same curve."""
+        """Fields shared by all points of a curve."""
         return self.resource, self.operation, self.group_size
 
 
@@ -123,7 +123,7 @@ class Contenders:
 
     @property
     def tasks(self) -> tuple["Task", ...]:
-        """What is timed: each alone and both together, right after each other in every round."""
+        """Timed tasks: each alone and both together, right after each other in every round."""
         pairs = [(pair.second, pair) for pair in (self.short, self.long)]
         # Where even one run of the second operation takes too long, both pairs are the same.
         return tuple(dict.fromkeys([self.short.first, *pairs[0], *pairs[1]]))
@@ -131,7 +131,7 @@ class Contenders:
 
 @dataclass(frozen=True, kw_only=True)
 class HostWork:
-    """What the host does around the stages of an exchange: no collective, a handful of rows.
+    """Host work around the stages of an exchange: no collective, a handful of rows.
 
     Attributes:
         name: the name that it is recorded under.

@@ -151,7 +151,7 @@ class TokenCounts:
     classes: int = 1
 
     def of_blocks(self, first: int, end: int) -> "TokenCounts":
-        """Those of the token blocks from `first` to before `end`."""
+        """Counts of the token blocks from `first` to before `end`."""
 
         def cut(counts: RowCounts | None, axis: int) -> RowCounts | None:
             return None if counts is None else counts.take(range(first, end), axis=axis)
@@ -208,7 +208,7 @@ class Chain:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What the chain copies tokens for, in order: "node", "rank", "expert"."""
+        """Parts that the chain copies tokens for, in order: "node", "rank", "expert"."""
         return tuple(stage.part for stage in self.stages if isinstance(stage, Duplicate))
 
     @property
@@ -296,5 +296,5 @@ class BoundChain:
 
     @cached_property
     def shapes(self) -> tuple[StageShape, ...]:
-        """What does not depend on the counts."""
+        """Shapes of the bound stages, which do not depend on the counts."""
         return tuple(stage.shape for stage in self.stages)

@@ -1,4 +1,4 @@
-"""What a pass does for one chunk: its operations and buffers, which `lower` stamps out.
+"""Operations and buffers of one chunk of a pass, which `lower` stamps out.
 
     stage        forward                              transposed
     Permute      pack first, put last; or quantize    likewise, from the other end
@@ -44,7 +44,7 @@ def parts_per_sum(etp: int, num_parts: int) -> int:
 
 
 class OneChunk(NamedTuple):
-    """What is done for a chunk that stands for all.
+    """Operations of one chunk, which stands for all.
 
     Attributes:
         operations: in order. `series` is their place here, as of buffers; `reads` and `writes` are
@@ -170,7 +170,7 @@ def one_chunk(
         return whole("output", boundary_after(num_stages - 1))
 
     def message(at: int, is_new: bool = False) -> int:
-        """What a stage writes that copies rows anyway: packed, if new or before a collective."""
+        """Message of a stage that copies rows anyway: packed, if new or before a collective."""
         if puts(at):
             return output()
         boundary = boundary_after(at)
@@ -191,7 +191,7 @@ def one_chunk(
         return buffer(name, boundary, of, copies=copies, release="last read", slot=slot)
 
     def scaled(boundary: int, has_own: bool) -> list[int]:
-        """What is held of rows while they are scaled: in fp32, and in their own dtype."""
+        """Buffers held while rows are scaled: in fp32, and in their own dtype."""
         if is_fused:
             return []
         name = "scaled"
@@ -203,7 +203,7 @@ def one_chunk(
         return held
 
     def scratch(at: int, boundary: int, copies: int, of_sums: int, num_sums: int = 1) -> list[int]:
-        """What a sum holds while it is made: its terms, if they are converted, and the sums."""
+        """Buffers held while a sum is made: its terms, if they are converted, and the sums."""
         if is_fused:
             return []
         sums = summed(at, of_sums, row.sum_bytes, num_sums)

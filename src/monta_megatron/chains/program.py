@@ -351,7 +351,7 @@ class Waits(NamedTuple):
 def waits_of(
     operations: Sequence[Operation], needs: Sequence[Collection[int]], policy: Policy
 ) -> list[Waits]:
-    """What every operation waits for.
+    """Operations that each operation waits for.
 
     Args:
         operations: in the order of issue.

@@ -124,7 +124,7 @@ Placement: TypeAlias = Literal["none", "slice", "index"]
 
 
 class StageShape(NamedTuple):
-    """What is known of a bound stage without its counts.
+    """Shape of a bound stage, known without its counts.
 
     Attributes:
         stage: what is done.
@@ -176,7 +176,7 @@ class BoundStage:
 
     @property
     def shape(self) -> StageShape:
-        """What does not depend on the counts."""
+        """Shape of the stage, which does not depend on the counts."""
         placement: Placement = "none"
         if self.segments is not None:
             placement = "slice" if self.segments.is_slice else "index"

@@ -119,7 +119,7 @@ def _interrupt(number: int, frame: object) -> None:
 def _checked_command(
     words: list[str], num_ranks: int, parser: argparse.ArgumentParser
 ) -> list[str]:
-    """What torchrun starts on every node, as far as it can be checked here.
+    """Command that torchrun starts on every node, checked without importing it.
 
     Args:
         words: what follows the flags.

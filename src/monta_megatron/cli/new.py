@@ -260,13 +260,13 @@ def _hosts(parsed: argparse.Namespace) -> tuple[int, int]:
 
 
 def _given(parsed: argparse.Namespace, names: Any) -> Mapping[str, Any]:
-    """What was typed of these."""
+    """Values of these flags that were given."""
     values = {name: getattr(parsed, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _reader(kind: Any) -> Callable[[str], Any] | None:
-    """What reads a text as a type; None for one of a few names."""
+    """Parser of a text as a type; None for one of a few names."""
     readers: dict[Any, Callable[[str], Any]] = {int: whole(1), float: positive, str: printable}
     return readers.get(kind, whole(1) if kind == int | None else None)
 

@@ -24,7 +24,7 @@ def print_json(document: Any) -> None:
 
 @contextlib.contextmanager
 def only_the_report() -> Iterator[None]:
-    """What Megatron and the dispatchers print goes to standard error, and warnings go nowhere."""
+    """Send output of Megatron and the dispatchers to standard error, and drop warnings."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

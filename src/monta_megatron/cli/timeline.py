@@ -126,7 +126,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _way(parsed: argparse.Namespace) -> str:
-    """Which of the three ways this is; a flag of another way is an error."""
+    """The way that these flags choose, one of three; a flag of another way is an error."""
     given = [
         name
         for name, value in vars(parsed).items()

@@ -1,4 +1,4 @@
-"""What a file may hold, in words: the fields of the dataclass that it is read into.
+"""Descriptions of a file's fields, from the dataclass that it is read into.
 
 The meaning comes from the `Attributes:` of the docstring, rule and default from the annotation, the
 unit from the name: docs/files.md, the comments of `monta new` and its flags say the same.
@@ -80,7 +80,7 @@ def meanings(cls: type[Any]) -> dict[str, str]:
 
 
 def rule_of(kind: Any) -> str:
-    """What a value of an annotated type has to be."""
+    """Rule for values of an annotated type, in words."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         rules = [rule.text for rule in arguments[1:] if isinstance(rule, Rule)]

@@ -85,7 +85,7 @@ class ThisRank:
 
 
 def find_this_rank(command: str, environ: MutableMapping[str, str] = os.environ) -> ThisRank:
-    """Which rank this process is; under srun, sets the variables that torch reads.
+    """Rank of this process; under srun, sets the variables that torch reads.
 
     Args:
         command: the sub-command of `monta`, for the message.

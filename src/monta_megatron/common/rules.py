@@ -15,7 +15,7 @@ def hash_of(values: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value has to be, beyond its type.
+    """A rule for a value, beyond its type.
 
     Attributes:
         text: what the user reads after "must be".

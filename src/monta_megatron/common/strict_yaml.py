@@ -254,7 +254,7 @@ def _scalar(kind: Any, data: Any, place: _Place) -> Any:
 
 
 def _number_as_text(kind: Any, data: Any) -> str:
-    """What to write instead of a number that YAML takes for a text, such as 1e2; "" if it is none.
+    """Spelling for a number that YAML takes for a text, such as 1e2; "" if it is none.
 
     YAML 1.1, which this reads, knows 1.0e+2 alone.
     """

@@ -87,7 +87,7 @@ Show: TypeAlias = Callable[[str, int, int], None]
 
 
 class Progress:
-    """What a long piece of work reports, phase by phase.
+    """Progress of a long piece of work, phase by phase.
 
     Args:
         show: (name of the phase, steps done, steps in all) -> None; without it nothing is shown.

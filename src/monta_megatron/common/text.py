@@ -47,7 +47,7 @@ def one_of(name: object, known: Iterable[str]) -> str:
 
 
 def advice(name: object, known: Iterable[str]) -> str:
-    """What to write instead of `name`: "did you mean x?", or "known: x, y" where none is close."""
+    """Suggestion in place of `name`: "did you mean x?", or "known: x, y" where none is close."""
     known = list(known)
     meant = nearest(name, known)
     return f"known: {', '.join(known)}" if meant is None else f"did you mean {meant}?"

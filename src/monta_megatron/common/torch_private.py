@@ -94,7 +94,7 @@ def start_all_gather(
 
 
 def result_of(work: Any) -> torch.futures.Future[int]:
-    """What is done once a collective of NCCL has ended; a RuntimeError with other backends."""
+    """Future of a collective of NCCL; a RuntimeError with other backends."""
     return work.get_future_result()
 
 

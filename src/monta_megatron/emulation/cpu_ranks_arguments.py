@@ -1,4 +1,4 @@
-"""What a Megatron command line needs on CPU ranks. No torch, so that a launcher starts at once.
+"""Arguments of Megatron on CPU ranks. No torch, so that a launcher starts at once.
 
 No Transformer Engine, no fused CUDA kernel, and no extra processes to load data.
 """

@@ -147,7 +147,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], int], _M
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank of `group` passes, in the order of its ranks; None for all ranks."""
+    """Gather an object from each rank of `group`, in the order of its ranks; None for all ranks."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -131,7 +131,7 @@ class Gathering:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCounts:
-    """What the count exchange brought to one rank, on the host.
+    """Counts that one rank has received, on the host.
 
     Attributes:
         count_permuted_tokens: called for `permuted_tokens` where they are needed.

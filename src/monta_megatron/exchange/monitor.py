@@ -1,4 +1,4 @@
-"""What an exchange did: chains, bytes by stage and resource, order of starts and waits, times."""
+"""Monitor of an exchange: chains, bytes by stage and resource, order of starts and waits, times."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ NOTHING = nullcontext()
 
 
 class Step(NamedTuple):
-    """What happened to an operation of a pass.
+    """An event of an operation in a pass.
 
     It begins and ends; in between it may wait until others are ready and start a collective. `wait`
     and `ready` name the operation that is waited for.

@@ -1,4 +1,4 @@
-"""What the executor does for each kind of operation, as PyTorch operations on any device.
+"""Operations of the executor as PyTorch operations on any device.
 
 Each takes the state of its pass, writes the buffers that the program says, and returns what it
 started and did not wait for.

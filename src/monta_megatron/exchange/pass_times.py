@@ -44,7 +44,7 @@ _NOT_TIMED = nullcontext()
 
 
 class Interval(NamedTuple):
-    """What is timed, and how often it counts."""
+    """A timed interval, and how often it counts."""
 
     start: Mark
     end: Mark
@@ -259,7 +259,7 @@ class WatchedPasses:
     def sums(
         self, pass_us: Sequence[int], us_between: Callable[["Mark", "Mark"], float | None]
     ) -> list[int]:
-        """What this rank tells the others: us and number by pass, us and bytes by link.
+        """Figures for the other ranks: us and number by pass, us and bytes by link.
 
         Args:
             pass_us: of the passes, in order.

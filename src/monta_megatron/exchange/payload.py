@@ -105,7 +105,7 @@ class Payload:
 
     @cached_property
     def _gaps_bytes(self) -> list[slice]:
-        """Those bytes of a row: what aligns a column, or the next row."""
+        """Padding bytes of a row, before an aligned column or the next row."""
         if not self.packed:
             return []
         ends = [

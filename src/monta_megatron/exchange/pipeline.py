@@ -144,7 +144,7 @@ class _Pipeline:
         return finish(self._states.pop((pass_.name, chunk)))
 
     def result(self, pass_: Pass) -> Columns:
-        """What a pass has written for all chunks."""
+        """Output of a pass for all chunks."""
         return self._results.pop(pass_.name)
 
     def _empty_like(self, columns: Columns) -> Columns:
@@ -162,7 +162,7 @@ def _of_tokens(columns: Columns, tokens: slice) -> Columns:
 
 
 class _Enter(torch.autograd.Function):
-    """What goes into the pipeline: tensors of all tokens, for a token."""
+    """Entry of the pipeline: tensors of all tokens, for a token."""
 
     @staticmethod
     def forward(
@@ -249,7 +249,7 @@ class _End(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """What comes out of it: the tokens of all chunks, for a tensor of all tokens."""
+    """Exit of the pipeline: the tokens of all chunks, for a tensor of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, pipeline: _Pipeline, *tokens: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ class TimedStep(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What it is a step of."""
+        """Key of the operation that it is a step of."""
         return self.pass_name, self.operation.number
 
     def span(

@@ -1,4 +1,4 @@
-"""What one micro-batch exchanges, and the state of a pass over it: messages, and what was started.
+"""A micro-batch's exchange, and the state of a pass over it: messages and started operations.
 
 Notation: W = most experts of any token.
 """
@@ -192,7 +192,7 @@ class State:
         return self.indices.rows(position, segments)[chunk]
 
     def parts(self, operation: Operation, ids: torch.Tensor) -> Parts:
-        """What a stage copies for: held from the first chunk, with ids like these, to the last."""
+        """Parts of a stage's copies, held from the first chunk with ids like these to the last."""
         position = operation.position
         if position not in self._parts:
             bound = self.exchange.bound
@@ -249,7 +249,7 @@ class State:
 
 
 class _Whole(NamedTuple):
-    """What was allocated for the buffers of several chunks.
+    """Memory allocated for the buffers of several chunks.
 
     Attributes:
         slots: the buffers, by the memory that they use one after the other.

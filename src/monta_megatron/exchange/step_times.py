@@ -135,7 +135,7 @@ class HostRecorder:
         return [cast(dist.Work, _Watched(end))]
 
     def take(self) -> Taken:
-        """What was recorded since the last call."""
+        """Take the steps recorded since the last call."""
         taken = Taken(steps=self._steps, ends_us=self._ends_us)
         self._steps, self._ends_us = [], {}
         return taken
@@ -172,7 +172,7 @@ class DeviceRecorder:
         return list(works)
 
     def take(self) -> Taken:
-        """What was recorded since the last call; waits for the device."""
+        """Take the steps recorded since the last call; waits for the device."""
         torch.cuda.synchronize()
         taken = Taken(
             steps=[

@@ -42,7 +42,7 @@ Ready = Callable[[], object]
 
 
 class Streams:
-    """What the executor asks of a device; as it stands here, for CPU ranks.
+    """Streams, events and buffer lifetimes of a device; this class serves CPU ranks.
 
     Attributes:
         policy: how programs are executed here.
@@ -168,7 +168,7 @@ class CudaStreams(Streams):
 
 @cache
 def device_time_limit() -> "TimeLimit":
-    """What looks after the collectives of all passes."""
+    """Watcher of the collectives of all passes."""
     from monta_megatron.exchange.time_limit import TimeLimit
 
     return TimeLimit()

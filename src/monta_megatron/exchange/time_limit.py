@@ -1,4 +1,4 @@
-"""What a rank prints before NCCL's time limit ends its process.
+"""Reports of a rank before NCCL's time limit ends its process.
 
 On a device the host waits for no collective. Where one does not end, the watchdog of its process
 group ends the process, and no line of Python runs any more. So a thread looks at the collectives
@@ -102,7 +102,7 @@ class TimeLimit:
             self._thread.start()
 
     def late(self, now_s: float) -> str | None:
-        """What is to be printed now, by `time.monotonic`; None if there is nothing new."""
+        """Report due at `now_s`, by `time.monotonic`; None if there is nothing new."""
         # Only this thread takes something out.
         while self.pending and self.pending[0].result.done():
             self.pending.popleft()

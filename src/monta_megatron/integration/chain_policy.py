@@ -171,7 +171,7 @@ def agreed_policy(
 
 
 def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
-    """What all ranks of an exchange agree on: how they choose, and what a row is."""
+    """Configuration that all ranks of an exchange agree on: policy and format of rows."""
     workload, options = _workload(config, layout), Options.of(config)
     return {
         # Before what is priced under these budgets, so that they are named.
@@ -211,7 +211,7 @@ def _settings_of(groups: Mapping[str, dist.ProcessGroup]) -> dict[str, Any]:
 
 
 def _workload(config: Any, layout: Layout) -> Workload:
-    """What a layer exchanges, as far as its configuration says: all but the number of tokens."""
+    """Workload of a layer by its configuration, all but the number of tokens."""
     value_bytes = torch.empty(0, dtype=config.params_dtype).element_size()
     router_dtype = getattr(config, "moe_router_dtype", None)
     groups, group_topk = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
@@ -235,7 +235,7 @@ def _workload(config: Any, layout: Layout) -> Workload:
 
 
 class Choices:
-    """What runs in each micro-batch, where the policy says it once and for all.
+    """Choice for each micro-batch, where the policy is fixed.
 
     Args:
         policy: the policy.
@@ -255,13 +255,13 @@ class Choices:
         self.pass_times: PassTimes | None = None
 
     def expected(self) -> ChainChoice | None:
-        """What will run, as far as it is known before the counts are."""
+        """Expected choice; None where it depends on the counts."""
         return self._policy.choose(1)
 
     def choose(
         self, counts: ExchangeCounts, device: torch.device, side_stream: torch.cuda.Stream
     ) -> ChainChoice:
-        """What runs in a micro-batch of a layer, by its counts.
+        """Choose chain and chunks for a micro-batch of a layer, by its counts.
 
         Args:
             counts: which every rank of the exchange has; all ask in the same order.
@@ -288,7 +288,7 @@ class Choices:
         return ""
 
     def rule(self) -> dict[str, Any]:
-        """What all ranks of the exchange have to agree on now."""
+        """Values that all ranks of the exchange agree on now."""
         return self.agreed_rule
 
     def _check_agreement(self, counts: ExchangeCounts) -> None:

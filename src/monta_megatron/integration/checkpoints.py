@@ -1,4 +1,4 @@
-"""What `auto` has decided, stored beside Megatron's checkpoints and read when a training goes on.
+"""Decisions of `auto`, stored beside Megatron's checkpoints and read when a training resumes.
 
     SAVE/monta/iter_0000100/rank_0.json     of the exchange whose first rank is 0
 
@@ -127,7 +127,7 @@ def _folder(folder: Path, iteration: int) -> Path:
 
 
 def _made_for(iterations: Iterations) -> dict[str, Any]:
-    """What has to be the same where a decision is to go on."""
+    """Values that have to be equal where a decision is resumed."""
     from megatron.core.package_info import __version__ as megatron_version
 
     layout = iterations.layout
@@ -149,7 +149,7 @@ def _made_for(iterations: Iterations) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | str:
-    """What is in a file, or why it cannot be read."""
+    """Content of a file, or why it cannot be read."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

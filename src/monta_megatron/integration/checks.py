@@ -54,7 +54,7 @@ class SelfCheckError(RuntimeError):
 
 
 class Batch(NamedTuple):
-    """What a rank dispatches.
+    """A random batch of one rank.
 
     Attributes:
         tokens: [T, H] small integers.
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """What a dispatcher has brought to the experts, and back.
+    """Inputs of the experts and outputs of the layer after a round trip.
 
     Attributes:
         rows: [N, H] at the experts.

@@ -351,7 +351,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     @property
     def _strategy(self) -> PermutedTokens | WholeTokens:
-        """What the first and the last phase do for the chain of the micro-batch under way."""
+        """Strategy of the first and the last phase for the chain of the micro-batch under way."""
         return STRATEGIES[self.chain.rows]
 
     def _maybe_dtoh_and_synchronize(self, point: str) -> None:

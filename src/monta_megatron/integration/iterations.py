@@ -83,7 +83,7 @@ class Received:
 
     @property
     def figures(self) -> list[int]:
-        """What the ranks tell each other."""
+        """Figures that ranks share."""
         return [self.tokens, self.pairs, self.for_rank, self.for_node]
 
 
@@ -109,7 +109,7 @@ def traffic_of(figures: NDArray[np.int64], layout: Layout) -> Traffic | None:
 
 
 class Iterations(Choices):
-    """What runs in each micro-batch, decided anew for each iteration.
+    """Choice for each micro-batch, decided anew for each iteration.
 
     Args:
         policy, rule, group: see `Choices`.
@@ -251,7 +251,7 @@ class Iterations(Choices):
         self._decided()
 
     def _outcome(self) -> Outcome:
-        """What the ranks have gathered.
+        """Gathered outcome of the iteration that has ended.
 
         Raises:
             ExchangeError: a rank has died or stopped.
@@ -299,7 +299,7 @@ def iterations_of(
     options: Options,
     report: Report,
 ) -> Iterations:
-    """What runs in the layers of one shape on an exchange; see `Iterations`."""
+    """Shared `Iterations` of the layers of one shape on an exchange."""
     after_optimizer_steps(_end_iterations)
     # A policy is one object for all layers of a shape.
     key = policy, group, hash_of(rule)
@@ -323,7 +323,7 @@ def iterations_of(
 
 
 def _advice(options: Options) -> str:
-    """What the exchange is minimized without, though the training has it."""
+    """Note on overlapped work that the choice does not take into account."""
     if options.named_chain is None and options.overlap_experts:
         return "; there is no tuning, which would time exchanges alone"
     if options.beside_us > 0 or not options.overlaps or options.named_chain is not None:
@@ -335,7 +335,7 @@ def _advice(options: Options) -> str:
 
 
 def all_iterations() -> Iterator[Iterations]:
-    """Those of all exchanges of this rank, in the order in which its layers were built.
+    """Iterations of all exchanges of this rank, in the order in which its layers were built.
 
     Layers from before a restart in this process may not be gone yet, but their groups are.
     """

@@ -94,7 +94,7 @@ def within_best_places(scores: torch.Tensor, num_places: int, most: int) -> torc
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the options of a configuration come to in an exchange.
+    """Limits of a configuration, applied to an exchange.
 
     Attributes:
         limits: number of places -> how many of them a token may use.

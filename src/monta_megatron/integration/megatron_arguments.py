@@ -23,7 +23,7 @@ Words = Sequence[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the parser says.
+    """Answer of the parser.
 
     Attributes:
         megatron: version of Megatron-Core, or None where there is none.
@@ -70,7 +70,7 @@ def check(arguments: Sequence[Words]) -> Answer:
 
 
 def _check_options(parsed: argparse.Namespace, arguments: Sequence[Words], version: str) -> Answer:
-    """What this package finds wrong with the arguments taken together."""
+    """Problems of the arguments taken together, found by this package."""
     from monta_megatron.integration.arguments import check_arguments
 
     try:
@@ -107,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _problem(parser: argparse.ArgumentParser, words: Words, version: str) -> str | None:
-    """What is wrong with one argument by itself, in argparse's words."""
+    """Problem of one argument by itself, in argparse's words."""
     known = [
         name.removeprefix("--") for action in parser._actions for name in action.option_strings
     ]

@@ -86,7 +86,7 @@ def _watch() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStatistics:
-    """What the exchanges of one MoE layer have done on this rank.
+    """Statistics of the exchanges of one MoE layer on this rank.
 
     Attributes:
         layer_number: the layer's number in the model, from 1; None where it was given none.
@@ -203,7 +203,7 @@ class Publisher:
 
 
 def scalars_of(watched: WatchedIteration) -> dict[str, float]:
-    """What a plot shows of a watched iteration, by name."""
+    """Plotted values of a watched iteration, by name."""
     return {
         **{f"{name}_ms": ms for name, ms in watched.exchange_ms.items()},
         "exchange_ms": sum(watched.exchange_ms.values()),

@@ -1,4 +1,4 @@
-"""What a user can choose, in one place: names, environment variables, rules.
+"""Options of a user in one place: names, environment variables, rules.
 
 Each option is a field of Megatron's TransformerConfig, hence a Megatron argument
 (`--moe-monta-chain`), hence in Megatron's printed arguments and in its checkpoints. The
@@ -450,7 +450,7 @@ def _is_auto(given: Mapping[str, Any]) -> bool:
 
 
 def _overlaps(source: object) -> tuple[str, ...]:
-    """Those of `OVERLAPS` that are on."""
+    """Settings of `OVERLAPS` that are on."""
     settings = [name for name in OVERLAPS if getattr(source, name, False)]
     if getattr(source, "moe_shared_expert_intermediate_size", None) is None:
         settings = settings[: settings.count(OVERLAPS[0])]
@@ -462,7 +462,7 @@ def _can_be_written(path: str | os.PathLike[str]) -> bool:
 
 
 def _once(read: Callable[[str | Path], T], path: str | Path) -> T:
-    """What is in a file, read once per process unless it changes: every layer asks for it."""
+    """Content of a file, read once per process unless it changes: every layer asks for it."""
     # `read` says what is wrong with a file that does not exist.
     changed = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
     return _as_of(read, path, changed)

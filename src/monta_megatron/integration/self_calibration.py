@@ -244,7 +244,7 @@ def _measure(
     identity: str,
     fused: bool,
 ) -> tuple[Cluster, str]:
-    """What this rank makes of what all have measured, and what is said of it."""
+    """Cluster and message that this rank makes of all ranks' measurements."""
     begin_s, seconds = time.perf_counter(), options.calibrate_seconds
     device, group = device_of_ranks(), groups["tp_ep"]
     on_cpu = device.type == "cpu"
@@ -323,7 +323,7 @@ def _today() -> date:
 
 
 def _identity(layout: Layout, fused: bool) -> str:
-    """What was measured, and by which versions: the costs of another are not taken."""
+    """Measured hardware and versions: costs of others are not taken."""
     nccl, kernels = "Gloo", "Triton kernels, " * fused
     if gpu_name() is not None:
         nccl = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"

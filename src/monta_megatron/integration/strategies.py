@@ -249,7 +249,7 @@ class PermutedTokens:
     def columns(
         self, dispatcher: Any, exchange: Exchange, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What moves with the rows: their probabilities [N], and no experts."""
+        """Columns beside the rows: their probabilities [N], and no experts."""
         # Those that another chain was expected to need.
         dispatcher.early_lists = None
         return probs, None
@@ -324,7 +324,7 @@ class WholeTokens:
     def columns(
         self, dispatcher: Any, exchange: Exchange, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What moves with the rows: [T, E] -> probabilities [T, W] and experts [T, W]."""
+        """Columns beside the rows: [T, E] -> probabilities [T, W] and experts [T, W]."""
         width, early = exchange.max_experts_per_token, dispatcher.early_lists
         dispatcher.expected_width, dispatcher.early_lists = width, None
         if early is not None:

@@ -1,4 +1,4 @@
-"""What an estimate assumes: each constant with value, unit and source, in one file of configs/.
+"""Assumptions of an estimate: constants with value, unit and source, in one file of configs/.
 
 A constant may have several values: one for all, and others for a GPU or a cluster whose name holds
 a text. The last that fits is taken; `--set name=value` replaces them all.

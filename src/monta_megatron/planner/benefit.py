@@ -1,4 +1,4 @@
-"""What a choice gains over stock `alltoall`, of the exchange's predicted time: numbers and a line.
+"""Benefit of a choice over stock `alltoall`, from predicted exchange times: numbers and a line.
 
 2.16x stock alltoall: saves 3.6 ms x 94 MoE layers x 32 micro-batches = 10.8 s per iteration
 (54% of the exchange's predicted time)
@@ -71,7 +71,7 @@ class Benefit:
 
     @property
     def percent(self) -> float:
-        """What is saved, of stock's time."""
+        """Saved share of stock's time."""
         return 100 * self.saved_us / self.alltoall_us if self.alltoall_us > 0 else 0.0
 
     def document(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Benefit:
 def benefit_of(
     chain: str, chosen_us: float | None, best_us: Mapping[str, float | None], reason: str
 ) -> Benefit | None:
-    """What a choice gains; None where it or plain `alltoall` was not priced.
+    """Benefit of a choice; None where it or plain `alltoall` was not priced.
 
     Args:
         chain: what was chosen.

@@ -29,7 +29,7 @@ MOST_TABLES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ChainChoice:
-    """What runs.
+    """A chosen chain and number of chunks.
 
     Attributes:
         chain: the chain.
@@ -64,11 +64,11 @@ class ChainPolicy:
         return blocks_for(max(self.num_chunks))
 
     def rule(self) -> dict[str, Any]:
-        """What every rank has to agree on, as plain values."""
+        """Values that every rank has to agree on."""
         raise NotImplementedError
 
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
-        """What runs if no rank has more than `max_tokens` tokens, none of them with more experts.
+        """Choice if no rank has more than `max_tokens` tokens, none of them with more experts.
 
         Padding and dropping may give a token more or fewer experts than top-k; 0 says nothing.
         """
@@ -129,7 +129,7 @@ class PlannedPolicy(ChainPolicy):
         return self.table(self.workload.routing).choose(max_tokens, max_experts_per_token)
 
     def table(self, routing: Routing) -> "ChoiceTable":
-        """What runs for a routing; made once."""
+        """Table of choices for a routing; made once."""
         if routing not in self._tables:
             if len(self._tables) == MOST_TABLES:
                 del self._tables[next(iter(self._tables))]
@@ -139,7 +139,7 @@ class PlannedPolicy(ChainPolicy):
     def selection(
         self, tokens: int, max_experts_per_token: int = 0, routing: Routing | None = None
     ) -> "Selection":
-        """What is selected for `tokens` tokens per rank; see `Workload`."""
+        """Selection for `tokens` tokens per rank; see `Workload`."""
         # A named chain prices nothing.
         from monta_megatron.planner.select import select
 
@@ -165,7 +165,7 @@ def _as_selected(selection: "Selection") -> "tuple[ChainPrice, str]":
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChoiceTable:
-    """What runs for each range of tokens, for one routing; entries are made when first needed.
+    """Choices by range of tokens, for one routing; entries are made when first needed.
 
     Attributes:
         policy: which selects.

@@ -147,7 +147,7 @@ class ChainPrice:
 
     @property
     def held_bytes(self) -> float:
-        """What has to be within a limit."""
+        """Bytes that a limit applies to."""
         return self.peak_bytes + self.beside_bytes
 
     @property
@@ -168,7 +168,7 @@ class ChainPrice:
 
     @property
     def work(self) -> Hashable:
-        """What it does, whatever its chain is called: the work of every pass, and what it holds.
+        """Work of every pass and its memory, whatever the chain is called.
 
         A chain's stages that have nothing to do on a layout are no part of it.
         """
@@ -209,7 +209,7 @@ def price_chain(
     num_exchanged_counts: int | None = None,
     beside_us: float = 0.0,
 ) -> ChainPrice:
-    """What one chain costs in a given number of chunks.
+    """Price one chain in a given number of chunks.
 
     Args:
         workload: what is exchanged.

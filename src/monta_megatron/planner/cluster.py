@@ -310,12 +310,12 @@ class Cluster:
 
     @property
     def kernels(self) -> Kernels:
-        """What copies and sums rows in what is priced."""
+        """Kernels that copy and sum rows in the priced exchange."""
         return "fused" if self.policy == "fused" else "torch"
 
     @property
     def host(self) -> HostCosts:
-        """What it costs this cluster's host to start operations."""
+        """Host costs of this cluster."""
         return self.launch.at_speed
 
     @cached_property

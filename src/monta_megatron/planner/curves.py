@@ -63,7 +63,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What one operation costs for one group size, with every rank of a node busy with it.
+    """Cost of one operation for one group size, with every rank of a node busy with it.
 
     Attributes:
         operation: what was timed; docs/calibration.md explains each.

@@ -104,7 +104,7 @@ def passes(tokens: float, size: float, passes: float) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCurve:
-    """What the experts of a rank take, all of them with as many rows.
+    """Time of a rank's experts, all of them with as many rows.
 
     Attributes:
         num_local_experts: of a rank.
@@ -157,7 +157,7 @@ def with_expert_curves(cluster: Cluster, curves: Iterable[ExpertCurve]) -> Clust
 
 
 def experts_on(cluster: Cluster) -> tuple[ExpertCurve, ...]:
-    """Those that were measured."""
+    """Measured curves of experts."""
     return cluster.experts if isinstance(cluster, ClusterWithExperts) else ()
 
 
@@ -197,7 +197,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """What a call of the experts takes.
+    """Time of a call of the experts.
 
     Attributes:
         rows: ascending numbers of rows of all local experts together.
@@ -231,7 +231,7 @@ class Experts:
 
 
 def experts_of(sizes: ExpertSizes, cluster: Cluster, gpu: str | None = None) -> Experts:
-    """What a cluster's file says of these experts, or what their FLOPs say.
+    """Experts' time by the cluster's file, or by their FLOPs.
 
     Args:
         sizes: the experts of a rank.

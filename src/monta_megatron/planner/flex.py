@@ -1,4 +1,4 @@
-"""What a flex backend's exchange takes, by published figures: DeepEP and Hybrid-EP.
+"""Exchange time of flex backends, by published figures: DeepEP and Hybrid-EP.
 
 NCCL EP, the third, has published none. The first two send a token once to every node and forward it
 over the node link once to every rank. A pass takes the longer of the two times, some of the shorter
@@ -25,7 +25,7 @@ DEEPEP_RANKS_ON_NODE, DEEPEP_MOST_NODES = 8, 20
 
 @dataclass(frozen=True, kw_only=True)
 class FlexPrediction:
-    """What the exchange of a layer and micro-batch takes with a backend of stock's `flex`.
+    """Exchange of a layer and micro-batch with a backend of stock's `flex`.
 
     Attributes:
         backend: as `--moe-flex-dispatcher-backend` names it.
@@ -90,7 +90,7 @@ class FlexExchange:
 
     @property
     def printed_bytes(self) -> float:
-        """What the backends divide by the time: rows to nodes, or inside one node to ranks."""
+        """Bytes that backends divide by the time: rows to nodes, or to ranks inside one node."""
         rows = self.rows_to_nodes if self.num_nodes > 1 else self.rows_to_ranks
         return rows * self.row_bytes
 

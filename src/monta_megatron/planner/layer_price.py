@@ -1,4 +1,4 @@
-"""What a layer takes with its experts: one call between the passes, or chunk by chunk among them.
+"""Price of a layer with its experts: one call between the passes, or chunk by chunk among them.
 
 In the pipeline a direction is one program (`chains.pipelined_layer`), priced as a pass is: its
 operations through the same curves, the experts as one more resource, all by the same schedule.

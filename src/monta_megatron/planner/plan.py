@@ -28,7 +28,7 @@ from monta_megatron.planner.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class PlanKey:
-    """What a plan was made for; the exchange is checked at its use (`Plan.incompatibility`).
+    """Key of a plan; the exchange is checked at its use (`Plan.incompatibility`).
 
     Attributes:
         ep: expert parallel size.
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def benefit(self) -> Benefit | None:
-        """What is gained over plain `alltoall`; None where one of the two was not priced.
+        """Benefit over plain `alltoall`; None where one of the two was not priced.
 
         None also beside other work, where the exchange's time is not what training waits for.
         """
@@ -218,7 +218,7 @@ class Plan:
         return None
 
     def doubts_under(self, ctas: Ctas) -> tuple[str, ...]:
-        """What is doubtful where the chain's communicators have these budgets."""
+        """Doubts where the chain's communicators have these budgets."""
         doubts = []
         for name, here in ctas._asdict().items():
             planned = getattr(self.key, f"{name}_ctas")
@@ -264,7 +264,7 @@ def _choice_of(chosen: Plan | Candidate) -> tuple[str, int | None, bool]:
 
 
 def exchange_of(workload: Workload) -> dict[str, Any]:
-    """What a plan for a workload depends on, by the fields of `PlanKey`."""
+    """Values that a plan for a workload depends on, by the fields of `PlanKey`."""
     layout = workload.layout
     first_node = min(layout.nodes)
     return {

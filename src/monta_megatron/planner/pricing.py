@@ -115,7 +115,7 @@ class PassPrice:
 
     @property
     def exposed_us(self) -> float:
-        """What training waits for where other work runs beside the program, and hides it.
+        """Exposed time where other work runs beside the program and hides part of it.
 
         Nothing else is hidden: the host's time, and what runs before and after the program, are
         spent on the thread that issues that work and on the stream that it runs on.
@@ -252,7 +252,7 @@ def work_of(
     stage_us: float,
     notes: dict[str, None],
 ) -> Work:
-    """What a stage costs, whose chunks take the host so many operations on tensors each."""
+    """Cost of a stage whose chunks take the host so many operations on tensors each."""
     host = cluster.host
     num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
     launch_us = host.start_us(stage.operation, host_operations, num_peers)

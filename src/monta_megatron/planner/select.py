@@ -30,7 +30,7 @@ MARGIN = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What was selected, and from what.
+    """A selection, and the prices that it was made from.
 
     Attributes:
         workload: what is exchanged.
@@ -69,7 +69,7 @@ class Selection:
 
     @property
     def benefit(self) -> Benefit | None:
-        """What is gained over plain `alltoall`; None as in `plan.Plan`, and for quantized rows."""
+        """Benefit over plain `alltoall`; None as in `plan.Plan`, and for quantized rows."""
         quantized = self.workload.quantized_passes
         if self.beside_us > 0 or self.workload.experts is not None or quantized:
             return None
@@ -229,7 +229,7 @@ class OtherWork:
         return self.part_us * len(self.program_us)
 
     def left_over_us(self, us: float) -> float:
-        """What is left over of an exchange that takes `us`."""
+        """Exposed part of an exchange that takes `us`."""
         programs_us = sum(self.program_us)
         longer = max(programs_us + us - self.total_us, 0.0) / programs_us if programs_us else 1.0
         more_us = (
@@ -240,7 +240,7 @@ class OtherWork:
 
 
 def other_work_of(price: ChainPrice) -> OtherWork | None:
-    """What runs beside an exchange that was priced; None for nothing."""
+    """Work beside a priced exchange; None for nothing."""
     if price.beside_us == 0:
         return None
     return OtherWork(
@@ -252,5 +252,5 @@ def other_work_of(price: ChainPrice) -> OtherWork | None:
 
 
 def left_over_us(us: float, other_work: OtherWork | None) -> float:
-    """What is left over of an exchange that takes `us`: all of it where there is no other work."""
+    """Exposed part of an exchange that takes `us`: all of it where there is no other work."""
     return us if other_work is None else other_work.left_over_us(us)

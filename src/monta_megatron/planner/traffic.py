@@ -169,7 +169,7 @@ class Peers(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What goes through one resource, and through how many ranks.
+    """Bytes through one resource, and through how many ranks.
 
     Attributes:
         num_bytes: [2, S, C] what leaves a rank for others, and what arrives from them; in memory
@@ -185,7 +185,7 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageTraffic:
-    """What the ranks do in one stage: a series of a program, or what surrounds it.
+    """Traffic of one stage: a series of a program, or the work around it.
 
     Attributes:
         stage: name of the stage, or of what runs before or after the program.
@@ -398,7 +398,7 @@ def _by_resource(
 def _around(
     programs: Sequence[BoundProgram], num_tokens: float, num_exchanged_counts: int
 ) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
-    """What the dispatcher and Megatron do before and after the program of a pass.
+    """Work of the dispatcher and of Megatron before and after the program of a pass.
 
     Dispatch counts, exchanges the counts, and lists expert ids if rows are tokens. If rows are
     permuted tokens, Megatron permutes tokens before dispatch and sums permuted tokens after

@@ -1,4 +1,4 @@
-"""What is exchanged and by whom: the layout of an exchange, its rows, and where they go."""
+"""Workload of an exchange: its layout, its rows, and where they go."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ LEAST_SUM_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is exchanged and by whom.
+    """Workload of an exchange.
 
     Attributes:
         layout: layout of the exchange, as any of its ranks sees it.

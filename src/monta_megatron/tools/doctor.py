@@ -1,4 +1,4 @@
-"""What `monta doctor` looks at: versions, the way into Megatron, devices, variables, nodes."""
+"""Facts for `monta doctor`: versions, the way into Megatron, devices, variables, nodes."""
 
 import importlib.util
 import os

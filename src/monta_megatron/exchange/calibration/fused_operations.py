@@ -1,4 +1,4 @@
-"""What a calibration times in memory where Triton kernels do an exchange's work on a GPU.
+"""Operations in memory that a calibration times where Triton kernels run an exchange on a GPU.
 
 Notation: N = rows, W = experts of a token, M = copies, H = hidden size.
 """

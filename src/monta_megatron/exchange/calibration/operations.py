@@ -1,4 +1,4 @@
-"""What a calibration times: the executor's own calls, on buffers allocated as it does.
+"""Operations that a calibration times: the executor's own calls, on buffers allocated likewise.
 
 Notation: N = rows, W = most experts of a token, H = hidden size, E = experts.
 """
@@ -48,7 +48,7 @@ def starts_of(
     more: Mapping[str, Prepare],
     fused: bool = False,
 ) -> Callable[[Task], Start]:
-    """What starts a point or the host's work on this rank, made when it is first asked for.
+    """Starters of points and host work on this rank, made when first asked for.
 
     In an exchange an operation works on rows that it has not touched before. Where its runs follow
     each other, each takes the next of several sets of buffers, and its results stay: otherwise

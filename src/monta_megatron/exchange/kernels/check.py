@@ -41,7 +41,7 @@ Results = tuple[Mapping[str, torch.Tensor | None], Mapping[str, torch.Tensor | N
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """What the kernels are compared on.
+    """Random rows on which kernels are compared.
 
     Attributes:
         hidden_size: H.
@@ -110,7 +110,7 @@ class Draw:
 
 
 def first_difference(device: torch.device, hidden_size: int, dtype: torch.dtype) -> str:
-    """Which kernel first gives something else than PyTorch operations, and where; "" if none.
+    """First kernel that differs from PyTorch operations, and where; "" if none does.
 
     Args:
         device: where the kernels run.

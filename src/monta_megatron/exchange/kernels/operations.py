@@ -1,4 +1,4 @@
-"""What the executor does for each kind of operation, as Triton kernels: mostly one launch each.
+"""Operations of the executor as Triton kernels, mostly one launch each.
 
 What has no kernel stays as `operations` has it: collectives, and "pack" and "put" of permuted
 tokens, which move every row once already, one launch for each column.

@@ -27,7 +27,7 @@ LIST = tl.constexpr(16)
 
 
 class Tile(NamedTuple):
-    """What one program of `WARPS` warps works on at a time.
+    """Rows and units that one program of `WARPS` warps works on at a time.
 
     Attributes:
         rows: how many of them.

@@ -122,7 +122,7 @@ def expert_curve(
     launches_us: Mapping[str, float] | None,
     source: str,
 ) -> ExpertCurve:
-    """What experts take, from times of calls forward, and forward and backward.
+    """Curve of experts, from times of calls forward, and forward and backward.
 
     Args:
         sizes: the experts of a rank.
@@ -172,7 +172,7 @@ ROW = RowFormat(hidden_size=HIDDEN_ROW_BYTES // 2, value_bytes=2, prob_bytes=4, 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is known about a cluster without measuring its curves.
+    """Facts of a cluster that need no measurement.
 
     Attributes:
         name: the name that users give it.
@@ -332,7 +332,7 @@ def _curves(
     times_us: Mapping[str, float],
     launches_us: Mapping[str, float],
 ) -> tuple[Curve, ...]:
-    """What operations take beyond the host's time to start them."""
+    """Curves of operations beyond the host's time to start them."""
     by_curve: dict[tuple[str, str, int], list[Point]] = {}
     for point in points:
         by_curve.setdefault((point.resource, point.operation, point.group_size), []).append(point)

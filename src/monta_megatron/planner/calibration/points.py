@@ -1,4 +1,4 @@
-"""What is measured on a cluster, or on the groups of an exchange: a short list of points. No torch.
+"""Points to measure on a cluster, or on the groups of an exchange: a short list. No torch.
 
 Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
 

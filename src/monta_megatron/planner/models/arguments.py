@@ -87,7 +87,7 @@ class Details:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What the code of a family says.
+    """Facts of a family that only its code holds.
 
     Attributes:
         arguments: Megatron's arguments, over those that follow from the keys.
@@ -323,7 +323,7 @@ def _experts(sizes: Dimensions) -> dict[str, Any]:
 
 
 def unexpressed(traits: Traits, details: Details) -> tuple[str, ...]:
-    """What of the model Megatron's arguments here do not say, of its family and its keys."""
+    """Properties of the model that Megatron's arguments do not express."""
     texts = list(traits.not_expressed)
     if details.attention_bias and details.kv_lora_rank is not None:
         texts.append("attention_bias (latent attention has none)")

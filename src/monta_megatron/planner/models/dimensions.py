@@ -1,4 +1,4 @@
-"""What every family of models comes down to, and what most config.json have in common."""
+"""Dimensions common to all families of models, and keys that most config.json share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """What every family comes down to; `Model` explains what is not explained here.
+    """Dimensions of a model of any family; `Model` explains the others.
 
     Attributes:
         attention_parameters: weights of one layer's attention, the mean of all layers.
@@ -150,7 +150,7 @@ class Decoder:
         raise NotImplementedError
 
     def _with(self, **sizes: Any) -> Dimensions:
-        """What all of these families name alike, and what each names in its own way."""
+        """Dimensions from keys that these families share, and from keys of their own."""
         common = {
             "hidden_size": self.hidden_size,
             "num_layers": self.num_hidden_layers,

@@ -73,7 +73,7 @@ class Qwen3Moe(Decoder):
 
     @property
     def layers(self) -> list[int]:
-        """Which layers have experts: every `decoder_sparse_step`-th one that is not listed."""
+        """Layers with experts: every `decoder_sparse_step`-th one that is not listed."""
         step, dense = self.decoder_sparse_step, set(self.mlp_only_layers or ())
         # Layers are counted from 0.
         return [
@@ -133,7 +133,7 @@ class Qwen3Next(Qwen2Moe):
 
     @property
     def linear_layers(self) -> list[int]:
-        """Which layers have linear attention."""
+        """Layers with linear attention."""
         if self.layer_types is not None:
             return [int(kind == "linear_attention") for kind in self.layer_types]
         interval = self.full_attention_interval
@@ -195,7 +195,7 @@ class Llama4(Decoder):
 
     @property
     def layers(self) -> list[int]:
-        """Which layers have experts: those that are listed, or every so many."""
+        """Layers with experts: those that are listed, or every so many."""
         step, listed = self.interleave_moe_layer_step, self.moe_layers
         layers = range(self.num_hidden_layers)
         if listed is None:
@@ -239,7 +239,7 @@ class Hunyuan(Decoder):
 
     @property
     def layers(self) -> list[int]:
-        """Which layers have experts: all after the first ones."""
+        """Layers with experts: all after the first ones."""
         skipped = self.moe_layer_num_skipped
         return [int(layer >= skipped) for layer in range(self.num_hidden_layers)]
 
@@ -298,7 +298,7 @@ class Glm4Moe(Decoder):
 
     @property
     def layers(self) -> list[int]:
-        """Which layers have experts: multiples of moe_layer_freq after the first, dense ones."""
+        """Layers with experts: multiples of moe_layer_freq after the first, dense ones."""
         return [
             int(layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0)
             for layer in range(self.num_hidden_layers)
@@ -381,7 +381,7 @@ class Ernie(Decoder):
 
     @property
     def layers(self) -> list[int]:
-        """Which layers have experts: every `moe_layer_interval`-th one from start to end."""
+        """Layers with experts: every `moe_layer_interval`-th one from start to end."""
         end = self.moe_layer_end_index
         last = self.num_hidden_layers - 1 if end == -1 else end
         return [

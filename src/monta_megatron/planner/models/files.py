@@ -158,7 +158,7 @@ def of_all_layers(data: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 
 def _traits_of_unknown(data: Mapping[str, Any]) -> Traits:
-    """What the keys of an unknown family say of its router, and those that nobody can read."""
+    """Traits of an unknown family's router by its keys, and the keys that cannot be read."""
     is_sigmoid = data.get("scoring_func") == "sigmoid"
     # A bias of each expert comes with sigmoid scores in all families that are known.
     arguments = BIASED_SIGMOID if is_sigmoid else {}

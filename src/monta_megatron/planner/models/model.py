@@ -142,7 +142,7 @@ class Model:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a plan has to say about it."""
+        """Notes of a plan about the model."""
         if not self.assumed:
             return self.taken
         values = ", ".join(f"{name} {getattr(self, name)}" for name in self.assumed)

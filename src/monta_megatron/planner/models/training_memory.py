@@ -20,7 +20,7 @@ from monta_megatron.planner.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class HeldState:
-    """What a training holds, as its settings decide.
+    """State held by a training, by its settings.
 
     Attributes:
         bytes_per_parameter: on every rank of a data parallel group.
@@ -46,7 +46,7 @@ FULL_PRECISION = HeldState(bytes_per_parameter=4 + 4, sharded_bytes_per_paramete
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """What a training holds on one rank, at the least.
+    """Memory of a training on one rank, at the least.
 
     Attributes:
         state_bytes: weights, gradients and optimizer state.
@@ -73,7 +73,7 @@ class TrainingMemory:
 
     @property
     def left_bytes(self) -> float | None:
-        """What is left for the exchange, or lacks if below 0; None where nothing limits it."""
+        """Bytes left for the exchange, lacking if below 0; None where nothing limits it."""
         if self.available_bytes is None or self.ignored:
             return None
         return self.available_bytes - self.state_bytes - self.activation_bytes
@@ -86,7 +86,7 @@ class TrainingMemory:
 
     @property
     def parts(self) -> str:
-        """What is held, and how much of it."""
+        """Held parts and their bytes."""
         held = (
             f"weights, gradients and optimizer {size_text(self.state_bytes)}, layer inputs "
             f"{size_text(self.activation_bytes)} (all else recomputed), exchange "
@@ -104,7 +104,7 @@ class TrainingMemory:
         return max(self.exchange_bytes, self.check_bytes) + self.communicator_bytes
 
     def describe(self) -> str:
-        """What is needed of what is available, by part."""
+        """Needed and available memory, by part."""
         if self.available_bytes is None:
             of = "a rank's memory (no check, as the cluster file has no memory_gb_per_rank)"
         else:
@@ -194,7 +194,7 @@ def training_memory(
     held: HeldState | None = None,
     ignore_memory: bool = False,
 ) -> TrainingMemory:
-    """What a training holds beside its exchange.
+    """Memory of a training beside its exchange.
 
     Args:
         model: what is trained.

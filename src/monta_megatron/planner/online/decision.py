@@ -1,4 +1,4 @@
-"""What runs in a training iteration, from what the iterations before it have shown. No torch.
+"""Decisions for a training iteration, from the iterations before it. No torch.
 
 A decision is taken when an iteration has ended, from data that all ranks of the exchange share, and
 so is the same on all of them. The traffic of an iteration and the times of its passes are known at
@@ -51,7 +51,7 @@ LOOK_EVERY = 20
 
 
 class Outcome(NamedTuple):
-    """What all ranks know of an iteration.
+    """Figures of an iteration that all ranks know.
 
     Attributes:
         traffic: where its tokens went; None if it had none.
@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionState:
-    """What a training goes on with that is resumed; see `Decision`."""
+    """State restored on resume; see `Decision`."""
 
     number: NonNegativeInt
     num_averaged: NonNegativeInt
@@ -80,7 +80,7 @@ class DecisionState:
 
 
 class Decision:
-    """What runs in the iteration under way.
+    """Decision for the iteration under way.
 
     Args:
         policy: plans for a routing.
@@ -140,7 +140,7 @@ class Decision:
         )
 
     def rule(self) -> dict[str, Any]:
-        """What all ranks of the exchange have to agree on in this iteration, as plain values."""
+        """Values that all ranks of the exchange agree on in this iteration."""
         tuning = self.tuning
         return {
             "iteration": self.number,
@@ -152,7 +152,7 @@ class Decision:
         }
 
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
-        """What runs; see `ChainPolicy`. While tuning it gives no reason."""
+        """Choose chain and chunks; see `ChainPolicy`. While tuning it gives no reason."""
         tuning = self.tuning
         limited = self._policy.memory_limit_bytes is not None
         if (
@@ -235,7 +235,7 @@ class Decision:
         return selection
 
     def state(self) -> DecisionState:
-        """What `resume` takes."""
+        """State for `resume`."""
         average, watching = self._average, self.watching
         figures = {} if average is None else vars(average)
         return DecisionState(
@@ -336,7 +336,7 @@ class Decision:
         return ChoiceTable(policy=self._policy, routing=self.routing, pick=self._pick_tuned)
 
     def _pick_tuned(self, selection: Selection) -> tuple[ChainPrice, str]:
-        """What to run after the tuning, and why."""
+        """Choice after the tuning, and its reason."""
         tuning = self.tuning
         assert tuning is not None
         winner = tuning.candidates[tuning.winner].key

@@ -62,7 +62,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedIteration:
-    """What a watched iteration took.
+    """Times of a watched iteration.
 
     Attributes:
         iteration: its number, from 0, among those of this exchange.
@@ -104,7 +104,7 @@ class WatchedIteration:
 
 
 class Observed(NamedTuple):
-    """What is known of a watched iteration.
+    """A watched iteration beside its price.
 
     Attributes:
         took: what it took.
@@ -126,7 +126,7 @@ def observe(
     ranks: Sequence[int],
     layout: Layout,
 ) -> Observed | None:
-    """What a watched iteration took; None where some rank has not timed it.
+    """Observe a watched iteration; None where some rank has not timed it.
 
     Args:
         sums: [S, NUM_SUMS + M]; see `exchange.watched_passes`.
@@ -277,13 +277,13 @@ def lasting_change(ratios: Sequence[float]) -> float | None:
 
 
 def usual_ratio(ratios: Sequence[float]) -> float | None:
-    """What is usual in a series, apart from the latest; None where too few are known."""
+    """Usual ratio of a series, apart from the latest; None where too few are known."""
     before = ratios[:-NUM_IN_A_ROW]
     return median(before) if len(before) >= NUM_USUAL else None
 
 
 class Watching:
-    """What is watched of one exchange; the same on all of its ranks.
+    """Drift monitor of one exchange; the same on all of its ranks.
 
     Args:
         num_steps: N.

@@ -78,12 +78,12 @@ class TuningCandidate:
         return f"{self.chain} in {counted(self.num_chunks, 'chunk')}"
 
     def left_over_us(self, us: float) -> float:
-        """What training waits for where its four passes take `us`."""
+        """Exposed time where the four passes take `us`."""
         return left_over_us(us, self.other_work)
 
 
 def tuning_candidates(selection: Selection) -> tuple[TuningCandidate, ...]:
-    """What is worth a turn: what was selected, stock's order, the best of each other chain, others.
+    """Candidates to measure: the selected one, stock's order, the best of each other chain, others.
 
     Nothing that does the same as a plainer candidate, holds too much memory, or is predicted to be
     hopeless, stock's order apart.
@@ -108,7 +108,7 @@ def tuning_candidates(selection: Selection) -> tuple[TuningCandidate, ...]:
 
 
 def best_key(left_us: Mapping[Key, float], current: Key, is_beside_work: bool) -> Key:
-    """What leaves the least over; what runs now stays unless that beats it by the margin.
+    """Candidate with the least exposed time; the current one stays unless beaten by the margin.
 
     Args:
         left_us: what is left over of each, maybe of all others than `current`.
@@ -257,7 +257,7 @@ class Tuning:
         return keys.index(best_key(left_us, keys[0], self._is_beside_work))
 
     def summary(self) -> list[int]:
-        """What replicas tell each other: a hash of the candidates, then [candidates] us or 0."""
+        """Summary for replicas: a hash of the candidates, then [candidates] us or 0."""
         # Replicas compare alike if the same was predicted of other work, too.
         names = [f"{candidate.name}, {candidate.other_work}" for candidate in self.candidates]
         return [hash_of({"candidates": names}), *(round(us or 0) for us in self.measured_us)]
@@ -293,7 +293,7 @@ class Tuning:
         return exp(sum(logs) / len(logs)) if logs else 1.0
 
     def select(self, prices: Sequence[ChainPrice], current: Key) -> ChainPrice:
-        """What to run on other traffic, by what is left over of predicted time times `factor`.
+        """Candidate for other traffic, by the exposed part of predicted time times `factor`.
 
         Args:
             prices: what may run on it, see `Selection.allowed`.

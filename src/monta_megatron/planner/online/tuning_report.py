@@ -63,7 +63,7 @@ def tuning_table(tuning: Tuning) -> list[str]:
 
 
 def plan_of_tuning(selection: Selection, tuning: Tuning, tokens_per_rank: int) -> Plan:
-    """What a tuning has chosen, as a plan that a later training may use.
+    """Plan of a tuning's choice, for later trainings.
 
     Args:
         selection: what can run, priced for the traffic of the tuning; it holds the winner.
@@ -99,7 +99,7 @@ def plan_path(path: str, stage: int, num_stages: int) -> Path:
 
 
 def _reason(tuning: Tuning) -> str:
-    """What was measured, and what was predicted instead."""
+    """Reason of the choice: measured and predicted times."""
     winner, measured_us = tuning.candidates[tuning.winner], tuning.measured_us
     us = measured_us[tuning.winner]
     over = f"measured over {counted(tuning.num_steps, 'iteration')}"
@@ -133,7 +133,7 @@ def _took(us: float, candidate: TuningCandidate) -> str:
 
 
 def _why_rejected(tuning: Tuning) -> dict[Key, str]:
-    """What the tuning says of each candidate that was measured."""
+    """Reason of the tuning against each measured candidate."""
     winner_us = tuning.measured_us[tuning.winner]
     said = {}
     for candidate, us in zip(tuning.candidates, tuning.measured_us, strict=True):
@@ -147,7 +147,7 @@ def _why_rejected(tuning: Tuning) -> dict[Key, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningState:
-    """What `Tuning.state` says, by the names of its fields."""
+    """Values of `Tuning.state`, by the names of its fields."""
 
     num_steps: PositiveInt
     candidates: tuple[TuningCandidate, ...]

@@ -123,7 +123,7 @@ def make_routing(
 def expected_routing(
     name: str, num_experts: int, topk: int, num_nodes: int, seed: int = 0
 ) -> Routing:
-    """What the planner expects of the data.
+    """Routing that the planner expects of the data.
 
     Args:
         name: one of the above.
@@ -148,7 +148,7 @@ def expected_routing(
 
 
 def skewed_routing(num_experts: int, topk: int, seed: int = 0) -> SampledRouting:
-    """What is expected of "skewed": shares in a sample, because they have no formula."""
+    """Expected routing of "skewed": shares in a sample, because they have no formula."""
     generator = np.random.default_rng(seed)
     log_weights = _log_weights(generator, num_experts)
     scores = generator.gumbel(size=(NUM_SAMPLES, num_experts)) + log_weights
@@ -239,7 +239,7 @@ def imbalance_map(
 def imbalance_routing(
     name: str, num_tokens: int, num_experts: int, topk: int, num_ranks: int, ep: int, seed: int = 0
 ) -> RecordedRouting:
-    """What the planner expects: the rows of a typical step.
+    """Expected routing: the rows of a typical step.
 
     Args:
         name, num_tokens, num_experts, topk, seed: see `imbalance_map`.

@@ -1,4 +1,4 @@
-"""What a routing will put on the wire: expected counts, from a formula or from a sample of tokens.
+"""Expected counts of a routing, from a formula or from a sample of tokens.
 
 The chains are bound to these counts by the same code that binds them to a micro-batch's counts,
 with floats instead of integers.
@@ -45,7 +45,7 @@ class Routing(Hashable, Protocol):
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
     ) -> Counts | TokenCounts:
-        """What `chain.bind` takes, as the layout's rank sees it."""
+        """Counts for `chain.bind`, as the layout's rank sees them."""
 
 
 class ExpectedRouting:

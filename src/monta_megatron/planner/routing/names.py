@@ -1,4 +1,4 @@
-"""What `--routing` takes: names, or the folder of a trace. A command's help loads no numpy."""
+"""Names of `--routing`, or the folder of a trace. A command's help loads no numpy."""
 
 import argparse
 from pathlib import Path

@@ -164,7 +164,7 @@ def observed_routing(traffic: Traffic, layout: Layout, topk: int) -> ObservedRou
 
 
 def expected_traffic(routing: ExpectedRouting, layout: Layout, like: Traffic) -> Traffic:
-    """What traffic a routing leads to.
+    """Expected traffic of a routing.
 
     Args:
         routing: that is expected.

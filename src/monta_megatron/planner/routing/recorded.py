@@ -164,7 +164,7 @@ LEAST_CHOICES = 100
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRouter:
-    """What a trace has to fit.
+    """Router that a trace has to fit.
 
     Attributes:
         num_experts: experts of a layer.
@@ -189,7 +189,7 @@ class TracedRouter:
 
 
 def router_of(model: Model) -> TracedRouter:
-    """What a trace of a model has to fit."""
+    """Router of a model, which its trace has to fit."""
     return TracedRouter(
         num_experts=model.num_experts,
         topk=model.moe_router_topk,
@@ -202,7 +202,7 @@ def router_of(model: Model) -> TracedRouter:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouterTrace:
-    """What the files of a trace hold.
+    """Content of a trace's files.
 
     Attributes:
         folder: where they are.
@@ -266,7 +266,7 @@ class RouterTrace:
 def traced_routing(
     folder: str | Path, model: Model, num_tokens: int, num_ranks: int, ep: int
 ) -> RecordedRouting:
-    """What is planned for: a typical exchange of a trace.
+    """Routing of a trace's typical exchange.
 
     Args:
         folder: the folder with the tracer's files.

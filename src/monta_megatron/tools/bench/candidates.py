@@ -76,7 +76,7 @@ class Candidate:
 
     @property
     def rows(self) -> Literal["permuted tokens", "tokens"]:
-        """What a row of our chain is."""
+        """Kind of our chain's rows."""
         rows: Literal["permuted tokens", "tokens"] = self.dispatcher.chain.rows
         return rows
 
@@ -94,7 +94,7 @@ Build: TypeAlias = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """What came out of the dispatcher at both ends.
+    """Outputs of the dispatcher at both ends.
 
     Attributes:
         expert_rows: [N, H]; here and in the next two, something else where experts overlap.

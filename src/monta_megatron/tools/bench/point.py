@@ -55,7 +55,7 @@ MICRO_BATCHES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one point has to measure, and where.
+    """Measurements of one point, and where.
 
     Attributes:
         name: prefix of its progress messages.

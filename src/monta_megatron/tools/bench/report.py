@@ -1,4 +1,4 @@
-"""What a benchmark reports: rows, their tables, and where it was measured. No torch."""
+"""Report of a benchmark: rows, their tables, and where it was measured. No torch."""
 
 import shlex
 import sys

@@ -1,4 +1,4 @@
-"""What a benchmark was asked for: parsed from text, checked, frozen. No torch."""
+"""Settings of a benchmark: parsed from text, checked, frozen. No torch."""
 
 import argparse
 from collections.abc import Mapping

@@ -290,7 +290,7 @@ def _regret_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> lis
 
 
 def _judged(regret: Regret | None) -> list[str]:
-    """What was picked, its regret, and the interval."""
+    """Picked candidate, its regret, and the interval."""
     if regret is None:
         return ["-"] * 3
     interval = "-" if regret.low is None else f"{regret.low:.3f} to {regret.high:.3f}"

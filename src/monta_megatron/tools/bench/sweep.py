@@ -136,7 +136,7 @@ class Results:
 
 
 def settings_document(settings: Settings, study: Study | None) -> dict[str, Any]:
-    """What a report says of its settings."""
+    """Settings in a report."""
     document: dict[str, Any] = strict_yaml.plain(settings)
     return document if study is None else {**document, "study": study.name}
 

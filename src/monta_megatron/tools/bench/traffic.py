@@ -53,7 +53,7 @@ def by_resource(layout: Layout, hops: Iterable[tuple[int, int, int]]) -> Traffic
 def stock_alltoall(
     layout: Layout, routing_map: NDArray[np.bool_], hidden: int, dtype_bytes: int, backward: bool
 ) -> Traffic:
-    """What Megatron's alltoall dispatcher moves for this rank's tokens.
+    """Bytes of Megatron's alltoall dispatcher for this rank's tokens.
 
     One row per token-expert pair goes with its probability to the expert's rank (A2A) and on to
     that rank's expert tensor parallel peers (AG), and comes back without it; the reduction over the
@@ -83,7 +83,7 @@ def stock_alltoall(
 def stock_allgather(
     layout: Layout, routing_map: NDArray[np.bool_], hidden: int, dtype_bytes: int, backward: bool
 ) -> Traffic:
-    """What Megatron's allgather dispatcher moves for this rank's tokens.
+    """Bytes of Megatron's allgather dispatcher for this rank's tokens.
 
     Every token goes to every other rank with all its probabilities and its routing map (AG), and
     comes back in the dtype of the probabilities (RS); the backward pass does not need the map.
@@ -169,7 +169,7 @@ def routing_maps(settings: Settings, layout: Layout, rank: int) -> list[NDArray[
 
 
 def routing_of(settings: Settings, layout: Layout) -> Routing:
-    """What the planner expects; of several exchanges, a typical one of those that are run.
+    """Routing that the planner expects; of several exchanges, a typical one.
 
     Args:
         settings: what the benchmark was asked for.

@@ -14,7 +14,7 @@ from monta_megatron.tools.bench.traffic import routing_maps
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What goes into one rank's dispatcher.
+    """Inputs of one rank's dispatcher.
 
     Attributes:
         hidden: [T, 1, H].

@@ -58,7 +58,7 @@ def expert_operations(experts: Experts, shape: LayerShape) -> Mapping[str, Prepa
 
 
 def time_experts(experts: Experts, shape: LayerShape, device: torch.device) -> ExpertCurve:
-    """What experts take, from a few runs of each call; all ranks of the launch call this."""
+    """Time experts by a few runs of each call; all ranks of the launch call this."""
     sizes, operations = sizes_of(shape), expert_operations(experts, shape)
     world = dist.group.WORLD
     assert world is not None, "the ranks have joined"

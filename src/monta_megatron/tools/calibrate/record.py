@@ -96,7 +96,7 @@ def _locked(path: Path) -> BinaryIO:
 
 @dataclass(kw_only=True)
 class Record:
-    """What a file of samples holds.
+    """Content of a file of samples.
 
     Attributes:
         path: the file.

@@ -100,7 +100,7 @@ def nccl_lines(cluster: Cluster) -> list[str]:
 
 
 def doubt_lines(cluster: Cluster) -> list[str]:
-    """What makes the calibration doubtful; 80 columns wide."""
+    """Doubts about the calibration; 80 columns wide."""
     indent = " " * len("doubt: ")
     return [
         line

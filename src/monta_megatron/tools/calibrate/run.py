@@ -92,7 +92,7 @@ def make_groups(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was asked for.
+    """Settings of a calibration.
 
     Attributes:
         partial: file in which samples are kept.
@@ -264,7 +264,7 @@ def _machine(
 
 
 def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
-    """What two calibrations must have in common for their samples to be put together."""
+    """Values that two calibrations must share for their samples to be put together."""
     # Another job has other nodes; CPU ranks measure their machine itself.
     on_cpu = machine.on_cpu
     return {

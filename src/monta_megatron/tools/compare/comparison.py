@@ -49,7 +49,7 @@ NEEDED = {
 
 
 def why_no_flex(arguments: Arguments, environment: Mapping[str, Any]) -> str | None:
-    """What `flex` lacks here; None if nothing is known to.
+    """Requirements that `flex` lacks here; None if nothing is known to be missing.
 
     Args:
         arguments: Megatron's, which name the backend.
@@ -218,7 +218,7 @@ class Training:
 
     @property
     def log(self) -> Path:
-        """What the ranks print."""
+        """Output of the ranks."""
         return self.run.directory / "logs" / "run.log"
 
 
@@ -342,7 +342,7 @@ def train_all(trainings: Trainings) -> Iterator[tuple[Training, TrainingLog]]:
 def arguments_for(
     config: RunConfig, file: str, given: Arguments, dispatcher: str, iterations: int
 ) -> Arguments:
-    """What follows `--` of the run with one dispatcher."""
+    """Arguments after `--` of the run with one dispatcher."""
     in_file = from_mapping(config.megatron, f"{file}: megatron")
     asked = given.keys() | in_file.keys()
     # Our options stay in the file, where they are left out for other dispatchers.
@@ -405,7 +405,7 @@ def text(rows: Sequence[Compared], trainings: Trainings, iterations: int) -> str
 
 
 def notes(rows: Sequence[Compared], trainings: Trainings) -> list[str]:
-    """What is missing, and why."""
+    """Missing values, and why."""
     said = [f"{name}: left out: {why}" for name, why in trainings.left_out.items()]
     for row in rows:
         lacking = [

@@ -51,7 +51,7 @@ NEW_RUN_SIZES = ("tp", "ep", "etp", "cp", "pp", "seq_length", "micro_batch_size"
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateRequest:
-    """What is asked.
+    """Request of an estimate.
 
     Attributes:
         config: a run file, or a preset of configs/runs; None for the run that `monta new run`
@@ -81,7 +81,7 @@ class EstimateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What is predicted.
+    """A predicted iteration.
 
     Attributes:
         name: of the run.
@@ -111,7 +111,7 @@ class Estimate:
     notes: tuple[str, ...]
 
     def saving_pct(self, dispatcher: str) -> float:
-        """What a dispatcher saves of stock's iteration."""
+        """Saved share of stock's iteration."""
         return _saving_pct(self.iterations, dispatcher)
 
     def saving_range_pct(self, dispatcher: str) -> list[float] | None:
@@ -125,7 +125,7 @@ class Estimate:
         return sorted(end[dispatcher].total_ms for end in self.ends) or None
 
     def saved_gpu_hours(self, dispatcher: str, num_iterations: int) -> float:
-        """What it saves in so many iterations on all GPUs."""
+        """Saved GPU-hours in so many iterations on all GPUs."""
         stock, other = (self.iterations[name].total_ms for name in (STOCK, dispatcher))
         return (stock - other) / 1e3 * num_iterations * self.settings.world_size / 3600
 
@@ -398,7 +398,7 @@ def document(of: Estimate) -> dict[str, Any]:
 
 
 def memory_gb(memory: TrainingMemory) -> dict[str, float]:
-    """What a rank holds at the least, by part, in GB."""
+    """Memory of a rank at the least, by part, in GB."""
     parts = {
         "weights, gradients and optimizer": memory.state_bytes,
         "layer inputs": memory.activation_bytes,

@@ -1,4 +1,4 @@
-"""What the exchange of one MoE layer and micro-batch takes: stock's, the planner's, flex's."""
+"""Exchange time of one MoE layer and micro-batch: stock's, the planner's, flex's."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -53,7 +53,7 @@ def workload_of(model: Architecture, settings: TrainingSettings, cluster: Cluste
 def exchange_time(
     model: Architecture, settings: TrainingSettings, cluster: Cluster, assumed: Assumptions
 ) -> ExchangeTime:
-    """What the dispatcher of the settings takes."""
+    """Exchange time of the settings' dispatcher."""
     if settings.dispatcher == "alltoall":
         return _alltoall_time(model, settings, cluster, assumed)
     return _flex_time(model, settings, cluster, assumed, settings.dispatcher)
@@ -67,7 +67,7 @@ def chosen_time(
     chain: Chain,
     num_chunks: int,
 ) -> ExchangeTime:
-    """What the planner's choice takes; flat chains get no more of the network than stock does."""
+    """Exchange time of the planner's choice; flat chains get no more of the network than stock."""
     flat = flat_network(cluster, assumed)
     where = cluster if chain.name.startswith("hierarchical") else flat
     alltoall = price_chain(workload, flat, ALLTOALL, 1, "forward_backward")

@@ -98,7 +98,7 @@ class StageParameters:
 
 
 def stage_parameters(model: Architecture, settings: TrainingSettings) -> StageParameters:
-    """Those of the mean stage."""
+    """Parameters of the mean stage."""
     per_ffn = 3 * model.hidden_size
     num_moe = model.num_layers - model.num_dense_layers
     experts = num_moe * model.num_experts * per_ffn * model.expert_ffn_size

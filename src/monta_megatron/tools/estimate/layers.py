@@ -100,7 +100,7 @@ class TrainingSettings:
 def settings_of(
     arguments: Arguments, layout: ParallelLayout, batch: Mapping[str, int] | None = None
 ) -> TrainingSettings:
-    """What Megatron's arguments set.
+    """Training settings from Megatron's arguments.
 
     Args:
         arguments: of a run.

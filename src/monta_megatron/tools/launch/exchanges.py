@@ -66,7 +66,7 @@ def iteration_of_run(model: Model, arguments: Arguments, layout: ParallelLayout)
 
 
 def moe_layers(arguments: Arguments) -> list[bool] | None:
-    """Which layers have experts: [number of layers], in the model's order.
+    """Layers with experts: [number of layers], in the model's order.
 
     Args:
         arguments: Megatron's arguments.
@@ -174,7 +174,7 @@ KERNELS = "moe-monta-kernels"
 
 @dataclass(frozen=True, kw_only=True)
 class RunExchanges:
-    """What a run exchanges, and where.
+    """Exchanges of a run, and where they lie.
 
     Attributes:
         model: what is trained, with the run's batch.
@@ -190,7 +190,7 @@ class RunExchanges:
 
 
 def exchanges_of_run(config: RunConfig, arguments: Arguments, file: str) -> RunExchanges:
-    """What a run that names a model and a cluster exchanges.
+    """Exchanges of a run that names a model and a cluster.
 
     Args:
         config: the configuration, with paths resolved and everything merged; it names a model.
@@ -254,7 +254,7 @@ def model_of_run(path: str, arguments: Arguments) -> Model:
 
 
 def kernels_of_run(arguments: Arguments) -> KernelChoice:
-    """What `--moe-monta-kernels` says.
+    """Value of `--moe-monta-kernels`.
 
     Raises:
         ValueError: something else than it may.

@@ -50,7 +50,7 @@ class TrainingLog:
 
 
 def not_repeated(entries: Iterable[tuple[int, Entry]]) -> list[tuple[int, Entry]]:
-    """What a training has written by iteration, without what it then went back behind.
+    """Records of a training by iteration, without those that it went back behind.
 
     One that starts again, from a checkpoint or from the beginning, goes on in the same file.
     """

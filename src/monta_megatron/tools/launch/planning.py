@@ -46,7 +46,7 @@ ACTIVATIONS_OFFLOADED = ("cpu-offloading-num-layers", "fine-grained-activation-o
 
 
 def held_state(arguments: Arguments, layout: RunLayout) -> HeldState:
-    """What the arguments keep on a rank; where they leave it open, the least.
+    """State that the arguments keep on a rank; where they leave it open, the least.
 
     Args:
         arguments: Megatron's arguments.
@@ -105,7 +105,7 @@ def held_state(arguments: Arguments, layout: RunLayout) -> HeldState:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """What the planner expects of a run.
+    """Plan and memory of a run.
 
     Attributes:
         plan: None where there is nothing to plan.
@@ -237,7 +237,7 @@ def _given_plan(
 
 
 def _over_alltoall(plan: Plan, workload: Workload, cluster: Cluster) -> Benefit:
-    """What a chain that was named gains, which leaves nothing to choose from."""
+    """Benefit of a chain that was named, which leaves nothing to choose from."""
     assert plan.predicted_us is not None, "it has just been planned"
     stock = price_chain(workload, cluster, ALLTOALL, 1, plan.key.phase)
     return Benefit(chain=plan.chain, chosen_us=plan.predicted_us, alltoall_us=stock.total_us)
@@ -251,7 +251,7 @@ def _memory(
     workloads: Sequence[Workload],
     ignore_memory: bool,
 ) -> TrainingMemory:
-    """What the run holds beside its exchange, as Megatron's arguments say."""
+    """Memory of the run beside its exchange, by Megatron's arguments."""
     return training_memory(
         model,
         cluster,
@@ -263,7 +263,7 @@ def _memory(
 
 
 def memory_limit_bytes(arguments: Arguments) -> float | None:
-    """What --moe-monta-memory-limit-gb allows an exchange; None where nothing limits it."""
+    """Bytes allowed by --moe-monta-memory-limit-gb; None where nothing limits them."""
     limit = arguments.get("moe-monta-memory-limit-gb")
     return None if limit is None else bytes_of_gb(limit.read(positive))
 

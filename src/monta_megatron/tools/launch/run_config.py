@@ -80,7 +80,7 @@ class RunLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """What srun and sbatch are asked for, in addition to nodes and tasks.
+    """Options for srun and sbatch, in addition to nodes and tasks.
 
     Attributes:
         partition: its name; without it the cluster's default.

@@ -93,7 +93,7 @@ GPUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What was found on this machine; None for what was not.
+    """Hardware found on this machine; None for values not found.
 
     Attributes:
         gpus: its GPUs.
@@ -330,7 +330,7 @@ def _source(machine: Machine) -> str:
 def _findings(
     machine: Machine, figures: GpuFigures | None, gpu: str | None, given: Collection[str]
 ) -> list[str]:
-    """What was looked for in vain, and is not given: fields of `Cluster` and resources."""
+    """Values that were neither found nor given: fields of `Cluster` and resources."""
     texts = []
     lacks_sizes = not {"ranks_per_node", "memory_gb_per_rank"} <= set(given)
     lacks_rates = figures is None and not {"intra", "memory"} <= set(given)

@@ -59,12 +59,12 @@ class Interfaces:
 
     @property
     def kind(self) -> str:
-        """What each of them is."""
+        """Kind of the interfaces."""
         return f"{self.network} of {self.gbit_per_s:g} Gb/s"
 
 
 def find_gpus() -> Gpus | None:
-    """What nvidia-smi lists; None without it, or without a GPU."""
+    """GPUs that nvidia-smi lists; None without it, or without a GPU."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
     try:
         result = subprocess.run(query, capture_output=True, text=True, timeout=LIMIT_S)

@@ -59,7 +59,7 @@ class _Piece:
 
 
 def piece_of(name: str, offset: Any) -> _Piece | None:
-    """What a piece is, by its name in the index; None if it has nothing to do with experts.
+    """Kind of a piece by its name in the index; None if it has nothing to do with experts.
 
     Raises:
         ValueError: it has, but nobody knows what.

@@ -34,7 +34,7 @@ Routings = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Collaboration:
-    """What a layer's tokens need of P parts of its experts, beside uniform routing.
+    """Parts that a layer's tokens need of P parts of its experts, beside uniform routing.
 
     Attributes:
         copies: parts per token that hold an expert of its.
@@ -57,7 +57,7 @@ class Collaboration:
 
 
 def collaboration(routing_map: Routings, num_parts: int, uniform: UniformRouting) -> Collaboration:
-    """What the tokens of a layer need.
+    """Collaboration of the experts of a layer.
 
     Args:
         routing_map: [T, E] whether a token goes to an expert; T is at least 1.

@@ -119,7 +119,7 @@ class Places:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What is counted -> into how many parts it divides the experts."""
+        """Counted unit -> number of parts of the experts."""
         return {"rank": self.ep, "node": self.num_nodes}
 
 
@@ -239,7 +239,7 @@ def place_model(
 def document_of(
     placed: Mapping[int, PlacedLayer], model: Model, places: Places, min_gain_pct: float
 ) -> dict[str, Any]:
-    """What `monta place --json` prints and `--out` writes."""
+    """Document of `monta place --json` and `--out`."""
 
     def mean_copies(tokens: str, when: str) -> dict[str, float]:
         return {

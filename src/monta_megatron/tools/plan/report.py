@@ -169,7 +169,7 @@ def plan_lines(
 def plan_fields(
     plan: Plan, memory: TrainingMemory | None = None, benefit: Benefit | None = None
 ) -> list[tuple[str, str]]:
-    """What was planned, the choice and what it takes: names and texts."""
+    """Fields of a plan's report: request, choice and times, as names and texts."""
     key = plan.key
     time = "" if plan.predicted_us is None else f": {plan.predicted_us:,.0f}"
     time += range_text(plan.range_us) + " us" if time else ""
@@ -202,7 +202,7 @@ def range_text(range_us: tuple[float, float] | None) -> str:
 
 
 def _phase(plan: Plan) -> str:
-    """What is timed, and whether the experts are in the pipeline where they have a price."""
+    """Timed phase, and whether the experts are in the pipeline where they have a price."""
     phase = PHASES[plan.key.phase]
     if plan.key.experts is None:
         return phase
@@ -211,7 +211,7 @@ def _phase(plan: Plan) -> str:
 
 
 def _beside_fields(plan: Plan) -> list[tuple[str, str]]:
-    """What other work leaves over of the exchange, where there is other work."""
+    """Exposed part of the exchange, where other work runs beside it."""
     beside_us, exposed_us = plan.key.beside_us, plan.exposed_us
     if beside_us == 0 or exposed_us is None:
         return []
@@ -225,7 +225,7 @@ def rate_lines(plan: Plan) -> list[str]:
 
 
 def note_lines(plan: Plan) -> list[str]:
-    """What had to be assumed for a plan."""
+    """Assumptions of a plan."""
     return [line for note in plan.notes for line in _field("note", note)]
 
 
@@ -251,7 +251,7 @@ def layout_lines(
 
 
 def ranked_by_lines(command: Sequence[str]) -> list[str]:
-    """What a ranking by the exchange leaves out, and the command that ranks by the iteration.
+    """Limits of a ranking by the exchange, and the command that ranks by the iteration.
 
     Args:
         command: the command, and each flag with its value; a line for each.

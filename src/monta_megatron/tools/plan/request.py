@@ -71,7 +71,7 @@ class LayoutSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What is exchanged, and by what to price it.
+    """Exchange to plan, and the costs to price it by.
 
     Attributes:
         tokens: of a rank; None for the model's batch.
@@ -357,7 +357,7 @@ def _layout(request: PlanRequest, cluster: Cluster, sizes: dict[str, int]) -> Pa
 
 
 def _place_of(request: PlanRequest) -> str:
-    """What gave the layout, for messages."""
+    """Origin of the layout, for messages."""
     return "layout" if request.layout is None else str(request.layout)
 
 
@@ -397,7 +397,7 @@ _skewed = cache(skewed_routing)
 
 
 def benefit_of_plan(request: PlanRequest, inputs: PlanInputs, plan: Plan) -> Benefit | None:
-    """What a plan gains over stock in an iteration; None where stock's exchange was not priced.
+    """Benefit of a plan in an iteration; None where stock's exchange was not priced.
 
     Raises:
         ValueError: the batch is no whole number of micro-batches.

@@ -84,7 +84,7 @@ def _layout_of(inputs: PlanInputs, num_ranks: int) -> ParallelLayout:
 
 
 def simulation_title(request: PlanRequest, inputs: PlanInputs, factor: str) -> str:
-    """What stays the same at all values."""
+    """Title of a simulation: the values that stay the same."""
     model, layout = inputs.model, inputs.layout
     tokens = layout.tokens_per_rank(model) if request.tokens is None else request.tokens
     parts = [

@@ -89,7 +89,7 @@ def table(
 
 
 def details(summary: str, content: str) -> str:
-    """What is folded away until the reader opens it; `content` is HTML."""
+    """Folded section; `content` is HTML."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
@@ -192,7 +192,7 @@ MOST_BENCH_BYTES = 10_000_000
 
 
 def plan_section(request: PlanRequest, inputs: PlanInputs) -> Section:
-    """What `monta plan` says of a layout, or of the best of all that fit.
+    """Section of `monta plan`: a layout, or the best of all that fit.
 
     Raises:
         ValueError: no chain can run, or the training does not fit into the memory of a rank.
@@ -237,7 +237,7 @@ def plan_section(request: PlanRequest, inputs: PlanInputs) -> Section:
 
 
 def timeline_section(title: str, drawn: drawing.Drawing) -> Section:
-    """What `monta timeline` draws and prints."""
+    """Section of `monta timeline`: picture and text."""
 
     def draw(folder: Path) -> Iterator[Path]:
         files = drawing.write(drawn, folder, MAX_RANKS)
@@ -250,7 +250,7 @@ def timeline_section(title: str, drawn: drawing.Drawing) -> Section:
 
 
 def bench_section(path: Path) -> Section:
-    """What `monta bench --json` has written.
+    """Section of `monta bench --json`.
 
     Raises:
         ValueError: the file is something else.
@@ -390,7 +390,7 @@ def _shown(value: Any) -> str:
 
 
 def _pictures(draw: Callable[[Path], Iterator[Path]], describes: str) -> str:
-    """What is drawn in a folder, as part of the page; without matplotlib, how to get it."""
+    """Pictures of a folder as part of the page; without matplotlib, how to get it."""
     if not pictures.can_draw():
         return paragraph(f"no picture without matplotlib: {pictures.INSTALL}", "quiet")
     with tempfile.TemporaryDirectory() as folder:

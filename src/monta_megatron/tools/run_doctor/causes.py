@@ -95,7 +95,7 @@ def link(run: RunFigures, least: float) -> Iterator[Finding]:
 
 
 def _rate_left(run: RunFigures, resource: str, least: float) -> float:
-    """What is left of a link's rate: after a change, or where it takes `least` times as long."""
+    """Remaining rate of a link: after a change, or where it takes `least` times as long."""
     changes = _changes(run)
     if resource in changes:
         return changes[resource].change.rate_ratio
@@ -149,7 +149,7 @@ def copies(run: RunFigures, least: float) -> Iterator[Finding]:
 def _on_rank(
     run: RunFigures, resource: str, least: float, says: str, advice: tuple[str, ...]
 ) -> Iterator[Finding]:
-    """What is known of a resource of a rank, which nobody times: its predicted part."""
+    """Predicted share of a rank's resource, which is not timed."""
     of = run.exchange
     if of is None or of.predicted_ms <= 0:
         return
@@ -219,7 +219,7 @@ def waiting(run: RunFigures, least: float) -> Iterator[Finding]:
 
 
 def experts(run: RunFigures, least: float) -> Iterator[Finding]:
-    """What splitting them would hide, at the most and by the planner."""
+    """Time hidden by splitting the experts, at the most and by the planner."""
     what_if = run.what_if
     if what_if is None or what_if.experts_pipelined or what_if.ran.us <= 0:
         return
@@ -273,7 +273,7 @@ LESS = (
 
 
 def memory(run: RunFigures, least: float) -> Iterator[Finding]:
-    """What the log says of it; what a limit costs."""
+    """Findings on memory: from the log, and the cost of a limit."""
     of, what_if = run.memory, run.what_if
     part = 0.0
     if of.allocated_bytes is not None and of.rank_bytes is not None:

@@ -14,7 +14,7 @@ Kind = Literal["measured", "predicted"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFigures:
-    """What an exchange takes: medians of watched iterations, or a prediction.
+    """Times of an exchange: medians of watched iterations, or a prediction.
 
     Attributes:
         kind: which of the two.
@@ -68,7 +68,7 @@ class LinkChange:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFigures:
-    """What a rank holds.
+    """Memory of a rank.
 
     Attributes:
         out_of_memory: the line of the log that says that a rank had too little; or None.
@@ -106,7 +106,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """What the planner expects of other choices, for the model's own router.
+    """Predictions of other choices, for the model's own router.
 
     Attributes:
         basis: the files that it rests on.

@@ -47,7 +47,7 @@ class WatchedLine(WatchedIteration):
 
 
 def read_watched(path: Path) -> list[WatchedLine]:
-    """What counts in a file of --moe-monta-watch-out: its newest lines, and all with a change.
+    """Lines that count in a file of --moe-monta-watch-out: the newest, and all with a change.
 
     Raises:
         ValueError: one line that names the file, the line, the key, the value and the rule.
@@ -133,7 +133,7 @@ def _iterations(lines: Sequence[WatchedLine]) -> str:
 
 
 def _medians(of_lines: Iterable[Mapping[Any, float]]) -> dict[str, float]:
-    """Those of what every line has."""
+    """Medians of the keys that every line has."""
     lines = list(of_lines)
     return {
         name: median(line[name] for line in lines)
@@ -154,7 +154,7 @@ WATCH = (
 
 
 def read_run_folder(folder: Path) -> RunFigures:
-    """What is known of a run.
+    """Read all figures of a run.
 
     Args:
         folder: that of `monta launch`, or any with files of these names, see `WATCHED`.

@@ -61,7 +61,7 @@ RULES = (
 
 
 def diagnose(run: RunFigures) -> list[Finding]:
-    """What holds a run back: what may have ended it first, then by the time that it holds."""
+    """Causes that hold a run back: first what may have ended it, then by their time."""
     findings = [finding for rule in RULES for finding in rule.judge(run, rule.least)]
     least_ms = 0.0
     if run.iteration_ms is not None and run.exchange is not None and run.exchange.of_iteration:

@@ -1,4 +1,4 @@
-"""What the planner expects of other choices than a run's, by its model, cluster and layout.
+"""Predictions of other choices than a run's, by its model, cluster and layout.
 
 All of it is predicted, for the model's own router and the tokens of a rank; of exchanges that lie
 on the nodes in several ways, the one that is slowest as it ran counts.

@@ -94,7 +94,7 @@ def _named(kind: str, name: str, process: int, thread: int, order: int) -> Itera
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """What is drawn.
+    """Timelines and texts to draw.
 
     Attributes:
         name: name of the files, without endings.
@@ -120,7 +120,7 @@ class Drawing:
 
 
 def of_path(path: Path, cluster: Cluster | None = None, stock: Path | None = None) -> Drawing:
-    """What was recorded: the file of --record, or the folder of a training.
+    """Drawing of a recording: the file of --record, or the folder of a training.
 
     Args:
         path: the file or the folder.
@@ -224,7 +224,7 @@ def of_prediction(
     given: tuple[Chain, int] | None = None,
     is_alone: bool = False,
 ) -> Drawing:
-    """What the cost model expects of a layout, below what it expects of stock alltoall there.
+    """Drawing of a layout's prediction, below that of stock alltoall there.
 
     Args:
         request: tokens, routing, phase and memory.

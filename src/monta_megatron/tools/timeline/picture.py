@@ -282,7 +282,7 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """What the picture shows, in a line."""
+        """Headline of the picture, in a line."""
         stock, ours = (time_on_axis(time_us, max(self.total_us)) for time_us in self.total_us)
         return f"{self.ratio:.2f}x {STOCK}: {ours} instead of {stock} per MoE layer and micro-batch"
 

@@ -27,7 +27,7 @@ def predict(
     experts_pipelined: bool = False,
     num_counts: int | None = None,
 ) -> Timeline:
-    """What the cost model expects of a chain, and of the experts where they have a price.
+    """Predict the timeline of a chain, and of the experts where they have a price.
 
     It prices the busiest rank of every stage, so one track stands for all ranks. `num_counts` are
     the integers to each rank in the exchange of counts, None for those that the chain needs.

@@ -89,7 +89,7 @@ class Recording:
         )
 
     def predicted(self, cluster: Cluster) -> Timeline:
-        """What the cost model expects of the same exchange."""
+        """Predicted timeline of the same exchange."""
         settings = self.settings
         layout = Layout(
             ep=settings.ep,
@@ -150,7 +150,7 @@ SHARED = ("iteration", "exchange", "nodes", "chain", "num_chunks")
 
 
 def load_training(folder: Path) -> list[RankRecording]:
-    """What the ranks of one exchange have recorded, in the order of the exchange.
+    """Load the recordings of one exchange's ranks, in the order of the exchange.
 
     Raises:
         ValueError: a file is missing, wrong, or of another run.

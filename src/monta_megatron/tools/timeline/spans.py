@@ -41,7 +41,7 @@ class Track:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What ran when, on all ranks.
+    """Spans of all ranks.
 
     Attributes:
         source: where it comes from.
@@ -129,7 +129,7 @@ def overlap_table(rows: Sequence[Overlap]) -> str:
 
 
 def overlap_title(rows: Sequence[Overlap]) -> str:
-    """What `overlap_rows` shows."""
+    """Title of `overlap_rows`."""
     unit = "ms" if _in_ms(rows) else "us"
     return f"{rows[0].name}: {rows[0].source} {unit}, and % hidden behind others"
 
