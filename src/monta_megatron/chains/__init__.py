@@ -1,4 +1,4 @@
-"""Chains as plain data: what moves where, with no torch."""
+"""Chains as plain data, with no torch."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""`alltoall`: what stock does, stage after stage, in one chunk.
+"""`alltoall`: stock's order of stages, one after the other, in one chunk.
 
     A2A(EP) then AG(ETP) then Permute (into expert order)
 

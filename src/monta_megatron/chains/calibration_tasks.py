@@ -169,7 +169,7 @@ class Sample:
 
 
 def collectives_of(chains: Iterable[Chain]) -> dict[GroupName, set[Collective]]:
-    """The groups of some chains, and what is done in each, forward or transposed."""
+    """Groups of some chains with the collectives in each, forward or transposed."""
     found: dict[GroupName, set[Collective]] = {}
     for stage in (stage for chain in chains for stage in chain.stages):
         if isinstance(stage, AllToAll | AllGather):

@@ -76,7 +76,7 @@ def starts_of(lengths: RowCounts) -> RowCounts:
 
 
 def expert_order(runs: RowCounts, source_order: NDArray[np.int64], classes: int) -> Segments:
-    """Where the rows of each chunk belong in stock's order on the experts' side.
+    """Places of each chunk's rows in stock's order on the experts' side.
 
     Args:
         runs: [C, L, S] rows of each chunk, as they lie in it: by expert, then by source.

@@ -50,7 +50,7 @@ def part_sizes(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
 
 
 def num_counted_blocks(chains: Sequence[Chain], num_blocks: int) -> int:
-    """How many token blocks are counted: only chains whose rows are tokens need more than one."""
+    """Number of counted token blocks: only chains whose rows are tokens need more than one."""
     return num_blocks if any(chain.rows == "tokens" for chain in chains) else 1
 
 

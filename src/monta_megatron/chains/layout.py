@@ -29,7 +29,7 @@ FLAT_GROUPS: tuple[GroupName, ...] = ("ep", "etp", "tp_ep")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One rank's place in the exchange: what a chain has to know besides the counts.
+    """One rank's place in the exchange: all that a chain needs besides the counts.
 
     Attributes:
         ep: expert parallel size.

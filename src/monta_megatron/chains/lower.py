@@ -1,4 +1,4 @@
-"""From a bound chain to the program of one pass: what is done for one chunk, stamped out for all.
+"""Lower a bound chain to the program of one pass: one chunk's operations, stamped out for all.
 
 Order of issue: chunk i + 1's first collective has started before chunk i's second one is waited
 for, in every pass. Collectives are issued in the same order on every rank, whatever the data: a
@@ -193,7 +193,7 @@ def _stamp(
     chunks: range,
     policy: Policy,
 ) -> _Stamped:
-    """Stamp out what is done for one chunk.
+    """Stamp out the operations of one chunk.
 
     Args:
         series: the operations of a chunk.

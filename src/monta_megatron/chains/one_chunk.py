@@ -36,7 +36,7 @@ from monta_megatron.chains.wire_format import GROUP_SIZE, SCALE_BYTES
 
 
 def parts_per_sum(etp: int, num_parts: int) -> int:
-    """How many adjacent parts of a row are summed first, before those sums are added up.
+    """Number of adjacent parts of a row that are summed first, before those sums are added up.
 
     The ETP parts of each expert's output, as in stock; all parts if there is no such nesting.
     """
@@ -287,7 +287,7 @@ def one_chunk(
 def _columns(
     rows: Rows, shapes: tuple[StageShape, ...], pass_: Pass, row: RowFormat, hidden: Column
 ) -> list[tuple[Column, ...]]:
-    """[N + 1] what a row consists of at each boundary, with its hidden values as they travel.
+    """[N + 1] columns of a row at each boundary, with its hidden values as they travel.
 
     Before "copy per expert" a token has its experts' ids and probabilities, after it one of them.
     """

@@ -178,7 +178,7 @@ class _Layer:
         self._latest: dict[int, int] = {}
 
     def add(self, step: Step, chunk: int) -> None:
-        """Add what one step of a chunk issues."""
+        """Add the operations that one step of a chunk issues."""
         action, _, name = step.partition(" ")
         if name == "experts":
             if action == "start":

@@ -244,7 +244,7 @@ class Program:
 
     @cached_property
     def allocations(self) -> tuple[tuple[tuple[Buffer, ...], ...], ...]:
-        """By number of a buffer, what is allocated with it, by slot.
+        """Allocations by number of a buffer: the buffers that share its memory, by slot.
 
         Those of all chunks, if they are given back at the end of the pass; else it alone.
         """
@@ -321,7 +321,7 @@ class BoundProgram:
 
 
 def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
-    """Where each column of a packed row begins, followed by the size of the row.
+    """Offsets of the columns in a packed row, followed by the size of the row.
 
     Args:
         columns: (number of values, bytes of a value) of each column.

@@ -49,7 +49,7 @@ class Duplicate:
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll:
-    """An exchange inside `group`; the transpose swaps what is sent and what is received."""
+    """An exchange inside `group`; the transpose swaps sent and received rows."""
 
     name: str
     group: GroupName
@@ -72,7 +72,7 @@ Stage: TypeAlias = Permute | Duplicate | AllToAll | AllGather
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Where the rows of each chunk lie in the whole tensor, as runs in the chunk's own order.
+    """Places of each chunk's rows in the whole tensor, as runs in the chunk's own order.
 
     Attributes:
         lengths: [C, N] rows in each run; a chunk's rows are its runs one after the other.

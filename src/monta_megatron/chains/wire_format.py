@@ -1,4 +1,4 @@
-"""How rows travel in eight bits: e4m3 values in groups, each with a scale of its own. No torch.
+"""Wire format of rows in eight bits: e4m3 values in groups, each with its own scale. No torch.
 
     H values of e4m3 | to a multiple of 4 | a scale in fp32 for every 128 of them | to one of 16
 
@@ -30,7 +30,7 @@ SCALE_BYTES = 4
 
 
 def scales_offset_bytes(hidden_size: int) -> int:
-    """Where the scales of a row begin."""
+    """Offset of the scales in a row."""
     return round_up(hidden_size, SCALE_BYTES)
 
 

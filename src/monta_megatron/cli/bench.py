@@ -87,7 +87,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parsed: argparse.Namespace, world_size: int) -> None:
-    """Refuse before any rank starts what `run` would refuse on every rank.
+    """Refuse bad flags before any rank starts.
 
     Raises:
         ValueError: a flag, or a file that it names, is wrong.

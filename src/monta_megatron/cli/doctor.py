@@ -1,4 +1,4 @@
-"""`monta doctor`: what is installed and what is missing; or what holds a run back."""
+"""`monta doctor`: installation and machine; or the causes that hold a run back."""
 
 import argparse
 import textwrap

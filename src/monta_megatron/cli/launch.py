@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_run_file(parser: Any) -> None:
-    """Add the run file, Megatron's arguments after `--`, and what is to be ignored in both."""
+    """Add the run file, Megatron's arguments after `--`, and settings to ignore in both."""
     add_config(parser)
     parser.add_argument(
         "--force", action="store_true", help="go on where Megatron's own validation refuses it"
@@ -91,7 +91,7 @@ def run_file(parsed: argparse.Namespace) -> str:
 def add_start(
     parser: Any, starts: Mapping[str, str], *, several_nodes: str, directory: str
 ) -> None:
-    """Add how a run is started and where it is kept; what is taken otherwise stands in the help.
+    """Add flags for the start of a run and its folder; the help has the defaults.
 
     Args:
         parser: of the sub-command.

@@ -154,7 +154,7 @@ def _add_output(parser: Any, make: Callable[[argparse.Namespace], "Template"]) -
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Write or print the file; what is to be filled in goes to standard error."""
+    """Write or print the file; fields to fill in go to standard error."""
     from monta_megatron.common.files import write_whole
 
     if parsed.out is not None and not parsed.force and Path(parsed.out).exists():

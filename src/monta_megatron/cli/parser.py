@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         self.after_dashes: str | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and refuse what is unknown here, where the flags that are known can be named.
+        """Parse, and refuse unknown flags here, where the known ones can be named.
 
         An unknown flag is named before a missing one, which it may have been meant for.
         """

@@ -38,7 +38,7 @@ IGNORE_MEMORY = "go on where a rank's memory is too small for the training"
 
 
 def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True) -> None:
-    """Add the flags that say what is exchanged, and on which cluster.
+    """Add the flags for the exchange and the cluster.
 
     Args:
         parser: of the sub-command.
@@ -101,7 +101,7 @@ def add_kernels(parser: Any) -> None:
 
 
 def add_ctas(parser: Any, default: str) -> None:
-    """Add the flags for the budgets of rails and nodes; `default` says what holds without them."""
+    """Add the flags for the budgets of rails and nodes; `default` describes their default."""
     for name in ("rail", "node"):
         parser.add_argument(
             f"--{name}-ctas",
@@ -113,7 +113,7 @@ def add_ctas(parser: Any, default: str) -> None:
 
 
 def add_sizes(parser: Any, sizes: Mapping[str, str]) -> None:
-    """Add flags that take a number: name -> what it is."""
+    """Add flags that take a number: name -> meaning."""
     for name, text in sizes.items():
         reader = num_tokens(1) if name == "seq-length" else whole(1)
         parser.add_argument(f"--{name}", metavar="N", type=reader, help=text)
@@ -164,7 +164,7 @@ def check_has_layout(parsed: argparse.Namespace, flag: str, reason: str) -> None
 
 
 def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, PlanInputs]":
-    """The request that the flags make, and what it names.
+    """The request that the flags make, and the inputs that it names.
 
     Args:
         parsed: the command line.

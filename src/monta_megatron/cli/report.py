@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Write the page; say what is on it."""
+    """Write the page, and list its sections."""
     _check_flags(parsed)
     name, sections = _sections(parsed)
 

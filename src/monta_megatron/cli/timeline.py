@@ -1,4 +1,4 @@
-"""`monta timeline`: what overlapped with what, recorded or predicted, as a picture and a trace."""
+"""`monta timeline`: overlap of a pass, recorded or predicted, as a picture and a trace."""
 
 import argparse
 import sys

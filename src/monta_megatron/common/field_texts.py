@@ -69,7 +69,7 @@ def field_texts(cls: type[Any]) -> Iterator[FieldText]:
 
 
 def meanings(cls: type[Any]) -> dict[str, str]:
-    """Field -> what the `Attributes:` of a docstring, or of that of a base, say of it."""
+    """Field -> its text in the `Attributes:` of a docstring, or of a base's."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         _, _, block = (inspect.getdoc(base) or "").partition("Attributes:\n")

@@ -16,7 +16,7 @@ from monta_megatron.common.text import shown
 
 
 def cache_folder() -> Path:
-    """Where this package keeps what it has found out on this machine, for this user."""
+    """Folder of this package's findings on this machine, for this user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "monta_megatron"
 
 
@@ -69,7 +69,7 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def write_json_lines(path: Path, entries: Iterable[Any]) -> None:
-    """Write a file of JSON lines, replacing what it held.
+    """Write a file of JSON lines, replacing its content.
 
     Raises:
         ValueError: it cannot be written.

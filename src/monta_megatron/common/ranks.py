@@ -52,7 +52,7 @@ def cause_of(lines: Iterable[str]) -> str | None:
 
 
 def ended(status: int) -> str:
-    """How a process ended that left this exit status; 128 + n stands for signal n."""
+    """End of a process by its exit status; 128 + n stands for signal n."""
     try:
         return f"by signal {status - 128} ({signal.Signals(status - 128).name})"
     except ValueError:
@@ -60,7 +60,7 @@ def ended(status: int) -> str:
 
 
 def why_ended(status: int, log: Path) -> str:
-    """How a run ended and, where its log says it, why."""
+    """End of a run and, where its log tells it, the reason."""
     with log.open(encoding="utf-8", errors="replace") as lines:
         cause = cause_of(lines)
     return ended(status) if cause is None else f"{ended(status)}: {cause}"

@@ -123,7 +123,7 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a file: the key, and the missing keys that were met in it so far."""
+    """Place in a file: the key, and the missing keys that were met in it so far."""
 
     file: str
     key: str

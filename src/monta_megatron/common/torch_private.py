@@ -1,4 +1,4 @@
-"""The private names of torch on which this package rests, and what is done with them.
+"""Private names of torch on which this package rests, and their uses.
 
 A test goes over `PRIVATE_NAMES` with every supported torch, and finds a use that is not listed.
 All but the patches of the CPU ranks (emulation/), which stay beside the public names that they

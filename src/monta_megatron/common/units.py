@@ -9,7 +9,7 @@ GB_BYTES = 1e9
 
 
 def bytes_of_gb(number: float | None) -> float | None:
-    """GB as bytes; None, for what is not known or not limited, stays None."""
+    """GB as bytes; None, unknown or unlimited, stays None."""
     return None if number is None else number * GB_BYTES
 
 

@@ -139,7 +139,7 @@ def _routes(cluster: EmulatedCluster, node: int) -> Iterator[str]:
 
 
 def _rates(cluster: EmulatedCluster, interfaces: list[str]) -> Iterator[str]:
-    """`tc` commands that limit what leaves through each interface."""
+    """`tc` commands that limit the outgoing rate of each interface."""
     rate_bit_per_s = round(cluster.inter_mbit * 1e6)
     for interface in interfaces:
         yield (

@@ -56,7 +56,7 @@ class _Key(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Where a message lies in the sender's memory, and the header byte that its reader clears."""
+    """Place of a message in the sender's memory, and the header byte that its reader clears."""
 
     offset: int
     num_bytes: int

@@ -92,7 +92,7 @@ class Copies(NamedTuple):
 
     @staticmethod
     def sizes(num_rows: int, num_copies: int, parts: ExpertRange) -> list[int]:
-        """How many numbers each of these has."""
+        """Lengths of the index tensors."""
         of_experts = [num_copies] if parts.size == 1 else []
         return [num_copies, num_copies, num_rows + 1, *of_experts]
 

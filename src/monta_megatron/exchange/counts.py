@@ -56,7 +56,7 @@ host_waits: list[HostWait] = []
 
 @contextmanager
 def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Say what failed where a peer has died or stopped, as the executor does of its stages.
+    """Name the exchange that failed where a peer has died or stopped, as the executor does.
 
     Args:
         what: the collective, with what it belongs to.
@@ -120,7 +120,7 @@ class Gathering:
         self._gathered = gathered
 
     def finish(self) -> NDArray[np.int64]:
-        """[S, K] what all ranks sent; they have long arrived."""
+        """[S, K] integers of all ranks; they have long arrived."""
         assert self._gathered is not None, "not under way"
         with naming_failure(self._what, self._group):
             self._wait()
@@ -184,7 +184,7 @@ class CountTable:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """How many experts are counted, and how many parts of each kind, by name."""
+        """Number of counted experts, and of parts of each kind, by name."""
         return {"experts": self.layout.num_experts, **part_sizes(self.chains, self.layout)}
 
     def count(
@@ -228,11 +228,11 @@ class CountTable:
         return torch.cat(sections, dim=3).flatten(0, 1), sent
 
     def join(self, received: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The messages that came, [S, B, X], and what this rank sent, as one tensor: [K] int32."""
+        """The received messages, [S, B, X], and this rank's own, as one tensor: [K] int32."""
         return torch.cat([received.flatten(), *(sent[name].flatten() for name in self.sizes)])
 
     def read(self, joined: NDArray[np.int32]) -> ExchangeCounts:
-        """Read on the host what `join` returned."""
+        """Read the tensor of `join` on the host."""
         layout, num_blocks, num_ranks = self.layout, self.num_blocks, len(self.layout.nodes)
         columns, lengths = self._sections
         num_received = len(joined) - num_blocks * sum(self.sizes.values())
@@ -267,7 +267,7 @@ class CountTable:
 
     @cached_property
     def _sections(self) -> tuple[dict[str, slice], dict[str, slice]]:
-        """By section, its columns of a message, and where what was sent lies."""
+        """By section, its columns of a message, and the place of this rank's own."""
         lengths = {name: self.num_blocks * size for name, size in self.sizes.items()}
         return _slices(message_columns(self.chains, self.layout)), _slices(lengths)
 

@@ -110,7 +110,7 @@ def first_difference(name: str, ours: torch.Tensor, theirs: torch.Tensor, whose:
 
 
 def versions() -> str:
-    """The versions of what exchanges; NCCL's where that is the backend."""
+    """Versions of the libraries in an exchange; NCCL's where that is the backend."""
     found = [f"monta-megatron {__version__}"]
     if megatron := version_of("megatron-core"):
         found.append(f"megatron-core {megatron}")

@@ -56,12 +56,12 @@ def start(state: State) -> None:
 
 
 def go_on(state: State) -> None:
-    """Issue what is left of a pass that was begun."""
+    """Issue the rest of a pass that was begun."""
     issue(state, state.bound.program.operations[state.num_issued :])
 
 
 def finish(state: State) -> Columns:
-    """End a pass that was begun, and return what `run` does."""
+    """End a pass that was begun, and return its output as `run` does."""
     go_on(state)
     return _end(state)
 

@@ -45,7 +45,7 @@ class Recorder(Protocol):
     def watch(
         self, works: Sequence[torch.distributed.Work], pass_name: str, operation: int
     ) -> list[torch.distributed.Work]:
-        """Watch a collective that was just started; returns what to wait for in its place."""
+        """Watch a collective that was just started; returns the object to wait for in its place."""
 
 
 @dataclass(kw_only=True)
@@ -82,7 +82,7 @@ class Monitor:
     def watch(
         self, works: list[torch.distributed.Work], pass_name: str, operation: Operation
     ) -> list[torch.distributed.Work]:
-        """Let the recorder, if any, watch a collective; returns what to wait for in its place."""
+        """Let the recorder, if any, watch a collective; returns its stand-in for waits."""
         if self.recorder is None:
             return works
         return self.recorder.watch(works, pass_name, operation.number)

@@ -172,7 +172,7 @@ def _written(state: State, operation: Operation) -> Columns:
 
 
 def _places(state: State, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
-    """Where a chunk's rows belong in the output: its own rows of it, or all and an index."""
+    """Places of a chunk's rows in the output: its own rows of it, or all and an index."""
     into = _written(state, operation)
     segments = state.exchange.bound.stages[operation.position].segments
     if segments is None:

@@ -96,12 +96,12 @@ class PassTimes:
         return self._copy(device) if self._is_timed and self._with_copies else _NOT_TIMED
 
     def watch(self) -> None:
-        """Measure in the iteration under way, before its first pass, what `WatchedPasses` tells."""
+        """Measure the iteration under way for `WatchedPasses`, before its first pass."""
 
         self.watched = WatchedPasses()
 
     def end_iteration(self) -> None:
-        """Begin the next iteration; what was not collected is forgotten."""
+        """Begin the next iteration; times that were not collected are forgotten."""
         self._ended, self._passes = self._passes, []
         self._ended_watched, self.watched = self.watched, None
         # Those after the last pass.

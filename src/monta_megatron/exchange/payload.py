@@ -1,4 +1,4 @@
-"""How the columns of a row travel: in one message, or in one message each.
+"""Payloads: the columns of a row in one message, or in one message each.
 
 Columns: `rows` [N, H], the hidden states; `probs`, the routing probabilities, [N] where a row is a
 permuted token and [N, W] where it is a token with up to W experts; `ids` [N, W], those experts.
@@ -119,7 +119,7 @@ class Payload:
 
     @cached_property
     def _offsets_bytes(self) -> list[int]:
-        """Where each column of a packed row begins, followed by the size of the row."""
+        """Offsets of the columns in a packed row, followed by the size of the row."""
         return offsets_bytes(
             [
                 (shape[0] if shape else 1, dtype.itemsize)
@@ -135,7 +135,7 @@ def payloads_of(
     dtypes: tuple[tuple[str, int, torch.dtype], ...],
     device: torch.device,
 ) -> tuple[Payload, ...]:
-    """How a row lies in the messages of each buffer of a program.
+    """Layout of a row in the messages of each buffer of a program.
 
     Args:
         program: its structure.

@@ -47,7 +47,7 @@ class BackgroundExperts(Protocol):
         """Start to compute a chunk."""
 
     def wait(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Wait for what a call returned."""
+        """Wait for the result of a call."""
 
 
 def run_pipeline(

@@ -147,7 +147,7 @@ class State:
         return self.columns(number)
 
     def reserve(self) -> None:
-        """Allocate what is held until the join, for a pass whose caller goes on before it ends.
+        """Allocate buffers held until the join, for a pass whose caller goes on before it ends.
 
         What is allocated after the caller has been given work may be in use by that work.
         """
@@ -223,7 +223,7 @@ class State:
             self._ended(operation)
 
     def issued(self, operation: Operation, works: list[torch.distributed.Work]) -> None:
-        """Keep what was started for those who wait for it."""
+        """Keep started work for the operations that wait for it."""
         if operation.number in self.bound.program.awaited:
             self._started[operation.number] = self.streams.ready(works)
         self.num_issued = operation.number + 1
@@ -238,7 +238,7 @@ class State:
         return errors.failure(self, operation, error)
 
     def _ended(self, operation: Operation) -> None:
-        """Let go of what is released at its last read; all else is held until the join."""
+        """Release buffers at their last read; all others are held until the join."""
         for number in operation.reads:
             buffer = self.bound.program.buffers[number]
             if buffer.release == "last read" and buffer.last_read == operation.number:

@@ -57,10 +57,10 @@ class Streams:
         """Make the caller's stream wait for everything issued on the side streams."""
 
     def enter(self, stream: int) -> None:
-        """Issue what follows on a side stream."""
+        """Issue the following operations on a side stream."""
 
     def leave(self) -> None:
-        """Issue what follows on the caller's stream."""
+        """Issue the following operations on the caller's stream."""
 
     def on_caller(self, allocate: Callable[[int], T], number: int) -> T:
         """Allocate memory of messages or outputs, for so many rows.

@@ -67,7 +67,7 @@ class Started(NamedTuple):
 
 
 class TimeLimit:
-    """Looks after what was started on this rank's device.
+    """Watches the collectives started on this rank's device.
 
     Attributes:
         pending: collectives that were started and, by the latest look, had not ended.

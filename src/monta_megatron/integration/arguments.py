@@ -122,7 +122,7 @@ def is_monta(config: object) -> bool:
 
 @contextmanager
 def seen_as_alltoall(config: Any) -> Iterator[None]:
-    """Inside this context, whoever reads `config` sees the stock dispatcher's name."""
+    """Inside this context, readers of `config` see the stock dispatcher's name."""
     dispatcher_type = config.moe_token_dispatcher_type
     config.moe_token_dispatcher_type = "alltoall"
     try:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def policy_for(options: Options, config: Any, layout: Layout, permuted_only: bool) -> ChainPolicy:
-    """How a dispatcher with this configuration chooses its chain.
+    """Chain policy of a dispatcher with this configuration.
 
     Args:
         options: the options, already checked.
@@ -149,7 +149,7 @@ def agreed_policy(
     permuted_only: bool,
     groups: Mapping[str, dist.ProcessGroup],
 ) -> tuple[ChainPolicy, dict[str, Any]]:
-    """The chain policy of all ranks of an exchange, and what they agree on.
+    """Chain policy of all ranks of an exchange, and the agreed configuration.
 
     Args:
         options, config, layout, permuted_only: see `policy_for`.

@@ -80,7 +80,7 @@ def store(folder: Path, iteration: int) -> None:
 
 
 def resume(folder: Path, iteration: int) -> None:
-    """Go on with what was decided, where it was stored and fits; all ranks call this.
+    """Resume stored decisions that fit; all ranks call this.
 
     Args:
         folder: of the checkpoints.

@@ -202,7 +202,7 @@ def round_trip(dispatcher: Any, batch: Batch, layout: Any) -> RoundTrip:
 
 
 def difference(ours: RoundTrip, theirs: RoundTrip) -> str:
-    """Where one round trip first differs from another; "" if it does not."""
+    """First difference between two round trips; "" if there is none."""
     for name in (entry.name for entry in fields(RoundTrip)):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine.shape != other.shape:

@@ -362,7 +362,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self._bind(self._counts.read())
 
     def _bind(self, counts: ExchangeCounts) -> None:
-        """Choose the chain for this micro-batch by what all ranks know, and bind it."""
+        """Choose the chain for this micro-batch from shared data, and bind it."""
         choice = self._choices.choose(counts, self.probs.device, self.cuda_dtoh_stream)
         self._take(choice, self._choices.news(choice, counts))
         self.monitor.choices[self.chain.name, self.num_chunks] += 1

@@ -203,7 +203,7 @@ class Iterations(Choices):
         return chains
 
     def news(self, choice: ChainChoice, counts: ExchangeCounts) -> str:
-        """See `Choices`: what was chosen before for so many tokens is none."""
+        """See `Choices`: repeated choices are not reported."""
         buckets = bucket_of(counts.max_tokens), bucket_of(counts.max_experts_per_token)
         key, before = (choice.chain.name, choice.num_chunks), self._said.get(buckets)
         if not choice.reason or before == key:
@@ -279,7 +279,7 @@ class Iterations(Choices):
         self._decided()
 
     def _decided(self) -> None:
-        """Let the exchange of counts compare what was decided."""
+        """Let the exchange of counts compare the decision."""
         self.agreement = hash_of(self.rule())
         if self.pass_times is not None:
             self.pass_times.is_on = self.decision.is_timed

@@ -146,7 +146,7 @@ def limits_of(config: Any, layout: Layout) -> Limits:
 
 
 def groups_of(config: Any, layout: Layout) -> tuple[int, int]:
-    """How the planner takes the limits: groups of a router and how many of them a token may use."""
+    """Limits as the planner takes them: groups of a router and how many of them a token may use."""
     own = (config.moe_router_num_groups or 1, config.moe_router_group_topk or 1)
     # The finest places say most.
     return max(limits_of(config, layout).limits.items(), default=own)

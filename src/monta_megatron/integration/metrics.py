@@ -133,7 +133,7 @@ _num_published = 0
 
 
 class Publisher:
-    """Publishes what is watched of one exchange.
+    """Publishes the watched figures of one exchange.
 
     Args:
         watching: what is watched.
@@ -160,7 +160,7 @@ class Publisher:
             make_folder(self._path.parent, "moe_monta_watch_out")
 
     def after_iteration(self, number: int) -> None:
-        """Publish what has become known by the end of an iteration, whose number is from 0."""
+        """Publish the figures known by the end of an iteration, whose number is from 0."""
         latest, change = self._watching.latest, self._watching.change
         if latest is not None and latest is not self._published:
             self._published = latest
@@ -260,7 +260,7 @@ def _of_megatron(number: int) -> tuple[int, int]:
 def report_tuning(
     tuning: Tuning, selection: Selection, max_tokens: int, report: Report, plan_out: str | None
 ) -> None:
-    """Say what a tuning has found, and write it as a plan if one is asked for.
+    """Report the result of a tuning, and write it as a plan if one is asked for.
 
     Args:
         tuning: which is over.
@@ -287,7 +287,7 @@ _recorders: list["IterationRecorder"] = []
 
 
 def record_iteration(dispatcher: "MontaTokenDispatcher") -> None:
-    """Record what its options ask for, if it is the first dispatcher of this process.
+    """Start the recording that the options ask for, in the first dispatcher of this process.
 
     Raises:
         ValueError: the folder cannot be made.
@@ -331,7 +331,7 @@ class IterationRecorder:
         self._recorder.note(step._replace(pass_name=self._numbered(step.pass_name)))
 
     def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
-        """Watch a collective that was just started; returns what to wait for in its place."""
+        """Watch a collective that was just started; returns the object to wait for in its place."""
         if self._recorder is None:
             return list(works)
         return self._recorder.watch(works, self._numbered(pass_name), operation)

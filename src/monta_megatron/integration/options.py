@@ -38,7 +38,7 @@ _FILE_TYPES = (str, os.PathLike, Cluster)
 
 
 def _or_text(number: Callable[[str], T]) -> Callable[[str], T | str]:
-    """Reads a number; what is none stays a text, for `Options.of` to refuse in one line."""
+    """Reads a number; other texts stay, for `Options.of` to refuse in one line."""
 
     def read(text: str) -> T | str:
         try:
@@ -63,7 +63,7 @@ def _switch(name: str, help_text: str) -> Any:
 
 
 def _yes_or_no(text: str) -> bool | str | None:
-    """Reads a switch; what is neither stays a text, see `_or_text`."""
+    """Reads a switch; other texts stay, see `_or_text`."""
     return {"1": True, "0": None}.get(text, text)
 
 

@@ -39,7 +39,7 @@ def layers() -> list[Any]:
 
 
 def iteration_here(dispatcher: Any) -> Iteration:
-    """How often an iteration runs the exchange of a dispatcher, on this pipeline stage.
+    """Exchanges of a dispatcher per iteration, on this pipeline stage.
 
     Layers that choose by the same policy are those of one shape. The micro-batches are unknown
     outside Megatron's training loop.

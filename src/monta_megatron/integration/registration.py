@@ -1,4 +1,4 @@
-"""The way in: what is hooked into Megatron, and when.
+"""The way in: hooks into Megatron's modules, left until these are imported.
 
 `install` only leaves functions that run when Megatron's modules are imported (`import_hook`);
 nothing of Megatron is imported here.

@@ -64,7 +64,7 @@ from monta_megatron.planner.cluster_file import dump_measured, load_cluster, unc
 
 
 def hardware_name() -> str:
-    """A GPU, or what stands for it."""
+    """Name of the GPU, or of the CPU ranks in its place."""
     emulated = EmulatedCluster.from_environment()
     if emulated is not None:
         return f"emulated at {emulated.inter_mbit:g} Mbit/s"
@@ -72,7 +72,7 @@ def hardware_name() -> str:
 
 
 def find_nics_per_node(ranks_per_node: int) -> int:
-    """Network interfaces of a node, as far as they are known: else one for each rank."""
+    """Network interfaces of a node where they are known, else one for each rank."""
     emulated = EmulatedCluster.from_environment()
     return ranks_per_node if emulated is None else emulated.nics_per_node
 

@@ -49,7 +49,7 @@ class CountExchange:
     def exchange(
         self, routing_map: torch.Tensor, agreement: int
     ) -> tuple[torch.Tensor | None, int | None]:
-        """Bring what this rank needs: [T, E] bool -> [K] int32 on its device, with no sync.
+        """Exchange counts: [T, E] bool -> [K] int32 on its device, with no sync.
 
         Returns:
             The counts, and the number of permuted tokens: that of a map with top-k experts for
@@ -66,7 +66,7 @@ class CountExchange:
         return counts, None
 
     def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
-        """Start to copy what `exchange` returned: the only tensor that goes to the host."""
+        """Start to copy the result of `exchange`, the only tensor that goes to the host."""
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             self._copy = maybe_move_tensor_to_cpu(counts, record_stream=True)
@@ -156,7 +156,7 @@ _HAS_NO_TOKENS = "overlap_moe_expert_parallel_comm, or moe_preprocess in cuda_gr
 
 
 def _as_asked_for(dispatcher: Any) -> dict[str, Any]:
-    """Arguments of an `Exchange`: what the options say of all chains alike."""
+    """Arguments of an `Exchange` from the options that hold for all chains."""
     options = dispatcher.options
     return {
         "fused": is_fused(options.kernels, dispatcher.probs.device.type),

@@ -13,7 +13,7 @@ from monta_megatron.common.units import counted, time_text
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """How often an iteration waits for an exchange.
+    """Exchanges that an iteration waits for.
 
     A pipeline waits for the stage with the most MoE layers, once for every micro-batch. Its bubble,
     which shrinks too where the exchanges are shorter, is left out.
@@ -55,7 +55,7 @@ class Benefit:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as stock."""
+        """Speedup over stock."""
         return self.alltoall_us / self.chosen_us if self.chosen_us > 0 else 1.0
 
     @property
@@ -75,7 +75,7 @@ class Benefit:
         return 100 * self.saved_us / self.alltoall_us if self.alltoall_us > 0 else 0.0
 
     def document(self) -> dict[str, Any]:
-        """The fields of a JSON document; None for what is not known."""
+        """Fields of a JSON document; None for unknown values."""
         layers, micro_batches = self.iteration.num_moe_layers, self.iteration.num_micro_batches
         saved_s = None
         if layers is not None and micro_batches is not None:

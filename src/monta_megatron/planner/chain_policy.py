@@ -48,7 +48,7 @@ class ChainChoice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainPolicy:
-    """How a dispatcher chooses.
+    """Policy by which a dispatcher chooses.
 
     Attributes:
         chains: the chains that may be chosen.

@@ -43,7 +43,7 @@ CHECK_TOKENS = 256
 
 
 def peak_bytes(bound: BoundProgram) -> float:
-    """The peak of a pass's output, messages, and sums with what is converted for them.
+    """Peak of a pass's output, messages, and sums with their converted terms.
 
     Indices are left out. In a chain of tokens they take up to 32 bytes for each copy of a row, kept
     until backward, and about 25 for each row and part while the copies are found.
@@ -163,7 +163,7 @@ class ChainPrice:
 
     @cached_property
     def exposed_us(self) -> float:
-        """Likewise, less what the work beside them hides: what training waits for."""
+        """Exposed time: the total less the part hidden by the work beside it."""
         return sum(pass_.exposed_us for pass_ in self.passes)
 
     @property
@@ -185,7 +185,7 @@ class ChainPrice:
         return self.experts_pipelined, *plainness(self.chain, self.num_chunks)
 
     def busy_us(self, resource: str) -> float:
-        """How long all passes occupy a resource; see `PassPrice.busy_us`."""
+        """Time for which all passes occupy a resource; see `PassPrice.busy_us`."""
         return sum(of_pass.busy_us(resource) for of_pass in self.passes)
 
     def busiest(self) -> tuple[str, float]:

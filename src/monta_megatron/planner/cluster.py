@@ -1,4 +1,4 @@
-"""The cluster: nodes, and what every operation costs on them, measured or from datasheets."""
+"""The cluster: nodes, and the cost of every operation on them, measured or from datasheets."""
 
 import math
 from collections import Counter
@@ -40,7 +40,7 @@ KernelChoice: TypeAlias = Literal["auto", Kernels]
 
 
 class Time(NamedTuple):
-    """How long an operation takes, and a note on what was assumed, if anything."""
+    """Time of an operation, and a note on assumptions, if any."""
 
     us: float
     note: str | None = None
@@ -145,7 +145,7 @@ Slowdown = Annotated[float, Rule("a number >= 1", lambda value: value >= 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Contention:
-    """How much two operations slow each other while both run.
+    """Factor by which two operations slow each other while both run.
 
     Attributes:
         pair: two resources; the same one twice for two operations on one resource. "compute" is
@@ -282,7 +282,7 @@ class Cluster:
 
     @property
     def policy(self) -> Policy:
-        """How programs are executed on it."""
+        """Execution policy of programs on it."""
         return "host" if self.copies_block_host else "fused" if self.fused_kernels else "streams"
 
     def with_kernels(self, fused: bool) -> "Cluster":
@@ -299,7 +299,7 @@ class Cluster:
         return replace(self, fused_kernels=fused, doubts=doubts)
 
     def with_kernel_choice(self, choice: KernelChoice) -> "Cluster":
-        """These costs for what `--kernels` says; "auto" is what a training's "auto" runs on a GPU.
+        """These costs for a value of `--kernels`; "auto" is a training's "auto" on a GPU.
 
         Raises:
             ValueError: fused kernels on CPU ranks.
@@ -320,7 +320,7 @@ class Cluster:
 
     @cached_property
     def ends(self) -> "tuple[Cluster, Cluster] | None":
-        """The cluster at the optimistic and at the conservative end of what was published.
+        """The cluster at the optimistic and at the conservative end of the published figures.
 
         None where neither differs from the likely figures, as with measured curves and host times.
         """
@@ -391,7 +391,7 @@ class Cluster:
         return set(kinds) == {"measured"}
 
     def factor(self, first: ResourceOrCompute, second: ResourceOrCompute) -> float:
-        """How much an operation on `first` is slowed while one on `second` runs."""
+        """Factor by which an operation on `first` is slowed while one on `second` runs."""
         return self._factors[first, second]
 
     def time_us(
@@ -402,7 +402,7 @@ class Cluster:
         group_size: int = 1,
         ranks_on_node: int = 1,
     ) -> Time:
-        """How long one operation takes.
+        """Time of one operation.
 
         Args:
             operation: what is done.

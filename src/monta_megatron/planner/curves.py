@@ -128,7 +128,7 @@ FINDS: tuple[Operation, ...] = ("find", "find_lists", "count", "lists")
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
-    """Host time to start an operation, for each stage and chunk, and for what surrounds the stages.
+    """Host time to start an operation, for each stage and chunk, and around the stages.
 
     Attributes:
         collective_us: to start an AllToAll or AllGather, whatever its group.
@@ -220,7 +220,7 @@ class HostCosts:
         return of_operations_us if given_us is None else given_us
 
     def first_us(self, operation: Operation) -> float:
-        """How much longer the first chunk of a stage takes than later ones."""
+        """Excess time of the first chunk of a stage over later ones."""
         if operation in COLLECTIVES:
             return self.first_collective_us
         return self.first_find_us if operation in FINDS else self.first_copy_us

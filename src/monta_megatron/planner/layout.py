@@ -215,7 +215,7 @@ def workload_of_model(
 
 
 def with_experts(workload: Workload, model: Model, cluster: Cluster) -> Workload:
-    """A workload with what the model's experts take on a cluster."""
+    """A workload with the times of the model's experts on a cluster."""
     from monta_megatron.planner.experts import ExpertSizes, experts_of
 
     sizes = ExpertSizes(
@@ -251,7 +251,7 @@ def workloads_of(
 
 
 def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iteration:
-    """How often an iteration waits for an exchange, with the layers split as evenly as they go.
+    """Exchanges that an iteration waits for, with the layers split as evenly as they go.
 
     A model does not say which of its layers are dense. The mean of the stages is a lower bound of
     the MoE layers of the stage with the most; it is their number if no stage has room for more.

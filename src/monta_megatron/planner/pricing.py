@@ -35,7 +35,7 @@ LEAD_ROUNDS = 4
 
 
 class Reached(NamedTuple):
-    """How far the host and the device are, from when what was queued before a pass has ended."""
+    """Times of host and device, from the end of all work queued before a pass."""
 
     host_us: float
     device_us: float
@@ -92,12 +92,12 @@ class PassPrice:
 
     @property
     def total_us(self) -> float:
-        """From the first to the last operation."""
+        """Time from the first to the last operation."""
         return self._end(self.schedule.total_us).device_us
 
     @property
     def left_us(self) -> float:
-        """By how much the host is ahead at the end: the lead of what follows."""
+        """Lead of the host at the end, for the next pass."""
         if self.waits:
             return 0.0
         end = self._end(self.schedule.total_us)
@@ -123,7 +123,7 @@ class PassPrice:
         return self._end(self.schedule.left_over_us, self.beside_us).device_us
 
     def busy_us(self, resource: str) -> float:
-        """How long it occupies a resource; "host" for the time to start all of it."""
+        """Time for which it occupies a resource; "host" for the time to start all of it."""
         works = self.works
         if resource == "host":
             return self.host_us + sum(work.launch_us * len(work.times_us) for work in works)
@@ -144,7 +144,7 @@ class PassPrice:
 
     @cached_property
     def _before(self) -> Reached:
-        """Where host and device are when the program begins."""
+        """Times of host and device when the program begins."""
         if self.waits or self.program.pass_.ids:
             # It waits for the counts, behind which nothing is queued.
             before_us = self.host_us + serial_us(self.before)
@@ -152,7 +152,7 @@ class PassPrice:
         return Reached(self.host_us - self.lead_us, 0.0).after(self.before)
 
     def _end(self, program_us: float, hidden_us: float = 0.0) -> Reached:
-        """Where they are at the end, if the program takes so long beside what other work hides."""
+        """Times at the end, if the program takes so long beside other work."""
         device_us = self.start_us + program_us
         if self.waits:
             device_us += serial_us(self.after)
@@ -303,7 +303,7 @@ def _times_us(
 
 
 def pass_lower_bound_us(price: PassPrice, factor: Factor) -> float:
-    """A lower bound of a whole pass: that of its program, with what surrounds it."""
+    """Lower bound of a whole pass: that of its program, with the work around it."""
     after_us = sum(sum(work.times_us) for work in price.after)
     if not (price.waits or price.program.pass_.ids):
         # Its host may be ahead of it.

@@ -209,7 +209,7 @@ def _ratio(slower: ChainPrice, faster: ChainPrice) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherWork:
-    """Other work beside an exchange, and what was predicted of both.
+    """Other work beside an exchange, and the predictions of both.
 
     Attributes:
         part_us: of the work, beside each pass.

@@ -84,7 +84,7 @@ def num_host_operations(
     policy: Policy = "streams",
     num_chunks: int = 1,
 ) -> float:
-    """How many operations a host hands over for one chunk.
+    """Number of operations that a host hands over for one chunk.
 
     Args:
         kind: what is done.
@@ -157,7 +157,7 @@ LIST_MAP_BYTES = 6 * 4
 
 
 class Peers(NamedTuple):
-    """Where the ranks of a group lie, as one of them sees it.
+    """Places of a group's ranks, as one of them sees it.
 
     Attributes:
         inter: [P] 1 for every rank on another node.
@@ -242,7 +242,7 @@ def pass_traffic(
 
 
 def _moves(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
-    """A copy reads what it writes."""
+    """Bytes of a copy: read and written."""
     first = series[0]
     # Writing to places all over a tensor is slower than reading from them.
     position = {"put": first.position, "to_experts": first.position + 1}.get(first.kind)

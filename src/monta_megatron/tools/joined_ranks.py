@@ -1,4 +1,4 @@
-"""How the ranks of a command join their launch, wait for each other and share what rank 0 finds."""
+"""Ranks of a command: joining their launch, waiting for each other, sharing rank 0's results."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

@@ -1,4 +1,4 @@
-"""How all pictures are made: their style, their colours, and the file that they end in.
+"""Style, colours and files of all pictures.
 
 matplotlib (the `plot` extra) is looked for here alone, and imported only to draw.
 """
@@ -56,7 +56,7 @@ def check_can_plot(folder: str | None) -> None:
 
 @contextmanager
 def figure(path: Path, size_inches: tuple[float, float], dpi: int = 150) -> Iterator[Any]:
-    """A matplotlib figure to draw in; what was drawn is written as a PNG, whole or not at all.
+    """A matplotlib figure to draw in; it is written as a PNG, whole or not at all.
 
     Args:
         path: path of the PNG.

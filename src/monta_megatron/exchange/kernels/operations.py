@@ -99,7 +99,7 @@ FUSED_OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
 
 
 def _written(state: State, operation: Operation) -> Columns:
-    """Where an operation writes; its chunk's rows of the output, where they lie in order there."""
+    """Output of an operation: its chunk's rows of the whole, where they lie in order there."""
     number = operation.writes[0]
     columns = state.columns_to_write(number)
     program, stages = state.bound.program, state.exchange.bound.stages

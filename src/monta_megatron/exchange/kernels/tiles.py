@@ -1,4 +1,4 @@
-"""How kernels go over rows: 16 bytes at a time, in tiles whose shape follows from a row's size.
+"""Tiles of kernels over rows: 16 bytes at a time, in a shape that follows from a row's size.
 
 A unit is what a thread reads or writes at once: 16 bytes of the narrowest values, where every row
 begins at a multiple of that, else one value. Sizes and strides of rows are passed in units, so that
@@ -101,7 +101,7 @@ def launch(function: Any, grid: tuple[int, ...], *args: Any) -> None:
 
 
 def blocks_of(number: int, size: int) -> int:
-    """How many blocks of a size it takes. Triton's own takes a microsecond."""
+    """Number of blocks of a size. Triton's own function takes a microsecond."""
     return -(-number // size)
 
 

@@ -1,1 +1,1 @@
-"""From what a calibration has timed to a cluster: points, fits, doubts, costs. No torch."""
+"""From a calibration's times to a cluster: points, fits, doubts, costs. No torch."""

@@ -257,7 +257,7 @@ def _launch(
     launches_us: Mapping[str, float],
     times_us: Mapping[str, float],
 ) -> HostCosts:
-    """The least time that operations take the host; what they take beyond is in the curves.
+    """Least host time of operations; the rest of their time is in the curves.
 
     The caches hold an operation's code whatever its size, so one number says how much longer the
     first of several runs takes.
@@ -383,7 +383,7 @@ def _contention(
 
 
 def excess_of(first_us: float, second_us: float, both_us: float) -> float:
-    """How much longer two operations take together than the longer one alone, over the shorter.
+    """Excess time of two operations together over the longer one alone, relative to the shorter.
 
     0 where the shorter one is hidden, 1 where they might as well run one after the other; anything
     beyond is noise and is left out.

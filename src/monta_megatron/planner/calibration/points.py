@@ -94,7 +94,7 @@ class Shape:
 
     @property
     def parts(self) -> list[int]:
-        """How many ranks of a node a group may have: 1, 2, 4, ... that divide R, and R."""
+        """Numbers of a node's ranks in a group: 1, 2, 4, ... that divide R, and R."""
         parts, part = [], 1
         while part < self.ranks_per_node:
             if self.ranks_per_node % part == 0:

@@ -81,7 +81,7 @@ class Details:
 
     @property
     def scaling(self) -> RotaryScaling:
-        """How positions are scaled."""
+        """Arguments for the scaling of positions."""
         return self.rope_parameters or self.rope_scaling or RotaryScaling()
 
 

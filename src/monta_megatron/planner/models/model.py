@@ -1,4 +1,4 @@
-"""The model: the dimensions of an MoE layer that decide what is exchanged, and what fits.
+"""The model: the dimensions of an MoE layer that decide its exchange and its memory.
 
 Fields are named as Megatron-Core names them.
 """

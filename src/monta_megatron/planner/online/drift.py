@@ -50,7 +50,7 @@ WAITED_FOR = 0.1
 
 
 class Turn(NamedTuple):
-    """A watched iteration: its number, and for what it is priced, once it has ended."""
+    """A watched iteration: its number, and its price once it has ended."""
 
     iteration: int
     chain: str = ""
@@ -258,7 +258,7 @@ class Change:
 
 
 def lasting_change(ratios: Sequence[float]) -> float | None:
-    """By what factor the latest of a series differ from what was usual before them.
+    """Factor between the latest of a series and the usual before them.
 
     Args:
         ratios: measured over predicted time, the oldest first.
@@ -315,7 +315,7 @@ class Watching:
         return self._turns[-1] is not None
 
     def restart(self, iteration: int, rate_ratios: Sequence[float]) -> None:
-        """Go on in an iteration with what was left of the rates, by link; or with all of it."""
+        """Go on in an iteration with the remaining rates, by link; or with the full ones."""
         self.rate_ratios = dict(zip(LINKS, rate_ratios or (1.0,) * len(LINKS), strict=True))
         self._turns = deque([None])
         self._last_watched = iteration
@@ -330,7 +330,7 @@ class Watching:
         self._turns.append(Turn(iteration) if is_due else None)
 
     def end(self, choice: ChainChoice, key: tuple[int, int], routing: Routing) -> None:
-        """Say what has run in the iteration under way: the key is that of `ChoiceTable`."""
+        """Note the choice of the iteration under way: the key is that of `ChoiceTable`."""
         turn = self._turns[-1]
         if turn is not None:
             self._turns[-1] = Turn(
@@ -338,7 +338,7 @@ class Watching:
             )
 
     def learn(self, sums: NDArray[np.int64], policy: PlannedPolicy) -> None:
-        """Add what all ranks know of the oldest iteration that was not added.
+        """Add the shared figures of the oldest iteration that was not added.
 
         Args:
             sums: [S, NUM_SUMS + M]; see `exchange.watched_passes`.
@@ -409,7 +409,7 @@ class Watching:
 
 
 def replanned(policy: PlannedPolicy, rate_ratios: Mapping[Resource, float]) -> PlannedPolicy:
-    """The policy with what is left of the rates."""
+    """The policy at the remaining rates."""
     cluster = policy.cluster
     for resource, ratio in rate_ratios.items():
         if ratio != 1:

@@ -154,7 +154,7 @@ class TuningStep:
 
 @dataclass(kw_only=True)
 class Tuning:
-    """The tuning of one exchange: whose turn it is, and what was measured.
+    """The tuning of one exchange: turns of its candidates, and measurements.
 
     The same on all ranks, once in each training iteration, before its first pass:
 
@@ -205,7 +205,7 @@ class Tuning:
         return turn
 
     def add(self, candidate: int, pass_us: NDArray[np.int64]) -> None:
-        """Say what a step took: the oldest that was not added yet; the same on all ranks.
+        """Add the time of the oldest step that was not added yet; the same on all ranks.
 
         Args:
             candidate: the number of the candidate that ran in it.
@@ -226,7 +226,7 @@ class Tuning:
 
     @property
     def measured_us(self) -> tuple[float | None, ...]:
-        """[candidates] trimmed mean of the runs that count, or what replicas have settled on.
+        """[candidates] trimmed mean of the runs that count, or the replicas' settled times.
 
         None for a candidate that was not measured yet.
         """
@@ -236,7 +236,7 @@ class Tuning:
 
     @property
     def times_us(self) -> list[list[int]]:
-        """[candidates] of the runs that count, as far as they may decide by now."""
+        """[candidates] times of the runs that count and may decide by now."""
         times: list[list[int]] = [[] for _ in self.candidates]
         for step in self.steps[: self._num_known]:
             if step.counts and step.us > 0:
@@ -245,7 +245,7 @@ class Tuning:
 
     @property
     def winner(self) -> int:
-        """The number of the best candidate as far as it is known: the pick, or what beats it."""
+        """Number of the best candidate so far: the pick, or one that beats it."""
         left_us = {
             candidate.key: candidate.left_over_us(us)
             for candidate, us in zip(self.candidates, self.measured_us, strict=True)
@@ -263,7 +263,7 @@ class Tuning:
         return [hash_of({"candidates": names}), *(round(us or 0) for us in self.measured_us)]
 
     def settle(self, summaries: Sequence[Sequence[int]]) -> None:
-        """Decide together with the replicas of this exchange: by the mean of what all measured.
+        """Decide together with the replicas of this exchange, by the mean of all measurements.
 
         Replicas with other candidates, since they lie otherwise on the nodes, settle by themselves.
 

@@ -16,7 +16,7 @@ from monta_megatron.planner.select import MARGIN, Selection
 
 
 def tuning_table(tuning: Tuning) -> list[str]:
-    """Predicted and measured times of what was tried, the fastest first, as lines for the log.
+    """Predicted and measured times of the candidates, the fastest first, as lines for the log.
 
     Where other work runs beside the exchange, a column says what it leaves over of the measured
     times, and what leaves least over comes first. Imbalance is by how much the passes of an
@@ -93,7 +93,7 @@ def plan_of_tuning(selection: Selection, tuning: Tuning, tokens_per_rank: int) -
 
 
 def plan_path(path: str, stage: int, num_stages: int) -> Path:
-    """Where a pipeline stage writes its plan: plan.yaml, or plan.1.yaml if there are several."""
+    """File of a pipeline stage's plan: plan.yaml, or plan.1.yaml if there are several."""
     whole = Path(path)
     return whole if num_stages == 1 else whole.with_suffix(f".{stage}{whole.suffix}")
 

@@ -22,7 +22,7 @@ from monta_megatron.common.units import counted
 
 
 class Routing(Hashable, Protocol):
-    """Where tokens go."""
+    """Routing of tokens to experts."""
 
     @property
     def name(self) -> str:

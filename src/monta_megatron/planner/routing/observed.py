@@ -1,4 +1,4 @@
-"""The routing that a training has shown, reduced to what prices depend on.
+"""The routing observed in a training, reduced to the figures that prices depend on.
 
 A collective takes as long as its busiest rank. So of all ranks those of the busiest node, and on
 every node the busiest rank, have figures of their own, and the others their mean. A plan is then
@@ -31,7 +31,7 @@ AVERAGED_ITERATIONS = 10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traffic:
-    """Where the tokens of an exchange went: per token of all ranks.
+    """Traffic of an exchange, per token of all ranks.
 
     Attributes:
         pairs: [EP] token-expert pairs for each EP rank's experts.

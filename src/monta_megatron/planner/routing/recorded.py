@@ -248,7 +248,7 @@ class RouterTrace:
         ]
 
     def name(self, num_ranks: int, num_tokens: int) -> str:
-        """For messages and plans: the folder, and what the trace does not have."""
+        """Name for messages and plans: the folder, and the parts that the trace lacks."""
         missing = []
         num_traced = sum(rank in self.rows for rank in range(num_ranks))
         if num_traced < num_ranks:

@@ -207,7 +207,7 @@ def _numbers_of_chunks(chain: str, settings: Settings) -> tuple[int | None, ...]
 def identity_experts(
     rows: torch.Tensor, tokens_per_expert: torch.Tensor, row_probs: torch.Tensor
 ) -> torch.Tensor:
-    """No work between the two exchanges: what is timed is the exchange alone."""
+    """No work between the two exchanges, so that the exchange alone is timed."""
     return rows
 
 

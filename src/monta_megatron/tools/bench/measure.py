@@ -148,7 +148,7 @@ def error_bound(dtype: torch.dtype, num_hops: int, once_rms: float, stock_rms: f
 
 
 def _moved(candidate: Candidate, passed: Passed, expected: Passed) -> list[str]:
-    """Differences in what has to be stock's: bitwise, but for the probabilities' gradient."""
+    """Differences from stock: bitwise, but for the probabilities' gradient."""
     assert passed.probs_gradient is not None and expected.probs_gradient is not None
     # Those of a chunk lie in an order of their own.
     differences = (

@@ -1,4 +1,4 @@
-"""One point of a benchmark: what was asked for, the dispatchers on its data, and their rows."""
+"""One point of a benchmark: its settings, the dispatchers on its data, and their rows."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -95,7 +95,7 @@ class Bench:
     skipped: dict[str, str]
 
     def meta(self) -> dict[str, Any]:
-        """Where and how it runs: the `meta` of a report."""
+        """Place and way of a run: the `meta` of a report."""
         gpu = torch.cuda.get_device_name() if self.batches[0].hidden.is_cuda else None
         return describe(self.task.settings, self.nodes, self.task.emulated, self.skipped, gpu)
 
@@ -188,7 +188,7 @@ class Bench:
         return rows
 
     def tune(self) -> None:
-        """Let `auto` run so many iterations that it is tuned; what it has chosen stays."""
+        """Let `auto` run so many iterations that it is tuned; its choice stays."""
         num_iterations = self.task.settings.tune_steps + AROUND_TUNING
         for candidate in self.candidates:
             is_tuned = candidate.requested == AUTO and not candidate.overlaps
@@ -207,7 +207,7 @@ class Bench:
                     self.task.progress.step()
 
     def _planned_for(self) -> tuple[Routing, Routing]:
-        """For what `auto` has planned: before it has seen any traffic, and after its tuning."""
+        """Traffic that `auto` has planned for: before it has seen any, and after its tuning."""
         (auto,) = (
             candidate
             for candidate in self.candidates

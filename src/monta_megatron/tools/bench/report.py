@@ -153,7 +153,7 @@ def describe(
     skipped: dict[str, str],
     gpu: str | None,
 ) -> dict[str, Any]:
-    """The `meta` of a report: enough to know what was measured, and to run it again."""
+    """The `meta` of a report: enough to know the measurement, and to run it again."""
     return {
         "versions": versions(),
         "machine": {**machine(), "gpu": gpu},

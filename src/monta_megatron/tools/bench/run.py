@@ -23,7 +23,7 @@ from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 
 class MismatchError(Exception):
-    """A candidate does not do what stock alltoall does; one line for each difference."""
+    """A candidate differs from stock alltoall; one line for each difference."""
 
 
 # Whether a point has been measured before, on this emulated cluster.

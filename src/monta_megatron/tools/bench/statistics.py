@@ -13,7 +13,7 @@ def spread(times_ms: NDArray[np.float64]) -> tuple[float, float, float]:
 
 
 def ratio_of_medians(base_ms: NDArray[np.float64], times_ms: NDArray[np.float64]) -> float:
-    """How many times faster `times_ms` is than `base_ms`."""
+    """Speedup of `times_ms` over `base_ms`."""
     return float(np.median(base_ms) / np.median(times_ms))
 
 

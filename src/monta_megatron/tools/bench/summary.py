@@ -30,7 +30,7 @@ REGRET_ABOVE, REGRET_SURELY_ABOVE = 1.05, 1.03
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One point: what was timed side by side, forward and backward, for the exchange alone.
+    """One point: candidates timed side by side, forward and backward, for the exchange alone.
 
     Attributes:
         rows: stock's and ours.

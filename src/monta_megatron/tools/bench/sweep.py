@@ -94,7 +94,7 @@ def _flags(data: Any, where: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Finished points in a file, one line each: what `--json` prints for a point.
+    """Finished points in a file, one line each: the document of `--json` for a point.
 
     Attributes:
         path: the file.

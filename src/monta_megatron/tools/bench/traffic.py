@@ -189,7 +189,7 @@ def routing_of(settings: Settings, layout: Layout) -> Routing:
 
 
 def routing_name(settings: Settings) -> str:
-    """The routing, for messages: of a trace also how much of it is run, and what it lacks."""
+    """The routing, for messages: of a trace also how much of it is run, and its missing parts."""
     if settings.routing in ROUTINGS:
         return IMBALANCE_WORKLOADS.get(settings.routing, settings.routing)
     name = _trace(settings).name(settings.world_size, settings.tokens)
@@ -197,7 +197,7 @@ def routing_name(settings: Settings) -> str:
 
 
 def check_routing(settings: Settings) -> None:
-    """Check what can be checked before the layout is known.
+    """Check the routing before the layout is known.
 
     Raises:
         ValueError: a trace does not fit the benchmark, or the experts are too few.

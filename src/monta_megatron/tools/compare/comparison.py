@@ -382,7 +382,7 @@ COLUMNS = ("dispatcher", ">ms", ">ratio", ">95% interval", ">loss difference", "
 
 
 def text(rows: Sequence[Compared], trainings: Trainings, iterations: int) -> str:
-    """The table and what has to be known with it."""
+    """The table and its notes."""
     cells = [
         (
             row.dispatcher,

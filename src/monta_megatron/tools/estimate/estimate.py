@@ -215,7 +215,7 @@ def estimate_run(
     price: Callable[..., ChainPrice] = price_chain,
     with_ends: bool = True,
 ) -> Estimate:
-    """Predict the iteration of a run that was read; flags go before what it says.
+    """Predict the iteration of a run that was read; flags override it.
 
     Args:
         run: what was read for the request.
@@ -349,7 +349,7 @@ def _plan(
 
 
 def _overlapped(settings: TrainingSettings) -> tuple[TrainingSettings, list[str]]:
-    """The settings with Megatron's 1F1B overlap, and what had to be changed for it."""
+    """The settings with Megatron's 1F1B overlap, and the changes made for it."""
     if settings.pp == 1 or settings.virtual_stages > 1:
         return replace(settings, overlap=True), []
     changed = replace(settings, overlap=True, virtual_stages=LEAST_VIRTUAL_STAGES)

@@ -76,7 +76,7 @@ def chosen_time(
 
 
 def less_saved(stock: ExchangeTime, alltoall: ChainPrice, chosen: ChainPrice) -> ExchangeTime:
-    """Stock's time, less what a choice saves of it by the planner's prices.
+    """Stock's time, less the saving of a choice by the planner's prices.
 
     Both prices have the host's time in them; stock's time here has not, as it is a part of its
     layer's.
@@ -109,7 +109,7 @@ def flat_network(cluster: Cluster, assumed: Assumptions) -> Cluster:
 def _alltoall_time(
     model: Architecture, settings: TrainingSettings, cluster: Cluster, assumed: Assumptions
 ) -> ExchangeTime:
-    """Stock's alltoall: the planner's price of that chain, at what it gets of the network."""
+    """Stock's alltoall: the planner's price of that chain, at its share of the network."""
     workload = workload_of(model, settings, cluster)
     priced = of_price(_price_alltoall(workload, flat_network(cluster, assumed)))
     if settings.permute_fusion:

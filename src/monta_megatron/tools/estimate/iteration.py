@@ -313,7 +313,7 @@ def _times(
     works: dict[str, tuple[layers.Work, ...]],
     num_blocks: int,
 ) -> tuple[dict[str, float], float]:
-    """Part -> us of a layer, forward and backward, and what of all is forward."""
+    """Part -> us of a layer, forward and backward, and the forward part of all."""
     times, forward = {}, 0.0
     memory = memory_rate(cluster)
     for part, of_part in works.items():
@@ -337,7 +337,7 @@ def _with_host(
     exchange: ExchangeTime | None,
     experts_pipelined: bool = False,
 ) -> LayerTime:
-    """A layer with its exchange, what is recomputed, and what the host takes longer."""
+    """A layer with its exchange, its recomputed parts, and the exposed host time."""
     parts = dict(times)
 
     # Step 1: the exchange, and what of it other work hides.

@@ -40,7 +40,7 @@ def num_micro_batches(arguments: Arguments, dp: int) -> int:
 
 
 def iteration_of_run(model: Model, arguments: Arguments, layout: ParallelLayout) -> Iteration:
-    """How often an iteration of a run waits for its exchange.
+    """Exchanges that an iteration of a run waits for.
 
     Args:
         model: what is trained, as far as the arguments do not say it.

@@ -89,7 +89,7 @@ def _quoted_for_sbatch(value: str) -> str:
 
 
 def sbatch_options(run: Run) -> dict[str, str | None]:
-    """The options that sbatch reads from run.sh; start.sh explains what the signal does."""
+    """Options that sbatch reads from run.sh; start.sh explains the signal."""
     options: dict[str, str | None] = {
         **slurm_options(run),
         # sbatch replaces %j and the like in the whole path.
@@ -230,7 +230,7 @@ GRACE_SECONDS = 60.0
 
 
 def choose_start(given: Start | None, run: Run, dry_run: bool) -> Start:
-    """How the run starts: as given, or else by torchrun on one node and by sbatch on several.
+    """Start of the run: as given, or else by torchrun on one node and by sbatch on several.
 
     Raises:
         ValueError: it cannot be started that way from here.
@@ -321,7 +321,7 @@ def _copy(process: "subprocess.Popen[bytes]", *outputs: BinaryIO) -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]", log: BinaryIO) -> None:
-    """Ask a run to end; kill what has not ended in time, or at once when interrupted again."""
+    """Ask a run to end; kill the rest after a time, or at once when interrupted again."""
     process.terminate()
     deadline = threading.Timer(GRACE_SECONDS, _kill, [process.pid])
     deadline.start()

@@ -1,4 +1,4 @@
-"""A cluster file from what this machine has, what is given, and what datasheets say of its GPUs."""
+"""A cluster file from this machine's hardware, given values, and the datasheets of its GPUs."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ CALIBRATE = "`monta calibrate` on the cluster itself gives a better file."
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFigures:
-    """Where the published figures of a GPU stand.
+    """Place of a GPU's published figures.
 
     Attributes:
         driver_name: what the driver calls it, without the vendor.

@@ -292,7 +292,7 @@ def _has_fp32_probs(model: Model) -> bool:
 
 
 def _expert_choices(model: Model) -> str:
-    """The comment above what is chosen of the experts."""
+    """The comment above the experts' chosen arguments."""
     if _has_fp32_probs(model):
         return "Experts, common choices."
     return (

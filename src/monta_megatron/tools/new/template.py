@@ -1,4 +1,4 @@
-"""A file as commented YAML: every field with what it says, and what is still to be filled in.
+"""A file as commented YAML: every field with its meaning, and fields to fill in.
 
 The comments are those of `field_texts`. A key that is set stands as it is; one that may be left
 out stands behind a # with what is taken for it, and so does one that somebody has to fill in: the

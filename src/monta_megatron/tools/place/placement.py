@@ -305,7 +305,7 @@ class Placement:
 
 
 def write_placement(path: Path, document: Mapping[str, Any]) -> None:
-    """Write what `monta place --json` prints, one line for each field and layer.
+    """Write the document of `monta place --json`, one line for each field and layer.
 
     Raises:
         ValueError: it cannot be written.

@@ -79,7 +79,7 @@ def draw_most_won(
 def collaboration_of_trace(
     folder: str, model: Model, cluster: Cluster, layout: ParallelLayout
 ) -> dict[int, dict[str, Collaboration]] | str:
-    """Layer -> "rank" and "node" -> what its tokens need, as the experts lie now.
+    """Layer -> "rank" and "node" -> needs of its tokens, as the experts lie now.
 
     Args:
         folder: of the trace, which has been read for this model.
@@ -133,7 +133,7 @@ def collaboration_lines(layers: Mapping[int, Mapping[str, Collaboration]]) -> li
 
 
 def placement_lines(document: Mapping[str, Any], placed: Mapping[int, PlacedLayer]) -> list[str]:
-    """A table: copies before and after by layer on held-out tokens, the mean, and what it wins."""
+    """A table: copies before and after by layer on held-out tokens, the mean, and the gain."""
     columns = [
         "layer",
         *(f">{what}" for what in ("ranks", "placed", "nodes", "placed", "load", "placed")),

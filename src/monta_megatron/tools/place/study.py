@@ -107,7 +107,7 @@ MIN_GAIN_PCT = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the experts of an exchange lie.
+    """Places of an exchange's experts.
 
     Attributes:
         ep: EP ranks, which have as many experts each.
@@ -140,7 +140,7 @@ class PlacedLayer:
 
 
 def places_of(model: Model, cluster: Cluster, ep: int, etp: int) -> Places:
-    """Where the experts of an exchange of `ep` x `etp` ranks lie.
+    """Places of the experts in an exchange of `ep` x `etp` ranks.
 
     Raises:
         ValueError: the model's experts, its groups or the nodes do not divide evenly.

@@ -1,4 +1,4 @@
-"""Every layout that fits the model and the cluster, ranked by what its exchange costs."""
+"""Every layout that fits the model and the cluster, ranked by the cost of its exchange."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

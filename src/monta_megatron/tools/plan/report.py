@@ -98,7 +98,7 @@ TITLE_WIDTH = 80
 def plot_plans(
     values: Sequence[float], plans: Sequence[Plan], label: str, title: str, path: Path
 ) -> None:
-    """Draw time against what sets the plans apart, a line per chain, the choice ringed.
+    """Draw time against the plans' differing factor, a line per chain, the choice ringed.
 
     Args:
         values: by plan, the value of the factor in which the plans differ.
@@ -151,7 +151,7 @@ def plan_lines(
     benefit: Benefit | None = None,
     flex: Sequence[FlexPrediction] = (),
 ) -> list[str]:
-    """The choice, its gain and what a training holds, then all chains, the chosen one by stages.
+    """The choice, its gain and the training's memory, then all chains, the chosen one by stages.
 
     Args:
         plan: the choice.
@@ -232,7 +232,7 @@ def note_lines(plan: Plan) -> list[str]:
 def layout_lines(
     layouts: Sequence[RankedLayout], memory: TrainingMemory, benefit: Benefit | None = None
 ) -> list[str]:
-    """One line per layout, the best first, and what the best one takes and gains."""
+    """One line per layout, the best first, with the time and gain of the best one."""
     lines = [table(LAYOUT_COLUMNS, layout_rows(layouts)[:MAX_LAYOUTS])]
     if len(layouts) > MAX_LAYOUTS:
         lines.append(f"and {len(layouts) - MAX_LAYOUTS} more, all of them with --json")
@@ -264,7 +264,7 @@ def ranked_by_lines(command: Sequence[str]) -> list[str]:
 
 
 def standing_lines(plan: Plan, entry: Candidate) -> list[str]:
-    """Where one candidate stands beside the choice."""
+    """Rank of one candidate beside the choice."""
     if entry.predicted_us is None or plan.predicted_us is None:
         return _field(entry.chain, f"cannot run here: {entry.rejected}")
     chunks = counted(entry.num_chunks or 1, "chunk")

@@ -49,7 +49,7 @@ LAYOUTS = ParallelLayout | Mapping | None
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSizes:
-    """Sizes of a `ParallelLayout`, as far as they are given.
+    """Sizes of a `ParallelLayout` that are given.
 
     Attributes:
         world_size: ranks of the training; None for those of the cluster.
@@ -175,7 +175,7 @@ def read_inputs(
     progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(Progress()),
     **settings: Any,
 ) -> PlanInputs:
-    """Read what a request names, and rank the layouts where it names none.
+    """Read the inputs of a request, and rank the layouts where it names none.
 
     Args:
         request: what to plan.
@@ -254,7 +254,7 @@ def priced_cluster(
 def plan_request(
     request: PlanRequest, inputs: PlanInputs, where: str | None = None, **settings: Any
 ) -> tuple[Plan, Workload, TrainingMemory]:
-    """The plan of a layout, its workload, and what training with it holds on a rank.
+    """The plan of a layout, its workload, and a training's memory on a rank.
 
     Args:
         request: tokens, routing, phase and memory.

@@ -1,4 +1,4 @@
-"""`monta report`: what is known of a model on a cluster, as one HTML page that loads nothing.
+"""`monta report`: a model on a cluster as one HTML page that loads nothing.
 
 markup     pieces of the page: tables, pictures; all texts are escaped here
 sections   the parts: plan, timelines, benchmark, calibration

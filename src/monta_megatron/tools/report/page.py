@@ -51,7 +51,7 @@ def bullets(texts: Iterable[str]) -> str:
 
 
 def fields(pairs: Iterable[tuple[str, str]]) -> str:
-    """Names with what they stand for; pairs with the same name follow each other below it."""
+    """Names and values; pairs with the same name follow each other below it."""
     rows, last = [], None
     for name, text in pairs:
         shown = "" if name == last else escape(name)
@@ -296,7 +296,7 @@ def bench_section(path: Path) -> Section:
 
 
 def calibration_section(cluster: Cluster) -> Section:
-    """How well the costs of a cluster are known."""
+    """Quality of a cluster's costs."""
     body = [
         fields(
             [
@@ -362,7 +362,7 @@ def calibration_section(cluster: Cluster) -> Section:
 
 
 def _quality(cluster: Cluster) -> str:
-    """In a line: what was measured, and how far it is off its lines."""
+    """Measurements and their distance from the fitted lines, in a line."""
     if not cluster.curves:
         return "not calibrated: published figures; monta calibrate measures this cluster's own"
     off = [curve.fit.largest_residual for curve in cluster.curves if curve.fit is not None]

@@ -1,4 +1,4 @@
-"""`monta doctor --run`: what holds a training back, from what it has left in its folder.
+"""`monta doctor --run`: causes that hold a training back, from the files in its folder.
 
 figures    what the rules are given: numbers, and where they come from
 watched    the lines of watched iterations, read and summed up

@@ -67,7 +67,7 @@ def slower_link(run: RunFigures, least: float) -> Iterator[Finding]:
 
 
 def link(run: RunFigures, least: float) -> Iterator[Finding]:
-    """The link that carries most of the exchange's time: what it holds at its own rate."""
+    """The link that carries most of the exchange's time, and its share at its own rate."""
     of = run.exchange
     if of is None or of.exchange_ms <= 0:
         return

@@ -191,12 +191,12 @@ def named(choice: Choice) -> str:
 
 
 def less_time(choice: Choice, ran: Choice) -> str:
-    """By how much a choice is faster than what ran."""
+    """Time by which a choice is faster than the run's."""
     return f"{1 - choice.us / ran.us:.0%} less time, predicted"
 
 
 def each_alone(of: ExchangeFigures) -> str:
-    """How long each resource was predicted to be busy."""
+    """Predicted busy time of each resource."""
     longest_us = 1e3 * max(of.busy_ms.values(), default=0.0)
     parts = (
         f"{NAMES[resource]} {time_text(1e3 * ms, longest_us)}"

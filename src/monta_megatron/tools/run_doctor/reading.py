@@ -36,7 +36,7 @@ MOST_LINES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedLine(WatchedIteration):
-    """A line of the file: an iteration, from 1, and what was noticed in it.
+    """A line of the file: an iteration, from 1, and the change noticed in it.
 
     The first files had neither `link_ms` nor `predicted_busy_ms`.
     """
@@ -248,7 +248,7 @@ def _text(log: Path) -> str:
 def _with_predictions(
     figures: RunFigures, config: Path, plans: Sequence[Plan], log: TrainingLog, notes: list[str]
 ) -> RunFigures:
-    """With what the planner says of the run's model, cluster and layout; adds to the notes."""
+    """Add the planner's predictions for the run's model, cluster and layout, and notes."""
     _, merged = read_run(str(config), [])
     arguments, exchange = merged.arguments, figures.exchange
     if arguments[DISPATCHER].value != DISPATCHER_TYPE:

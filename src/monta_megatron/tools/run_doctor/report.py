@@ -76,7 +76,7 @@ INDENT = "   "
 
 
 def document(run: RunFigures, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The JSON document: what was found, by which rules, in which figures."""
+    """The JSON document: findings, their rules and figures."""
     rules = [
         {"rule": rule.judge.__name__, "least": rule.least, "of": rule.of, "reason": rule.reason}
         for rule in RULES

@@ -28,7 +28,7 @@ def what_if(
     ran: tuple[str, int],
     experts_pipelined: bool,
 ) -> tuple[WhatIf, ChainPrice]:
-    """Predictions of other choices, and the price of what ran.
+    """Predictions of other choices, and the price of the run's own.
 
     Args:
         exchanges: what the run exchanges.

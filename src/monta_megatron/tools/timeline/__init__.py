@@ -1,4 +1,4 @@
-"""`monta timeline`: what overlapped with what, in a recorded run or in the cost model.
+"""`monta timeline`: overlap in a recorded run or in the cost model.
 
 Without torch:
     spans       timelines: what ran when, on which resource

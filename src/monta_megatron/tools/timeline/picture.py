@@ -141,7 +141,7 @@ def time_on_axis(time_us: float, longest_us: float) -> str:
 
 
 def legend_of(colours: Colours, spans: Sequence[Span]) -> list[Any]:
-    """Entries of a legend: what each colour stands for, and the hatching of what waits."""
+    """Entries of a legend: the meaning of each colour, and the hatching of waits."""
     from matplotlib.patches import Patch
 
     names = {
@@ -270,13 +270,13 @@ class Comparison:
 
     @cached_property
     def total_us(self) -> tuple[float, float]:
-        """Time of all passes of stock and of ours, without what lies between them."""
+        """Time of all passes of stock and of ours, without the gaps between them."""
         stock_us, ours_us = (_ends_us(end_to_end(each))[-1] for each in (self.stock, self.ours))
         return stock_us, ours_us
 
     @property
     def ratio(self) -> float:
-        """How many times as fast ours is."""
+        """Speedup of ours over stock."""
         stock_us, ours_us = self.total_us
         return stock_us / ours_us
 

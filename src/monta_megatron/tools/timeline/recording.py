@@ -112,7 +112,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | Path) -> "Recording":
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
             ValueError: one line that names the file and what is wrong with it.
@@ -172,7 +172,7 @@ def load_training(folder: Path) -> list[RankRecording]:
 
 
 def about_training(ranks: Sequence[RankRecording]) -> tuple[str, str]:
-    """Where it ran, and what: two lines."""
+    """Machine and exchange of a recording: two lines."""
     first = ranks[0]
     devices = first.device if first.device == "CPU ranks" else f"x {first.device}"
     rate = "" if first.inter_mbit is None else f" at {first.inter_mbit:g} Mbit/s"

@@ -73,7 +73,7 @@ LONGEST_IN_US = 100_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How far the resources overlapped in one pass, or in all of them.
+    """Overlap of the resources in one pass, or in all of them.
 
     Attributes:
         name: what ran.
