@@ -34,7 +34,7 @@ class Point:
     """One operation at one size.
 
     Attributes:
-        operation: what is done.
+        operation: its name.
         resource: what the bytes go through.
         group_size: ranks that take part; 1 for operations in memory.
         ranks_on_node: how many of them are on each node.

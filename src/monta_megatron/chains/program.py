@@ -162,14 +162,14 @@ class Operation(NamedTuple):
 
     Attributes:
         number: its place in the order of issue.
-        kind: what is done.
+        kind: of the operation.
         stage: the chain's stage, as messages and pictures name it.
         position: that stage's place in the chain.
         chunk: whose rows are worked on.
         series: operations that do the same for other chunks have the same number here.
         reads: buffers that it reads.
         writes: buffers that it writes; its message comes first.
-        resource: what it occupies.
+        resource: that it occupies.
         group: the group of a collective, or of the sum over ranks that a "reduce" is part of.
         stream: the side stream on which it is issued, on a device.
         waits: operations that its stream, or the host, has to wait for before it.

@@ -127,7 +127,7 @@ class StageShape(NamedTuple):
     """Shape of a bound stage, known without its counts.
 
     Attributes:
-        stage: what is done.
+        stage: of the operation.
         placement: where a `Permute` finds or puts its rows.
         group_size: ranks of a collective's group.
     """
@@ -142,7 +142,7 @@ class BoundStage:
     """One stage with its row counts, as this rank sees it going forward.
 
     Attributes:
-        stage: what is done.
+        stage: of the operation.
         send: [C, P] rows that leave for each peer (this rank's own share included). A `Permute`
             has P = 1, and an `AllGather` sends the same rows to every peer.
         receive: [C, P] rows that arrive from each peer.

@@ -31,7 +31,7 @@ def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
     For a model it may be a folder as well, of Hugging Face, whose `config.json` is meant.
 
     Args:
-        kind: what it holds.
+        kind: folder of `configs/`, such as "models".
         given: the path or the name, whatever its case, `-` or `_`, with its owner or without.
         folder: what a relative path is relative to; the working folder by default.
 

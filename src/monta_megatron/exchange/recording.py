@@ -23,7 +23,7 @@ class Span:
         stage: a stage of the chain, or what comes before or after it.
         chunk: None where it is done for all chunks at once.
         operation: its number in the program of the pass; None for what surrounds the program.
-        resource: what it occupies.
+        resource: that it occupies.
         action: "run" on a resource; "launch" of an operation by the host, or its "wait" for one.
         start_us: time since the start of the timeline's first span.
         end_us: likewise.

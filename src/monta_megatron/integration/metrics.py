@@ -264,7 +264,7 @@ def report_tuning(
 
     Args:
         tuning: which is over.
-        selection: what can run, priced for the traffic of the tuning.
+        selection: that can run, priced for the traffic of the tuning.
         max_tokens: the most tokens of a rank.
         report: prints a message.
         plan_out: file for the plan; None for none.

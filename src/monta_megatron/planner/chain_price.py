@@ -124,7 +124,7 @@ class ChainPrice:
     """The price of a chain in a given number of chunks.
 
     Attributes:
-        chain: what runs.
+        chain: that runs.
         num_chunks: in how many chunks.
         passes: the passes of the phase.
         traffic: what they move, in each pass.
@@ -212,9 +212,9 @@ def price_chain(
     """Price one chain in a given number of chunks.
 
     Args:
-        workload: what is exchanged.
+        workload: the exchange.
         cluster: the cluster it runs on.
-        chain: what runs.
+        chain: that runs.
         num_chunks: in how many chunks.
         phase: whether the backward passes are priced too.
         num_exchanged_counts: integers to each rank in the exchange of counts; None for what

@@ -405,7 +405,7 @@ class Cluster:
         """Time of one operation.
 
         Args:
-            operation: what is done.
+            operation: its name.
             resource: the resource through which the bytes go.
             num_bytes: bytes that leave each rank through it; in memory, bytes read and written.
             group_size: number of ranks that take part: the whole group in "inter", its part on one

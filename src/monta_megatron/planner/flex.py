@@ -146,7 +146,7 @@ def predict_flex(workload: Workload, cluster: Cluster, phase: Phase) -> list[Fle
     """The exchange of a workload with each backend, or why there is no figure.
 
     Args:
-        workload: what is exchanged.
+        workload: the exchange.
         cluster: the cluster it runs on.
         phase: the passes that are timed.
     """

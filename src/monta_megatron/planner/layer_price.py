@@ -77,7 +77,7 @@ def bound_layers(
 
     Args:
         workload: what is exchanged, and its experts.
-        chain: what runs.
+        chain: that runs.
         num_chunks: C.
         layout: the exchange as the rank sees it.
         policy: how programs are executed.

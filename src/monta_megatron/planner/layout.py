@@ -237,7 +237,7 @@ def workloads_of(
     """One workload for every way in which the layout's exchanges lie on the nodes.
 
     Args:
-        model: what is trained.
+        model: the trained model.
         layout: how the ranks are grouped.
         ranks_per_node: ranks joined by the node link.
         tokens_per_rank: None for the number that follows from the model's batch.
@@ -257,7 +257,7 @@ def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iterat
     the MoE layers of the stage with the most; it is their number if no stage has room for more.
 
     Args:
-        model: what is trained.
+        model: the trained model.
         pp: pipeline parallel size.
         num_micro_batches: None where the batch is not known.
     """

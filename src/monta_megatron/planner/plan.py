@@ -45,7 +45,7 @@ class PlanKey:
         beside_us: other work that was taken to run beside the exchange.
         experts: where the prices of experts come from that may run in the pipeline; None where the
             exchange alone was planned.
-        kernels: what copies and sums rows in what was priced; None in files that do not say.
+        kernels: that copy and sum rows in what was priced; None in files that do not say.
         rail_ctas, node_ctas: budgets of these communicators; None likewise, and for CPU ranks.
     """
 
@@ -96,7 +96,7 @@ class Candidate:
         chain: its name.
         num_chunks: None where the chain cannot run in any number of chunks.
         predicted_us: time of the phase; None where it cannot run.
-        exposed_us: what is left over of it beside other work; all of it where there is none.
+        exposed_us: its exposed part beside other work; all of it where there is none.
         lower_bound_us: a time that no schedule beats; see `lower_bound`.
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
@@ -137,7 +137,7 @@ class Plan:
         key: what it was made for.
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
-        notes: what had to be assumed.
+        notes: assumptions.
         rates: by which large messages were priced, for each resource of the cluster.
         experts_pipelined: whether the experts run in the pipeline.
     """
@@ -283,7 +283,7 @@ def plan(workload: Workload, cluster: Cluster, **settings: Any) -> Plan:
     """Choose a chain and a number of chunks.
 
     Args:
-        workload: what is exchanged.
+        workload: the exchange.
         cluster: the cluster it runs on.
         settings: passed to `selection.select`.
 
@@ -358,7 +358,7 @@ def _candidate(price: ChainPrice, plainest: ChainPrice, selection: Selection) ->
     Args:
         price: the price.
         plainest: that of the plainest chain that does the same; the price itself if it is that.
-        selection: what was selected.
+        selection: with the prices of all candidates.
     """
     return Candidate(
         chain=price.chain.name,
@@ -462,7 +462,7 @@ def with_ranges(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
 
     Args:
         plan: made for the workload.
-        workload: what is exchanged.
+        workload: the exchange.
         cluster: whose likely costs were used.
     """
     if cluster.ends is None:

@@ -60,7 +60,7 @@ class PassPrice:
         pipeline: the program, series by series.
         after: what runs after it, as before it.
         schedule: when the operations of the program run.
-        notes: what had to be assumed.
+        notes: assumptions.
         lead_us: by how much the host is ahead of the device at the start; see `schedule`.
         beside_us: other work beside the program.
     """

@@ -57,7 +57,7 @@ class Work:
 
     Attributes:
         stage: name of the stage.
-        resource: what it occupies.
+        resource: that it occupies.
         times_us: [C] how long it runs alone.
         launch_us: host time to launch it, per chunk.
     """

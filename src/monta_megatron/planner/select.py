@@ -33,7 +33,7 @@ class Selection:
     """A selection, and the prices that it was made from.
 
     Attributes:
-        workload: what is exchanged.
+        workload: the exchange.
         cluster: the cluster it runs on.
         phase: the phase that it was selected for.
         price: the price of what was selected.
@@ -130,7 +130,7 @@ def select(
     """Choose a chain and a number of chunks.
 
     Args:
-        workload: what is exchanged.
+        workload: the exchange.
         cluster: the cluster it runs on.
         phase: the phase to choose for.
         chains: the chains to consider.
@@ -215,7 +215,7 @@ class OtherWork:
         part_us: of the work, beside each pass.
         program_us: [passes] the program of each.
         total_us: the exchange.
-        exposed_us: what is left over of it.
+        exposed_us: its exposed part.
     """
 
     part_us: NonNegativeFloat

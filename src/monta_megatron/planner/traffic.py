@@ -87,7 +87,7 @@ def num_host_operations(
     """Number of operations that a host hands over for one chunk.
 
     Args:
-        kind: what is done.
+        kind: of the operation.
         pass_: the pass that it is part of.
         row: the sizes of a row's values.
         policy: how the program is executed.
@@ -189,8 +189,8 @@ class StageTraffic:
 
     Attributes:
         stage: name of the stage, or of what runs before or after the program.
-        operation: what is done.
-        resource: what it occupies.
+        operation: its name.
+        resource: that it occupies.
         moved: resource -> what goes through it. A group on several nodes may use two.
         message_bytes: bytes of a row in each message of a collective; they start one by one.
         messages_overlap: they are under way at the same time, not one after the other.
@@ -369,7 +369,7 @@ def _by_resource(
     Args:
         peers: [S] the group, as each rank sees it.
         sides: [2][S] of [C, P] bytes that leave for each peer, and that arrive from it.
-        resource: what the collective occupies.
+        resource: that the collective occupies.
     """
 
     def moved(resource: Resource) -> RowCounts:

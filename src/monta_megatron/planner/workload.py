@@ -50,7 +50,7 @@ class Workload:
         """The chain bound to the expected rows of one rank.
 
         Args:
-            chain: what runs.
+            chain: that runs.
             num_chunks: in how many chunks.
             layout: the exchange as the rank sees it; None for the first rank's.
         """

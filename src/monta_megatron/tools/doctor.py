@@ -20,7 +20,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
+        name: of the check.
         status: "ok", "note" (works, but worth knowing) or "missing".
         found: what is there.
         advice: what to do about it, or None.

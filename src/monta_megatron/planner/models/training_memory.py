@@ -197,7 +197,7 @@ def training_memory(
     """Memory of a training beside its exchange.
 
     Args:
-        model: what is trained.
+        model: the trained model.
         cluster: the cluster it is trained on.
         layout: how the ranks are grouped.
         workloads: the exchanges of the layout, with its tokens.

@@ -66,7 +66,7 @@ class WatchedIteration:
 
     Attributes:
         iteration: its number, from 0, among those of this exchange.
-        chain: what ran.
+        chain: that ran.
         num_chunks: its number of chunks.
         exchange_ms: pass -> its time in the whole iteration, on the rank that waited least.
         inter_gb: 1e9 bytes that all ranks of the exchange sent to other nodes.

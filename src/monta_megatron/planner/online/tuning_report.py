@@ -66,7 +66,7 @@ def plan_of_tuning(selection: Selection, tuning: Tuning, tokens_per_rank: int) -
     """Plan of a tuning's choice, for later trainings.
 
     Args:
-        selection: what can run, priced for the traffic of the tuning; it holds the winner.
+        selection: that can run, priced for the traffic of the tuning; it holds the winner.
         tuning: which is over.
         tokens_per_rank: the most tokens of any rank, for which the plan is made.
     """

@@ -256,7 +256,7 @@ def traffic_of_run(candidate: Candidate, backward: bool, exchanges: Iterable[int
     """Payload per run that this rank's tokens cause, or that it sends: the sums over ranks agree.
 
     Args:
-        candidate: what ran.
+        candidate: that ran.
         backward: whether its runs had a backward pass.
         exchanges: those that it ran since its monitor was cleared.
     """

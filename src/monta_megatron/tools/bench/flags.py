@@ -35,7 +35,7 @@ class Flag:
 
     Attributes:
         metavar: what stands for the value in the help.
-        help: what it says.
+        help: its text.
         read: makes the value from a text, as an argparse type does.
         default: the text that is read if none is given; None where it depends on something else.
     """

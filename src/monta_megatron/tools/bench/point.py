@@ -59,7 +59,7 @@ class Task:
 
     Attributes:
         name: prefix of its progress messages.
-        settings: what was asked for.
+        settings: the settings.
         this_rank: this process among the ranks.
         cluster: costs for predictions, or None.
         emulated: the emulated cluster that it runs on, or None.
@@ -79,7 +79,7 @@ class Bench:
     """The candidates, and everything that their rows report.
 
     Attributes:
-        task: what was asked for.
+        task: the settings.
         nodes: node of every rank of the launch.
         layout: its exchange, as this rank sees it.
         batches: this rank's data, one for each exchange.
@@ -247,7 +247,7 @@ def prepare(
     """Megatron's groups, the data, and the dispatchers on both.
 
     Args:
-        task: what to measure.
+        task: to measure.
         device: where.
         makes_groups: whether the groups of these sizes have to be made first.
         build: makes the dispatchers.

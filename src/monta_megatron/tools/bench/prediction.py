@@ -34,7 +34,7 @@ class Regret:
     """A pick against the best chain.
 
     Attributes:
-        pick: what was picked.
+        pick: the picked candidate.
         best: the best of all that ran.
         pick_ms, best_ms: their medians over the repeats on which they are judged.
         ratio: pick_ms over best_ms.
@@ -99,7 +99,7 @@ def predict(
     """Plan with the expected counts of a routing; without a cluster file the result is empty.
 
     Args:
-        settings: what the benchmark was asked for.
+        settings: of the benchmark.
         layout: the exchange, as this rank sees it.
         cluster: the costs, or None.
         phase: the phase to predict and to optimise.

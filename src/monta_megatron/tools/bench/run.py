@@ -41,7 +41,7 @@ def run_benchmarks(
     """Join the launch, then at each point check every candidate and time them side by side.
 
     Args:
-        points: what to measure.
+        points: to measure.
         this_rank: this process among the ranks.
         cluster: costs from which to predict the times, or None.
         progress: this rank's progress display.

@@ -154,7 +154,7 @@ def routing_maps(settings: Settings, layout: Layout, rank: int) -> list[NDArray[
     """The rows of one rank of the launch, [T, E], in one exchange after the other.
 
     Args:
-        settings: what the benchmark was asked for.
+        settings: of the benchmark.
         layout: the exchange, as any of its ranks sees it.
         rank: the rank whose tokens these are.
 
@@ -172,7 +172,7 @@ def routing_of(settings: Settings, layout: Layout) -> Routing:
     """Routing that the planner expects; of several exchanges, a typical one.
 
     Args:
-        settings: what the benchmark was asked for.
+        settings: of the benchmark.
         layout: the exchange. Where the launch has several, the rows are those of the first.
     """
     if not _is_recorded(settings):

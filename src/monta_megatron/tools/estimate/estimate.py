@@ -64,7 +64,7 @@ class EstimateRequest:
         mfu: share of the peak that all products reach; None for the assumed efficiencies.
         changes: name -> value of assumptions.
         ignore_memory: estimate a run that does not fit, too.
-        kernels: what copies and sums rows; None for what the run says.
+        kernels: that copy and sum rows; None for what the run says.
     """
 
     config: str | None = None
@@ -89,13 +89,13 @@ class Estimate:
         gpu: of the cluster.
         settings: how it is trained.
         assumed: the constants.
-        plan: what the planner chose.
-        memory: what a rank holds.
+        plan: the planner's choice.
+        memory: of a rank.
         iterations: dispatcher -> its iteration; `STOCK` is the first.
         ends: the same by the optimistic and by the conservative end of what the cluster states;
             none where its times were measured.
         num_iterations: of the whole training; None where the file does not say.
-        notes: what the user should know.
+        notes: for the user.
     """
 
     name: str
@@ -144,11 +144,11 @@ class EstimatedRun:
     """A run that is to be estimated, as it was read.
 
     Attributes:
-        file: what gave it, for messages.
+        file: its origin, for messages.
         config: its configuration.
         arguments: Megatron's arguments.
         cluster: where it runs.
-        cluster_file: what gave the cluster, for messages.
+        cluster_file: origin of the cluster, for messages.
     """
 
     file: str
@@ -219,7 +219,7 @@ def estimate_run(
 
     Args:
         run: what was read for the request.
-        request: what is asked.
+        request: the request.
         price: as in `planner.selection.select`.
         with_ends: also predict by both ends of what the cluster states.
 

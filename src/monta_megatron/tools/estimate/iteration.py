@@ -49,7 +49,7 @@ def tensor_parallel_us(
     """(forward, backward) of one layer with sequence parallelism.
 
     Args:
-        model, settings, cluster: what is trained.
+        model, settings, cluster: the trained model.
         num_blocks: attention, and the feed-forward layers that tensor parallelism splits.
     """
     rows = settings.tokens_per_rank * settings.tp * model.hidden_size * VALUE_BYTES
@@ -212,7 +212,7 @@ def estimate_iteration(
     """Predict an iteration.
 
     Args:
-        model: what is trained.
+        model: the trained model.
         settings: how.
         cluster: where.
         assumed: the constants for its GPU.

@@ -43,7 +43,7 @@ def iteration_of_run(model: Model, arguments: Arguments, layout: ParallelLayout)
     """Exchanges that an iteration of a run waits for.
 
     Args:
-        model: what is trained, as far as the arguments do not say it.
+        model: the trained model, as far as the arguments do not say it.
         arguments: Megatron's arguments.
         layout: how the ranks are grouped.
     """
@@ -177,7 +177,7 @@ class RunExchanges:
     """Exchanges of a run, and where they lie.
 
     Attributes:
-        model: what is trained, with the run's batch.
+        model: the trained model, with the run's batch.
         cluster: the dispatcher's costs.
         ranks_per_node: ranks that are taken to share a node link.
         workloads: one for every way in which the exchanges lie on the nodes.

@@ -110,8 +110,8 @@ class PlannedRun:
     Attributes:
         plan: None where there is nothing to plan.
         memory: what the run holds on a rank; None where that is not known.
-        benefit: what an iteration gains over stock; None where that is not known.
-        notes: what the user should know, one line each.
+        benefit: gain of an iteration over stock; None where that is not known.
+        notes: for the user, one line each.
     """
 
     plan: Plan | None = None

@@ -42,15 +42,15 @@ class Run:
 
     Attributes:
         config: the configuration, with paths and variables resolved and everything merged.
-        script: what every rank runs.
+        script: training script of every rank.
         arguments: Megatron's arguments.
         script_arguments: the script's own arguments, which follow them.
         directory: the run's own directory.
         plan: what the planner expects, or None.
         memory: what the run holds on a rank, or None without a plan.
-        benefit: what an iteration gains over stock, or None where that is not known.
+        benefit: gain of an iteration over stock, or None where that is not known.
         megatron: version of the Megatron-Core that has checked the arguments; None if unchecked.
-        notes: what the user should know, one line each.
+        notes: for the user, one line each.
         copies: name in the directory -> the file that is copied there.
     """
 

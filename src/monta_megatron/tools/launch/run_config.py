@@ -125,7 +125,7 @@ class RunConfig:
             is a flag, false leaves it out, a list is several values.
         model: a model file, a config.json of Hugging Face or a preset, for the plan.
         cluster: a cluster file or a preset, for the plan and --moe-monta-cluster.
-        script: what every rank runs; without it ${MEGATRON_LM_DIR}/pretrain_gpt.py.
+        script: training script of every rank; without it ${MEGATRON_LM_DIR}/pretrain_gpt.py.
         script_arguments: arguments that the script adds to Megatron's, passed on unchecked.
         environment: environment variables of every rank.
         slurm: options for srun and sbatch.

@@ -26,7 +26,7 @@ class Template:
     """A file that is to be written.
 
     Attributes:
-        text: what it holds.
+        text: its content.
         to_fill_in: the keys without which it does not load.
         remarks: key -> what was found or taken for it.
         warnings: what the user has to know of it besides, a line each.

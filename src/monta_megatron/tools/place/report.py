@@ -83,7 +83,7 @@ def collaboration_of_trace(
 
     Args:
         folder: of the trace, which has been read for this model.
-        model, cluster: what is trained, and where.
+        model, cluster: the trained model, and where.
         layout: of the training, whose pipeline stages the trace is taken to have.
 
     Returns:

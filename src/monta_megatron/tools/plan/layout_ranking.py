@@ -73,7 +73,7 @@ def rank_layouts(
     not fit into it are left out; see `training_memory`.
 
     Args:
-        model: what is trained.
+        model: the trained model.
         cluster: the cluster it is trained on.
         world_size, cp, pp: the same for all layouts.
         phase: the phase to choose for.

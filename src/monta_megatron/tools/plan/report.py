@@ -155,8 +155,8 @@ def plan_lines(
 
     Args:
         plan: the choice.
-        memory: what a training holds.
-        benefit: what is gained in an iteration.
+        memory: of the training.
+        benefit: gain in an iteration.
         flex: the same exchange with stock's other dispatcher.
     """
     lines = [line for field in plan_fields(plan, memory, benefit) for line in _field(*field)]

@@ -158,7 +158,7 @@ class PlanInputs:
     """The files and sizes of a request, read.
 
     Attributes:
-        model: what is trained.
+        model: the trained model.
         cluster: what it is trained on.
         layout: the one given, or the best of `ranking`.
         ranking: every layout that fits, where none was given.
@@ -178,7 +178,7 @@ def read_inputs(
     """Read the inputs of a request, and rank the layouts where it names none.
 
     Args:
-        request: what to plan.
+        request: to plan.
         progress: opened around the ranking, which takes seconds.
         settings: arguments of `planner.selection.select`, for the ranking.
 
@@ -236,7 +236,7 @@ def priced_cluster(
     Args:
         given: see `PlanRequest`.
         rate_ratio: None for its own rate.
-        kernels: what runs on it.
+        kernels: that run on it.
         rail_ctas, node_ctas: budgets of these communicators; None for its own.
 
     Raises:
@@ -259,7 +259,7 @@ def plan_request(
     Args:
         request: tokens, routing, phase and memory.
         inputs: model, cluster and layout.
-        where: what gave the layout, for messages; None for the request or its file.
+        where: origin of the layout, for messages; None for the request or its file.
         settings: arguments of `planner.selection.select`.
 
     Raises:
@@ -294,7 +294,7 @@ def candidate_of(
     A number of chunks that the planner did not consider is priced beside the plan, which stays.
 
     Args:
-        request, inputs: what was planned.
+        request, inputs: of the plan.
         plan: what came of it.
         chain: key of `chains.CHAINS`.
         num_chunks: None for the best.

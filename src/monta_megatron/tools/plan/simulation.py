@@ -31,7 +31,7 @@ def plan_at(
     """The plan with this value of the factor, everything else as requested; memory and benefit.
 
     Args:
-        request: what to plan.
+        request: to plan.
         inputs: model, cluster and layout.
         factor: "tokens", "ranks", "top-k", "chunks" or "inter-rate-ratio".
         value: what it is.

@@ -19,7 +19,7 @@ class ExchangeFigures:
     Attributes:
         kind: which of the two.
         basis: the file, and which iterations.
-        chain: what runs.
+        chain: that runs.
         num_chunks: in how many chunks.
         of_iteration: whether the times are those of all layers and micro-batches of an iteration;
             else of one, as in a plan.
@@ -58,7 +58,7 @@ class LinkChange:
     """A change of a link that is still in force.
 
     Attributes:
-        change: what was noticed.
+        change: the change noticed.
         basis: the file, and the iteration.
     """
 
@@ -110,7 +110,7 @@ class WhatIf:
 
     Attributes:
         basis: the files that it rests on.
-        ran: what ran.
+        ran: that ran.
         fastest: what `auto` would choose of all chains without a limit on memory.
         eight_bits: what ran, with tokens in eight bits; None where they are so already.
         experts_us: the experts of a layer and micro-batch, forward and backward.
@@ -141,7 +141,7 @@ class RunFigures:
         exchange: of its slowest exchange; None where only logs are there.
         iteration_ms: a whole iteration, measured, by Megatron's log; None where that is not there.
         changes: of the links of all exchanges.
-        memory: what a rank holds.
+        memory: of a rank.
         what_if: predictions of other choices; None without model and cluster.
         notes: what is not known, and what would tell it.
     """

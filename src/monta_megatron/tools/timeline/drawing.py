@@ -48,7 +48,7 @@ def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dic
     """A document for chrome://tracing and https://ui.perfetto.dev.
 
     Args:
-        timelines: what to show; tracks become processes 1000, 2000 and so on, in this order.
+        timelines: to show; tracks become processes 1000, 2000 and so on, in this order.
         about: metadata to store with the events.
     """
     tracks = [
@@ -299,7 +299,7 @@ def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
     """Write the trace and, where matplotlib is installed, the picture.
 
     Args:
-        drawing: what is drawn.
+        drawing: to draw.
         folder: where to.
         max_ranks: ranks in a picture of one chain; the trace has all.
 

@@ -93,7 +93,7 @@ def draw_bar(axis: Any, position: float, span: Span, colour: Any, us_per_inch: f
     Args:
         axis: a matplotlib axis of times in us and rows.
         position: height of its middle; rows are 1 apart.
-        span: what is drawn.
+        span: to draw.
         colour: of the bar.
         us_per_inch: scale of the axis.
     """

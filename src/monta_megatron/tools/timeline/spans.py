@@ -45,7 +45,7 @@ class Timeline:
 
     Attributes:
         source: where it comes from.
-        name: what ran.
+        name: that ran.
         tracks: one per rank, or one for all ranks if predicted.
     """
 
@@ -76,7 +76,7 @@ class Overlap:
     """Overlap of the resources in one pass, or in all of them.
 
     Attributes:
-        name: what ran.
+        name: that ran.
         source: recorded or predicted.
         pass_name: its name, or "all".
         total_us: from the first start to the last end on any rank, gaps between passes left out.
