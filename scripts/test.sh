@@ -15,9 +15,9 @@ OLD_PYTHON_VERSIONS="3.11 3.10"
 # The oldest Megatron-Core of the supported range, and the last torch that it was tried with.
 OLD_REQUIREMENTS=("megatron-core==0.16.1" "torch>=2.6,<2.14")
 
-# Whole programs on Slurm and in Megatron's training loop, which mostly wait for each other: these
-# tests, and those on the oldest Megatron-Core, run in parallel with the rest.
-BESIDE=(tests/launch tests/megatron tests/slurm)
+# Whole programs, such as commands of pages, launches, and trainings on Slurm, which mostly wait for
+# each other: these tests, and those on the oldest Megatron-Core, run in parallel with the rest.
+BESIDE=(tests/launch tests/megatron tests/slurm tests/benchmark tests/calibration tests/docs)
 
 # pytest fails if it collects nothing (status 5), and so do these functions.
 
