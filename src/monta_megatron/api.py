@@ -34,7 +34,7 @@ def plan(
         cluster: a file, a preset by its name, or a `Cluster`.
         layout: sizes by name (world_size, tp, ep, etp, cp, pp), a file of them, or a
             `ParallelLayout`. Without tp, ep and etp: the best of all layouts that fit.
-        settings: fields of `tools.plan.plan_request.PlanSettings`: tokens, seq_length,
+        settings: fields of `tools.plan.request.PlanSettings`: tokens, seq_length,
             micro_batch_size, routing, phase, inter_rate_ratio, ignore_memory.
 
     Raises:

@@ -160,7 +160,7 @@ class ExchangeCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class CountTable:
-    """Counts what the candidate chains on one layout need, and no more; see `chains.count_format`.
+    """Counts what the candidate chains on one layout need, and no more; see `chains.counts`.
 
     Attributes:
         chains: the candidates.

@@ -100,7 +100,7 @@ class PlannedPolicy(ChainPolicy):
         memory_limit_bytes: limit on what an exchange holds on a rank. Where every chain is expected
             to hold more, the one that holds the least is chosen: a training that has come to larger
             batches goes on.
-        beside_us: other work that runs beside the exchange; see `selection.select`.
+        beside_us: other work that runs beside the exchange; see `select.select`.
         named: why there is but one chain in one number of chunks, whose prices are only watched.
     """
 

@@ -134,7 +134,7 @@ class HostCosts:
         collective_us: to start an AllToAll or AllGather, whatever its group.
         collective_peer_us: as much more for each other rank of the group.
         operation_us: to hand one operation on tensors to the device, its launch included; what a
-            stage takes of them is in `planner.host_operations`. Needed where one of `copy_us`,
+            stage takes of them is in `planner.traffic`. Needed where one of `copy_us`,
             `sum_us` and `find_us` is not given.
         copy_us: to start a copy of rows, whatever its operations; none takes `operation_us` for
             each of them.

@@ -285,7 +285,7 @@ def plan(workload: Workload, cluster: Cluster, **settings: Any) -> Plan:
     Args:
         workload: the exchange.
         cluster: the cluster it runs on.
-        settings: passed to `selection.select`.
+        settings: passed to `select.select`.
 
     Raises:
         ValueError: no chain can run, or keeps to the limit.
@@ -339,7 +339,7 @@ def slowest_plan(
     Args:
         workloads: one for every way in which the exchanges of a layout lie on the nodes.
         cluster: the cluster it runs on.
-        settings: passed to `selection.select`.
+        settings: passed to `select.select`.
 
     Raises:
         ValueError: no chain can run.

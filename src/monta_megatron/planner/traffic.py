@@ -111,7 +111,7 @@ Number = TypeVar("Number", float, RowCounts)
 # Of a number in the lists that say where copies lie, of which a copy is in three.
 INDEX_BYTES = 8
 
-# As `host_operations.HOST_OPERATIONS`: a launch for the rows and their lists, and what it writes.
+# As `HOST_OPERATIONS`: a launch for the rows and their lists, and what it writes.
 FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     **HOST_OPERATIONS,
     "quantize": HostOperations(rows=1, probs=1, ids=1),
@@ -232,7 +232,7 @@ def pass_traffic(
     Args:
         programs: [S] the program with the rows of each rank.
         num_tokens: tokens of a rank.
-        num_exchanged_counts: integers that every rank sends to each; see `chains.count_format`.
+        num_exchanged_counts: integers that every rank sends to each; see `chains.counts`.
     """
     before, after = _around(programs, num_tokens, num_exchanged_counts)
     pipeline = tuple(

@@ -1,7 +1,7 @@
 """The planner's table of host operations is what the executor hands to a device.
 
 A figure that is off is printed with what was counted: write that into
-`planner.host_operations.HOST_OPERATIONS`, or that of `planner.fused_work`.
+`planner.traffic.HOST_OPERATIONS`, or that of `planner.traffic`.
 """
 
 from collections import defaultdict

@@ -32,7 +32,7 @@ RUNS = tl.constexpr(8)
 def count_routing(
     routing_map: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
 ) -> dict[str, torch.Tensor]:
-    """Count by token block; see `routing_counts.count_routing`, whose arguments these are."""
+    """Count by token block; see `copies.count_routing`, whose arguments these are."""
     num_tokens, num_experts = routing_map.shape
     inner = max(part_sizes.values(), default=1)
     outer = min(part_sizes.values(), default=1)

@@ -4,7 +4,7 @@
 
 Bytes: a row, read once, and a quantized row, written once; and the other way round.
 Grid: [N / rows of a tile, groups / groups of a tile]. All by integers and products with powers of
-two, so one code serves GPUs with and without e4m3, and gives the bits of `exchange.wire`.
+two, so one code serves GPUs with and without e4m3, and gives the bits of `exchange.sums`.
 
 Notation: N = rows, H = hidden size, B = bytes of a quantized row, G = groups of a row.
 """
@@ -39,13 +39,13 @@ ROUNDS_TO_STEP_BITS = tl.constexpr((127 + 14) << 23)
 
 
 def quantize(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None = None) -> None:
-    """As `wire.quantize`; of a group with a NaN or infinity only the scale has the same bits."""
+    """As `sums.quantize`; of a group with a NaN or infinity only the scale has the same bits."""
     sums.clear_gaps(into, rows.shape[1])
     _launch(_quantize, len(into), rows, into, index)
 
 
 def dequantize(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None = None) -> None:
-    """As `wire.dequantize`."""
+    """As `sums.dequantize`."""
     _launch(_dequantize, len(rows), into, rows, index)
 
 

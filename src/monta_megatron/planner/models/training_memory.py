@@ -51,7 +51,7 @@ class TrainingMemory:
     Attributes:
         state_bytes: weights, gradients and optimizer state.
         activation_bytes: the inputs of the layers, for all micro-batches in the pipeline.
-        exchange_bytes: the most that the executor holds at once; see `memory.peak_bytes`.
+        exchange_bytes: the most that the executor holds at once; see `chain_price.peak_bytes`.
         communicator_bytes: buffers of the chain's communicators.
         check_bytes: what the check of a chain's first use holds, before the exchange begins.
         available_bytes: what a rank may use; None where the cluster file does not say.
@@ -127,16 +127,16 @@ def plan_within_memory(
     or_least: bool = False,
     **settings: Any,
 ) -> tuple[Plan, Workload, TrainingMemory]:
-    """`search.slowest_plan` with the chains that leave a training enough memory.
+    """`plan.slowest_plan` with the chains that leave a training enough memory.
 
     Args:
         workloads: the exchanges of the layout.
         cluster: the cluster it runs on.
         memory: what the training holds beside them.
         where: the layout, for messages.
-        memory_limit_bytes, or_least: as in `selection.select`, a limit of the user's beside
+        memory_limit_bytes, or_least: as in `select.select`, a limit of the user's beside
             that of the memory.
-        settings: passed to `selection.select`.
+        settings: passed to `select.select`.
 
     Returns:
         The plan, its workload, and the memory with its exchange.

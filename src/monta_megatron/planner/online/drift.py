@@ -129,7 +129,7 @@ def observe(
     """Observe a watched iteration; None where some rank has not timed it.
 
     Args:
-        sums: [S, NUM_SUMS + M]; see `exchange.watched_passes`.
+        sums: [S, NUM_SUMS + M]; see `exchange.pass_times`.
         turn: the iteration.
         price: of a micro-batch of it.
         cluster: by which it is priced.
@@ -341,7 +341,7 @@ class Watching:
         """Add the shared figures of the oldest iteration that was not added.
 
         Args:
-            sums: [S, NUM_SUMS + M]; see `exchange.watched_passes`.
+            sums: [S, NUM_SUMS + M]; see `exchange.pass_times`.
             policy: prices it.
         """
         turn = self._turns.popleft()

@@ -307,7 +307,7 @@ class Tuning:
         return of_key[best_key(left_us, current, self._is_beside_work)]
 
     def state(self) -> dict[str, Any]:
-        """The state, as plain JSON values; see `tuning_state.resumed`."""
+        """The state, as plain JSON values; see `tuning_report.resumed`."""
         return {
             "num_steps": self.num_steps,
             "candidates": [asdict(candidate) for candidate in self.candidates],

@@ -77,8 +77,8 @@ def rank_layouts(
         cluster: the cluster it is trained on.
         world_size, cp, pp: the same for all layouts.
         phase: the phase to choose for.
-        workloads: layout -> its exchanges; see `model_workload.workloads_of`.
-        memory_limit_bytes, margin: for the plan of each layout; see `selection.select`.
+        workloads: layout -> its exchanges; see `planner.layout.workloads_of`.
+        memory_limit_bytes, margin: for the plan of each layout; see `select.select`.
         ignore_memory: keep the layouts that do not fit.
         progress: gets a step for every layout.
 

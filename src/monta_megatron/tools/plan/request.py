@@ -77,7 +77,7 @@ class PlanSettings:
         tokens: of a rank; None for the model's batch.
         seq_length: tokens of a sequence; None for the model file's.
         micro_batch_size: sequences of a micro-batch; likewise.
-        routing: one of `routing_names.ROUTINGS`, or a folder of Megatron's router traces.
+        routing: one of `routing.names.ROUTINGS`, or a folder of Megatron's router traces.
         phase: what has to be fast.
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
         ignore_memory: plan what does not fit into the memory of a rank, too.
@@ -180,7 +180,7 @@ def read_inputs(
     Args:
         request: to plan.
         progress: opened around the ranking, which takes seconds.
-        settings: arguments of `planner.selection.select`, for the ranking.
+        settings: arguments of `planner.select.select`, for the ranking.
 
     Raises:
         ValueError: a file or a size is wrong, or the layout does not fit.
@@ -260,7 +260,7 @@ def plan_request(
         request: tokens, routing, phase and memory.
         inputs: model, cluster and layout.
         where: origin of the layout, for messages; None for the request or its file.
-        settings: arguments of `planner.selection.select`.
+        settings: arguments of `planner.select.select`.
 
     Raises:
         ValueError: no chain can run, or the training does not fit into the memory of a rank.
@@ -298,7 +298,7 @@ def candidate_of(
         plan: what came of it.
         chain: key of `chains.CHAINS`.
         num_chunks: None for the best.
-        settings: arguments of `planner.selection.select`, without limits.
+        settings: arguments of `planner.select.select`, without limits.
 
     Raises:
         ValueError: the chain does not run in so many chunks.
