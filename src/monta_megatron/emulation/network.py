@@ -15,7 +15,7 @@ listening end of a connection, which is the rank on the lower node, as addresses
 A connection between ranks of different rails therefore uses that rank's rail on both nodes, and a
 balanced exchange loads all NICs equally.
 
-The network is built inside network and mount namespaces of its own (emulator.py) and ends with them.
+The network is built inside network and mount namespaces (emulator.py) and ends with them.
 """
 
 import subprocess
