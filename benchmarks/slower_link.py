@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from monta_megatron.cli import bench, main
-from monta_megatron.integration.iterations import all_iterations
+from monta_megatron.integration.controller import deciding_controllers
 from monta_megatron.tools.bench.candidates import (
     Candidate,
     build_candidates,
@@ -48,7 +48,8 @@ def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:
     candidate = Candidate(
         kind="monta", requested=chain, dispatcher=dispatcher, batches=timed.batches
     )
-    (watching,) = (w for each in all_iterations() if (w := each.decision.watching) is not None)
+    decisions = [controller.decision for controller in deciding_controllers()]
+    (watching,) = (each.watching for each in decisions if each is not None and each.watching)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
     changes: list[dict[str, Any]] = []

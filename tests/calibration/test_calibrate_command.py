@@ -13,8 +13,8 @@ import torch
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
-from monta_megatron.integration.chain_policy import policy_for
 from monta_megatron.integration.options import Options
+from monta_megatron.integration.policy import policy_for
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.experts import experts_on

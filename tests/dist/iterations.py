@@ -45,12 +45,12 @@ class Model:
     """Two layers that share an exchange, each with an optimizer of its own."""
 
     def __init__(self, case: Case, dispatcher: str, training: Training) -> None:
-        from monta_megatron.integration import iterations
+        from monta_megatron.integration import controller
 
         if training.recompute == "selective":
             config = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
             case = dataclasses.replace(case, config={**case.config, **config})
-        iterations._shared.clear()
+        controller._shared.clear()
         options = {"moe_monta_chain": "auto"} | case.options
         case = dataclasses.replace(case, options=options)
         self.case, self.training = case, training
@@ -65,7 +65,7 @@ class Model:
     @property
     def choices(self) -> Any:
         """What both layers share."""
-        first, second = (layer.token_dispatcher._choices for layer in self.layers)
+        first, second = (layer.token_dispatcher.controller for layer in self.layers)
         assert first is second
         return first
 
@@ -319,9 +319,9 @@ def replay_between_decisions(case: Case, num_iterations: int) -> list[tuple[int,
     Returns:
         after each iteration its number, and the chain and number of chunks that ran.
     """
-    from monta_megatron.integration import iterations
+    from monta_megatron.integration import controller
 
-    iterations._shared.clear()
+    controller._shared.clear()
     with capturing_preprocess():
         dispatcher = build_layer(case, "monta").token_dispatcher
     hidden, routing_map = make_batch(case, seeded_by_rank())
@@ -349,7 +349,7 @@ def replay_between_decisions(case: Case, num_iterations: int) -> list[tuple[int,
         output.sum().backward()
         assert_equal(output.detach(), expected, "the replayed batch")
         optimizer.step()
-        number = dispatcher._choices.decision.number
+        number = dispatcher.controller.decision.number
         seen.append((number, dispatcher.chain.name, dispatcher.num_chunks))
     return seen
 

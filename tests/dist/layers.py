@@ -813,11 +813,11 @@ def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], in
     """What a rank prints in steps of two layers, and the exchanges that its last layer counts."""
     from megatron.core import num_microbatches_calculator as calculator
 
-    from monta_megatron.integration import iterations, ranks
+    from monta_megatron.integration import controller, ranks
 
     # Layers of other tests would count too.
     gc.collect()
-    iterations._shared.clear()
+    controller._shared.clear()
     layers = [build_layer(case, "monta") for _ in range(2)]
     ranks._reported.clear()
     batch = dist.get_world_size() * num_micro_batches
@@ -918,13 +918,13 @@ def tokens_decided_by(case: Case, tokens: list[int]) -> list[int]:
     """For how many tokens a rank chooses that has tokens[rank] of them."""
     layer = build_layer(case, "monta")
     dispatcher = layer.token_dispatcher
-    choose, seen = dispatcher._choices.choose, []
+    choose, seen = dispatcher.controller.choose, []
 
     def recording(counts: Any, *more: Any) -> Any:
         seen.append(counts.max_tokens)
         return choose(counts, *more)
 
-    dispatcher._choices.choose = recording
+    dispatcher.controller.choose = recording
     forward_backward(dataclasses.replace(case, num_tokens=tokens[dist.get_rank()]), layer)
     return seen
 

@@ -163,10 +163,10 @@ def abandon_and_change(case: Case) -> list[str]:
         for chain in dispatcher.chain_policy.chains
     }
     for expected, chosen in itertools.permutations(by_rows.values(), 2):
-        with mock.patch.object(dispatcher._choices, "expected", lambda choice=expected: choice):
+        with mock.patch.object(dispatcher.controller, "expected", lambda choice=expected: choice):
             for choice, run in ((expected, abandon), (chosen, forward_backward)):
                 choose = mock.patch.object(
-                    dispatcher._choices, "choose", lambda *_, choice=choice: choice
+                    dispatcher.controller, "choose", lambda *_, choice=choice: choice
                 )
                 with choose:
                     result = run(case, layer)

@@ -244,8 +244,8 @@ class Model:
         )
 
         self.layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
-        self._choices = self.layer.token_dispatcher._choices
-        self._policy = self._choices._policy
+        self._controller = self.layer.token_dispatcher.controller
+        self._policy = self._controller.policy
         self.ddp = DistributedDataParallel(
             self.layer.config,
             DistributedDataParallelConfig(
@@ -264,7 +264,7 @@ class Model:
 
     def accumulate(self, num_chunks: int, num_micro_batches: int) -> None:
         """Accumulate the gradients of some micro-batches in so many chunks, and reduce them."""
-        self._choices._policy = dataclasses.replace(self._policy, num_chunks=(num_chunks,))
+        self._controller.policy = dataclasses.replace(self._policy, num_chunks=(num_chunks,))
         self.ddp.zero_grad_buffer()
         for micro_batch in range(num_micro_batches):
             is_last = micro_batch == num_micro_batches - 1

@@ -49,14 +49,14 @@ def calibrated(case: Case, cache_of_rank: list[str]) -> tuple[int, list[str], fl
 def calibrated_with_triton_on_some(case: Case, cache_of_rank: list[str]) -> int:
     """Likewise, where the last rank cannot import Triton; returns the hash."""
     from monta_megatron.exchange import counts, kernel_choice
-    from monta_megatron.integration import chain_policy
+    from monta_megatron.integration import policy
 
     has_triton = dist.get_rank() < dist.get_world_size() - 1
     problem = "" if has_triton else "Triton cannot be imported"
     with (
         mock.patch.object(kernel_choice, "kernel_problem", lambda *_: problem),
         # CPU ranks run PyTorch's operations all the same.
-        mock.patch.object(chain_policy, "is_fused", lambda *_: False),
+        mock.patch.object(policy, "is_fused", lambda *_: False),
         mock.patch.object(counts, "is_fused", lambda *_: False),
     ):
         return calibrated(case, cache_of_rank)[0]

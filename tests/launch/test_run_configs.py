@@ -38,7 +38,7 @@ REPLACED = {
 IMPORTED_ONCE = (
     "megatron.training.arguments",
     "megatron.training.argument_utils",
-    "monta_megatron.integration.megatron_arguments",
+    "monta_megatron.tools.launch.megatron_arguments",
 )
 FIELDS = (
     *("hidden_size", "num_layers", "num_attention_heads", "num_query_groups"),
@@ -56,7 +56,7 @@ def print_validated(
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
-    from monta_megatron.integration.megatron_arguments import check
+    from monta_megatron.tools.launch.megatron_arguments import check
 
     if "MONTA_CPU_RANKS" not in environment:
         # The stand-ins have set it, which a run on GPUs cannot rely on.
@@ -76,7 +76,7 @@ def print_validated(
 
 
 def print_refusal(arguments: list[list[str]]) -> None:
-    from monta_megatron.integration.megatron_arguments import check
+    from monta_megatron.tools.launch.megatron_arguments import check
 
     answer = check(arguments)
     print(answer.position, answer.problem)

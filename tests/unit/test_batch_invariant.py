@@ -15,8 +15,8 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.integration import strategies
-from monta_megatron.integration.chain_policy import check_chain_runs, policy_for
 from monta_megatron.integration.options import Options
+from monta_megatron.integration.policy import check_chain_runs, policy_for
 
 LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
 

@@ -34,10 +34,10 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.counts import Gathering
-from monta_megatron.integration import chain_policy, dispatcher, strategies
-from monta_megatron.integration.chain_policy import policy_for
+from monta_megatron.integration import dispatcher, policy, strategies
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
+from monta_megatron.integration.policy import policy_for
 from monta_megatron.integration.ranks import Report
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import KernelChoice
@@ -147,7 +147,7 @@ def test_a_plan_and_the_log_of_a_training_say_the_same(
     with (
         mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
         # As where a kernel can be built.
-        mock.patch.object(chain_policy, "is_fused", lambda choice, _: choice != "torch"),
+        mock.patch.object(policy, "is_fused", lambda choice, _: choice != "torch"),
     ):
         made = make_dispatcher(
             "auto",
@@ -157,7 +157,7 @@ def test_a_plan_and_the_log_of_a_training_say_the_same(
         )
     choice = made.chain_policy.choose(tokens)
     made._report = Report(reports=True)
-    made._take(choice, news=choice.reason)
+    made._take(choice, message=choice.reason)
     first, second = capsys.readouterr().out.splitlines()[-2:]
     model = replace(
         load_model("qwen3_235b_a22b"),

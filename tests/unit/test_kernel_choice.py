@@ -127,7 +127,7 @@ def test_a_training_on_gpus_prices_what_it_runs(gpus: None, choice: str, expecte
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from test_choice import LAYOUT, config
 
-    from monta_megatron.integration.chain_policy import policy_for
+    from monta_megatron.integration.policy import policy_for
     from monta_megatron.planner.chain_policy import PlannedPolicy
     from monta_megatron.planner.cluster_file import load_cluster
 

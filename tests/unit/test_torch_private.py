@@ -38,7 +38,6 @@ NOT_TORCHS = {
     "_global_process_group_list": "megatron.core.parallel_state",
     "_training_token_dispatcher": "Megatron's MoELayer",
     "_counts": "our own dispatcher, of which the first-use check makes a copy",
-    "_choices": "likewise",
     "_kinds_of_rows": "likewise",
     "_C": "torch, documented for its DisableTorchFunction",
 }

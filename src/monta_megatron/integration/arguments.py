@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.first_rank import linger, report
 from monta_megatron.common.text import shown
-from monta_megatron.integration.chain_policy import check_chain_runs
 from monta_megatron.integration.options import (
     AUTO,
     DISPATCHER_TYPE,
@@ -36,6 +35,7 @@ from monta_megatron.integration.options import (
     Options,
     defaults_from_environment,
 )
+from monta_megatron.integration.policy import check_chain_runs
 from monta_megatron.integration.supported_settings import check_megatron_version, check_supported
 
 

@@ -19,8 +19,8 @@ from monta_megatron.common.files import make_folder, write_whole
 from monta_megatron.common.units import counted
 from monta_megatron.common.version import __version__
 from monta_megatron.exchange.collectives import gather_objects
-from monta_megatron.integration.iterations import Iterations, all_iterations
-from monta_megatron.planner.online.decision import Decision, DecisionState
+from monta_megatron.integration.controller import ChainController, deciding_controllers
+from monta_megatron.planner.online.decision import DecisionState
 
 
 def patch_checkpointing(checkpointing: Any) -> None:
@@ -63,20 +63,20 @@ def store(folder: Path, iteration: int) -> None:
         folder: of the checkpoints.
         iteration: of Megatron.
     """
-    for iterations, name in _named_files():
-        if dist.get_group_rank(iterations.group, dist.get_rank()) != 0:
+    for controller, name in _named_files():
+        if dist.get_group_rank(controller.group, dist.get_rank()) != 0:
             continue
         path = _folder(folder, iteration) / name
         document = {
-            "made_for": _made_for(iterations),
-            "decision": strict_yaml.plain(iterations.decision.state()),
+            "made_for": _made_for(controller),
+            "decision": strict_yaml.plain(controller.state()),
         }
         try:
             make_folder(path.parent, "save")
             write_whole(path, json.dumps(document))
         except ValueError as error:
             # The checkpoint itself is there.
-            iterations.report(f"the decision of auto is not stored: {error}")
+            controller.report(f"the decision of auto is not stored: {error}")
 
 
 def resume(folder: Path, iteration: int) -> None:
@@ -86,39 +86,39 @@ def resume(folder: Path, iteration: int) -> None:
         folder: of the checkpoints.
         iteration: of Megatron.
     """
-    for iterations, name in _named_files():
+    for controller, name in _named_files():
         path = _folder(folder, iteration) / name
-        is_first = dist.get_group_rank(iterations.group, dist.get_rank()) == 0
-        document = gather_objects(_read(path) if is_first else None, iterations.group)[0]
+        is_first = dist.get_group_rank(controller.group, dist.get_rank()) == 0
+        document = gather_objects(_read(path) if is_first else None, controller.group)[0]
         problem: str | None = None
         try:
-            state = _state_of(document, iterations, path)
+            state = _state_of(document, controller, path)
         except ValueError as error:
             problem = str(error)
         problems = [problem]
-        if iterations.replicas is not None:
+        if controller.replicas is not None:
             # They end their tuning together, so none of them goes on by itself.
-            problems = gather_objects(problem, iterations.replicas)
+            problems = gather_objects(problem, controller.replicas)
         problem = next((each for each in problems if each is not None), None)
         if problem is None:
-            iterations.resume(state)
+            controller.resume(state)
             done = counted(state.number, "iteration")
-            iterations.report(f"auto goes on with what it has decided after {done}")
+            controller.report(f"auto goes on with what it has decided after {done}")
         else:
-            iterations.report(f"auto starts anew: {problem}")
+            controller.report(f"auto starts anew: {problem}")
 
 
-def _named_files() -> list[tuple[Iterations, str]]:
+def _named_files() -> list[tuple[ChainController, str]]:
     """The decisions of this rank's exchanges, and the name of each one's file."""
     named, taken = [], set()
-    for iterations in all_iterations():
-        first = dist.get_process_group_ranks(iterations.group)[0]
+    for controller in deciding_controllers():
+        first = dist.get_process_group_ranks(controller.group)[0]
         name, number = f"rank_{first}.json", 1
         while name in taken:
             # Layers of another shape on the same exchange.
             name, number = f"rank_{first}_{number}.json", number + 1
         taken.add(name)
-        named.append((iterations, name))
+        named.append((controller, name))
     return named
 
 
@@ -126,11 +126,11 @@ def _folder(folder: Path, iteration: int) -> Path:
     return folder / "monta" / f"iter_{iteration:07d}"
 
 
-def _made_for(iterations: Iterations) -> dict[str, Any]:
+def _made_for(controller: ChainController) -> dict[str, Any]:
     """Values that have to be equal where a decision is resumed."""
     from megatron.core.package_info import __version__ as megatron_version
 
-    layout = iterations.layout
+    layout = controller.layout
     rule = {
         "monta_megatron": __version__,
         "megatron_core": megatron_version,
@@ -138,7 +138,7 @@ def _made_for(iterations: Iterations) -> dict[str, Any]:
         "etp": layout.etp,
         "num_local_experts": layout.num_local_experts,
         "nodes": [node - min(layout.nodes) for node in layout.nodes],
-        **iterations.agreed_rule,
+        **controller.agreed_config,
     }
     # Where a plan is written to changes no decision, and watching no tuning.
     for name in ("moe_monta_plan_out", "moe_monta_watch_steps"):
@@ -164,7 +164,7 @@ def _read(path: Path) -> dict[str, Any] | str:
 
 
 def _state_of(
-    document: dict[str, Any] | str | None, iterations: Iterations, path: Path
+    document: dict[str, Any] | str | None, controller: ChainController, path: Path
 ) -> DecisionState:
     """The state in a file.
 
@@ -173,16 +173,15 @@ def _state_of(
     """
     if not isinstance(document, dict):
         raise ValueError(document)
-    stored, here = document["made_for"], _made_for(iterations)
+    stored, here = document["made_for"], _made_for(controller)
     for name in dict.fromkeys((*here, *stored)):
         if stored.get(name) != here.get(name):
             raise ValueError(
                 f"{path}: {name}: decided for {stored.get(name)}, used with {here.get(name)}"
             )
     state = strict_yaml.build(DecisionState, document.get("decision"), str(path))
-    trial = Decision(iterations.policy, iterations.num_tuning_steps)
     try:
-        trial.resume(state)
+        controller.check_state(state)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return state

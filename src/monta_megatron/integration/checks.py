@@ -34,7 +34,7 @@ from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.errors import first_difference
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration.chain_policy import Choices
+from monta_megatron.integration.controller import ChainController
 from monta_megatron.planner.chain_policy import FixedPolicy
 from monta_megatron.planner.chain_price import CHECK_TOKENS
 
@@ -176,8 +176,8 @@ def probe_of(dispatcher: Any, chain: Chain, num_chunks: int) -> Any:
         if callable(getattr(type(dispatcher), name, None)):
             delattr(probe, name)
     policy = FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason="")
-    choices = dispatcher._choices
-    probe._choices = Choices(policy, choices.agreed_rule, choices.group)
+    controller = dispatcher.controller
+    probe.controller = ChainController(policy, controller.agreed_config, controller.group)
     probe.chain, probe.num_chunks, probe._kinds_of_rows = chain, num_chunks, {chain.rows}
     probe._counts = copy.copy(dispatcher._counts)
     probe.options = replace(dispatcher.options, check=0, overlap_experts=False)

@@ -39,8 +39,9 @@ from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
-from monta_megatron.integration.chain_policy import Choices, agreed_policy
+from monta_megatron.integration.controller import controller_of
 from monta_megatron.integration.options import AUTO, Options
+from monta_megatron.integration.policy import agreed_policy
 from monta_megatron.integration.ranks import (
     Report,
     iteration_here,
@@ -59,7 +60,7 @@ from monta_megatron.integration.strategies import (
     fill_to_capacity,
 )
 from monta_megatron.integration.supported_settings import check_supported
-from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy, PlannedPolicy
+from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.pipeline import Experts
@@ -76,6 +77,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     Attributes:
         options: what the configuration asked for, checked.
         chain_policy: how the chain is chosen for every micro-batch.
+        controller: asked for that choice, and told what was received.
         chain: the chain of the micro-batch under way.
         num_chunks: its number of chunks.
         experts_pipelined: whether its experts run in the pipeline.
@@ -128,22 +130,16 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 "moe_monta_watch_steps": self.options.watch_steps,
             },
         )
-        if isinstance(self.chain_policy, PlannedPolicy):
-            # A chain that is named, and not watched, needs nothing of it.
-            from monta_megatron.integration.iterations import iterations_of
-
-            self._choices: Choices = iterations_of(
-                self.chain_policy, rule, self.tp_ep_group, replicas, self.options, self._report
-            )
-        else:
-            self._choices = Choices(self.chain_policy, rule, self.tp_ep_group)
+        self.controller = controller_of(
+            self.chain_policy, rule, self.tp_ep_group, replicas, self.options, self._report
+        )
         if self.options.wire_dtype is not None:
             also = " and the gradients of their outputs" * self.options.wire_backward
             self._report(f"tokens{also} travel in eight bits: results differ from alltoall's")
         chains = self.chain_policy.chains
         self.groups: dict[str, PeerGroup] = {}
         self._make_groups()
-        self.monitor = Monitor(pass_times=self._choices.pass_times)
+        self.monitor = Monitor(pass_times=self.controller.pass_times)
         if self.options.record is not None:
             from monta_megatron.integration.metrics import record_iteration
 
@@ -186,7 +182,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.cudagraph_attrs.append("exchange_counts")
         # Until the first micro-batch's counts are known, the chain is that for one token.
         choice = self.chain_policy.choose(1)
-        self._take(choice, news=choice.reason if len(chains) == 1 else "")
+        self._take(choice, message=choice.reason if len(chains) == 1 else "")
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -258,7 +254,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     @property
     def watched(self) -> "WatchedIteration | None":
         """Of the last watched iteration that is known."""
-        watching = getattr(getattr(self._choices, "decision", None), "watching", None)
+        decision = self.controller.decision
+        watching = None if decision is None else decision.watching
         return None if watching is None else watching.latest
 
     @property
@@ -330,12 +327,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
             check_kernels(self, routing_map.device)
         self.exchange_counts, self.num_out_tokens = self._counts.exchange(
-            routing_map, self._choices.agreement
+            routing_map, self.controller.agreement
         )
         kinds = self._kinds_of_rows
         # The 1F1B schedule keeps no tokens, which may have to enter again.
         if len(kinds) > 1 and not self.config.overlap_moe_expert_parallel_comm:
-            expected = self._choices.expected()
+            expected = self.controller.expected()
             if expected is not None:
                 self.chain, kinds = expected.chain, {expected.chain.rows}
         decides_permutation = (
@@ -363,13 +360,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def _bind(self, counts: ExchangeCounts) -> None:
         """Choose the chain for this micro-batch from shared data, and bind it."""
-        choice = self._choices.choose(counts, self.probs.device, self.cuda_dtoh_stream)
-        self._take(choice, self._choices.news(choice, counts))
+        choice = self.controller.choose(counts, self.probs.device, self.cuda_dtoh_stream)
+        self._take(choice, self.controller.change_message(choice, counts))
         self.monitor.choices[self.chain.name, self.num_chunks] += 1
         if self.options.check and self.tp_ep_group.size() > 1:
             from monta_megatron.integration.checks import check_chains
 
-            chains = self._choices.chains_to_check(choice, counts)
+            chains = self.controller.chains_to_check(choice, counts)
             check_chains(self, self._stock_dispatcher, chains)
         self._chunks = []
         if self.experts_pipelined:
@@ -378,20 +375,20 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._exchange = self._strategy.bind(self, counts)
         self.num_out_tokens = int(self._exchange.bound.num_source_rows)
 
-    def _take(self, choice: ChainChoice, news: str) -> None:
-        """Run it from here on; `news` is why, where that is to be said."""
+    def _take(self, choice: ChainChoice, message: str) -> None:
+        """Run a choice from here on, and report why if there is a message."""
         self.chain, self.num_chunks = choice.chain, choice.num_chunks
         if self.options.overlap_experts:
             from monta_megatron.integration.experts import is_pipelined
 
             self.experts_pipelined = is_pipelined(choice, self.options.plan)
-        if not news or not self._report.reports:
+        if not message or not self._report.reports:
             return
         line = (
             f"chain {self.chain.name}, {counted(self.num_chunks, 'chunk')}"
             f"{' with their experts' * self.experts_pipelined}, "
             f"EP {self.ep_size} x ETP {self.tp_size} over "
-            f"{counted(self.layout.num_nodes, 'node')}: {news}"
+            f"{counted(self.layout.num_nodes, 'node')}: {message}"
         )
         if self._report(line) and choice.benefit is not None:
             self._report(replace(choice.benefit, iteration=iteration_here(self)).text)

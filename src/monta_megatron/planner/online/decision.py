@@ -252,6 +252,10 @@ class Decision:
             rate_ratios=() if watching is None else tuple(watching.rate_ratios.values()),
         )
 
+    def beginning(self) -> "Decision":
+        """Decision of the first iteration, with the same policy and tuning; it watches nothing."""
+        return Decision(self._given_policy, self._num_tuning_steps)
+
     def resume(self, state: DecisionState) -> None:
         """Go on where a state was taken; outcomes that were not known then are lost.
 

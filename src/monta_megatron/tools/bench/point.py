@@ -16,7 +16,7 @@ from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.collectives import find_nodes
 from monta_megatron.exchange.streams import gpu_name
-from monta_megatron.integration.iterations import all_iterations
+from monta_megatron.integration.controller import deciding_controllers
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import uncalibrated
@@ -202,8 +202,8 @@ class Bench:
                         exchange = MICRO_BATCHES * iteration + number
                         run_candidate(candidate, identity_experts, True, exchange)
                     # In a training, the step of an optimizer.
-                    for iterations in all_iterations():
-                        iterations.end()
+                    for controller in deciding_controllers():
+                        controller.end_iteration()
                     self.task.progress.step()
 
     def _planned_for(self) -> tuple[Routing, Routing]:
@@ -213,9 +213,8 @@ class Bench:
             for candidate in self.candidates
             if candidate.requested == AUTO and not candidate.overlaps
         )
-        policy = auto.dispatcher.chain_policy
-        (decision,) = (each.decision for each in all_iterations() if each.policy is policy)
-        return policy.workload.routing, decision.routing
+        controller = auto.dispatcher.controller
+        return controller.policy.workload.routing, controller.decision.routing
 
     def _limit_ms(self, backward: bool) -> float | None:
         """The least time that the links between nodes allow; None if unknown or nothing crosses."""

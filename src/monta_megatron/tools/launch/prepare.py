@@ -12,7 +12,6 @@ from typing import Any
 
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.text import check_printable
-from monta_megatron.integration.megatron_arguments import Answer
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Plan
@@ -25,6 +24,7 @@ from monta_megatron.tools.launch.arguments import (
     merge,
     replaced,
 )
+from monta_megatron.tools.launch.megatron_arguments import Answer
 from monta_megatron.tools.launch.planning import plan_run
 from monta_megatron.tools.launch.run_config import RunConfig
 
@@ -254,7 +254,7 @@ def _ask(run: Run) -> Answer:
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     result = subprocess.run(
         [
-            *(sys.executable, "-m", "monta_megatron.integration.megatron_arguments"),
+            *(sys.executable, "-m", "monta_megatron.tools.launch.megatron_arguments"),
             os.path.dirname(run.script),
         ],
         input=json.dumps([argument.words for argument in run.arguments.values()]),

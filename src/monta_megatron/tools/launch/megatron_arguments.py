@@ -1,6 +1,6 @@
 """Check a run's arguments with Megatron's own parser, before anything starts.
 
-    WORLD_SIZE=N python -m monta_megatron.integration.megatron_arguments FOLDER
+    WORLD_SIZE=N python -m monta_megatron.tools.launch.megatron_arguments FOLDER
 
 FOLDER holds the run's script: a Megatron next to it takes precedence over an installed one, as
 when Python runs the script. Standard input is a JSON list with the words of each argument, standard

@@ -1,9 +1,9 @@
-"""Chain policies from a configuration, and the chain of each micro-batch, alike on all ranks."""
+"""Chain policies from a configuration, alike on all ranks of an exchange."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,12 @@ import torch.distributed as dist
 from monta_megatron.chains import Chain
 from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common.rules import hash_of
 from monta_megatron.common.units import bytes_of_gb, counted
 from monta_megatron.exchange.collectives import nccl_settings
-from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.exchange.kernel_choice import device_type, is_fused
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.integration.ranks import agree
 from monta_megatron.planner.chain_policy import (
-    ChainChoice,
     ChainPolicy,
     FixedPolicy,
     PlannedPolicy,
@@ -27,9 +24,6 @@ from monta_megatron.planner.chain_policy import (
 )
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
-
-if TYPE_CHECKING:
-    from monta_megatron.exchange.pass_times import PassTimes
 
 
 def policy_for(options: Options, config: Any, layout: Layout, permuted_only: bool) -> ChainPolicy:
@@ -232,67 +226,3 @@ def _workload(config: Any, layout: Layout) -> Workload:
         ),
         tokens_per_rank=1,
     )
-
-
-class Choices:
-    """Choice for each micro-batch, where the policy is fixed.
-
-    Args:
-        policy: the policy.
-        rule: what all ranks of the exchange have agreed on.
-        group: the ranks of the exchange.
-
-    Attributes:
-        agreement: hash of what they agree on now.
-        pass_times: times the passes; None where no times are wanted.
-    """
-
-    def __init__(self, policy: ChainPolicy, rule: dict[str, Any], group: dist.ProcessGroup) -> None:
-        self._policy = policy
-        self.agreed_rule = rule
-        self.group = group
-        self.agreement = hash_of(rule)
-        self.pass_times: PassTimes | None = None
-
-    def expected(self) -> ChainChoice | None:
-        """Expected choice; None where it depends on the counts."""
-        return self._policy.choose(1)
-
-    def choose(
-        self, counts: ExchangeCounts, device: torch.device, side_stream: torch.cuda.Stream
-    ) -> ChainChoice:
-        """Choose chain and chunks for a micro-batch of a layer, by its counts.
-
-        Args:
-            counts: which every rank of the exchange has; all ask in the same order.
-            device: where the exchange runs.
-            side_stream: for copies between host and device.
-
-        Raises:
-            ValueError: the ranks disagree; names the first that differs.
-        """
-        self._check_agreement(counts)
-        return self._policy.choose(counts.max_tokens, counts.max_experts_per_token)
-
-    def chains_to_check(
-        self, choice: ChainChoice, counts: ExchangeCounts
-    ) -> list[tuple[Chain, int]]:
-        """Chains and numbers of chunks that may be used for the first time from here on.
-
-        The same on all ranks of the exchange.
-        """
-        return [(choice.chain, choice.num_chunks)]
-
-    def news(self, choice: ChainChoice, counts: ExchangeCounts) -> str:
-        """Why that was chosen for these counts, if it has to be said and was not said before."""
-        return ""
-
-    def rule(self) -> dict[str, Any]:
-        """Values that all ranks of the exchange agree on now."""
-        return self.agreed_rule
-
-    def _check_agreement(self, counts: ExchangeCounts) -> None:
-        if len(set(counts.hashes.tolist())) > 1:
-            # They agreed at construction: one has another configuration since, or another number
-            # of iterations.
-            agree(self.rule(), self.group)
