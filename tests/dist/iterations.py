@@ -261,8 +261,8 @@ def end_more_often(case: Case, rank: int) -> None:
     model = Model(case, "monta", Training(num_iterations=3))
     model.iterate(0)
     if dist.get_rank() == rank:
-        model.choices._received.numbers_of_tokens.add(1)
-        model.choices.end()
+        model.choices._figures.received.numbers_of_tokens.add(1)
+        model.choices.end_iteration()
     model.iterate(1)
 
 
