@@ -161,11 +161,13 @@ def test_the_planner_prices_the_order_of_issue(chain_name: str, layout_name: str
     ]
     planned = []
     for layer in layers_of(chain_name, layout_name, 3):
-        num_first = len(layer.program.first.series)
+        num_first = len(layer.layer.first.series)
         for operation in layer.program.operations:
-            half = layer.program.first if operation.series < num_first else layer.program.second
+            half = layer.layer.first if operation.series < num_first else layer.layer.second
             if operation.is_collective:
-                messages = layer.message_bytes(layer.program.buffers[operation.writes[0]])
+                messages = layer.program.buffers[operation.writes[0]].message_bytes(
+                    layer.max_experts_per_token
+                )
                 planned += [(half.pass_.name, operation.stage)] * len(messages)
     assert issued == planned
 
@@ -199,8 +201,7 @@ def layers_of(
         )
         layers.append(
             BoundLayer(
-                program=layer_program(first.program, second.program, num_chunks),
-                bound=chunks[0],
+                layer=layer_program(first.program, second.program, num_chunks),
                 max_experts_per_token=width,
                 chunks=chunks,
             )

@@ -6,7 +6,7 @@ It wins where few ranks share the experts and top-k is close to their number, so
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
 """
 
-from monta_megatron.chains.chain import Chain, TokenCounts
+from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.counts import (
     ORDER,
     SPLIT,
@@ -22,8 +22,9 @@ from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 GATHER = AllGather(name="allgather", group="tp_ep")
 
 
-def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
+def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
+    assert isinstance(counts, TokenCounts)
     gathered = by_chunk(counts.tokens, num_chunks, axis=1).T  # [C, S]
     gather = bind_gather(GATHER, gathered, layout.rank)
     return (

@@ -22,7 +22,7 @@ sends [4, 1] rows, then [2, 2].
 
 import numpy as np
 
-from monta_megatron.chains.chain import Chain, Counts, split, starts_of
+from monta_megatron.chains.chain import Chain, ChainCounts, Counts, split, starts_of
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import (
     AllGather,
@@ -40,8 +40,9 @@ GATHER = AllGather(name="allgather", group="etp")
 ORDER = Permute(name="order")
 
 
-def bind_stages(layout: Layout, counts: Counts, num_chunks: int) -> tuple[BoundStage, ...]:
+def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
+    assert isinstance(counts, Counts)
     num_local_experts = counts.sent.shape[-1]
     etp_rank = layout.rank % layout.etp
 

@@ -6,7 +6,7 @@ It wins where EP lies on one node and top-k > 1 (Occult, arXiv 2505.13345). Its 
 one partial sum per (token, rank): one hop.
 """
 
-from monta_megatron.chains.chain import Chain, TokenCounts
+from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.counts import (
     ORDER,
     SPLIT,
@@ -34,8 +34,9 @@ def incompatibility(layout: Layout) -> str | None:
     return None
 
 
-def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
+def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
+    assert isinstance(counts, TokenCounts)
     assert counts.sent_to_ranks is not None and counts.for_rank is not None
     split = bind_split(layout, counts, num_chunks)
     send = by_chunk(counts.sent_to_ranks, num_chunks, axis=0)  # [C, EP]

@@ -11,7 +11,7 @@ size, ETP = expert tensor parallel size, L = local experts per EP rank.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,19 @@ Rows: TypeAlias = Literal["permuted tokens", "tokens"]
 Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 
+class ChainCounts(Protocol):
+    """Counts by which a chain is bound; those of `Counts` or of `TokenCounts`, by its `rows`."""
+
+    def check_chunks(self, num_chunks: int) -> None:
+        """Check that so many chunks can be made; raises ValueError."""
+
+    def num_source_rows(self, rank: int) -> float:
+        """Rows of a rank on the source side; an integer at run time."""
+
+    def rows_per_local_expert(self, stages: "Sequence[BoundStage]") -> RowCounts:
+        """[L / classes] rows on the expert side of the bound stages."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """Counts of token-expert pairs, for the chains whose rows are permuted tokens.
@@ -119,6 +132,19 @@ class Counts:
 
     sent: RowCounts
     received: RowCounts
+
+    def check_chunks(self, num_chunks: int) -> None:
+        """See `ChainCounts`: rows are split one by one."""
+
+    def num_source_rows(self, rank: int) -> float:
+        """See `ChainCounts`."""
+        rows: float = self.sent.sum().item()
+        return rows
+
+    def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
+        """See `ChainCounts`."""
+        rows: RowCounts = self.received.sum(axis=(0, 1))
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +175,25 @@ class TokenCounts:
     for_node: RowCounts | None = None
     for_node_ranks: RowCounts | None = None
     classes: int = 1
+
+    def check_chunks(self, num_chunks: int) -> None:
+        """See `ChainCounts`: a chunk is made of whole blocks."""
+        num_blocks = self.tokens.shape[1]
+        if num_chunks > num_blocks:
+            raise ValueError(
+                f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
+                f"{num_blocks}"
+            )
+
+    def num_source_rows(self, rank: int) -> float:
+        """See `ChainCounts`."""
+        rows: float = self.tokens[rank].sum().item()
+        return rows
+
+    def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
+        """See `ChainCounts`; the last two stages copy for each expert, [C, L], and order them."""
+        rows: RowCounts = stages[-2].receive.sum(axis=0)
+        return rows.reshape(-1, self.classes).sum(axis=1) if self.classes > 1 else rows
 
     def of_blocks(self, first: int, end: int) -> "TokenCounts":
         """Counts of the token blocks from `first` to before `end`."""
@@ -202,7 +247,7 @@ class Chain:
     name: str
     rows: Rows
     stages: tuple[Stage, ...]
-    bind_stages: Callable[[Layout, Any, int], tuple[BoundStage, ...]]
+    bind_stages: Callable[[Layout, ChainCounts, int], tuple[BoundStage, ...]]
     incompatibility: Callable[[Layout], str | None] = lambda layout: None
     serial: bool = False
 
@@ -218,7 +263,7 @@ class Chain:
             stage.group for stage in self.stages if isinstance(stage, AllToAll | AllGather)
         )
 
-    def bind(self, layout: Layout, counts: Counts | TokenCounts, num_chunks: int) -> "BoundChain":
+    def bind(self, layout: Layout, counts: ChainCounts, num_chunks: int) -> "BoundChain":
         """Rows per stage, chunk and peer for these counts.
 
         Args:
@@ -231,30 +276,15 @@ class Chain:
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks: got {num_chunks}, must be at least 1")
-        if isinstance(counts, Counts):
-            num_source_rows = counts.sent.sum().item()
-            rows_per_local_expert = counts.received.sum(axis=(0, 1))
-        else:
-            if num_chunks > counts.tokens.shape[1]:
-                raise ValueError(
-                    f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
-                    f"{counts.tokens.shape[1]}"
-                )
-            num_source_rows = counts.tokens[layout.rank].sum().item()
+        counts.check_chunks(num_chunks)
         stages = self.bind_stages(layout, counts, num_chunks)
-        if isinstance(counts, TokenCounts):
-            # Such a chain ends with copies for each expert, [C, L], and their order.
-            rows_per_local_expert = stages[-2].receive.sum(axis=0)
-            if counts.classes > 1:
-                by_class = rows_per_local_expert.reshape(-1, counts.classes)
-                rows_per_local_expert = by_class.sum(axis=1)
         return BoundChain(
             chain=self,
             layout=layout,
             num_chunks=num_chunks,
             stages=stages,
-            num_source_rows=num_source_rows,
-            rows_per_local_expert=rows_per_local_expert,
+            num_source_rows=counts.num_source_rows(layout.rank),
+            rows_per_local_expert=counts.rows_per_local_expert(stages),
         )
 
 

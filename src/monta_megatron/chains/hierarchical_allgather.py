@@ -7,7 +7,7 @@ node are wanted by most of its ranks. Its transpose carries a partial sum per (t
 the node and one per (token, node) between them: two hops.
 """
 
-from monta_megatron.chains.chain import Chain, TokenCounts
+from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.counts import (
     ORDER,
     RAIL_EXCHANGE,
@@ -25,8 +25,9 @@ from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 GATHER = AllGather(name="allgather in node", group="node")
 
 
-def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
+def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
+    assert isinstance(counts, TokenCounts)
     assert counts.for_node is not None
     # [S, C] -> [nodes, R, C] -> [C, R]: what each rank of the node received along its rail.
     here = by_chunk(counts.for_node, num_chunks, axis=1)

@@ -8,7 +8,7 @@ per (token, rank) inside the node and one per (token, node) between them: two ho
 """
 
 from monta_megatron.chains import alltoall_dedup
-from monta_megatron.chains.chain import Chain, TokenCounts
+from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.counts import (
     ORDER,
     RAIL_EXCHANGE,
@@ -33,8 +33,9 @@ def incompatibility(layout: Layout) -> str | None:
     return alltoall_dedup.incompatibility(layout) or layout.uneven_nodes()
 
 
-def bind_stages(layout: Layout, counts: TokenCounts, num_chunks: int) -> tuple[BoundStage, ...]:
+def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
+    assert isinstance(counts, TokenCounts)
     assert counts.for_node_ranks is not None
     num_ranks = layout.ranks_per_node
     split, to_nodes, along_rail = bind_node_exchange(layout, counts, num_chunks)

@@ -23,7 +23,16 @@ from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
 from monta_megatron.chains.chain import BoundChain, order_of_issue
-from monta_megatron.chains.program import BoundProgram, Buffer, Operation, Pass, Program, waits_of
+from monta_megatron.chains.program import (
+    COLLECTIVES,
+    BoundProgram,
+    Buffer,
+    Kind,
+    Operation,
+    Pass,
+    Program,
+    waits_of,
+)
 
 Step: TypeAlias = Literal[
     "start first", "end first", "start experts", "end experts", "start second", "end second"
@@ -54,27 +63,41 @@ def blocks_of_chunks(num_blocks: int, num_chunks: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LayerProgram(Program):
-    """One direction of a layer: the passes of all chunks, and the operations of the experts.
+class LayerProgram:
+    """One direction of a layer.
 
     Attributes:
+        program: the passes of all chunks, and the operations of the experts.
         first: the first pass of a chunk; its operations have the same series here.
         second: the second pass, whose series come after that of the experts.
         lifetimes: [buffers] the first and the last operation while which each is held; None for
             what the pass is given.
     """
 
+    program: Program
     first: Program
     second: Program
     lifetimes: tuple[tuple[int, int] | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundLayer(BoundProgram):
-    """A layer's program with the rows of its chunks on one rank; `bound` is the first chunk's."""
+class BoundLayer:
+    """One direction of a layer with the rows of its chunks on one rank.
 
-    program: LayerProgram
+    Attributes:
+        layer: the structure.
+        chunks: [C] each an exchange of its own.
+        max_experts_per_token: see `BoundProgram`.
+    """
+
+    layer: LayerProgram
     chunks: tuple[BoundChain, ...]
+    max_experts_per_token: int
+
+    @property
+    def program(self) -> Program:
+        """The program of the direction."""
+        return self.layer.program
 
     def of_chunk(self, chunk: int, program: Program) -> BoundProgram:
         """One of the two passes of a chunk."""
@@ -88,6 +111,10 @@ class BoundLayer(BoundProgram):
         """Rows in a buffer, each of which belongs to a chunk."""
         assert buffer.chunk is not None, "the buffers of a chunk are numbered with it"
         return buffer.copies * self.chunks[buffer.chunk].rows_at[buffer.boundary][0]
+
+    def rows_written(self, operation: Operation) -> float:
+        """Rows that an operation writes."""
+        return self.rows(self.program.buffers[operation.writes[0]])
 
 
 @lru_cache(maxsize=256)
@@ -107,20 +134,13 @@ def layer_program(
     chunks = range(num_chunks)[:: 1 if first.pass_.ids else -1]
     for step, turn in turns:
         layer.add(step, chunks[turn])
-    waits = waits_of(
-        # What computes beside the host is waited for as a collective is.
-        [
-            one._replace(kind="alltoall") if in_background and one.kind == "experts" else one
-            for one in layer.operations
-        ],
-        layer.needs,
-        first.policy,
-    )
+    awaited: tuple[Kind, ...] = (*COLLECTIVES, "experts") if in_background else COLLECTIVES
+    waits = waits_of(layer.operations, layer.needs, first.policy, awaited)
     # Beside the host, experts compute one chunk after the other.
     computed = [one.number for one in layer.operations if one.kind == "experts"]
     queued = dict(pairwise(reversed(computed))) if in_background else {}
     last = len(layer.operations) - 1
-    return LayerProgram(
+    program = Program(
         pass_=FORWARD_LAYER if first.pass_.ids else BACKWARD_LAYER,
         row=first.row,
         policy=first.policy,
@@ -135,6 +155,9 @@ def layer_program(
         waits_at_end=tuple(sorted(layer.joined)),
         num_streams=max(first.num_streams, second.num_streams),
         num_at_start=0,
+    )
+    return LayerProgram(
+        program=program,
         first=first,
         second=second,
         lifetimes=tuple(

@@ -156,6 +156,16 @@ class Buffer(NamedTuple):
     last_read: int
     series: int
 
+    def message_bytes(self, max_experts_per_token: int) -> tuple[int, ...]:
+        """Bytes of a row in each of its messages."""
+        sizes = [
+            (max_experts_per_token if width is None else width, value_bytes)
+            for _, width, value_bytes in self.columns
+        ]
+        if self.packed:
+            return (offsets_bytes(sizes)[-1],)
+        return tuple(num_values * value_bytes for num_values, value_bytes in sizes)
+
 
 class Operation(NamedTuple):
     """One thing that is done for one chunk.
@@ -293,13 +303,13 @@ class BoundProgram:
 
     def message_bytes(self, buffer: Buffer) -> tuple[int, ...]:
         """Bytes of a row in each of its messages."""
-        sizes = [
-            (self.max_experts_per_token if width is None else width, value_bytes)
-            for _, width, value_bytes in buffer.columns
-        ]
-        if buffer.packed:
-            return (offsets_bytes(sizes)[-1],)
-        return tuple(num_values * value_bytes for num_values, value_bytes in sizes)
+        return buffer.message_bytes(self.max_experts_per_token)
+
+    def rows_written(self, operation: Operation) -> float:
+        """Rows that an operation writes for its chunk."""
+        written = self.program.buffers[operation.writes[0]]
+        rows: float = self.bound.rows_at[written.boundary][operation.chunk]
+        return written.copies * rows
 
     def num_bytes(self, buffer: Buffer) -> float:
         """Bytes of a buffer."""
@@ -349,7 +359,10 @@ class Waits(NamedTuple):
 
 
 def waits_of(
-    operations: Sequence[Operation], needs: Sequence[Collection[int]], policy: Policy
+    operations: Sequence[Operation],
+    needs: Sequence[Collection[int]],
+    policy: Policy,
+    awaited: Collection[Kind] = COLLECTIVES,
 ) -> list[Waits]:
     """Operations that each operation waits for.
 
@@ -358,14 +371,17 @@ def waits_of(
         needs: for each, the operations that have to end before it: they have written what it reads,
             or read what it overwrites.
         policy: how the program is executed.
+        awaited: kinds of operations that run beside their stream, or the host, and are waited for.
     """
-    return (_on_host if policy == "host" else _on_streams)(operations, needs)
+    return (_on_host if policy == "host" else _on_streams)(operations, needs, awaited)
 
 
-def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
+def _on_streams(
+    operations: Sequence[Operation], needs: Sequence[Collection[int]], awaited: Collection[Kind]
+) -> list[Waits]:
     """On a device: streams wait for each other, the host for nothing."""
     # What runs operations in order: a side stream, or a group's own.
-    queues = [one.group if one.is_collective else one.stream for one in operations]
+    queues = [one.group if one.kind in awaited else one.stream for one in operations]
     # (stream, queue) -> the latest operation of the queue for which the stream has waited.
     waited: dict[tuple[int, object], int] = {}
     latest: dict[object, int] = {}
@@ -384,7 +400,9 @@ def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]
     return result
 
 
-def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
+def _on_host(
+    operations: Sequence[Operation], needs: Sequence[Collection[int]], awaited: Collection[Kind]
+) -> list[Waits]:
     """On CPU ranks: the host waits for collectives, and for each copy that it makes itself."""
     waited: set[int] = set()
     copied: tuple[int, ...] = ()
@@ -393,10 +411,11 @@ def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) 
         waits = tuple(
             need
             for need in sorted(numbers)
-            if operations[need].is_collective and need not in waited
+            if operations[need].kind in awaited and need not in waited
         )
         waited.update(waits)
-        host: Literal["starts", "runs"] = "starts" if operation.is_collective else "runs"
+        is_awaited = operation.kind in awaited
+        host: Literal["starts", "runs"] = "starts" if is_awaited else "runs"
         result.append(Waits(waits, (), copied + waits, host))
-        copied = copied if operation.is_collective else (number,)
+        copied = copied if is_awaited else (number,)
     return result

@@ -96,10 +96,9 @@ def bound_layers(
         first, second = (workload.lower(chunks[0], pass_, policy) for pass_ in passes)
         layers.append(
             BoundLayer(
-                program=layer_program(first.program, second.program, num_chunks, in_background),
-                bound=chunks[0],
-                max_experts_per_token=first.max_experts_per_token,
+                layer=layer_program(first.program, second.program, num_chunks, in_background),
                 chunks=chunks,
+                max_experts_per_token=first.max_experts_per_token,
             )
         )
     return layers
@@ -174,16 +173,16 @@ def _direction(
         workload, cluster: see `with_experts`.
         nic_starts: see `pricing.price_pass`.
     """
-    program, launch, experts = layers[0].program, cluster.host, _experts_of(workload)
-    is_forward = program.first.pass_.ids
+    layer, launch, experts = layers[0].layer, cluster.host, _experts_of(workload)
+    program, is_forward = layer.program, layer.first.pass_.ids
     order = [operation.chunk for operation in program.operations if operation.kind == "experts"]
     # Step 1: each pass of the chunks, which are passes of their own to the host.
     notes: dict[str, None] = {}
     moved: list[list[StageTraffic]] = []
     works: list[list[Work]] = []
-    for half in (program.first, program.second):
+    for half in (layer.first, layer.second):
         of_chunks = [
-            pass_traffic([layer.of_chunk(chunk, half) for layer in layers], 0, 0).pipeline
+            pass_traffic([each.of_chunk(chunk, half) for each in layers], 0, 0).pipeline
             for chunk in order
         ]
         moved.append([_joined(stages) for stages in zip(*of_chunks, strict=True)])
@@ -204,7 +203,7 @@ def _direction(
             begin = works[-1][0]
             works[-1][0] = replace(begin, launch_us=begin.launch_us + launch.pass_us)
     # Step 2: the experts between them.
-    rows = [max(layer.chunks[chunk].num_expert_rows for layer in layers) for chunk in order]
+    rows = [max(each.chunks[chunk].num_expert_rows for each in layers) for chunk in order]
     computed = Work(
         stage=EXPERTS.stage,
         resource="compute",
@@ -255,17 +254,20 @@ def layer_peak_bytes(bound: BoundLayer, gradient_bytes: float = 0.0) -> float:
     program = bound.program
     # Buffers of one slot use the same memory, one after the other.
     held: dict[int, tuple[float, int, int]] = {}
-    for buffer, lifetime in zip(program.buffers, program.lifetimes, strict=True):
+    for buffer, lifetime in zip(program.buffers, bound.layer.lifetimes, strict=True):
         if lifetime is None:
             continue
         num_bytes, begin, end = held.get(buffer.slot, (0.0, *lifetime))
         held[buffer.slot] = (
-            max(num_bytes, bound.num_bytes(buffer)),
+            max(
+                num_bytes,
+                sum(buffer.message_bytes(bound.max_experts_per_token)) * bound.rows(buffer),
+            ),
             min(begin, lifetime[0]),
             max(end, lifetime[1]),
         )
     changes = [0.0] * (len(program.operations) + 1)
-    if not program.first.pass_.ids:
+    if not bound.layer.first.pass_.ids:
         computed = [one.number for one in program.operations if one.kind == "experts"]
         held[-1] = (gradient_bytes, computed[0], computed[-1])
     for num_bytes, begin, end in held.values():

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import Chain, Counts, TokenCounts
+from monta_megatron.chains import Chain, ChainCounts, Counts, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.units import counted
 
@@ -44,7 +44,7 @@ class Routing(Hashable, Protocol):
 
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
-    ) -> Counts | TokenCounts:
+    ) -> ChainCounts:
         """Counts for `chain.bind`, as the layout's rank sees them."""
 
 
@@ -70,7 +70,7 @@ class ExpectedRouting:
 
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
-    ) -> Counts | TokenCounts:
+    ) -> ChainCounts:
         """See `Routing`."""
         local = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
         if chain.rows == "permuted tokens":

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import Chain, Counts, TokenCounts
+from monta_megatron.chains import Chain, ChainCounts, Counts, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.units import counted
 from monta_megatron.planner.models.model import Model
@@ -74,7 +74,7 @@ class RecordedRouting:
 
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
-    ) -> Counts | TokenCounts:
+    ) -> ChainCounts:
         """See `Routing`; the tokens are those of the maps."""
         local = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
         # [S]

@@ -30,7 +30,7 @@ Row: TypeAlias = dict[str, Any]
 def program_of(plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, list[Row]]:
     """Pass -> its operations, for the chain that a plan chose."""
     chain, phase = CHAINS[plan.chain], plan.key.phase
-    programs: Sequence[BoundProgram]
+    programs: Sequence[BoundProgram | BoundLayer]
     if plan.experts_pipelined:
         place = replace(workload.layout, rank=0)
         programs = bound_layers(workload, chain, plan.num_chunks, place, cluster.policy, phase)
@@ -68,15 +68,12 @@ def program_lines(programs: dict[str, list[Row]]) -> Iterator[str]:
     yield "rows and bytes: written by the first rank."
 
 
-def _row(bound: BoundProgram, operation: Operation) -> Row:
+def _row(bound: BoundProgram | BoundLayer, operation: Operation) -> Row:
     written = bound.program.buffers[operation.writes[0]]
-    # Of the whole output, an operation writes its chunk's rows; what finds copies writes none.
-    rows = (
-        bound.rows(written)
-        if isinstance(bound, BoundLayer)
-        else written.copies * bound.bound.rows_at[written.boundary][operation.chunk]
+    rows, row_bytes = (
+        bound.rows_written(operation),
+        sum(written.message_bytes(bound.max_experts_per_token)),
     )
-    row_bytes = sum(bound.message_bytes(written))
     return {
         "number": operation.number,
         "operation": operation.kind,
