@@ -5,14 +5,9 @@ fields, copies arguments into the configuration by field, and prints and checkpo
 on the command line is one clear line and exit status 2, before anything starts.
 
 Megatron has no registry of dispatchers: it compares the string `moe_token_dispatcher_type`, in many
-functions. A configuration keeps the string "monta". The table here says how each function that
-reads it is handled; a test finds every comparison in the installed Megatron and fails on one that
-is not listed.
-
-    sees "alltoall"   the string is replaced for the time of the call: what holds for the stock
-                      alltoall dispatcher holds for ours, which is a subclass of it
-    sees "monta"      the comparison may see the real string; the reason says why that is right
-    answered          the function is wrapped, and our answer replaces Megatron's
+functions. A configuration keeps the string "monta"; where that of the stock dispatcher has to be
+seen, it is replaced for the time of the call. `tests/unit/test_dispatcher_type.py` lists every
+comparison and how it is handled.
 """
 
 import dataclasses
@@ -22,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common.first_rank import linger, report
@@ -37,82 +32,6 @@ from monta_megatron.integration.options import (
 )
 from monta_megatron.integration.policy import check_chain_runs
 from monta_megatron.integration.supported_settings import check_megatron_version, check_supported
-
-
-class Comparison(NamedTuple):
-    """A function of Megatron that compares the dispatcher type."""
-
-    module: str
-    function: str
-    sees: Literal["alltoall", "monta", "answered"]
-    reason: str
-
-
-COMPARISONS = (
-    Comparison(
-        "megatron.core.transformer.transformer_config",
-        "TransformerConfig.__post_init__",
-        "alltoall",
-        "its checks of shared-expert overlap, router padding, variable sequence lengths, 1F1B "
-        "overlap, CUDA graphs and batch invariance hold for a subclass of the dispatcher",
-    ),
-    Comparison(
-        "megatron.core.transformer.moe.moe_layer",
-        "MoELayer.__init__",
-        "alltoall",
-        "the stock dispatcher that it builds is replaced by ours before anyone uses it",
-    ),
-    Comparison(
-        "megatron.core.transformer.moe.moe_layer",
-        "MoELayer._setup_inference_mode",
-        "alltoall",
-        "part of the constructor above (0.17)",
-    ),
-    Comparison(
-        "megatron.core.models.common.utils",
-        "should_free_input",
-        "answered",
-        "our token_dispatch leaves rows in expert order, so the experts' input is the dispatched "
-        "tensor itself and has to outlive the forward pass",
-    ),
-    Comparison(
-        "megatron.core.models.gpt.fine_grained_callables",
-        "should_free_input",
-        "answered",
-        "where megatron-core 0.16 keeps the function above",
-    ),
-    Comparison(
-        "megatron.core.models.gpt.fine_grained_callables",
-        "build_transformer_layer_callables",
-        "monta",
-        "asks only whether it is the flex dispatcher",
-    ),
-    Comparison(
-        "megatron.core.transformer.transformer_layer",
-        "TransformerLayer.__init__.can_recompute_pre_mlp_layernorm_for_cudagraph",
-        "monta",
-        "refuses the recomputation under CUDA graphs and says so: safe, and it is a nested "
-        "function that cannot be reached from outside",
-    ),
-    Comparison(
-        "megatron.core.transformer.moe.moe_utils",
-        "skip_routed_expert_padding",
-        "monta",
-        "asks only whether it is the flex dispatcher",
-    ),
-    Comparison(
-        "megatron.core.transformer.moe.moe_utils",
-        "_deepep_permute_pads_grouped_tensor_input",
-        "monta",
-        "asks only whether it is the flex dispatcher (after 0.19)",
-    ),
-    Comparison(
-        "megatron.training.arguments",
-        "validate_args",
-        "monta",
-        "asks only whether it is the flex dispatcher",
-    ),
-)
 
 
 def is_monta(config: object) -> bool:

@@ -181,9 +181,7 @@ UNSUPPORTED_WITH_OVERLAP = (
         "prices nor its memory count",
     ),
     Unsupported(
-        "use_torch_fsdp2",
-        lambda config: getattr(config, "use_torch_fsdp2", False),
-        _FREES_WEIGHTS,
+        "use_torch_fsdp2", lambda config: getattr(config, "use_torch_fsdp2", False), _FREES_WEIGHTS
     ),
     Unsupported(
         "offload_modules",

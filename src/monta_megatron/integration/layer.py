@@ -64,10 +64,7 @@ def build_with_monta(
 
             prepare_layer(layer)
         dispatcher = MontaTokenDispatcher(
-            layer.num_local_experts,
-            layer.local_expert_indices,
-            config=config,
-            pg_collection=groups,
+            layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
         )
     except ValueError as error:
         refuse(error, reports_for_stage(groups.tp_ep, groups))

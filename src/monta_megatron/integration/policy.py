@@ -16,12 +16,7 @@ from monta_megatron.exchange.collectives import nccl_settings
 from monta_megatron.exchange.kernel_choice import device_type, is_fused
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.integration.ranks import agree
-from monta_megatron.planner.chain_policy import (
-    ChainPolicy,
-    FixedPolicy,
-    PlannedPolicy,
-    chains_for,
-)
+from monta_megatron.planner.chain_policy import ChainPolicy, FixedPolicy, PlannedPolicy, chains_for
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 

@@ -191,11 +191,7 @@ class PermutedTokens:
         return rows, row_probs
 
     def as_counted(
-        self,
-        dispatcher: Any,
-        rows: torch.Tensor,
-        probs: torch.Tensor,
-        tokens: torch.Tensor | None,
+        self, dispatcher: Any, rows: torch.Tensor, probs: torch.Tensor, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows that the map holds, where they were permuted before that was known.
 
@@ -275,11 +271,7 @@ class WholeTokens:
         return tokens, probs
 
     def as_counted(
-        self,
-        dispatcher: Any,
-        rows: torch.Tensor,
-        probs: torch.Tensor,
-        tokens: torch.Tensor | None,
+        self, dispatcher: Any, rows: torch.Tensor, probs: torch.Tensor, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Leave everything as it is: how many tokens there are needs no counts."""
         return rows, probs
