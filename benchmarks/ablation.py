@@ -32,10 +32,10 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
+from sweep import Study, start
 
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.chains.layout import Layout
-from monta_megatron.cli import bench, main
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
@@ -46,7 +46,6 @@ from monta_megatron.tools.bench.layer import dispatcher_on, layer_config
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import LayerShape, Settings
-from monta_megatron.tools.bench.sweep import Study
 from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_resource
 from monta_megatron.tools.bench.workload import Batch, make_batches
 
@@ -345,4 +344,4 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
 STUDY = Study(name="ablation", build=build, finish=finish, text=ablation_text)
 
 if __name__ == "__main__":
-    sys.exit(main(parser=bench.study_parser(STUDY, __doc__)))
+    sys.exit(start(STUDY, __doc__))

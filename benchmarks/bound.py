@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from sweep import Study, start
 
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import BoundStage, Permute
-from monta_megatron.cli import bench, main
 from monta_megatron.common.tables import table
 from monta_megatron.exchange.collectives import peer_groups
 from monta_megatron.exchange.executor import combine, dispatch
@@ -36,7 +36,6 @@ from monta_megatron.tools.bench.measure import time_interleaved
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.sweep import Study
 from monta_megatron.tools.bench.workload import Batch
 
 CHAIN = CHAINS["alltoall_allgather"]
@@ -213,4 +212,4 @@ def _gather_counts(layout: Layout, batch: Batch) -> Counts:
 STUDY = Study(name="bound", build=build, finish=finish, text=bound_text)
 
 if __name__ == "__main__":
-    sys.exit(main(parser=bench.study_parser(STUDY, __doc__)))
+    sys.exit(start(STUDY, __doc__))

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from sweep import Study, start
 
-from monta_megatron.cli import bench, main
 from monta_megatron.integration.controller import deciding_controllers
 from monta_megatron.tools.bench.candidates import (
     Candidate,
@@ -30,7 +30,6 @@ from monta_megatron.tools.bench.candidates import (
 )
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
-from monta_megatron.tools.bench.sweep import Study
 
 WATCH_STEPS = 50
 UNDISTURBED, SLOW = 2000, 2 * WATCH_STEPS
@@ -98,4 +97,4 @@ def _limit_rate(interface: str, mbit: float) -> None:
 STUDY = Study(name="slower link", build=build_candidates, finish=finish, text=slower_link_text)
 
 if __name__ == "__main__":
-    sys.exit(main(parser=bench.study_parser(STUDY, __doc__)))
+    sys.exit(start(STUDY, __doc__))

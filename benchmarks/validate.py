@@ -24,9 +24,9 @@ import published_rows as rows
 from monta_megatron.chains import CHAINS
 from monta_megatron.cli import main
 from monta_megatron.cli.estimate import add_set
-from monta_megatron.cli.parser import Parser, add_json, print_json
+from monta_megatron.cli.parser import Parser, add_json
 from monta_megatron.common import presets, strict_yaml
-from monta_megatron.common.tables import table
+from monta_megatron.common.tables import print_json, table
 from monta_megatron.planner.assumptions import (
     Assumption,
     Assumptions,

@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from sweep import Study, start
 
 from monta_megatron.chains.program import DISPATCH
-from monta_megatron.cli import bench, main
 from monta_megatron.common.tables import table
 from monta_megatron.tools.bench.candidates import Candidate, build_candidates, build_dispatcher
 from monta_megatron.tools.bench.measure import time_interleaved
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
-from monta_megatron.tools.bench.sweep import Study
 
 
 def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:
@@ -94,4 +93,4 @@ def _bytes_of(candidate: Candidate) -> int:
 STUDY = Study(name=f"wire, {DISPATCH.name}", build=build_candidates, finish=finish, text=wire_text)
 
 if __name__ == "__main__":
-    sys.exit(main(parser=bench.study_parser(STUDY, __doc__)))
+    sys.exit(start(STUDY, __doc__))

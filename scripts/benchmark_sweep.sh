@@ -15,6 +15,7 @@ if [ $# -lt 3 ]; then
 fi
 cluster=$1 calibrated_mbit=$2 out=$3
 shift 3
+benchmarks=$(dirname "${BASH_SOURCE[0]}")/../benchmarks
 docs=$(dirname "${BASH_SOURCE[0]}")/../docs/benchmarks
 
 # The calibrated rate has the longer list of points. The faster the network, the more the speed of
@@ -25,6 +26,6 @@ for mbit in ${RATES:-10000 5000 2500 1000 "$calibrated_mbit" 200}; do
     ratio=$(awk "BEGIN {print $mbit / $calibrated_mbit}")
     "${PYTHON:-python3}" -m monta_megatron.cli emulate \
         --nodes 2 --ranks-per-node 4 --inter-mbit "$mbit" -- \
-        -m monta_megatron.cli bench --sweep "$sweep" --out "$out" \
+        "$benchmarks/sweep.py" --sweep "$sweep" --out "$out" \
         --cluster "$cluster" --inter-rate-ratio "$ratio" "$@"
 done

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from ablation import STUDY, ablation_steps, ablation_text, check, steps_of, whole_group_traffic
 from forked_ranks import ForkedRanks
+from sweep import Results
 from test_bench_command import SMALL, bench
 from test_bench_numbers import BASE, DTYPE_BYTES, HIDDEN, SPLIT, routing_map, row
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.tools.bench.settings import Settings, parse_settings
-from monta_megatron.tools.bench.sweep import Results
 from monta_megatron.tools.bench.traffic import Traffic
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"

@@ -199,11 +199,11 @@ def test_auto_calibrates_itself(ranks: ForkedRanks) -> None:
 
 
 def test_a_chain_that_is_left_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    from monta_megatron.cli.bench import _print_report
+    from monta_megatron.tools.bench.report import print_report
 
     skipped = {"alltoall_dedup": "moe_monta_chain: alltoall_dedup cannot run here: ..."}
     meta = {"skipped": skipped, "layer": {"routing": "uniform"}}
-    _print_report({"rows": [], "meta": meta}, as_json=False)
+    print_report({"rows": [], "meta": meta}, as_json=False)
     assert "left out: alltoall_dedup: moe_monta_chain: " in capsys.readouterr().out
 
 

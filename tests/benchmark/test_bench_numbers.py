@@ -289,8 +289,6 @@ def test_what_says_so_needs_no_torch() -> None:
         "tools.bench.report",
         "tools.bench.settings",
         "tools.bench.statistics",
-        "tools.bench.sweep",
-        "tools.bench.summary",
         "tools.bench.traffic",
     ]
     imports = "; ".join(f"import monta_megatron.{name}" for name in names)

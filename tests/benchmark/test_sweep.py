@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from summary import measured_points, points_by_size, summarise, summary_lines
+from sweep import Results, read_reports, read_sweep
 from test_bench_numbers import BASE
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.tools.bench.plots import points_by_size
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import parse_settings
-from monta_megatron.tools.bench.summary import measured_points, summarise, summary_lines
-from monta_megatron.tools.bench.sweep import Results, read_reports, read_sweep
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "sweep.py")
 HEADLINE = "headline: {experts: 8, top-k: 2, hidden: 16, tokens: 4, num-chunks: [1, 3]}\n"
 # Seconds; a launch takes 20 where nothing else runs.
 LIMIT_S = 240
@@ -316,7 +316,7 @@ def command_of(*arguments: str) -> list[str]:
     """4 ranks that stand for 2 nodes."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-        *("-m", "monta_megatron.cli", "bench", "--ranks-per-node", "2", *arguments),
+        *(SCRIPT, "--ranks-per-node", "2", *arguments),
     ]
 
 
@@ -364,7 +364,7 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
     # Step 3: tables and pictures from the file, without a launch.
     result = subprocess.run(
         [
-            *(sys.executable, "-m", "monta_megatron.cli", "bench"),
+            *(sys.executable, SCRIPT),
             *("--report", str(out), "--plot", str(tmp_path)),
         ],
         capture_output=True,
@@ -380,7 +380,7 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
 def test_sweep_wants_a_file_for_its_results(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "monta_megatron.cli", "bench"),
+            *(sys.executable, SCRIPT),
             *("--sweep", sweep_file(tmp_path, "[{}]")),
         ],
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},

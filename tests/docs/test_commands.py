@@ -128,7 +128,10 @@ KNOWN = (
         pattern=r"monta emulate --nodes \d+ .* -- benchmarks/(ablation|bound|wire)\.py .*",
         run_by="tests/benchmark/test_ablation_and_bound.py",
     ),
-    Known(pattern=r"monta bench --report .*", run_by="tests/benchmark/test_sweep.py"),
+    Known(
+        pattern=r"(monta emulate --nodes \d+ .* -- |python )benchmarks/sweep\.py .*",
+        run_by="tests/benchmark/test_sweep.py",
+    ),
     Known(
         pattern=r"scripts/quickstart\.sh --pairs \d+"
         r"|MONTA_CPU_RANKS=1 .* scripts/quickstart/(eight_bits|experts_pipelined)\.py .*"

@@ -91,7 +91,6 @@ def test_more_ranks_than_open_files(
     "words",
     [
         ["monta", *BENCH],
-        ["monta", "bench", "--report", "results.jsonl"],
         ["-m", "monta_megatron", *BENCH],
         ["-m", "monta_megatron.cli", *BENCH],
         ["-m", "json.tool", "--help"],

@@ -6,9 +6,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.cli.parser import add_json, only_the_report, print_json
+from monta_megatron.cli.parser import add_json, only_the_report
 from monta_megatron.cli.planning import add_ctas
 from monta_megatron.common.flags import positive, printable, whole
+from monta_megatron.common.tables import print_json
 from monta_megatron.common.units import counted
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ import sys
 from typing import Any
 
 from monta_megatron.cli.launch import add_run_file, add_start, run_file
-from monta_megatron.cli.parser import add_json, print_json
+from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import whole
+from monta_megatron.common.tables import print_json
 from monta_megatron.common.text import shown
 
 EXAMPLE = """\

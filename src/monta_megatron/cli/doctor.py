@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.cli.parser import add_json, print_json
+from monta_megatron.cli.parser import add_json
+from monta_megatron.common.tables import print_json
 
 if TYPE_CHECKING:
     from monta_megatron.tools.doctor import Finding

@@ -6,8 +6,9 @@ from typing import Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.launch import add_config, run_file
-from monta_megatron.cli.parser import add_json, print_json
+from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import positive
+from monta_megatron.common.tables import print_json
 
 EXAMPLE = """\
 What follows -- are arguments of Megatron, as for monta launch. Everything that

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.cli.parser import add_json, print_json
+from monta_megatron.cli.parser import add_json
 from monta_megatron.cli.planning import IGNORE_MEMORY
+from monta_megatron.common.tables import print_json
 from monta_megatron.common.text import command_line, shown
 from monta_megatron.common.units import counted
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from monta_megatron.cli import planning
-from monta_megatron.cli.parser import add_json, print_json
+from monta_megatron.cli.parser import add_json
 from monta_megatron.common.field_texts import meanings
 from monta_megatron.common.flags import DTYPE_BYTES, positive, printable, whole
 from monta_megatron.common.rules import require
+from monta_megatron.common.tables import print_json
 from monta_megatron.planner.models.model import Model
 
 if TYPE_CHECKING:

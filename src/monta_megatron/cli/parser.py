@@ -2,10 +2,9 @@
 
 import argparse
 import contextlib
-import json
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from monta_megatron.common import first_rank
@@ -15,11 +14,6 @@ from monta_megatron.common.text import nearest, one_of, same_name
 def add_json(parser: Any) -> None:
     """Add --json to a parser, or to a group of one."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def print_json(document: Any) -> None:
-    """Print the one JSON document of --json."""
-    print(json.dumps(document, indent=2))
 
 
 @contextlib.contextmanager
@@ -82,12 +76,14 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         after_dashes: where the words after `--` are kept; None where argparse reads them.
+        moved: flags that have left -> the script of the repository that takes them.
     """
 
     def __init__(self, **settings: Any) -> None:
         settings |= {"formatter_class": _HelpFormatter, "allow_abbrev": False}
         super().__init__(**settings)
         self.after_dashes: str | None = None
+        self.moved: Mapping[str, str] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and refuse unknown flags here, where the known ones can be named.
@@ -144,6 +140,8 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, words: Sequence[str]) -> NoReturn:
         """Report words that are not known, with the flag that the first of them means."""
         flag = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+        if flag in self.moved:
+            self.error(f"{flag}: belongs to a script now, run python {self.moved[flag]} --help")
         meant = self._meant(flag) if flag.startswith("-") else None
         advice = "" if meant is None else f"; did you mean {meant}?"
         self.error(f"unrecognized arguments: {' '.join(words)}{advice}")

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.cli.parser import add_json, print_json
+from monta_megatron.cli.parser import add_json
 from monta_megatron.cli.planning import FILES
 from monta_megatron.common.flags import not_negative, positive, whole
+from monta_megatron.common.tables import print_json
 
 EXAMPLE = """\
 examples:

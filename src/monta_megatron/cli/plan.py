@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
-from monta_megatron.cli.parser import add_json, print_json
+from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import fraction, name_of, not_negative, positive, whole
+from monta_megatron.common.tables import print_json
 from monta_megatron.common.text import command_line
 from monta_megatron.common.units import bytes_of_gb
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli import planning
-from monta_megatron.cli.parser import add_json, print_json
+from monta_megatron.cli.parser import add_json
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.flags import printable
+from monta_megatron.common.tables import print_json
 
 EXAMPLE = """\
 examples:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli import planning
-from monta_megatron.cli.parser import add_json, print_json
+from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import num_tokens, positive, whole
+from monta_megatron.common.tables import print_json
 from monta_megatron.common.text import one_of, same_name
 from monta_megatron.common.units import bytes_of_gb
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.bench import add_flags
-from monta_megatron.cli.parser import add_json, only_the_report, print_json
+from monta_megatron.cli.parser import add_json, only_the_report
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
+from monta_megatron.common.tables import print_json
 from monta_megatron.common.text import same_name
 from monta_megatron.tools.bench.flags import FLAGS
 
@@ -211,11 +212,7 @@ def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
     if parsed.cluster is None:
         return None
     return priced_cluster(
-        parsed.cluster,
-        parsed.inter_rate_ratio,
-        parsed.kernels,
-        parsed.rail_ctas,
-        parsed.node_ctas,
+        parsed.cluster, parsed.inter_rate_ratio, parsed.kernels, parsed.rail_ctas, parsed.node_ctas
     )
 
 

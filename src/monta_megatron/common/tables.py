@@ -6,13 +6,19 @@ plan. A training imports this only for the table of its tuning.
 """
 
 import importlib.util
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from monta_megatron.common.text import shown
+
+
+def print_json(document: Any) -> None:
+    """Print the one JSON document of --json."""
+    print(json.dumps(document, indent=2))
 
 
 def has_rich() -> bool:

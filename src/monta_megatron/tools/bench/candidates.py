@@ -172,11 +172,7 @@ def build_candidates(
 
 
 def build_dispatcher(
-    settings: Settings,
-    cluster: Cluster | None,
-    chain: str,
-    num_chunks: int | None,
-    **options: Any,
+    settings: Settings, cluster: Cluster | None, chain: str, num_chunks: int | None, **options: Any
 ) -> Any:
     """Our dispatcher, with the benchmark's nodes and costs, and more options.
 

@@ -1,26 +1,18 @@
-"""Pictures of a report and of many; needs matplotlib (the `plot` extra)."""
+"""Pictures of a report; needs matplotlib (the `plot` extra)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.chains import CHAINS
-from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.units import counted
-from monta_megatron.integration.options import AUTO
 from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.report import Row
-from monta_megatron.tools.bench.summary import FACTORS, Measured, measured_points
 
 COLOURS = {
     "Megatron": pictures.STOCK_COLOUR,
     "monta": "#2f7ebc",
     "monta, the planner's pick": pictures.PICK_COLOUR,
 }
-STOCK_STYLE = {"color": pictures.STOCK_COLOUR, "linewidth": 2.0, "marker": "s"}
-AUTO_STYLE = {"color": pictures.PICK_COLOUR, "linewidth": 2.5, "marker": "o"}
-# The relative error that the dashed lines mark.
-ERROR_BAND = 0.25
 
 
 def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
@@ -100,106 +92,3 @@ def _title(meta: dict[str, Any], scope: str) -> str:
         f"H {layer['hidden']}, {counted(layer['tokens'], 'token')} per rank, {layer['dtype']}, "
         f"{layer['routing']} routing\n{where}"
     )
-
-
-def plot_sweep(reports: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Draw time against size, and predicted against measured, where there are points for them.
-
-    Returns:
-        The files that were written.
-    """
-    points = measured_points(reports)
-    written = []
-    by_size = points_by_size(points)
-    if len(by_size) > 1:
-        written.append(_draw(folder / "time_by_size.png", _time_by_size, by_size))
-    if any(point.errors(chain) for point in points for chain in CHAINS):
-        written.append(_draw(folder / "predicted.png", _predicted, points))
-    return written
-
-
-def points_by_size(points: Sequence[Measured]) -> list[Measured]:
-    """The largest set of points that differ in nothing but their size, ordered by size."""
-    sets: dict[tuple[str, ...], dict[int, Measured]] = {}
-    for point in points:
-        key = tuple(
-            value_of(point) for name, value_of in FACTORS.items() if name not in ("tokens", "H")
-        )
-        sets.setdefault(key, {})[size_bytes(point)] = point
-    largest = max(sets.values(), key=len, default={})
-    return [largest[size] for size in sorted(largest)]
-
-
-def size_bytes(point: Measured) -> int:
-    """Bytes of the hidden rows that a rank brings."""
-    row = point.stock
-    return row.tokens * row.hidden * DTYPE_BYTES[row.dtype]
-
-
-def _draw(path: Path, draw: Callable[[Any, Sequence[Measured]], None], points: Any) -> Path:
-    with pictures.figure(path, (7.5, 5)) as figure:
-        axis = figure.subplots()
-        draw(axis, points)
-        pictures.log_ticks(axis)
-        axis.grid()
-        axis.legend()
-    return path
-
-
-def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
-    """A line for stock, for auto, and for each chain with its best number of chunks."""
-
-    def line(name: str, rows: Sequence[Row | None], **style: Any) -> None:
-        times = [
-            (size_bytes(point) / 1e6, row.median_ms)
-            for point, row in zip(points, rows, strict=True)
-            if row is not None
-        ]
-        if times:
-            axis.plot(*zip(*times, strict=True), label=name, **style)
-
-    for chain, colour in pictures.CHAIN_COLOURS.items():
-        rows = [
-            min(
-                (row for row in point.ours if row.chain == chain and row.requested != AUTO),
-                key=lambda row: row.median_ms,
-                default=None,
-            )
-            for point in points
-        ]
-        line(chain, rows, color=colour, linewidth=1.2, marker=".")
-    line("megatron alltoall", [point.stock for point in points], **STOCK_STYLE)
-    line(AUTO, [point.auto for point in points], **AUTO_STYLE)
-    first = points[0].stock
-    where = "" if first.inter_mbit is None else f", {first.inter_mbit:g} Mbit/s between nodes"
-    axis.set_title(
-        f"TP {first.tp}, EP {first.ep}, ETP {first.etp}, {first.experts} experts, top-"
-        f"{first.top_k}, {first.routing} routing{where}"
-    )
-    axis.set_xlabel("hidden rows that a rank brings, MB")
-    axis.set_ylabel("dispatch + combine, forward + backward, ms")
-
-
-def _predicted(axis: Any, points: Sequence[Measured]) -> None:
-    """A dot per chain, number of chunks and point."""
-    for chain, colour in pictures.CHAIN_COLOURS.items():
-        times = [
-            (row.median_ms, row.predicted_ms)
-            for point in points
-            for row in point.ours
-            if row.chain == chain and row.requested != AUTO and row.predicted_ms is not None
-        ]
-        if times:
-            axis.plot(
-                *zip(*times, strict=True), ".", markersize=7, alpha=0.7, color=colour, label=chain
-            )
-    # Straight on logarithmic axes too; from a measured time on, as what they go through is shown.
-    ms = next(row.median_ms for point in points for row in point.ours)
-    axis.axline((ms, ms), (1.1 * ms, 1.1 * ms), color="#404040", linewidth=1)
-    for factor in (1 - ERROR_BAND, 1 + ERROR_BAND):
-        label = f"{ERROR_BAND:.0%} off" if factor > 1 else None
-        line = {"linestyle": "--", "color": "#404040", "linewidth": 0.8, "label": label}
-        axis.axline((ms, ms * factor), (1.1 * ms, 1.1 * ms * factor), **line)
-    axis.set_title(f"Predicted against measured, {counted(len(points), 'point')}")
-    axis.set_xlabel("measured, ms")
-    axis.set_ylabel("predicted, ms")

@@ -142,6 +142,22 @@ def prediction_rows(rows: Sequence[Row]) -> list[list[str]]:
     ]
 
 
+def report_text(report: dict[str, Any]) -> str:
+    """Tables of a report."""
+    rows = [Row(**row) for row in report["rows"]]
+    left_out = (f"left out: {name}: {why}" for name, why in report["meta"]["skipped"].items())
+    routing = f"routing: {report['meta']['layer']['routing']}"
+    blocks = [table(rows), routing, "\n".join(left_out), prediction_table(rows)]
+    return "\n\n".join(filter(None, blocks))
+
+
+def print_report(report: dict[str, Any], as_json: bool) -> None:
+    """Print tables; with JSON on standard output, on standard error."""
+    print(report_text(report), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        tables.print_json(report)
+
+
 def _short(value: float) -> str:
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 

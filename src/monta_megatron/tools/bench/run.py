@@ -1,13 +1,12 @@
 """Benchmarks from settings to reports, on one rank: check, then time, then summarise."""
 
-import shlex
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from monta_megatron.common import strict_yaml
 from monta_megatron.common.ranks import ThisRank
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
@@ -17,8 +16,7 @@ from monta_megatron.tools.bench.candidates import build_candidates, identity_exp
 from monta_megatron.tools.bench.layer import Experts, TimedExperts, build_experts
 from monta_megatron.tools.bench.measure import check_candidates
 from monta_megatron.tools.bench.point import Task, prepare
-from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.sweep import Study, SweepPoint, settings_document
+from monta_megatron.tools.bench.settings import Hooks, Point
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 
@@ -26,17 +24,12 @@ class MismatchError(Exception):
     """A candidate differs from stock alltoall; one line for each difference."""
 
 
-# Whether a point has been measured before, on this emulated cluster.
-IsKept = Callable[[Settings, EmulatedCluster | None], bool]
-
-
 def run_benchmarks(
-    points: Sequence[SweepPoint],
+    points: Sequence[Point],
     this_rank: ThisRank,
     cluster: Cluster | None,
     progress: Progress,
-    is_kept: IsKept,
-    study: Study | None = None,
+    hooks: Hooks,
 ) -> Iterator[dict[str, Any]]:
     """Join the launch, then at each point check every candidate and time them side by side.
 
@@ -45,12 +38,11 @@ def run_benchmarks(
         this_rank: this process among the ranks.
         cluster: costs from which to predict the times, or None.
         progress: this rank's progress display.
-        is_kept: whether a point was measured before and is left out; called on the first rank.
-        study: what is done beyond `monta bench`, if anything.
+        hooks: of a script.
 
     Yields:
-        {"settings": ..., "meta": ..., "rows": [...]}, the same on every rank, and what the study
-        adds.
+        {"settings": ..., "meta": ..., "rows": [...]}, the same on every rank, and what the hooks
+        add.
 
     Raises:
         ValueError: a setting cannot run here.
@@ -60,7 +52,7 @@ def run_benchmarks(
     device = join(this_rank.local_rank, points[0].settings.transport)
     emulated = EmulatedCluster.from_environment()
     left = on_first_rank(
-        lambda: [point for point in points if not is_kept(point.settings, emulated)]
+        lambda: [point for point in points if not hooks.is_kept(point.settings, emulated)]
     )
     if len(left) < len(points):
         progress.phase(
@@ -84,12 +76,12 @@ def run_benchmarks(
             ),
             device,
             is_new,
-            study,
+            hooks,
         )
 
 
 def _run_benchmark(
-    task: Task, device: torch.device, makes_groups: bool, study: Study | None
+    task: Task, device: torch.device, makes_groups: bool, hooks: Hooks
 ) -> dict[str, Any]:
     """Check and time one point."""
     settings = task.settings
@@ -98,8 +90,7 @@ def _run_benchmark(
             f"--expert-ms: got {settings.expert_ms:g}, must be left out on GPUs, where experts "
             "compute beside the host anyway"
         )
-    build = build_candidates if study is None else study.build
-    bench = prepare(task, device, makes_groups, build)
+    bench = prepare(task, device, makes_groups, hooks.build or build_candidates)
     task.progress.phase(f"{task.name}checks of {counted(len(bench.candidates), 'dispatcher')}", 0)
     wrong = check_candidates(bench.candidates, bench.layout)
     if wrong:
@@ -121,12 +112,9 @@ def _run_benchmark(
         for row in bench.rows(scope, experts, phase)
     ]
 
-    report: dict[str, Any] = {
-        "settings": settings_document(settings, study),
+    return {
+        "settings": strict_yaml.plain(settings),
         "meta": bench.meta(),
         "rows": [asdict(row) for row in rows],
+        **hooks.finish(bench, rows),
     }
-    if study is not None:
-        report["meta"]["command"] = shlex.join(sys.argv)
-        report |= study.finish(bench, rows)
-    return report

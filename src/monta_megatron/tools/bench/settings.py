@@ -1,15 +1,21 @@
 """Settings of a benchmark: parsed from text, checked, frozen. No torch."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.integration.options import AUTO
 from monta_megatron.tools.bench.flags import ALL_CHAINS, FLAGS
+
+if TYPE_CHECKING:
+    from monta_megatron.emulation.cluster import EmulatedCluster
+    from monta_megatron.tools.bench.candidates import Build
+    from monta_megatron.tools.bench.point import Bench
+    from monta_megatron.tools.bench.report import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +112,34 @@ class Settings(LayerShape):
     def row_bytes(self) -> int:
         """Bytes of one hidden row."""
         return self.hidden * DTYPE_BYTES[self.dtype]
+
+
+class Point(NamedTuple):
+    """One benchmark of a launch.
+
+    Attributes:
+        name: in the progress display, such as "tokens 2048, hidden 512".
+        settings: all its settings.
+    """
+
+    name: str
+    settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """Additions of a script to `monta bench`.
+
+    Attributes:
+        is_kept: whether a point was measured before, on this emulated cluster, and is left out;
+            called on the first rank.
+        build: makes the candidates; None for those of `monta bench`.
+        finish: fields of a report that it adds or replaces, from the rows of a point.
+    """
+
+    is_kept: "Callable[[Settings, EmulatedCluster | None], bool]" = lambda *_: False
+    build: "Build | None" = None
+    finish: "Callable[[Bench, list[Row]], dict[str, Any]]" = lambda *_: {}
 
 
 def parse_settings(flags: Mapping[str, Any], world_size: int) -> Settings:

@@ -183,8 +183,7 @@ def routing_of(settings: Settings, layout: Layout) -> Routing:
     num_ranks = len(layout.nodes)
     exchanges = [exchange[:num_ranks] for exchange in _exchanges(settings)]
     return RecordedRouting(
-        name=routing_name(settings),
-        routing_maps=typical_exchange(exchanges, num_ranks, layout.ep),
+        name=routing_name(settings), routing_maps=typical_exchange(exchanges, num_ranks, layout.ep)
     )
 
 

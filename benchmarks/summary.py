@@ -1,24 +1,24 @@
-"""Figures over many points as numbers and Markdown: regret, prediction errors, `auto`. No torch."""
+"""Figures over many points: regret, prediction errors, `auto` against stock; tables and pictures.
+
+Regret is the time of a pick over that of the best chain, measured side by side. No torch.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.units import counted
 from monta_megatron.integration.options import AUTO
-from monta_megatron.tools.bench.prediction import (
-    LEAST_REPEATS,
-    Key,
-    Regret,
-    regret_by_medians,
-    regret_by_repeats,
-)
+from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.report import Row
+from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians
 
 # The phase that the planner optimises.
 PHASE = "forward_backward"
@@ -26,6 +26,75 @@ PHASE = "forward_backward"
 LOSS_BELOW = 0.97
 # A regret of more than the first is clear where its whole interval lies above the second.
 REGRET_ABOVE, REGRET_SURELY_ABOVE = 1.05, 1.03
+
+STOCK_STYLE = {"color": pictures.STOCK_COLOUR, "linewidth": 2.0, "marker": "s"}
+AUTO_STYLE = {"color": pictures.PICK_COLOUR, "linewidth": 2.5, "marker": "o"}
+# The relative error that the dashed lines mark.
+ERROR_BAND = 0.25
+
+# A chain and its number of chunks.
+Key: TypeAlias = tuple[str, int]
+# With fewer repeats, the halves would say nothing: the medians of all of them decide.
+LEAST_REPEATS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regret:
+    """A pick against the best chain.
+
+    Attributes:
+        pick: the picked candidate.
+        best: the best of all that ran.
+        pick_ms, best_ms: their medians over the repeats on which they are judged.
+        ratio: pick_ms over best_ms.
+        low, high: 95% interval of the ratio; None where the repeats are few or were not kept.
+    """
+
+    pick: Key
+    best: Key
+    pick_ms: float
+    best_ms: float
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+
+def regret_by_repeats(pick: Key, times_ms: Mapping[Key, NDArray[np.float64]]) -> Regret:
+    """The best is chosen on repeats 1, 3, 5, ... and judged on 2, 4, 6, ...
+
+    Args:
+        pick: among those that ran.
+        times_ms: [repeats] of each, interleaved; at least two repeats.
+    """
+    best = min(times_ms, key=lambda key: np.median(times_ms[key][0::2]))
+    pick_ms, best_ms = times_ms[pick][1::2], times_ms[best][1::2]
+    low, high = ratio_interval(pick_ms, best_ms)
+    return Regret(
+        pick=pick,
+        best=best,
+        pick_ms=float(np.median(pick_ms)),
+        best_ms=float(np.median(best_ms)),
+        ratio=ratio_of_medians(pick_ms, best_ms),
+        low=low,
+        high=high,
+    )
+
+
+def regret_by_medians(pick: Key, medians_ms: Mapping[Key, float]) -> Regret:
+    """The best is chosen and judged on the same medians: at least 1.
+
+    Args:
+        pick: among those that ran.
+        medians_ms: of each.
+    """
+    best = min(medians_ms, key=medians_ms.__getitem__)
+    return Regret(
+        pick=pick,
+        best=best,
+        pick_ms=medians_ms[pick],
+        best_ms=medians_ms[best],
+        ratio=medians_ms[pick] / medians_ms[best],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,3 +443,106 @@ def _markdown(
 def _name(key: Key) -> str:
     chain, num_chunks = key
     return f"{chain} x{num_chunks}"
+
+
+def plot_sweep(reports: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Draw time against size, and predicted against measured, where there are points for them.
+
+    Returns:
+        The files that were written.
+    """
+    points = measured_points(reports)
+    written = []
+    by_size = points_by_size(points)
+    if len(by_size) > 1:
+        written.append(_draw(folder / "time_by_size.png", _time_by_size, by_size))
+    if any(point.errors(chain) for point in points for chain in CHAINS):
+        written.append(_draw(folder / "predicted.png", _predicted, points))
+    return written
+
+
+def points_by_size(points: Sequence[Measured]) -> list[Measured]:
+    """The largest set of points that differ in nothing but their size, ordered by size."""
+    sets: dict[tuple[str, ...], dict[int, Measured]] = {}
+    for point in points:
+        key = tuple(
+            value_of(point) for name, value_of in FACTORS.items() if name not in ("tokens", "H")
+        )
+        sets.setdefault(key, {})[size_bytes(point)] = point
+    largest = max(sets.values(), key=len, default={})
+    return [largest[size] for size in sorted(largest)]
+
+
+def size_bytes(point: Measured) -> int:
+    """Bytes of the hidden rows that a rank brings."""
+    row = point.stock
+    return row.tokens * row.hidden * DTYPE_BYTES[row.dtype]
+
+
+def _draw(path: Path, draw: Callable[[Any, Sequence[Measured]], None], points: Any) -> Path:
+    with pictures.figure(path, (7.5, 5)) as figure:
+        axis = figure.subplots()
+        draw(axis, points)
+        pictures.log_ticks(axis)
+        axis.grid()
+        axis.legend()
+    return path
+
+
+def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
+    """A line for stock, for auto, and for each chain with its best number of chunks."""
+
+    def line(name: str, rows: Sequence[Row | None], **style: Any) -> None:
+        times = [
+            (size_bytes(point) / 1e6, row.median_ms)
+            for point, row in zip(points, rows, strict=True)
+            if row is not None
+        ]
+        if times:
+            axis.plot(*zip(*times, strict=True), label=name, **style)
+
+    for chain, colour in pictures.CHAIN_COLOURS.items():
+        rows = [
+            min(
+                (row for row in point.ours if row.chain == chain and row.requested != AUTO),
+                key=lambda row: row.median_ms,
+                default=None,
+            )
+            for point in points
+        ]
+        line(chain, rows, color=colour, linewidth=1.2, marker=".")
+    line("megatron alltoall", [point.stock for point in points], **STOCK_STYLE)
+    line(AUTO, [point.auto for point in points], **AUTO_STYLE)
+    first = points[0].stock
+    where = "" if first.inter_mbit is None else f", {first.inter_mbit:g} Mbit/s between nodes"
+    axis.set_title(
+        f"TP {first.tp}, EP {first.ep}, ETP {first.etp}, {first.experts} experts, top-"
+        f"{first.top_k}, {first.routing} routing{where}"
+    )
+    axis.set_xlabel("hidden rows that a rank brings, MB")
+    axis.set_ylabel("dispatch + combine, forward + backward, ms")
+
+
+def _predicted(axis: Any, points: Sequence[Measured]) -> None:
+    """A dot per chain, number of chunks and point."""
+    for chain, colour in pictures.CHAIN_COLOURS.items():
+        times = [
+            (row.median_ms, row.predicted_ms)
+            for point in points
+            for row in point.ours
+            if row.chain == chain and row.requested != AUTO and row.predicted_ms is not None
+        ]
+        if times:
+            axis.plot(
+                *zip(*times, strict=True), ".", markersize=7, alpha=0.7, color=colour, label=chain
+            )
+    # Straight on logarithmic axes too; from a measured time on, as what they go through is shown.
+    ms = next(row.median_ms for point in points for row in point.ours)
+    axis.axline((ms, ms), (1.1 * ms, 1.1 * ms), color="#404040", linewidth=1)
+    for factor in (1 - ERROR_BAND, 1 + ERROR_BAND):
+        label = f"{ERROR_BAND:.0%} off" if factor > 1 else None
+        line = {"linestyle": "--", "color": "#404040", "linewidth": 0.8, "label": label}
+        axis.axline((ms, ms * factor), (1.1 * ms, 1.1 * ms * factor), **line)
+    axis.set_title(f"Predicted against measured, {counted(len(points), 'point')}")
+    axis.set_xlabel("measured, ms")
+    axis.set_ylabel("predicted, ms")

@@ -1,0 +1,252 @@
+r"""Many points of `monta bench` in one launch, each saved when done; their tables and pictures.
+
+Takes the flags of `monta bench`, and like it one process per rank. A start that was killed goes on:
+what the file of `--out` holds is not run again. `--report` needs no ranks:
+
+    monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \
+        benchmarks/sweep.py --sweep docs/benchmarks/sweep_2x4.yaml --out sweep.jsonl
+    python benchmarks/sweep.py --report sweep.jsonl --plot plots
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from summary import plot_sweep, summarise, summary_lines
+
+from monta_megatron.cli import bench, main
+from monta_megatron.cli.parser import Parser
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.files import add_json_line, read_json_lines, write_json_lines
+from monta_megatron.common.ranks import find_this_rank, run_as_rank
+from monta_megatron.common.tables import print_json
+from monta_megatron.common.text import advice
+from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.tools.bench.flags import POINT_FLAGS
+from monta_megatron.tools.bench.plots import plot_report
+from monta_megatron.tools.bench.report import Row, report_text
+from monta_megatron.tools.bench.settings import Hooks, Point, Settings, parse_settings
+from monta_megatron.tools.bench.traffic import check_routing
+from monta_megatron.tools.pictures import check_can_plot
+
+if TYPE_CHECKING:
+    from monta_megatron.tools.bench.candidates import Build
+    from monta_megatron.tools.bench.point import Bench
+
+FILES = (
+    ("sweep", "FILE", "many points in one launch: YAML, see docs/benchmarks/README.md"),
+    ("out", "FILE", "add each finished point as a line of JSON; what is there is not run again"),
+    ("report", "FILE", "run nothing: tables in Markdown from what --out has written"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Other candidates than those of `monta bench`, or more that is said of them.
+
+    Attributes:
+        name: marks the settings in its reports.
+        build: makes the candidates, in place of `candidates.build_candidates`.
+        finish: the fields of a report that it adds or replaces, from the rows of a point.
+        text: its tables, from reports.
+    """
+
+    name: str
+    build: "Build"
+    finish: "Callable[[Bench, list[Row]], dict[str, Any]]"
+    text: Callable[[Sequence[dict[str, Any]]], str]
+
+
+def start(study: Study | None = None, description: str | None = None) -> int:
+    """Run a script with these flags; returns its exit status."""
+    parser = Parser(description=description or __doc__)
+    bench.add_arguments(parser)
+    for name, metavar, text in FILES:
+        parser.add_argument(f"--{name}", metavar=metavar, help=text)
+    parser.set_defaults(command="bench", run=lambda parsed: _run(parsed, study))
+    return main(parser=parser)
+
+
+def _run(parsed: argparse.Namespace, study: Study | None) -> int:
+    if parsed.report is None:
+        return run_as_rank(lambda: _measure(parsed, study))
+    reports = read_reports(Path(parsed.report))
+    if not reports:
+        raise ValueError(f"--report: got {parsed.report}, must hold at least one line")
+    check_can_plot(parsed.plot)
+    _print(reports, parsed, study)
+    return 0
+
+
+def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
+    this_rank = find_this_rank("bench")
+    points = _points(parsed, this_rank.world_size)
+    # Only the first rank reads and writes results.
+    results = None
+    if this_rank.rank == 0:
+        check_can_plot(parsed.plot)
+        results = None if parsed.out is None else Results.open(Path(parsed.out))
+    reports: list[dict[str, Any]] = []
+
+    def keep(report: dict[str, Any]) -> None:
+        report["meta"]["command"] = shlex.join(sys.argv)
+        if study is not None:
+            report["settings"]["study"] = study.name
+        reports.append(report)
+        if results is not None:
+            results.add(report)
+
+    def is_kept(settings: Settings, emulated: EmulatedCluster | None) -> bool:
+        return results is not None and results.holds(settings, emulated, study)
+
+    hooks = Hooks(is_kept=is_kept)
+    if study is not None:
+        hooks = replace(hooks, build=study.build, finish=study.finish)
+    status = bench.measure(points, keep, hooks)
+    if this_rank.rank == 0 and status == 0:
+        _print(results.reports if results else reports, parsed, study)
+    return status
+
+
+def _points(parsed: argparse.Namespace, world_size: int) -> list[Point]:
+    if parsed.sweep is None:
+        points = [Point("headline", parse_settings(vars(parsed), world_size))]
+    elif parsed.out is None:
+        raise ValueError("--out: not given, must be a file beside --sweep")
+    else:
+        points = read_sweep(parsed.sweep, vars(parsed), world_size)
+    for point in points:
+        check_routing(point.settings)
+    return points
+
+
+def _print(reports: list[dict[str, Any]], parsed: argparse.Namespace, study: Study | None) -> None:
+    is_one = parsed.sweep is None and parsed.report is None
+    if is_one:
+        texts = [report_text(reports[-1]), *([] if study is None else [study.text(reports[-1:])])]
+        print("\n\n".join(texts), file=sys.stderr if parsed.json else sys.stdout)
+    elif not parsed.json:
+        print("\n".join(summary_lines(reports)) if study is None else study.text(reports))
+    if parsed.json:
+        summary = {} if study is not None else {"summary": summarise(reports)}
+        print_json(reports[-1] if is_one else {**summary, "reports": reports})
+    if parsed.plot is not None and reports:
+        folder = Path(parsed.plot)
+        for path in [*plot_report(reports[0], folder), *plot_sweep(reports, folder)]:
+            print(f"monta bench: drew {path}", file=sys.stderr)
+
+
+def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Point]:
+    """The points of a sweep file.
+
+    Args:
+        path: path of the file.
+        flags: flags of the command line, by name, as text; None where not given.
+        world_size: ranks of the launch.
+
+    Raises:
+        ValueError: the file is wrong; names the file, the point, the flag, the value and the rule.
+    """
+    data = strict_yaml.read(path)
+    if not isinstance(data, dict) or set(data) != {"headline", "points"}:
+        raise ValueError(f"{path}: must be a mapping with the keys headline, points")
+    if not isinstance(data["points"], list) or not data["points"]:
+        raise ValueError(f"{path}: points: must be a list of at least one mapping of flags")
+    headline = _flags(data["headline"], f"{path}: headline")
+    given = {name: value for name, value in flags.items() if value not in (None, False)}
+    points = []
+    for position, entry in enumerate(data["points"]):
+        where = f"{path}: points[{position}]"
+        changed = _flags(entry, where)
+        try:
+            settings = parse_settings({**headline, **given, **changed}, world_size)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        name = ", ".join(f"{flag.replace('_', '-')} {text}" for flag, text in changed.items())
+        points.append(Point(name or "headline", settings))
+    return points
+
+
+def _flags(data: Any, where: str) -> dict[str, str]:
+    """Flags as `parse_settings` takes them: underscores in the names, texts as values."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: got {data!r}, must be a mapping of flags of monta bench")
+    flags = {}
+    for name, value in data.items():
+        if name not in POINT_FLAGS:
+            raise ValueError(f"{where}: {name}: unknown flag; {advice(name, POINT_FLAGS)}")
+        values = value if isinstance(value, list) else [value]
+        flags[name.replace("-", "_")] = ",".join(map(str, values))
+    return flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Finished points in a file, one line each: the document of `--json` for a point.
+
+    Attributes:
+        path: the file.
+        reports: its lines.
+    """
+
+    path: Path
+    reports: list[dict[str, Any]]
+
+    @classmethod
+    def open(cls, path: Path) -> "Results":
+        """Continue an existing file, or start a new one.
+
+        Raises:
+            ValueError: the file holds something else, or cannot be written.
+        """
+        results = cls(path=path, reports=read_reports(path))
+        # Drop a line that a kill has cut short.
+        write_json_lines(path, results.reports)
+        return results
+
+    def holds(
+        self, settings: Settings, emulated: EmulatedCluster | None, study: Study | None = None
+    ) -> bool:
+        """Whether a point has been measured: with the same settings, on the same cluster."""
+        wanted = (
+            {**strict_yaml.plain(settings), **({} if study is None else {"study": study.name})},
+            _setting_of(None if emulated is None else asdict(emulated)),
+        )
+        return any(
+            (report["settings"], _setting_of(report["meta"]["emulated_cluster"])) == wanted
+            for report in self.reports
+        )
+
+    def add(self, report: dict[str, Any]) -> None:
+        """Keep one more report."""
+        self.reports.append(report)
+        add_json_line(self.path, report)
+
+
+def read_reports(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that `Results` has written.
+
+    Raises:
+        ValueError: the file holds something else, or a text that is not printable.
+    """
+    reports = read_json_lines(path)
+    for number, report in enumerate(reports, 1):
+        if not isinstance(report, dict) or not {"settings", "meta", "rows"} <= set(report):
+            raise ValueError(f"{path}: line {number} is no report of monta bench")
+        strict_yaml.check_texts(report, f"{path}: line {number}")
+    return reports
+
+
+def _setting_of(emulated: dict[str, Any] | None) -> dict[str, Any] | None:
+    """An emulated cluster without its measured rates, which differ a little each time."""
+    if emulated is None:
+        return None
+    return {name: value for name, value in emulated.items() if not name.startswith("measured")}
+
+
+if __name__ == "__main__":
+    sys.exit(start())
