@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.common.version import __version__
 
 if TYPE_CHECKING:
-    from monta_megatron.api import (
-        forget_groups,
-        plan,
-        register,
-        statistics,
-        timeline,
-        with_monta,
-    )
+    from monta_megatron.api import forget_groups, plan, register, statistics, timeline, with_monta
 
 __all__ = [
     "__version__",

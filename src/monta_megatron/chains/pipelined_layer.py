@@ -266,10 +266,7 @@ class _Layer:
                     self.born[buffer] = number
             for buffer in (*operation.reads, *operation.writes):
                 of_chunk = program.buffers[buffer]
-                if of_chunk.release == "last read" and of_chunk.last_read in (
-                    -1,
-                    operation.number,
-                ):
+                if of_chunk.release == "last read" and of_chunk.last_read in (-1, operation.number):
                     self.ends[base + buffer] = number
             if not operation.is_collective:
                 self._latest[operation.stream] = number

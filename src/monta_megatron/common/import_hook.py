@@ -39,10 +39,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds a watched module with the other finders and wraps the loader that they chose."""
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in _pending:
             return None

@@ -57,10 +57,7 @@ def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
     return path
 
 
-LIBRARIES = {
-    "te": ("transformer-engine[pytorch]",),
-    "plot": ("matplotlib",),
-}
+LIBRARIES = {"te": ("transformer-engine[pytorch]",), "plot": ("matplotlib",)}
 
 
 def install(extra: str) -> str:

@@ -126,10 +126,7 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(
-    exchange: Exchange,
-    rows: torch.Tensor,
-    probs: torch.Tensor,
-    ids: torch.Tensor | None = None,
+    exchange: Exchange, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move rows and probabilities to their experts; differentiable.
 

@@ -192,10 +192,7 @@ def with_leads(
 
 
 def price_pass(
-    program: Program,
-    traffic: PassTraffic,
-    cluster: Cluster,
-    nic_starts: Sequence[int],
+    program: Program, traffic: PassTraffic, cluster: Cluster, nic_starts: Sequence[int]
 ) -> PassPrice:
     """Price one pass; `with_leads` says when its operations run.
 

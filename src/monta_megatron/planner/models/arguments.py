@@ -266,10 +266,7 @@ def _positions(traits: Traits, details: Details, sizes: Dimensions) -> dict[str,
     scaling = details.scaling
     most = sizes.max_positions
     base = scaling.rope_theta or details.rope_theta or traits.rotary_base
-    positions: dict[str, Any] = {
-        "position-embedding-type": "rope",
-        "rotary-base": int(base),
-    }
+    positions: dict[str, Any] = {"position-embedding-type": "rope", "rotary-base": int(base)}
     if sizes.no_rope_freq is not None:
         positions["no-rope-freq"] = sizes.no_rope_freq
     partial = scaling.partial_rotary_factor or details.partial_rotary_factor

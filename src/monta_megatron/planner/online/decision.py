@@ -24,11 +24,7 @@ from numpy.typing import NDArray
 from monta_megatron.chains import CHAINS
 from monta_megatron.common.rules import NonNegativeInt
 from monta_megatron.common.units import counted
-from monta_megatron.planner.chain_policy import (
-    ChainChoice,
-    ChoiceTable,
-    PlannedPolicy,
-)
+from monta_megatron.planner.chain_policy import ChainChoice, ChoiceTable, PlannedPolicy
 from monta_megatron.planner.chain_price import ChainPrice
 from monta_megatron.planner.routing.expected import Routing, UniformRouting
 from monta_megatron.planner.routing.observed import (
@@ -94,10 +90,7 @@ class Decision:
     """
 
     def __init__(
-        self,
-        policy: PlannedPolicy,
-        num_tuning_steps: int = 0,
-        watching: "Watching | None" = None,
+        self, policy: PlannedPolicy, num_tuning_steps: int = 0, watching: "Watching | None" = None
     ) -> None:
         self.number = 0
         self.routing: Routing = policy.workload.routing

@@ -137,9 +137,7 @@ def observe(
         layout: any rank's place.
     """
     us, times, link_us, link_bytes, rows = np.split(
-        sums,
-        [len(PASS_NAMES), 2 * len(PASS_NAMES), NUM_SUMS - len(LINKS), NUM_SUMS],
-        axis=1,
+        sums, [len(PASS_NAMES), 2 * len(PASS_NAMES), NUM_SUMS - len(LINKS), NUM_SUMS], axis=1
     )
     total_us = us.sum(axis=1)
     if not total_us.all():

@@ -83,12 +83,7 @@ NUM_SAMPLES = 4096
 
 
 def make_routing(
-    name: str,
-    num_tokens: int,
-    topk: int,
-    expert_nodes: NDArray[np.int64],
-    seed: int,
-    rank: int,
+    name: str, num_tokens: int, topk: int, expert_nodes: NDArray[np.int64], seed: int, rank: int
 ) -> NDArray[np.bool_]:
     """The data: which experts the tokens of one rank go to, the same wherever it is made.
 

@@ -78,12 +78,7 @@ class TrainingSettings:
     def layout(self) -> ParallelLayout:
         """The layout in the planner's form."""
         return ParallelLayout(
-            world_size=self.world_size,
-            tp=self.tp,
-            cp=self.cp,
-            pp=self.pp,
-            ep=self.ep,
-            etp=self.etp,
+            world_size=self.world_size, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep, etp=self.etp
         )
 
     @property

@@ -176,10 +176,7 @@ def plan_run(
             iteration=iteration_of_run(model, arguments, config.layout.parallel),
         )
     return PlannedRun(
-        plan=plan,
-        memory=memory,
-        benefit=benefit,
-        notes=(*notes, f"needs {memory.describe()}"),
+        plan=plan, memory=memory, benefit=benefit, notes=(*notes, f"needs {memory.describe()}")
     )
 
 

@@ -16,8 +16,7 @@ from monta_megatron.planner.layout import ParallelLayout
 VariableValue = Annotated[Any, Rule("a text or a number", is_scalar)]
 # No time such as 4:00:00: sbatch would read 4:00 as 4 minutes, others as 4 hours.
 Minutes = Annotated[
-    int,
-    Rule("a number of minutes, an integer >= 1: 240 for 4 hours", lambda value: value >= 1),
+    int, Rule("a number of minutes, an integer >= 1: 240 for 4 hours", lambda value: value >= 1)
 ]
 FolderName = Annotated[
     str,

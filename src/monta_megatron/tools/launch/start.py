@@ -167,10 +167,7 @@ def self_contained(run: Run) -> Run:
     if megatron.get("moe-monta-plan"):
         megatron["moe-monta-plan"] = str(run.directory / "plan.yaml")
     return replace(
-        run,
-        config=replace(config, **beside, megatron=megatron),
-        arguments=arguments,
-        copies=copies,
+        run, config=replace(config, **beside, megatron=megatron), arguments=arguments, copies=copies
     )
 
 

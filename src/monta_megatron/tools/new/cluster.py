@@ -71,20 +71,12 @@ GPUS = {
     "L40S": GpuFigures(
         driver_name="L40S",
         preset="a100_pcie_hdr",
-        memory=(
-            Rate(635.0),
-            48.0,
-            f"GDDR6, 864 GB/s (nvidia-l40s-datasheet), {OF_A100}",
-        ),
+        memory=(Rate(635.0), 48.0, f"GDDR6, 864 GB/s (nvidia-l40s-datasheet), {OF_A100}"),
     ),
     "B200": GpuFigures(
         driver_name="B200",
         preset="gb200_nvl72",
-        memory=(
-            Rate(5677.0),
-            180.0,
-            "HBM3e, 8 TB/s, of which a GB200 reaches 5677 GB/s",
-        ),
+        memory=(Rate(5677.0), 180.0, "HBM3e, 8 TB/s, of which a GB200 reaches 5677 GB/s"),
     ),
     "B300": GpuFigures(driver_name="B300 SXM6 AC", preset="b300_efa_p6"),
     "GB200": GpuFigures(driver_name="GB200", preset="gb200_nvl72", joins_hosts=True),
@@ -186,19 +178,13 @@ def cluster_template(
             *_findings(machine, figures, gpu, settled),
         ],
         remarks=remarks,
-        flags={
-            **flags_of(given),
-            "links": ", ".join(flags[name] for name in rates) or "links",
-        },
+        flags={**flags_of(given), "links": ", ".join(flags[name] for name in rates) or "links"},
         left_out=("curves", "doubts", "calibrated_node"),
     )
 
 
 def _fill_sizes(
-    machine: Machine,
-    figures: GpuFigures | None,
-    values: dict[str, Any],
-    remarks: dict[str, str],
+    machine: Machine, figures: GpuFigures | None, values: dict[str, Any], remarks: dict[str, str]
 ) -> None:
     """The sizes that were found, with the place where."""
     if machine.num_nodes is not None:

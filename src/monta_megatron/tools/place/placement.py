@@ -110,11 +110,7 @@ LEAST_GAIN = 1e-3
 
 
 def place_experts(
-    routing_map: Routings,
-    num_nodes: int,
-    num_ranks: int,
-    max_load: float,
-    num_groups: int = 1,
+    routing_map: Routings, num_nodes: int, num_ranks: int, max_load: float, num_groups: int = 1
 ) -> Indices:
     """The order of experts in which tokens need few nodes and, within them, few ranks.
 
@@ -194,11 +190,7 @@ def _by_collaboration(together: NDArray[np.float32], num_parts: int) -> Indices:
 
 
 def _with_swaps(
-    needs: NDArray[np.float32],
-    pairs: Indices,
-    part_of: Indices,
-    num_parts: int,
-    most_pairs: float,
+    needs: NDArray[np.float32], pairs: Indices, part_of: Indices, num_parts: int, most_pairs: float
 ) -> Indices:
     """Swap units of two parts while it lowers the load above the limit, or else saves copies.
 
@@ -265,11 +257,7 @@ def _saved_by_swap(
 
 
 def _cost(
-    needs: NDArray[np.float32],
-    pairs: Indices,
-    part_of: Indices,
-    num_parts: int,
-    most_pairs: float,
+    needs: NDArray[np.float32], pairs: Indices, part_of: Indices, num_parts: int, most_pairs: float
 ) -> tuple[float, float]:
     """Load above the limit, then copies."""
     load = np.bincount(part_of, weights=pairs, minlength=num_parts)

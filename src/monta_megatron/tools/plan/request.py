@@ -245,9 +245,7 @@ def priced_cluster(
     cluster = given if isinstance(given, Cluster) else load_cluster(given)
     cluster = cluster.with_kernel_choice(kernels)
     ctas = cluster.ctas
-    cluster = cluster.with_ctas(
-        Ctas(rail=rail_ctas or ctas.rail, node=node_ctas or ctas.node),
-    )
+    cluster = cluster.with_ctas(Ctas(rail=rail_ctas or ctas.rail, node=node_ctas or ctas.node))
     return cluster if rate_ratio is None else with_inter_rate(cluster, rate_ratio)
 
 

@@ -23,10 +23,7 @@ NAMING = ("moe-monta-chain", "moe-monta-num-chunks", "moe-monta-plan")
 
 
 def what_if(
-    exchanges: RunExchanges,
-    arguments: Arguments,
-    ran: tuple[str, int],
-    experts_pipelined: bool,
+    exchanges: RunExchanges, arguments: Arguments, ran: tuple[str, int], experts_pipelined: bool
 ) -> tuple[WhatIf, ChainPrice]:
     """Predictions of other choices, and the price of the run's own.
 
