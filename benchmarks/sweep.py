@@ -61,14 +61,19 @@ class Study:
     text: Callable[[Sequence[dict[str, Any]]], str]
 
 
-def start(study: Study | None = None, description: str | None = None) -> int:
-    """Run a script with these flags; returns its exit status."""
+def build_parser(study: Study | None = None, description: str | None = None) -> Parser:
+    """The parser of a script with these flags."""
     parser = Parser(description=description or __doc__)
     bench.add_arguments(parser)
     for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
     parser.set_defaults(command="bench", run=lambda parsed: _run(parsed, study))
-    return main(parser=parser)
+    return parser
+
+
+def start(study: Study | None = None, description: str | None = None) -> int:
+    """Run a script with these flags; returns its exit status."""
+    return main(parser=build_parser(study, description))
 
 
 def _run(parsed: argparse.Namespace, study: Study | None) -> int:

@@ -8,6 +8,8 @@ monta emulate --nodes 2 ... -- benchmarks/ablation.py ...
 
 import shlex
 
+import sweep
+
 from monta_megatron.cli import build_parser
 
 MODULE = ["-m", "monta_megatron.cli"]
@@ -26,11 +28,8 @@ def monta_arguments(command: str) -> list[list[str]]:
     starts = [place for place, word in enumerate(words) if word == "monta"]
     starts = [place for place in starts if place == starts[0] or words[place - 1] == "--"]
     starts += [place + 1 for place in range(len(words) - 1) if words[place : place + 2] == MODULE]
-    # The scripts of benchmarks/ take the flags of `monta bench`.
     scripts = [place for place, word in enumerate(words) if word.startswith("benchmarks/")]
-    return [words[start + 1 :] for start in starts] + [
-        ["bench", *words[place + 1 :]] for place in scripts
-    ]
+    return [words[start + 1 :] for start in starts] + [words[place:] for place in scripts]
 
 
 def check_arguments(command: str) -> None:
@@ -43,6 +42,10 @@ def check_arguments(command: str) -> None:
     assert found, f"no monta in: {command}"
     for arguments in found:
         try:
-            build_parser().parse_args(arguments)
+            if arguments[0].startswith("benchmarks/"):
+                # They take the flags of `monta bench`, and some of their own.
+                sweep.build_parser().parse_args(arguments[1:])
+            else:
+                build_parser().parse_args(arguments)
         except SystemExit as refused:
             raise AssertionError(f"refused: monta {shlex.join(arguments)}") from refused
