@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from command_lines import check_arguments
 from pages import PAGES, REPOSITORY, Shown, add_own_model, commands, links, name_of, paths, shown
+from training_logs import published_log
 
 from monta_megatron.cli import main
 from monta_megatron.emulation import emulator
@@ -114,6 +115,7 @@ KNOWN = (
         pattern=r"python benchmarks/clustered_traces\.py .*|monta (place|plan) .* traces/.*",
         run_by="tests/unit/place/test_clustered_traces.py",
     ),
+    Known(pattern=r"monta doctor --log .*"),
     Known(pattern=r"monta launch .* --dry-run"),
     Known(
         pattern=rf"{EMULATE} calibrate --out cluster.yaml", sizes=SMALL, more="--budget-seconds 1"
@@ -233,6 +235,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.name in ("benchmarks", "configs", "docs", "scripts", "src"):
             (folder / path.name).symlink_to(path)
     add_own_model(folder)
+    (folder / "train.log").write_text(published_log("F4"))
     return folder
 
 

@@ -20,8 +20,13 @@ EXAMPLE = """\
 --moe-monta-watch-out does); plan*.yaml; *.log. In a run folder of `monta
 launch` it also prices other choices, by the model and the cluster there.
 
+--log reads what the loop of Megatron-LM, Megatron Bridge or NeMo printed, with
+any dispatcher: the iteration by part, predicted beside measured, the likely
+causes, and the changes that would save most.
+
 examples:
   monta doctor --json
+  monta doctor --log train.log --cluster h100_8x_ndr
   monta doctor --run runs/mixtral_8x7b
 """
 
@@ -32,16 +37,24 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="check the installation, or a run",
         description="Check what is installed, which way into Megatron is active, what is missing; "
-        "the exit status is 1 if something is. With --run: what holds a training back and what to "
-        "try, what it may hold most of first.",
+        "the exit status is 1 if something is. With --run or --log: what holds a training back and "
+        "what to try, what it may hold most of first.",
         epilog=EXAMPLE,
     )
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--run",
         dest="folder",
         metavar="DIR",
         type=Path,
         help="of `monta launch`, or with what was watched",
+    )
+    what.add_argument("--log", metavar="FILE", type=Path, help="output of a training")
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="for --log: a file, or a preset by its name in configs/clusters (default: guessed "
+        "from the GPU and the ranks that the log names)",
     )
     add_json(parser)
     parser.set_defaults(run=run)
@@ -49,6 +62,10 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print the report; exit status 1 if something is missing."""
+    if parsed.log is not None:
+        return _log(parsed)
+    if parsed.cluster is not None:
+        raise ValueError("--cluster: given, must come with --log")
     if parsed.folder is not None:
         return _run_folder(parsed)
     from monta_megatron.common.tables import table
@@ -60,6 +77,18 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         print(table((">status", "what", "found"), _rows(findings)))
     return int(any(finding.status == "missing" for finding in findings))
+
+
+def _log(parsed: argparse.Namespace) -> int:
+    from monta_megatron.tools.run_doctor.iteration import explain
+    from monta_megatron.tools.run_doctor.training_log import read_training_log
+
+    report = explain(read_training_log(parsed.log), parsed.cluster)
+    if parsed.json:
+        print_json(report.document())
+    else:
+        print(report.text(WIDTH))
+    return 0
 
 
 def _run_folder(parsed: argparse.Namespace) -> int:

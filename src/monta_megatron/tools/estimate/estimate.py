@@ -247,7 +247,7 @@ def estimate_run(
 
     # Step 3: an iteration with each.
     plain = replace(settings, overlap=False, dispatcher="alltoall")
-    overlapped, notes = _overlapped(plain)
+    overlapped, notes = with_1f1b_overlap(plain)
     notes += [*planned.notes, *cluster.notes_on(settings.world_size)]
 
     def iterations_on(cluster: Cluster) -> dict[str, Iteration]:
@@ -348,8 +348,8 @@ def _plan(
     )
 
 
-def _overlapped(settings: TrainingSettings) -> tuple[TrainingSettings, list[str]]:
-    """The settings with Megatron's 1F1B overlap, and the changes made for it."""
+def with_1f1b_overlap(settings: TrainingSettings) -> tuple[TrainingSettings, list[str]]:
+    """Settings with Megatron's 1F1B overlap, and notes on the changes made for it."""
     if settings.pp == 1 or settings.virtual_stages > 1:
         return replace(settings, overlap=True), []
     changed = replace(settings, overlap=True, virtual_stages=LEAST_VIRTUAL_STAGES)
