@@ -297,10 +297,10 @@ def bounds_of(case: Case, batch: Batch) -> dict[str, torch.Tensor]:
 
 def check(case: Case) -> list[str]:
     """Our dispatcher against stock's: what differs, one line each."""
-    from monta_megatron.integration import checks, iterations
+    from monta_megatron.integration import checks, controller
 
     # Of other cases, which some ranks may have collected already.
-    iterations._shared.clear()
+    controller._shared.clear()
     if case.checked:
         checks._checked_chains.clear()
     layer = layers.build_layer(case.layer, "monta")
