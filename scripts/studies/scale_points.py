@@ -15,7 +15,7 @@ from monta_megatron.planner.layout import workloads_of
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model, with_batch
 from monta_megatron.planner.models.training_memory import training_memory
-from monta_megatron.planner.select import Selection, select
+from monta_megatron.planner.select import Selection, select_chain
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.estimate import iteration as communication
 from monta_megatron.tools.estimate.exchange import ExchangeTime, exchange_time, less_saved
@@ -72,7 +72,7 @@ def ring_ratio(stride: int, oversubscription: float) -> float:
 @cache
 def selection_of(workload: Workload, cluster: Cluster) -> Selection:
     """The planner's choice, without a limit."""
-    return select(workload, cluster)
+    return select_chain(workload, cluster)
 
 
 @cache

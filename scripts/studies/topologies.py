@@ -9,7 +9,7 @@ from studies.common import DPI, WIDTH_INCHES, begin, bullets, ms, of_chunks, par
 
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.select import Selection, select
+from monta_megatron.planner.select import Selection, select_chain
 from monta_megatron.tools import pictures
 
 
@@ -101,7 +101,7 @@ EXCHANGES = (
 def selections(exchange: Exchange) -> dict[str, Selection]:
     """By topology."""
     return {
-        topology.name: select(
+        topology.name: select_chain(
             workload_of(
                 exchange.model,
                 topology.cluster,

@@ -1,8 +1,8 @@
 """What a watched iteration and a change look like."""
 
-from monta_megatron.planner.online.drift import Change, WatchedIteration
+from monta_megatron.planner.online.drift import Change, MeasuredIteration
 
-WATCHED = WatchedIteration(
+WATCHED = MeasuredIteration(
     iteration=7,
     chain="hierarchical_alltoall",
     num_chunks=2,

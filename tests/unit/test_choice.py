@@ -12,7 +12,7 @@ import torch
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.policy import policy_for, rule_of
+from monta_megatron.integration.policy import agreed_config_of, policy_for
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import uncalibrated
@@ -192,7 +192,7 @@ def test_other_work_is_planned_beside() -> None:
         assert choice.benefit is None
         # Ranks agree on it.
         agreed = SimpleNamespace(**vars(large), **setting, moe_monta_beside_us=2000)
-        assert rule_of(policy, agreed, layout)["moe_monta_beside_us"] == 2000
+        assert agreed_config_of(policy, agreed, layout)["moe_monta_beside_us"] == 2000
 
 
 @pytest.mark.parametrize(

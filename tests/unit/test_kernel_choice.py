@@ -138,4 +138,4 @@ def test_a_training_on_gpus_prices_what_it_runs(gpus: None, choice: str, expecte
     assert isinstance(on_cpus, PlannedPolicy) and isinstance(on_gpus, PlannedPolicy)
     assert on_cpus.cluster.policy == "streams"
     assert on_gpus.cluster.policy == expected
-    assert (on_gpus.rule() == on_cpus.rule()) == (choice == "torch")
+    assert (on_gpus.agreed_config() == on_cpus.agreed_config()) == (choice == "torch")

@@ -22,7 +22,7 @@ from monta_megatron.integration.experts import (
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layer_price import layer_peak_bytes
 from monta_megatron.planner.routing.expected import UniformRouting
-from monta_megatron.planner.select import select
+from monta_megatron.planner.select import select_chain
 from monta_megatron.planner.workload import Workload
 
 # Rows are most of the memory beside the weights.
@@ -251,7 +251,7 @@ def test_a_training_plans_with_them() -> None:
         priced = priced_experts(workload, config, cluster, permuted_only=False)
         peaks[fused] = {
             (price.chain.name, price.num_chunks, price.experts_pipelined): price.peak_bytes
-            for price in select(priced, cluster).prices
+            for price in select_chain(priced, cluster).prices
         }
     for key, peak in peaks[False].items():
         more = peak - peaks[True][key]

@@ -168,7 +168,7 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
 
     Args:
         parsed: the command line.
-        settings: arguments of `planner.select.select`, for the ranking of layouts.
+        settings: arguments of `planner.select.select_chain`, for the ranking of layouts.
 
     Raises:
         ValueError: a file or flag is wrong, or the layout does not fit.

@@ -70,7 +70,7 @@ class ChainController:
         from monta_megatron.integration.iteration_figures import IterationFigures
         from monta_megatron.integration.metrics import Publisher
         from monta_megatron.planner.online.decision import Decision
-        from monta_megatron.planner.online.drift import Watching
+        from monta_megatron.planner.online.drift import DriftMonitor
 
         policy = self.policy
         assert isinstance(policy, PlannedPolicy)
@@ -78,7 +78,7 @@ class ChainController:
         self._publisher = watching = None
         if options.watch_steps:
             ranks = dist.get_process_group_ranks(self.group)
-            watching = Watching(options.watch_steps, ranks, self.layout)
+            watching = DriftMonitor(options.watch_steps, ranks, self.layout)
             self._publisher = Publisher(watching, self.group, options, report)
         self.decision = Decision(policy, options.tune_steps, watching)
         self._advice, self._plan_out = _advice(options), options.plan_out
@@ -164,7 +164,7 @@ class ChainController:
 
     def agreed_now(self) -> dict[str, Any]:
         """Values that all ranks of the exchange agree on in this iteration."""
-        decided = {} if self.decision is None else self.decision.rule()
+        decided = {} if self.decision is None else self.decision.agreed_config()
         return {**self.agreed_config, **decided}
 
     def end_iteration(self) -> None:

@@ -64,7 +64,7 @@ from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.pipeline import Experts
-    from monta_megatron.planner.online.drift import WatchedIteration
+    from monta_megatron.planner.online.drift import MeasuredIteration
 
 # Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.
@@ -252,7 +252,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return rows, row_probs
 
     @property
-    def watched(self) -> "WatchedIteration | None":
+    def watched(self) -> "MeasuredIteration | None":
         """Of the last watched iteration that is known."""
         decision = self.controller.decision
         watching = None if decision is None else decision.watching

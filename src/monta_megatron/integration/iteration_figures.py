@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.counts import ExchangeCounts, Gathering
 from monta_megatron.exchange.pass_times import PassTimes
-from monta_megatron.integration.ranks import check_same_rule
+from monta_megatron.integration.ranks import check_same_config
 from monta_megatron.planner.online.decision import Outcome
 from monta_megatron.planner.routing.observed import Traffic
 
@@ -150,5 +150,5 @@ class IterationFigures:
         # [S, 1], [S, NUM_FIGURES], [S, P]
         numbers, figures, pass_us = np.split(self._gathering.finish(), [1, 1 + NUM_FIGURES], axis=1)
         ranks = dist.get_process_group_ranks(self._group)
-        check_same_rule([{"iteration": number} for number in numbers[:, 0].tolist()], ranks)
+        check_same_config([{"iteration": number} for number in numbers[:, 0].tolist()], ranks)
         return Outcome(traffic_of(figures, self._layout), pass_us)

@@ -34,7 +34,7 @@ from monta_megatron.exchange.step_times import Clock, DeviceRecorder, HostRecord
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.ranks import Report, layers
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
-from monta_megatron.planner.online.drift import Change, WatchedIteration, Watching
+from monta_megatron.planner.online.drift import Change, DriftMonitor, MeasuredIteration
 from monta_megatron.planner.online.tuning import Tuning
 from monta_megatron.planner.online.tuning_report import plan_of_tuning, plan_path, tuning_table
 from monta_megatron.planner.select import Selection
@@ -105,7 +105,7 @@ class LayerStatistics:
     inter_bytes: int
     intra_bytes: int
     choices: Mapping[tuple[str, int], int]
-    watched: "WatchedIteration | None"
+    watched: "MeasuredIteration | None"
 
 
 def layer_statistics() -> list[LayerStatistics]:
@@ -143,14 +143,14 @@ class Publisher:
     """
 
     def __init__(
-        self, watching: Watching, group: dist.ProcessGroup, options: Options, report: Report
+        self, watching: DriftMonitor, group: dist.ProcessGroup, options: Options, report: Report
     ) -> None:
         global _num_published
         _num_published += 1
         suffix = "" if _num_published == 1 else f"_{_num_published}"
         self._watching, self._options, self._report = watching, options, report
         self._prefix = f"monta{suffix}"
-        self._published: WatchedIteration | None = None
+        self._published: MeasuredIteration | None = None
         # What is not in the log yet.
         self._line = ""
         self._path: Path | None = None
@@ -179,7 +179,7 @@ class Publisher:
                 self._report(self._line)
                 self._line = ""
 
-    def _to_writers(self, latest: WatchedIteration, iteration: int) -> None:
+    def _to_writers(self, latest: MeasuredIteration, iteration: int) -> None:
         tensorboard, wandb = _writers()
         scalars = {f"{self._prefix}/{name}": each for name, each in scalars_of(latest).items()}
         if tensorboard is not None:
@@ -188,7 +188,7 @@ class Publisher:
         if wandb is not None:
             wandb.log(scalars, iteration)
 
-    def _to_file(self, latest: WatchedIteration, change: Change | None, iteration: int) -> None:
+    def _to_file(self, latest: MeasuredIteration, change: Change | None, iteration: int) -> None:
         if self._path is None:
             return
         noticed = None if change is None else {**asdict(change), "text": change.text}
@@ -202,7 +202,7 @@ class Publisher:
             self._path = None
 
 
-def scalars_of(watched: WatchedIteration) -> dict[str, float]:
+def scalars_of(watched: MeasuredIteration) -> dict[str, float]:
     """Plotted values of a watched iteration, by name."""
     return {
         **{f"{name}_ms": ms for name, ms in watched.exchange_ms.items()},
@@ -220,7 +220,7 @@ def scalars_of(watched: WatchedIteration) -> dict[str, float]:
     }
 
 
-def line_of(watched: WatchedIteration, iteration: int) -> str:
+def line_of(watched: MeasuredIteration, iteration: int) -> str:
     """The line of the log."""
     passes = ", ".join(f"{name} {ms:.1f}" for name, ms in watched.exchange_ms.items())
     links = ", ".join(

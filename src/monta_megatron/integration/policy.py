@@ -149,7 +149,7 @@ def agreed_policy(
     """
     try:
         policy = policy_for(options, config, layout, permuted_only)
-        problem, rule = None, rule_of(policy, config, layout) | _settings_of(groups)
+        problem, rule = None, agreed_config_of(policy, config, layout) | _settings_of(groups)
     except ValueError as error:
         chain, problem = options.named_chain, error
         rule = {"chain": AUTO if chain is None else chain.name, "problem": str(error)}
@@ -159,7 +159,7 @@ def agreed_policy(
     return policy, rule
 
 
-def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
+def agreed_config_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
     """Configuration that all ranks of an exchange agree on: policy and format of rows."""
     workload, options = _workload(config, layout), Options.of(config)
     return {
@@ -167,7 +167,7 @@ def rule_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
         "moe_monta_max_ctas": getattr(config, "moe_monta_max_ctas", None),
         "moe_monta_rail_ctas": getattr(config, "moe_monta_rail_ctas", None),
         "moe_monta_node_ctas": getattr(config, "moe_monta_node_ctas", None),
-        **policy.rule(),
+        **policy.agreed_config(),
         "moe_monta_beside_us": options.beside_us,
         "moe_monta_tune_steps": options.tune_steps,
         "moe_monta_plan_out": options.plan_out,

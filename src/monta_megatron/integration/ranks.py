@@ -103,10 +103,10 @@ def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: names the first rank that differs, and the field.
     """
-    check_same_rule(gather_objects(rule, group), dist.get_process_group_ranks(group))
+    check_same_config(gather_objects(rule, group), dist.get_process_group_ranks(group))
 
 
-def check_same_rule(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
+def check_same_config(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
     """Make sure that the rules of all ranks are the same.
 
     Raises:
@@ -154,7 +154,7 @@ def on_every_exchange(
         ]
         if not problems:
             check_named_alike([named for _, named, _ in answers], ranks)
-            check_same_rule([rule for _, _, rule in answers], ranks)
+            check_same_config([rule for _, _, rule in answers], ranks)
     if problems:
         raise ValueError(problems[0])
     assert result is not None, "set up, or raised"
@@ -194,7 +194,7 @@ def nodes_of_exchange(
     ranks = dist.get_process_group_ranks(group)
     hosts, named, rules = zip(*gather_objects((node_here(), is_named(), rule), group), strict=True)
     check_named_alike(named, ranks)
-    check_same_rule(rules, ranks)
+    check_same_config(rules, ranks)
     if ranks_per_node is None:
         return number_nodes(hosts), None
     nodes = consecutive_nodes(ranks, ranks_per_node)

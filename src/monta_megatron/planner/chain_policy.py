@@ -63,7 +63,7 @@ class ChainPolicy:
         """Number of token blocks that are counted: at least as many as chunks."""
         return blocks_for(max(self.num_chunks))
 
-    def rule(self) -> dict[str, Any]:
+    def agreed_config(self) -> dict[str, Any]:
         """Values that every rank has to agree on."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class FixedPolicy(ChainPolicy):
 
     reason: str
 
-    def rule(self) -> dict[str, Any]:
+    def agreed_config(self) -> dict[str, Any]:
         """See `ChainPolicy`."""
         return {"chain": self.chains[0].name, "num_chunks": self.num_chunks[0]}
 
@@ -100,7 +100,7 @@ class PlannedPolicy(ChainPolicy):
         memory_limit_bytes: limit on what an exchange holds on a rank. Where every chain is expected
             to hold more, the one that holds the least is chosen: a training that has come to larger
             batches goes on.
-        beside_us: other work that runs beside the exchange; see `select.select`.
+        beside_us: other work that runs beside the exchange; see `select.select_chain`.
         named: why there is but one chain in one number of chunks, whose prices are only watched.
     """
 
@@ -111,7 +111,7 @@ class PlannedPolicy(ChainPolicy):
     named: str = ""
     _tables: dict[Routing, "ChoiceTable"] = field(default_factory=dict)
 
-    def rule(self) -> dict[str, Any]:
+    def agreed_config(self) -> dict[str, Any]:
         """See `ChainPolicy`."""
         return {
             "chain": self.chains[0].name if self.named else "auto",
@@ -141,9 +141,9 @@ class PlannedPolicy(ChainPolicy):
     ) -> "Selection":
         """Selection for `tokens` tokens per rank; see `Workload`."""
         # A named chain prices nothing.
-        from monta_megatron.planner.select import select
+        from monta_megatron.planner.select import select_chain
 
-        return select(
+        return select_chain(
             replace(
                 self.workload,
                 tokens_per_rank=tokens,

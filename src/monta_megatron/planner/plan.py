@@ -21,7 +21,7 @@ from monta_megatron.planner.cluster import Cluster, Kernels
 from monta_megatron.planner.cluster_file import ResourceRate, resource_rates
 from monta_megatron.planner.pricing import AROUND_STAGES, pass_lower_bound_us
 from monta_megatron.planner.schedule import serial_us
-from monta_megatron.planner.select import Selection, num_exchanged_counts, percent, select
+from monta_megatron.planner.select import Selection, num_exchanged_counts, percent, select_chain
 from monta_megatron.planner.traffic import StageTraffic
 from monta_megatron.planner.workload import Workload
 
@@ -285,12 +285,12 @@ def plan(workload: Workload, cluster: Cluster, **settings: Any) -> Plan:
     Args:
         workload: the exchange.
         cluster: the cluster it runs on.
-        settings: passed to `select.select`.
+        settings: passed to `select.select_chain`.
 
     Raises:
         ValueError: no chain can run, or keeps to the limit.
     """
-    return plan_of(select(workload, cluster, **settings))
+    return plan_of(select_chain(workload, cluster, **settings))
 
 
 def plan_of(selection: Selection) -> Plan:
@@ -339,7 +339,7 @@ def slowest_plan(
     Args:
         workloads: one for every way in which the exchanges of a layout lie on the nodes.
         cluster: the cluster it runs on.
-        settings: passed to `select.select`.
+        settings: passed to `select.select_chain`.
 
     Raises:
         ValueError: no chain can run.

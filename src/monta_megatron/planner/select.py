@@ -113,7 +113,7 @@ def num_exchanged_counts(
     return message_size(able, workload.layout, blocks_for(max(num_chunks))) if able else 0
 
 
-def select(
+def select_chain(
     workload: Workload,
     cluster: Cluster,
     *,

@@ -10,7 +10,7 @@ from monta_megatron.planner.benefit import Benefit, Iteration, benefit_of
 from monta_megatron.planner.layout import iteration_of
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan_of
-from monta_megatron.planner.select import select
+from monta_megatron.planner.select import select_chain
 
 # 2.16 times as fast; 3.6 ms for each of 24 layers and 32 micro-batches are 2.76 s.
 FASTER = Benefit(chain="hierarchical_alltoall", chosen_us=3_100.0, alltoall_us=6_700.0)
@@ -124,12 +124,12 @@ def test_without_a_price_there_is_no_benefit() -> None:
 
 
 def test_a_selection_and_its_plan_gain_the_same() -> None:
-    selection = select(workload_of(16), preset("h100_8x_ndr"))
+    selection = select_chain(workload_of(16), preset("h100_8x_ndr"))
     benefit = selection.benefit
     assert benefit is not None and benefit.ratio > 1
     assert plan_of(selection).benefit == benefit
     # Beside other work nobody waits for all of the exchange.
-    beside = select(workload_of(16), preset("h100_8x_ndr"), beside_us=500.0)
+    beside = select_chain(workload_of(16), preset("h100_8x_ndr"), beside_us=500.0)
     assert beside.benefit is plan_of(beside).benefit is None
     by_chain = [price for price in selection.prices if price.chain.name == "alltoall"]
     assert [price.total_us for price in by_chain] == [benefit.alltoall_us]

@@ -12,7 +12,7 @@ from monta_megatron.cli import main
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster, Contention
 from monta_megatron.planner.plan import Plan, plan
-from monta_megatron.planner.select import select
+from monta_megatron.planner.select import select_chain
 
 # Nothing slows the work beside the exchange.
 H100 = replace(
@@ -58,13 +58,13 @@ def test_each_pass_has_its_part_of_the_other_work_beside_it(beside_us: float) ->
 
 
 def test_of_what_is_hidden_alike_the_plainer_is_chosen() -> None:
-    selection = select(TWO_NODES, H100, beside_us=HUGE_US)
+    selection = select_chain(TWO_NODES, H100, beside_us=HUGE_US)
     least_us = min(price.exposed_us for price in selection.prices)
     assert least_us == pytest.approx(min(map(around_us, selection.prices)))
     near = [price for price in selection.prices if price.exposed_us <= 1.03 * least_us]
     assert len({price.chain.name for price in near}) > 1
     assert selection.price.plainness == min(price.plainness for price in near)
-    assert select(TWO_NODES, H100).price.chain is not selection.price.chain
+    assert select_chain(TWO_NODES, H100).price.chain is not selection.price.chain
 
 
 def test_what_slows_other_work_is_left_over() -> None:
@@ -79,7 +79,7 @@ def test_what_slows_other_work_is_left_over() -> None:
     # Each runs at half its rate for twice the network's time.
     assert price.exposed_us == pytest.approx(around_us(price) + sum(network_us), abs=1e-3)
     # So a chain that needs the network least is chosen, though all of each is hidden.
-    selection = select(TWO_NODES, cluster, beside_us=HUGE_US)
+    selection = select_chain(TWO_NODES, cluster, beside_us=HUGE_US)
     assert selection.price.chain.name.startswith("hierarchical_")
 
 

@@ -218,5 +218,5 @@ def test_ranks_that_know_the_same_decide_the_same(policy: PlannedPolicy) -> None
     for training in trainings:
         training.run(40, expected_routing("skewed", 64, 8, 2))
     assert trainings[0].ran == trainings[1].ran
-    assert trainings[0].decision.rule() == trainings[1].decision.rule()
-    assert json.dumps(trainings[0].decision.rule())
+    assert trainings[0].decision.agreed_config() == trainings[1].decision.agreed_config()
+    assert json.dumps(trainings[0].decision.agreed_config())

@@ -17,7 +17,7 @@ from monta_megatron.planner.layer_price import bound_layers, layer_peak_bytes
 from monta_megatron.planner.plan import plan, plan_of
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.schedule import Work, simulate
-from monta_megatron.planner.select import select
+from monta_megatron.planner.select import select_chain
 from monta_megatron.planner.workload import Workload
 
 H100 = preset("h100_8x_ndr")
@@ -55,7 +55,7 @@ def total_us(num_chunks: int, expert_us: float, policy: Policy, in_background: b
     workload = workload_with(experts_of_us(1, in_background))
     chain = next(
         price.chain
-        for price in select(workload, H100, phase="forward").prices
+        for price in select_chain(workload, H100, phase="forward").prices
         if price.chain.name == "alltoall_dedup"
     )
     layer, *_ = bound_layers(workload, chain, num_chunks, LAYOUT, policy, "forward")
@@ -136,7 +136,7 @@ def test_contention_with_compute_makes_a_split_layer_slower() -> None:
     """What experts lose to collectives on the SMs is part of the price of a split layer alone."""
 
     def best_us(cluster: Cluster, pipelined: bool) -> float:
-        prices = select(workload_with(experts_of_us(3000.0)), cluster).prices
+        prices = select_chain(workload_with(experts_of_us(3000.0)), cluster).prices
         return next(p.total_us for p in prices if p.experts_pipelined == pipelined)
 
     slow = replace(
@@ -152,14 +152,14 @@ def test_contention_with_compute_makes_a_split_layer_slower() -> None:
 
 
 def test_no_candidate_beats_its_lower_bound() -> None:
-    for candidate in plan_of(select(workload_with(experts_of_us(3000.0)), H100)).candidates:
+    for candidate in plan_of(select_chain(workload_with(experts_of_us(3000.0)), H100)).candidates:
         if candidate.predicted_us is not None and candidate.lower_bound_us is not None:
             assert candidate.lower_bound_us <= candidate.predicted_us * (1 + 1e-9), candidate
 
 
 def test_liveness_is_at_most_two_chunks_above_the_unsplit_layer() -> None:
     workload = workload_with(experts_of_us(1.0))
-    prices = [price for price in select(workload, H100).prices if price.experts_pipelined]
+    prices = [price for price in select_chain(workload, H100).prices if price.experts_pipelined]
     for chain in {price.chain.name: price.chain for price in prices}.values():
         peaks = {
             num_chunks: [

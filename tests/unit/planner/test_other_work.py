@@ -10,7 +10,13 @@ from clusters import preset, workload_of
 from monta_megatron.planner.online.tuning import LATE, Tuning, TuningCandidate, tuning_candidates
 from monta_megatron.planner.online.tuning_report import plan_of_tuning, tuning_table
 from monta_megatron.planner.plan import Plan, plan
-from monta_megatron.planner.select import OtherWork, Selection, left_over_us, other_work_of, select
+from monta_megatron.planner.select import (
+    OtherWork,
+    Selection,
+    left_over_us,
+    other_work_of,
+    select_chain,
+)
 from monta_megatron.planner.workload import Workload
 
 H100 = preset("h100_8x_ndr")
@@ -65,12 +71,12 @@ def test_what_the_work_loses_is_left_over_of_measured_times_too() -> None:
 
 @pytest.mark.parametrize("beside_us", BESIDE_US)
 def test_as_predicted_the_prediction_is_left_over(beside_us: float) -> None:
-    for price in select(TWO_NODES, H100, beside_us=beside_us).prices:
+    for price in select_chain(TWO_NODES, H100, beside_us=beside_us).prices:
         other_work = other_work_of(price)
         assert other_work is not None
         assert other_work.beside_us == pytest.approx(beside_us)
         assert other_work.left_over_us(price.total_us) == pytest.approx(price.exposed_us)
-    assert other_work_of(select(TWO_NODES, H100).price) is None
+    assert other_work_of(select_chain(TWO_NODES, H100).price) is None
 
 
 def tuned(selection: Selection, factors: dict[str, float] | None = None) -> Tuning:
@@ -98,7 +104,7 @@ def test_a_tuning_ends_with_the_plan_if_all_is_as_planned(
     workload: Workload, beside_us: float
 ) -> None:
     planned = plan(workload, H100, beside_us=beside_us)
-    tuning = tuned(select(workload, H100, beside_us=beside_us))
+    tuning = tuned(select_chain(workload, H100, beside_us=beside_us))
     assert tuning.candidates[tuning.winner].key == (planned.chain, planned.num_chunks)
 
 
@@ -126,13 +132,13 @@ def test_of_what_is_hidden_alike_the_plainer_wins() -> None:
 
 
 def test_replicas_with_other_predictions_of_it_settle_alone() -> None:
-    plain = tuning_candidates(select(TWO_NODES, H100))
+    plain = tuning_candidates(select_chain(TWO_NODES, H100))
     hashes = [
         Tuning(candidates=candidates, num_steps=9).summary()[0]
         for candidates in (
             plain,
-            tuning_candidates(select(TWO_NODES, H100, beside_us=1000.0)),
-            tuning_candidates(select(TWO_NODES, H100, beside_us=2000.0)),
+            tuning_candidates(select_chain(TWO_NODES, H100, beside_us=1000.0)),
+            tuning_candidates(select_chain(TWO_NODES, H100, beside_us=2000.0)),
         )
     ]
     assert len(set(hashes)) == 3
@@ -140,7 +146,7 @@ def test_replicas_with_other_predictions_of_it_settle_alone() -> None:
 
 def test_a_tuning_says_what_is_left_over() -> None:
     """The pick takes twice what was predicted, so another chain leaves less over."""
-    selection = select(TWO_NODES, H100, beside_us=2000.0)
+    selection = select_chain(TWO_NODES, H100, beside_us=2000.0)
     pick = selection.price.chain.name
     tuning = tuned(selection, {pick: 2.0})
     winner = tuning.candidates[tuning.winner]
@@ -156,6 +162,6 @@ def test_a_tuning_says_what_is_left_over() -> None:
     assert of_pick.rejected is not None and "us are left over" in of_pick.rejected
     assert isinstance(made, Plan)
     # On other traffic it is chosen by the same rule: of all that is hidden, the plainest.
-    hidden = select(TWO_NODES, H100, beside_us=1e7)
+    hidden = select_chain(TWO_NODES, H100, beside_us=1e7)
     chosen = tuned(hidden).select(hidden.allowed, ("no chain", 1))
     assert chosen is hidden.price

@@ -25,7 +25,7 @@ from monta_megatron.planner.online.tuning_report import (
     tuning_table,
 )
 from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.select import select
+from monta_megatron.planner.select import select_chain
 
 H100 = preset("h100_8x_ndr")
 
@@ -337,7 +337,7 @@ def test_factors_of_what_was_not_measured() -> None:
 
 
 def test_candidates_of_a_selection() -> None:
-    selection = select(workload_of(16), H100)
+    selection = select_chain(workload_of(16), H100)
     found = tuning_candidates(selection)
     assert found[0].key == (selection.price.chain.name, selection.price.num_chunks)
     assert found[0].predicted_us == selection.price.total_us
@@ -351,14 +351,14 @@ def test_candidates_of_a_selection() -> None:
     first = [chains.index(chain) for chain in dict.fromkeys(chains)]
     assert first == list(range(len(first)))
     # Where stock's order is the pick, it comes once.
-    inside = tuning_candidates(select(workload_of(8, topk=1), H100.with_kernels(False)))
+    inside = tuning_candidates(select_chain(workload_of(8, topk=1), H100.with_kernels(False)))
     assert inside[0].key == ("alltoall", 1) and ("alltoall", 1) not in [
         candidate.key for candidate in inside[1:]
     ]
 
 
 def test_new_traffic_is_planned_with_the_factors() -> None:
-    selection = select(workload_of(16), H100)
+    selection = select_chain(workload_of(16), H100)
     tuning = Tuning(candidates=tuning_candidates(selection), num_steps=20)
     pick = tuning.candidates[0]
     # Everything takes twice what was predicted, but stock's order a tenth.
@@ -367,7 +367,7 @@ def test_new_traffic_is_planned_with_the_factors() -> None:
         tuning, [f * each.predicted_us for f, each in zip(factors, tuning.candidates, strict=True)]
     )
     assert tuning.candidates[tuning.winner].chain == "alltoall"
-    less = select(workload_of(16, tokens=2048), H100)
+    less = select_chain(workload_of(16, tokens=2048), H100)
     assert less.price.chain.name == pick.chain
     assert tuning.select(less.allowed, ("alltoall", 1)).chain.name == "alltoall"
     # What runs stays within the margin, and may be none of what is allowed now.
@@ -375,7 +375,7 @@ def test_new_traffic_is_planned_with_the_factors() -> None:
 
 
 def test_a_plan_of_what_was_measured(tmp_path: Any) -> None:
-    selection = select(workload_of(16), H100)
+    selection = select_chain(workload_of(16), H100)
     tuning = Tuning(candidates=tuning_candidates(selection), num_steps=20)
     tune(tuning, [500 if each.chain == "alltoall" else 1000 for each in tuning.candidates])
     plan = plan_of_tuning(selection, tuning, tokens_per_rank=4000)
@@ -417,7 +417,7 @@ def test_the_table_says_what_was_predicted_and_measured() -> None:
 
 
 def test_a_plan_of_too_few_iterations_says_so() -> None:
-    selection = select(workload_of(16), H100)
+    selection = select_chain(workload_of(16), H100)
     tuning = Tuning(candidates=tuning_candidates(selection), num_steps=1)
     tune(tuning, [1000] * len(tuning.candidates))
     plan = plan_of_tuning(selection, tuning, tokens_per_rank=4096)

@@ -18,7 +18,7 @@ from monta_megatron.planner.online.drift import (
     NUM_USUAL,
     PASS_NAMES,
     Change,
-    Watching,
+    DriftMonitor,
     lasting_change,
 )
 from monta_megatron.planner.routing.expected import UniformRouting
@@ -77,7 +77,7 @@ class Run:
     """Iterations of an exchange on a rail and a node group, with given times per link."""
 
     def __init__(self, num_steps: int, *chains: str, cluster: Cluster | None = None) -> None:
-        self.watching = Watching(num_steps, RANKS, LAYOUT)
+        self.watching = DriftMonitor(num_steps, RANKS, LAYOUT)
         self.decision = Decision(
             make_policy(*(chains or ("hierarchical_alltoall",)), cluster=cluster),
             watching=self.watching,
@@ -125,25 +125,25 @@ def test_a_slower_link_is_named_in_time_with_its_group() -> None:
 
 def test_auto_plans_with_the_new_rate_and_back() -> None:
     run = Run(16, "hierarchical_alltoall", "alltoall")
-    before = run.decision.rule()["costs"]
+    before = run.decision.agreed_config()["costs"]
 
     def iterate(slow: float) -> None:
         for _ in range(120):
             run.iterate([1_000 * slow] * 4, [100] * 4)
 
     iterate(1)
-    assert run.changes == [] and run.decision.rule()["costs"] == before
+    assert run.changes == [] and run.decision.agreed_config()["costs"] == before
     iterate(4)
     assert run.watching.rate_ratios["inter"] == pytest.approx(0.25)
-    assert "network x 0.25" in run.decision.rule()["costs"]
+    assert "network x 0.25" in run.decision.agreed_config()["costs"]
     state = run.decision.state()
     assert state.rate_ratios == (pytest.approx(0.25), 1.0)
     resumed = Run(16, "hierarchical_alltoall", "alltoall")
     resumed.decision.resume(state)
-    assert resumed.decision.rule()["costs"] == run.decision.rule()["costs"]
+    assert resumed.decision.agreed_config()["costs"] == run.decision.agreed_config()["costs"]
     iterate(1)
     assert [change.factor for _, change in run.changes] == pytest.approx([4, 0.25])
-    assert run.decision.rule()["costs"] == before
+    assert run.decision.agreed_config()["costs"] == before
 
 
 def test_the_node_link_is_told_from_the_network() -> None:
@@ -226,7 +226,7 @@ def test_a_device_that_has_not_come_to_a_pass_is_left_out() -> None:
 
 
 def test_nothing_is_watched_while_candidates_take_turns() -> None:
-    watching = Watching(1, RANKS, LAYOUT)
+    watching = DriftMonitor(1, RANKS, LAYOUT)
     policy = make_policy("hierarchical_alltoall", "alltoall")
     decision = Decision(policy, 3, watching)
     nothing = Outcome(None, np.zeros((4, 0), dtype=np.int64))
@@ -244,4 +244,4 @@ def test_a_named_chain_is_watched_as_it_is() -> None:
     policy = replace(make_policy("hierarchical_alltoall"), named="as asked for", _tables={})
     choice = policy.choose(512)
     assert (choice.chain.name, choice.reason) == ("hierarchical_alltoall", "as asked for")
-    assert policy.rule()["chain"] == "hierarchical_alltoall"
+    assert policy.agreed_config()["chain"] == "hierarchical_alltoall"

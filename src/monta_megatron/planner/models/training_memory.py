@@ -134,9 +134,9 @@ def plan_within_memory(
         cluster: the cluster it runs on.
         memory: what the training holds beside them.
         where: the layout, for messages.
-        memory_limit_bytes, or_least: as in `select.select`, a limit of the user's beside
+        memory_limit_bytes, or_least: as in `select.select_chain`, a limit of the user's beside
             that of the memory.
-        settings: passed to `select.select`.
+        settings: passed to `select.select_chain`.
 
     Returns:
         The plan, its workload, and the memory with its exchange.

@@ -36,7 +36,7 @@ from monta_megatron.planner.routing.observed import (
 from monta_megatron.planner.select import Selection
 
 if TYPE_CHECKING:
-    from monta_megatron.planner.online.drift import Watching
+    from monta_megatron.planner.online.drift import DriftMonitor
     from monta_megatron.planner.online.tuning import Tuning, TuningCandidate
 
 
@@ -51,8 +51,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         traffic: where its tokens went; None if it had none.
-        pass_us: [S, P] the time of each pass; P is 0 where none was timed. What `Watching.learn`
-            takes where it was watched.
+        pass_us: [S, P] the time of each pass; P is 0 where none was timed. Where it was
+            watched, the argument of `DriftMonitor.learn`.
     """
 
     traffic: Traffic | None
@@ -90,7 +90,10 @@ class Decision:
     """
 
     def __init__(
-        self, policy: PlannedPolicy, num_tuning_steps: int = 0, watching: "Watching | None" = None
+        self,
+        policy: PlannedPolicy,
+        num_tuning_steps: int = 0,
+        watching: "DriftMonitor | None" = None,
     ) -> None:
         self.number = 0
         self.routing: Routing = policy.workload.routing
@@ -132,7 +135,7 @@ class Decision:
             and tuning.settled_us is None
         )
 
-    def rule(self) -> dict[str, Any]:
+    def agreed_config(self) -> dict[str, Any]:
         """Values that all ranks of the exchange agree on in this iteration."""
         tuning = self.tuning
         return {

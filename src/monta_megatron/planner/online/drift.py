@@ -61,7 +61,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchedIteration:
+class MeasuredIteration:
     """Times of a watched iteration.
 
     Attributes:
@@ -113,7 +113,7 @@ class Observed(NamedTuple):
         slowest: likewise, the ranks of the slowest of these groups, in the job.
     """
 
-    took: WatchedIteration
+    took: MeasuredIteration
     stages: Mapping[Resource, tuple[str, ...]]
     slowest: Mapping[Resource, tuple[int, ...]]
 
@@ -165,7 +165,7 @@ def observe(
     fastest, most_us = int(total_us.argmin()), int(total_us.max())
     order = total_us.argsort(kind="stable")[:MOST_NAMED]
     overload = rows.max(axis=0) * len(rows) / np.maximum(rows.sum(axis=0), 1)
-    took = WatchedIteration(
+    took = MeasuredIteration(
         iteration=turn.iteration,
         chain=turn.chain,
         num_chunks=turn.num_chunks,
@@ -280,7 +280,7 @@ def usual_ratio(ratios: Sequence[float]) -> float | None:
     return median(before) if len(before) >= NUM_USUAL else None
 
 
-class Watching:
+class DriftMonitor:
     """Drift monitor of one exchange; the same on all of its ranks.
 
     Args:
@@ -295,7 +295,7 @@ class Watching:
     """
 
     def __init__(self, num_steps: int, ranks: Sequence[int], layout: Layout) -> None:
-        self.latest: WatchedIteration | None = None
+        self.latest: MeasuredIteration | None = None
         self.change: Change | None = None
         self.rate_ratios: dict[Resource, float] = dict.fromkeys(LINKS, 1.0)
         self._num_steps, self._ranks, self._layout = num_steps, ranks, layout

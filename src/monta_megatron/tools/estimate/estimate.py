@@ -220,7 +220,7 @@ def estimate_run(
     Args:
         run: what was read for the request.
         request: the request.
-        price: as in `planner.select.select`.
+        price: as in `planner.select.select_chain`.
         with_ends: also predict by both ends of what the cluster states.
 
     Raises:

@@ -78,7 +78,7 @@ def rank_layouts(
         world_size, cp, pp: the same for all layouts.
         phase: the phase to choose for.
         workloads: layout -> its exchanges; see `planner.layout.workloads_of`.
-        memory_limit_bytes, margin: for the plan of each layout; see `select.select`.
+        memory_limit_bytes, margin: for the plan of each layout; see `select.select_chain`.
         ignore_memory: keep the layouts that do not fit.
         progress: gets a step for every layout.
 

@@ -180,7 +180,7 @@ def read_inputs(
     Args:
         request: to plan.
         progress: opened around the ranking, which takes seconds.
-        settings: arguments of `planner.select.select`, for the ranking.
+        settings: arguments of `planner.select.select_chain`, for the ranking.
 
     Raises:
         ValueError: a file or a size is wrong, or the layout does not fit.
@@ -258,7 +258,7 @@ def plan_request(
         request: tokens, routing, phase and memory.
         inputs: model, cluster and layout.
         where: origin of the layout, for messages; None for the request or its file.
-        settings: arguments of `planner.select.select`.
+        settings: arguments of `planner.select.select_chain`.
 
     Raises:
         ValueError: no chain can run, or the training does not fit into the memory of a rank.
@@ -296,7 +296,7 @@ def candidate_of(
         plan: what came of it.
         chain: key of `chains.CHAINS`.
         num_chunks: None for the best.
-        settings: arguments of `planner.select.select`, without limits.
+        settings: arguments of `planner.select.select_chain`, without limits.
 
     Raises:
         ValueError: the chain does not run in so many chunks.

@@ -14,7 +14,7 @@ from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster, nearest_preset
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.select import select
+from monta_megatron.planner.select import select_chain
 from monta_megatron.tools.estimate.estimate import with_1f1b_overlap
 from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time, workload_of
 from monta_megatron.tools.estimate.iteration import (
@@ -326,7 +326,7 @@ def _with_monta(
     """The iteration with the planner's choice."""
     plain = replace(settings, dispatcher="alltoall")
     workload = workload_of(model, plain, cluster)
-    price = select(workload, cluster).price
+    price = select_chain(workload, cluster).price
     stock = exchange_time(model, plain, cluster, assumed)
     chosen = chosen_time(
         stock, workload, cluster, assumed, CHAINS[price.chain.name], price.num_chunks

@@ -15,7 +15,7 @@ from monta_megatron.common.files import read_json_lines
 from monta_megatron.common.rules import NonNegativeFloat
 from monta_megatron.common.units import counted
 from monta_megatron.integration.options import DISPATCHER_TYPE
-from monta_megatron.planner.online.drift import BUSY, Change, WatchedIteration
+from monta_megatron.planner.online.drift import BUSY, Change, MeasuredIteration
 from monta_megatron.planner.plan import Plan
 from monta_megatron.tools.launch.arguments import DISPATCHER
 from monta_megatron.tools.launch.exchanges import exchanges_of_run, iteration_of_run
@@ -35,7 +35,7 @@ MOST_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchedLine(WatchedIteration):
+class WatchedLine(MeasuredIteration):
     """A line of the file: an iteration, from 1, and the change noticed in it.
 
     The first files had neither `link_ms` nor `predicted_busy_ms`.

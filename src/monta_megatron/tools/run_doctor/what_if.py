@@ -12,7 +12,7 @@ from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import with_experts
-from monta_megatron.planner.select import select
+from monta_megatron.planner.select import select_chain
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import Arguments
 from monta_megatron.tools.launch.exchanges import RunExchanges
@@ -52,13 +52,13 @@ def what_if(
         key=lambda priced: priced[0].total_us,
     )
     in_eight_bits = replace(workload, quantized_passes=quantized_passes(True))
-    layers = select(with_experts(workload, model, cluster), cluster).prices
+    layers = select_chain(with_experts(workload, model, cluster), cluster).prices
     split = next((layer for layer in layers if layer.experts_pipelined), None)
     unsplit = next(layer for layer in layers if not layer.experts_pipelined)
     found = WhatIf(
         basis="model and cluster file, the model's own router",
         ran=_choice(price),
-        fastest=_choice(select(workload, cluster).price),
+        fastest=_choice(select_chain(workload, cluster).price),
         eight_bits=None
         if workload.quantized_passes
         else _choice(_price(in_eight_bits, cluster, ran)),
