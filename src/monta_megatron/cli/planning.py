@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +86,8 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
         help="tokens travel to their experts in eight bits (default: in their own dtype)",
     )
     parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
+    # Of the request, where no flag says otherwise.
+    parser.set_defaults(overlap_experts=False, **({} if says_gain else {"global_batch_size": None}))
 
 
 def add_kernels(parser: Any) -> None:
@@ -153,13 +154,18 @@ def add_overlap_experts(parser: Any) -> None:
     )
 
 
+def has_layout(parsed: argparse.Namespace) -> bool:
+    """Whether a layout is given; without one, all are ranked."""
+    return any((parsed.layout, parsed.tp, parsed.ep, parsed.etp))
+
+
 def check_has_layout(parsed: argparse.Namespace, flag: str, reason: str) -> None:
     """Refuse a flag that needs a layout where none is given.
 
     Raises:
         ValueError: none is.
     """
-    if not any((parsed.layout, parsed.tp, parsed.ep, parsed.etp)):
+    if not has_layout(parsed):
         raise ValueError(f"{flag}, must be with a layout (--ep N): {reason}")
 
 
@@ -177,13 +183,30 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
     from monta_megatron.planner.cluster_file import load_cluster
     from monta_megatron.tools.plan.request import PlanRequest, read_inputs
 
-    given = {
-        entry.name: getattr(parsed, entry.name)
-        for entry in fields(PlanRequest)
-        if entry.name in parsed
-    }
-    given["world_size"] = world_size_of(parsed, lambda: load_cluster(parsed.cluster).ranks_per_node)
-    request = PlanRequest(**given)
+    request = PlanRequest(
+        model=parsed.model,
+        cluster=parsed.cluster,
+        layout=parsed.layout,
+        global_batch_size=parsed.global_batch_size,
+        world_size=world_size_of(parsed, lambda: load_cluster(parsed.cluster).ranks_per_node),
+        tp=parsed.tp,
+        ep=parsed.ep,
+        etp=parsed.etp,
+        cp=parsed.cp,
+        pp=parsed.pp,
+        tokens=parsed.tokens,
+        seq_length=parsed.seq_length,
+        micro_batch_size=parsed.micro_batch_size,
+        routing=parsed.routing,
+        phase=parsed.phase,
+        inter_rate_ratio=parsed.inter_rate_ratio,
+        ignore_memory=parsed.ignore_memory,
+        overlap_experts=parsed.overlap_experts,
+        kernels=parsed.kernels,
+        rail_ctas=parsed.rail_ctas,
+        node_ctas=parsed.node_ctas,
+        wire_dtype=parsed.wire_dtype,
+    )
     # A terminal shows progress, a log does not need it.
     progress = partial(show_progress, parsed.command, sys.stderr.isatty())
     return request, read_inputs(request, progress, **settings)

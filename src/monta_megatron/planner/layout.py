@@ -16,7 +16,7 @@ Notation: S = ranks of the exchange.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -232,7 +232,7 @@ def workloads_of(
     layout: ParallelLayout,
     ranks_per_node: int,
     tokens_per_rank: int | None = None,
-    routing: Callable[[Layout], Routing] | None = None,
+    routings: Sequence[Routing] | None = None,
 ) -> list[Workload]:
     """One workload for every way in which the layout's exchanges lie on the nodes.
 
@@ -241,12 +241,14 @@ def workloads_of(
         layout: how the ranks are grouped.
         ranks_per_node: ranks joined by the node link.
         tokens_per_rank: None for the number that follows from the model's batch.
-        routing: layout of an exchange -> its routing; None for the model's own router.
+        routings: of each of `exchanges`; None for the model's own router.
     """
     tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
+    places = exchanges(layout, model.num_experts, ranks_per_node)
+    given: Sequence[Routing | None] = routings or [None] * len(places)
     return [
-        workload_of_model(model, exchange, tokens, None if routing is None else routing(exchange))
-        for exchange in exchanges(layout, model.num_experts, ranks_per_node)
+        workload_of_model(model, place, tokens, routing)
+        for place, routing in zip(places, given, strict=True)
     ]
 
 

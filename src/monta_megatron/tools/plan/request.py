@@ -23,6 +23,7 @@ from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
 from monta_megatron.planner.layout import (
     ParallelLayout,
+    exchanges,
     iteration_of,
     uniform_routing,
     with_experts,
@@ -324,13 +325,9 @@ def _workloads(
     request: PlanRequest, model: Model, cluster: Cluster, layout: ParallelLayout
 ) -> list[Workload]:
     tokens = layout.tokens_per_rank(model) if request.tokens is None else request.tokens
-    workloads = workloads_of(
-        model,
-        layout,
-        cluster.ranks_per_node,
-        tokens,
-        lambda place: _routing(request.routing, model, place, tokens),
-    )
+    places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
+    routings = [_routing(request.routing, model, place, tokens) for place in places]
+    workloads = workloads_of(model, layout, cluster.ranks_per_node, tokens, routings)
     if request.wire_dtype is not None:
         passes = quantized_passes(True)
         workloads = [replace(workload, quantized_passes=passes) for workload in workloads]
