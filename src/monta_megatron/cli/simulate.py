@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,66 +70,23 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Plan at every value."""
-    from monta_megatron.chains import CHAINS
-    from monta_megatron.planner.select import MARGIN
     from monta_megatron.tools.pictures import check_can_plot
-    from monta_megatron.tools.plan.simulation import (
-        benefit_line,
-        best_within,
-        plan_at,
-        simulation_tables,
-        simulation_title,
-    )
+    from monta_megatron.tools.plan.simulation import simulate
 
     request, inputs = planning.read(parsed)
-    sweep: _Sweep = parsed.sweep
     check_can_plot(parsed.plot)
     limit_bytes = bytes_of_gb(parsed.memory_limit_gb)
-    planned = [plan_at(request, inputs, sweep.factor, value, limit_bytes) for value in sweep.values]
-    plans = [plan for plan, _, _ in planned]
-    title = simulation_title(request, inputs, sweep.factor)
+    simulation = simulate(request, inputs, parsed.sweep.factor, parsed.sweep.values, limit_bytes)
     if parsed.json:
-        document = {
-            "title": title,
-            "factor": sweep.factor,
-            "points": [
-                {
-                    "value": value,
-                    "chain": plan.chain,
-                    "num_chunks": plan.num_chunks,
-                    "predicted_us": plan.predicted_us,
-                    "range_us": plan.range_us,
-                    "reason": plan.reason,
-                    "best_us": plan.best_us(),
-                    "least_bytes": {chain: best_within(plan, chain)[1] for chain in CHAINS},
-                    "notes": list(plan.notes),
-                    "memory": memory.document(),
-                    "benefit": None if benefit is None else benefit.document(),
-                }
-                for value, (plan, memory, benefit) in zip(sweep.values, planned, strict=True)
-            ],
-        }
-        print_json(document)
+        print_json(simulation.document())
     else:
-        most = max((memory for _, memory, _ in planned), key=lambda memory: memory.needed_bytes)
-        about = [*textwrap.wrap(title, WIDTH), *textwrap.wrap(f"needs {most.describe()}", WIDTH)]
-        notes = dict.fromkeys(note for plan in plans for note in plan.notes)
-        with_memory = [(plan, memory) for plan, memory, _ in planned]
-        tables = simulation_tables(sweep.factor, sweep.values, with_memory, limit_bytes)
-        gain = benefit_line(sweep.factor, sweep.values, [benefit for _, _, benefit in planned])
-        after = [
-            "us, each chain in its best number of chunks; * the choice, in its own: the",
-            f"fastest, or a plainer one within {MARGIN:.0%} of it; - cannot run; over: holds more",
-            "than it may in any number of chunks",
-            *([] if gain is None else textwrap.wrap(gain, WIDTH)),
-            *(line for note in notes for line in textwrap.wrap(f"note: {note}", WIDTH)),
-        ]
-        print("\n\n".join(["\n".join(about), *tables, "\n".join(after)]))
+        print(simulation.text(WIDTH))
     if parsed.plot is not None:
         from monta_megatron.tools.plan.report import plot_plans
 
-        path = Path(parsed.plot) / f"simulate_{sweep.factor}.png"
-        plot_plans(sweep.values, plans, FACTORS[sweep.factor][1], title, path)
+        path = Path(parsed.plot) / f"simulate_{simulation.factor}.png"
+        label = FACTORS[simulation.factor][1]
+        plot_plans(simulation.values, simulation.plans, label, simulation.title, path)
         print(f"monta simulate: drew {path}", file=sys.stderr)
     return 0
 
