@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the README's chart from the table of docs/benchmarks/auto_against_stock_2x4.md.
+"""Draw the README's chart from the table of docs/benchmarks.md.
 
     python scripts/readme_chart.py [FILE]     # default: docs/pictures/auto_by_rate.png
 
@@ -14,7 +14,8 @@ from typing import Any
 from monta_megatron.tools import pictures
 
 DOCS = Path(__file__).parents[1] / "docs"
-RESULTS = DOCS / "benchmarks" / "auto_against_stock_2x4.md"
+RESULTS = DOCS / "benchmarks.md"
+HEADING = "## `auto` against stock `alltoall`"
 # TP, EP, ETP of the 8 ranks.
 LAYOUTS = {
     "1, 8, 1": ("monta, auto: EP 8", pictures.PICK_COLOUR),
@@ -36,8 +37,9 @@ class Ratio:
 
 
 def results() -> list[dict[str, str]]:
-    """The rows of the page's last table, by the names of their columns."""
-    *_, table = RESULTS.read_text(encoding="utf-8").strip().split("\n\n")
+    """The rows of the last table of its section, by the names of their columns."""
+    _, _, section = RESULTS.read_text(encoding="utf-8").partition(HEADING)
+    *_, table = section.partition("\n## ")[0].strip().split("\n\n")
     lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
     names, _, *rows = lines
     return [dict(zip(names, row, strict=True)) for row in rows]

@@ -1,43 +1,64 @@
 #!/usr/bin/env python
-"""Write docs/claims.md and docs/studies from the cost model: what is predicted of open questions.
+"""Write docs/claims.md from the cost model: claims of papers, and predictions of open questions.
 
-    python scripts/study_pages.py topologies    # print one page
-    python scripts/study_pages.py --write       # write all of them, and draw their pictures
-    python scripts/study_pages.py --write scale # or one
+    python scripts/study_pages.py topologies    # print one section
+    python scripts/study_pages.py --write       # write the page, and draw its pictures
 
-Nothing is measured here. A test fails if a page differs from what this prints; drawing needs
+Nothing is measured here. A test fails if the page differs from what this prints; drawing needs
 matplotlib (the `plot` extra).
 """
 
 import argparse
+import re
 from pathlib import Path
+from types import ModuleType
 
 from studies import claims, contention, scale, sequences, topologies
 
 DOCS = Path(__file__).parents[1] / "docs"
-# Name -> the module that makes it, and its page.
-STUDIES = {
-    "claims": (claims, DOCS / "claims.md"),
-    "topologies": (topologies, DOCS / "studies" / "topologies.md"),
-    "contention": (contention, DOCS / "studies" / "contention.md"),
-    "sequences": (sequences, DOCS / "studies" / "sequences.md"),
-    "scale": (scale, DOCS / "studies" / "scale.md"),
+PAGE = DOCS / "claims.md"
+STUDIES: dict[str, ModuleType] = {
+    "claims": claims,
+    "topologies": topologies,
+    "contention": contention,
+    "sequences": sequences,
+    "scale": scale,
 }
+HEAD = """\
+# Claims and studies
+
+What is **predicted** here comes from the presets of `configs/clusters/`, which hold published
+figures; a calibrated file gives better ones. `python scripts/study_pages.py` prints this page, and
+a test keeps it current.
+"""
+
+
+def section(name: str) -> str:
+    """A section of the page: what a study says, under a heading of the second level."""
+    # Without the paragraph that all have in common, and with links from docs/.
+    title, _, rest = STUDIES[name].page().partition("\n\n")
+    _, _, rest = rest.partition("\n\n")
+    text = re.sub(r"^#", "##", f"{title}\n\n{rest}", flags=re.MULTILINE)
+    return text.replace("](../", "](").rstrip() + "\n"
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *map(section, STUDIES)])
 
 
 def main() -> None:
-    """Print a page, or write them."""
-    parser = argparse.ArgumentParser(description="Write the pages of studies.")
+    """Print the page or some sections, or write it."""
+    parser = argparse.ArgumentParser(description="Write the page of claims and studies.")
     parser.add_argument("name", nargs="*", choices=[[], *STUDIES], help="all, if none is given")
-    parser.add_argument("--write", action="store_true", help="write pages and pictures")
+    parser.add_argument("--write", action="store_true", help="write the page and its pictures")
     parsed = parser.parse_args()
-    for name in parsed.name or STUDIES:
-        module, path = STUDIES[name]
-        if parsed.write:
-            path.write_text(module.page(), encoding="utf-8")
-            module.draw(DOCS / "pictures" / f"{name}.png")
-        else:
-            print(module.page(), end="")
+    if parsed.write:
+        PAGE.write_text(page(), encoding="utf-8")
+        for name in parsed.name or STUDIES:
+            STUDIES[name].draw(DOCS / "pictures" / f"{name}.png")
+    else:
+        print("\n".join(map(section, parsed.name)) if parsed.name else page(), end="")
 
 
 if __name__ == "__main__":

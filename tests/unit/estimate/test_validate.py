@@ -11,7 +11,7 @@ from monta_megatron.cli import main
 from monta_megatron.common import presets
 
 REPOSITORY = Path(__file__).parents[3]
-# Past their tolerance; the page docs/estimate.md says why.
+# Past their tolerance; the page docs/plans.md says why.
 MISSED = {"D1", "F2", "H3", "layer-mixtral-hybridep"}
 
 
