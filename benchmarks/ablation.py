@@ -41,13 +41,18 @@ from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.tools.bench.candidates import Candidate, build_dispatcher, stock_candidate
+from monta_megatron.tools.bench.candidates import (
+    Batch,
+    Candidate,
+    build_dispatcher,
+    make_batches,
+    stock_candidate,
+)
 from monta_megatron.tools.bench.layer import dispatcher_on, layer_config
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import LayerShape, Settings
 from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_resource
-from monta_megatron.tools.bench.workload import Batch, make_batches
 
 CHAIN = "alltoall_allgather"
 # The number that the paper's published code always uses.

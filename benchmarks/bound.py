@@ -30,13 +30,12 @@ from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.state import Exchange
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.tools.bench.candidates import Candidate, build_candidates
+from monta_megatron.tools.bench.candidates import Batch, Candidate, build_candidates
 from monta_megatron.tools.bench.layer import exchange_groups
 from monta_megatron.tools.bench.measure import time_interleaved
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.workload import Batch
 
 CHAIN = CHAINS["alltoall_allgather"]
 TIMES = ("alltoall_ms", "allgather_ms", "permute_ms", "pipelined_ms")

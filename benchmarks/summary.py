@@ -17,8 +17,7 @@ from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.units import counted
 from monta_megatron.integration.options import AUTO
 from monta_megatron.tools import pictures
-from monta_megatron.tools.bench.report import Row
-from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians
+from monta_megatron.tools.bench.report import Row, ratio_interval, ratio_of_medians
 
 # The phase that the planner optimises.
 PHASE = "forward_backward"

@@ -27,8 +27,7 @@ from monta_megatron.common.tables import print_json
 from monta_megatron.common.text import advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.tools.bench.flags import POINT_FLAGS
-from monta_megatron.tools.bench.plots import plot_report
-from monta_megatron.tools.bench.report import Row, report_text
+from monta_megatron.tools.bench.report import Row, plot_report, report_text
 from monta_megatron.tools.bench.settings import Hooks, Point, Settings, parse_settings
 from monta_megatron.tools.bench.traffic import check_routing
 from monta_megatron.tools.pictures import check_can_plot

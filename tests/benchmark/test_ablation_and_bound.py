@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("monta_megatron.tools.bench.run")
+    ranks = ForkedRanks("monta_megatron.tools.bench.point")
     yield ranks
     ranks.close()
 

@@ -51,7 +51,7 @@ MONTA_BENCH = ("-m", "monta_megatron.cli", "bench")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRanks]:
     cache = str(tmp_path_factory.mktemp("cache"))
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache}):
-        ranks = ForkedRanks("monta_megatron.tools.bench.run")
+        ranks = ForkedRanks("monta_megatron.tools.bench.point")
     yield ranks
     ranks.close()
 

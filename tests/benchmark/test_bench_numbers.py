@@ -16,11 +16,9 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.plan import plan
 from monta_megatron.tools.bench import traffic
-from monta_megatron.tools.bench.prediction import predict, workload_of
-from monta_megatron.tools.bench.report import Row, table
+from monta_megatron.tools.bench.report import Row, ratio_interval, ratio_of_medians, spread, table
 from monta_megatron.tools.bench.settings import parse_settings
-from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians, spread
-from monta_megatron.tools.bench.traffic import Traffic
+from monta_megatron.tools.bench.traffic import Traffic, predict, workload_of
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 MODEL = Path(__file__).parents[2] / "configs/models/mixtral_8x7b.yaml"
@@ -284,11 +282,8 @@ def test_what_says_so_needs_no_torch() -> None:
         "common.presets",
         "common.ranks",
         "tools.bench.flags",
-        "tools.bench.plots",
-        "tools.bench.prediction",
         "tools.bench.report",
         "tools.bench.settings",
-        "tools.bench.statistics",
         "tools.bench.traffic",
     ]
     imports = "; ".join(f"import monta_megatron.{name}" for name in names)

@@ -11,10 +11,10 @@ from test_bench_numbers import BASE, FLAT, routing_map
 
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.tools.bench import measure, point
+from monta_megatron.tools.bench.candidates import make_batches
 from monta_megatron.tools.bench.measure import time_interleaved
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.settings import parse_settings
-from monta_megatron.tools.bench.workload import make_batches
 
 
 def test_every_rank_has_its_own_data_wherever_it_is_made() -> None:

@@ -99,7 +99,7 @@ def _run(parsed: argparse.Namespace) -> int:
     if this_rank.rank == 0 and status == 0:
         print_report(reports[0], parsed.json)
         if parsed.plot is not None:
-            from monta_megatron.tools.bench.plots import plot_report
+            from monta_megatron.tools.bench.report import plot_report
 
             for path in plot_report(reports[0], Path(parsed.plot)):
                 print(f"monta bench: drew {path}", file=sys.stderr)
@@ -136,7 +136,7 @@ def measure(
             print(f"monta bench: {THROUGH_HOST}", file=sys.stderr)
     with only_the_report():
         from monta_megatron.common.tables import show_progress
-        from monta_megatron.tools.bench.run import MismatchError, run_benchmarks
+        from monta_megatron.tools.bench.point import MismatchError, run_benchmarks
 
         try:
             with show_progress("bench", this_rank.rank == 0) as progress:

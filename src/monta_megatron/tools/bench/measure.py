@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.collectives import gather_objects
-from monta_megatron.tools.bench.candidates import Candidate, Passed, run_candidate
+from monta_megatron.tools.bench.candidates import Batch, Candidate, Passed, run_candidate
 from monta_megatron.tools.bench.layer import Experts
-from monta_megatron.tools.bench.workload import Batch
 from monta_megatron.tools.joined_ranks import wait_for_all
 
 # bf16: every hop that carries partial sums adds one rounding to the single one of an fp32 sum;

@@ -1,7 +1,8 @@
 """One point of a benchmark: its settings, the dispatchers on its data, and their rows."""
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains.layout import Layout, is_named
 from monta_megatron.chains.program import Phase
+from monta_megatron.common import strict_yaml
 from monta_megatron.common.ranks import ThisRank
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
@@ -24,27 +26,34 @@ from monta_megatron.planner.experts import with_expert_curves, with_timer
 from monta_megatron.planner.routing.expected import Routing
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
+    Batch,
     Build,
     Candidate,
     build_candidates,
     identity_experts,
+    make_batches,
     run_candidate,
     traffic_of_run,
 )
 from monta_megatron.tools.bench.layer import (
     Experts,
+    TimedExperts,
     build_experts,
     exchange_layout,
     initialize_groups,
 )
-from monta_megatron.tools.bench.measure import time_interleaved, wait_for_all
-from monta_megatron.tools.bench.prediction import predict
-from monta_megatron.tools.bench.report import Row, describe
-from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians, spread
-from monta_megatron.tools.bench.traffic import Traffic, exchange_of
-from monta_megatron.tools.bench.workload import Batch, make_batches
+from monta_megatron.tools.bench.measure import check_candidates, time_interleaved, wait_for_all
+from monta_megatron.tools.bench.report import (
+    Row,
+    describe,
+    ratio_interval,
+    ratio_of_medians,
+    spread,
+)
+from monta_megatron.tools.bench.settings import Hooks, Point, Settings
+from monta_megatron.tools.bench.traffic import Traffic, exchange_of, predict
 from monta_megatron.tools.calibrate.experts import sizes_of, time_experts
+from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 # Iterations of a tuning in which no candidate has its turn: before the first, and until what the
 # last one took is known.
@@ -322,3 +331,103 @@ def _of_all_ranks(here: Traffic) -> Traffic:
     dist.all_reduce(total)
     inter_bytes, intra_bytes = total.tolist()
     return Traffic(inter_bytes=inter_bytes, intra_bytes=intra_bytes)
+
+
+class MismatchError(Exception):
+    """A candidate differs from stock alltoall; one line for each difference."""
+
+
+def run_benchmarks(
+    points: Sequence[Point],
+    this_rank: ThisRank,
+    cluster: Cluster | None,
+    progress: Progress,
+    hooks: Hooks,
+) -> Iterator[dict[str, Any]]:
+    """Join the launch, then at each point check every candidate and time them side by side.
+
+    Args:
+        points: to measure.
+        this_rank: this process among the ranks.
+        cluster: costs from which to predict the times, or None.
+        progress: this rank's progress display.
+        hooks: of a script.
+
+    Yields:
+        {"settings": ..., "meta": ..., "rows": [...]}, the same on every rank, and what the hooks
+        add.
+
+    Raises:
+        ValueError: a setting cannot run here.
+        MismatchError: a candidate gives other results than stock alltoall; it was not timed.
+    """
+    # A flag of the launch, so the same at all points.
+    device = join(this_rank.local_rank, points[0].settings.transport)
+    emulated = EmulatedCluster.from_environment()
+    left = on_first_rank(
+        lambda: [point for point in points if not hooks.is_kept(point.settings, emulated)]
+    )
+    if len(left) < len(points):
+        progress.phase(
+            f"{len(points) - len(left)} of {counted(len(points), 'point')} kept from before", 0
+        )
+    sizes = None
+    for number, point in enumerate(left, 1):
+        settings = point.settings
+        # Groups live until the end, so new ones are made only where the sizes change.
+        is_new = sizes != (settings.tp, settings.ep, settings.etp)
+        sizes = (settings.tp, settings.ep, settings.etp)
+        name = f"point {number} of {len(left)} ({point.name}): " if len(left) > 1 else ""
+        yield _run_benchmark(
+            Task(
+                name=name,
+                settings=settings,
+                this_rank=this_rank,
+                cluster=cluster,
+                emulated=emulated,
+                progress=progress,
+            ),
+            device,
+            is_new,
+            hooks,
+        )
+
+
+def _run_benchmark(
+    task: Task, device: torch.device, makes_groups: bool, hooks: Hooks
+) -> dict[str, Any]:
+    """Check and time one point."""
+    settings = task.settings
+    if settings.expert_ms is not None and device.type == "cuda":
+        raise ValueError(
+            f"--expert-ms: got {settings.expert_ms:g}, must be left out on GPUs, where experts "
+            "compute beside the host anyway"
+        )
+    bench = prepare(task, device, makes_groups, hooks.build or build_candidates)
+    task.progress.phase(f"{task.name}checks of {counted(len(bench.candidates), 'dispatcher')}", 0)
+    wrong = check_candidates(bench.candidates, bench.layout)
+    if wrong:
+        raise MismatchError("\n".join(wrong))
+
+    bench.tune()
+    scopes: dict[str, Experts] = {"exchange": identity_experts}
+    if settings.layer:
+        if settings.expert_ms is None:
+            scopes["layer"] = build_experts(settings)
+        else:
+            scopes["layer"] = TimedExperts(
+                settings.expert_ms, settings.tokens * settings.topk * settings.etp
+            )
+    rows = [
+        row
+        for scope, experts in scopes.items()
+        for phase in settings.phases
+        for row in bench.rows(scope, experts, phase)
+    ]
+
+    return {
+        "settings": strict_yaml.plain(settings),
+        "meta": bench.meta(),
+        "rows": [asdict(row) for row in rows],
+        **hooks.finish(bench, rows),
+    }

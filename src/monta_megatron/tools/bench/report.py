@@ -1,18 +1,58 @@
-"""Report of a benchmark: rows, their tables, and where it was measured. No torch."""
+"""Report of a benchmark: statistics, rows, tables, pictures, where it was measured. No torch."""
 
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from monta_megatron.common import tables
 from monta_megatron.common.presets import commit, machine, versions
+from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.options import AUTO
+from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.traffic import routing_name
+
+NUM_RESAMPLES = 2000
+
+
+def spread(times_ms: NDArray[np.float64]) -> tuple[float, float, float]:
+    """The middle 80% of [repeats] times: 10th percentile, median, 90th percentile."""
+    p10_ms, median_ms, p90_ms = np.percentile(times_ms, [10, 50, 90]).tolist()
+    return p10_ms, median_ms, p90_ms
+
+
+def ratio_of_medians(base_ms: NDArray[np.float64], times_ms: NDArray[np.float64]) -> float:
+    """Speedup of `times_ms` over `base_ms`."""
+    return float(np.median(base_ms) / np.median(times_ms))
+
+
+def ratio_interval(
+    base_ms: NDArray[np.float64], times_ms: NDArray[np.float64], seed: int = 0
+) -> tuple[float, float]:
+    """95% interval of `ratio_of_medians`, by bootstrap over the repeats.
+
+    A repeat runs every candidate once, so its times share the machine's state at that moment and
+    are drawn together.
+
+    Args:
+        base_ms: [repeats].
+        times_ms: [repeats], from the same repeats.
+        seed: seed of the draws.
+    """
+    num_repeats = len(times_ms)
+    draws = np.random.default_rng(seed).integers(num_repeats, size=(NUM_RESAMPLES, num_repeats))
+    ratios = np.median(base_ms[draws], axis=1) / np.median(times_ms[draws], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5]).tolist()
+    return low, high
+
 
 COLUMNS = ("chain x chunks", ">ms", ">p10 to p90", ">inter", ">intra", ">limit", ">ratio")
 PREDICTION_COLUMNS = ("predicted from the cluster file", "", ">ms", ">measured", ">error")
@@ -199,3 +239,89 @@ def describe(
         "warmup": settings.warmup,
         "skipped": skipped,
     }
+
+
+COLOURS = {
+    "Megatron": pictures.STOCK_COLOUR,
+    "monta": "#2f7ebc",
+    "monta, the planner's pick": pictures.PICK_COLOUR,
+}
+
+
+def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw bars by chain, one picture per scope, and return the files that were written."""
+    from matplotlib.patches import Patch
+
+    rows = [Row(**row) for row in report["rows"]]
+    written = []
+    for scope in dict.fromkeys(row.scope for row in rows):
+        of_scope = [row for row in rows if row.scope == scope]
+        phases = list(dict.fromkeys(row.phase for row in of_scope))
+        num_bars = len(of_scope) // len(phases)
+        path = folder / f"{scope}.png"
+        size_inches = (1 + 5.5 * len(phases), 1.6 + 0.32 * num_bars)
+        with pictures.figure(path, size_inches) as figure:
+            axes = figure.subplots(1, len(phases), sharey=True, squeeze=False)[0]
+            for axis, phase in zip(axes, phases, strict=True):
+                _bars(axis, phase, [row for row in of_scope if row.phase == phase])
+            # The panels share their y axis, so inverting one inverts them all.
+            axes[0].invert_yaxis()
+            kinds = dict.fromkeys(_kind(row) for row in of_scope)
+            figure.legend(
+                handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds],
+                loc="outside lower center",
+                ncols=len(kinds),
+            )
+            figure.suptitle(_title(report["meta"], scope), fontsize=9)
+        written.append(path)
+    return written
+
+
+def _bars(axis: Any, phase: str, rows: Sequence[Row]) -> None:
+    """Medians with their spread, and how many times faster than stock they are."""
+    positions = range(len(rows))
+    spreads = [
+        [row.median_ms - row.p10_ms for row in rows],
+        [row.p90_ms - row.median_ms for row in rows],
+    ]
+    axis.barh(
+        positions,
+        [row.median_ms for row in rows],
+        xerr=spreads,
+        color=[COLOURS[_kind(row)] for row in rows],
+        error_kw={"elinewidth": 1, "ecolor": "#404040"},
+    )
+    for position, row in enumerate(rows):
+        axis.annotate(
+            f"{row.ratio_to_alltoall:.2f}x",
+            (row.p90_ms, position),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axis.set_yticks(positions, [row.name for row in rows], fontsize=8)
+    axis.margins(x=0.15)
+    axis.set_xlabel("ms (10th to 90th percentile); times faster than megatron alltoall", fontsize=8)
+    axis.set_title(phase.replace("_", " + "))
+
+
+def _kind(row: Row) -> str:
+    if row.dispatcher == "megatron":
+        return "Megatron"
+    return "monta, the planner's pick" if row.chosen else "monta"
+
+
+def _title(meta: dict[str, Any], scope: str) -> str:
+    layout, layer = meta["layout"], meta["layer"]
+    where = meta["machine"]["gpu"] or f"CPU ranks, {meta['machine']['processor']}"
+    cluster = meta["emulated_cluster"]
+    if cluster is not None:
+        where += f", emulated at {cluster['inter_mbit']:g} Mbit/s"
+    return (
+        f"{scope}: {counted(layout['nodes'], 'node')} x "
+        f"{counted(layout['ranks_per_node'], 'rank')}, TP {layout['tp']}, EP {layout['ep']}, "
+        f"ETP {layout['etp']}, {layer['experts']} experts, top-{layer['top_k']},\n"
+        f"H {layer['hidden']}, {counted(layer['tokens'], 'token')} per rank, {layer['dtype']}, "
+        f"{layer['routing']} routing\n{where}"
+    )

@@ -15,7 +15,7 @@ from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import size_text
 from monta_megatron.integration.options import DISPATCHER_TYPE
-from monta_megatron.tools.bench.statistics import ratio_interval, ratio_of_medians
+from monta_megatron.tools.bench.report import ratio_interval, ratio_of_medians
 from monta_megatron.tools.launch.arguments import (
     DISPATCHER,
     MONTA_PREFIX,

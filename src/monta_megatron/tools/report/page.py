@@ -21,7 +21,7 @@ from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools import pictures
 from monta_megatron.tools.bench import report as bench_report
-from monta_megatron.tools.bench.plots import plot_report
+from monta_megatron.tools.bench.report import plot_report
 from monta_megatron.tools.calibrate import report as calibration_report
 from monta_megatron.tools.calibrate.report import plot_curves
 from monta_megatron.tools.plan import report as plan_report

@@ -19,8 +19,8 @@ from monta_megatron.common.rules import PositiveInt, Text
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.recording import RANK_FORMAT, RankRecording, Span, name_of
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.tools.bench.prediction import workload_of
 from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.traffic import workload_of
 from monta_megatron.tools.timeline.predicted import predict
 from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name
 
