@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from monta_megatron.tools.bench.point import Bench
 
 FILES = (
-    ("sweep", "FILE", "many points in one launch: YAML, see docs/benchmarks.md"),
+    ("sweep", "FILE", "many points in one launch: YAML, see docs/results.md"),
     ("out", "FILE", "add each finished point as a line of JSON; what is there is not run again"),
     ("report", "FILE", "run nothing: tables in Markdown from what --out has written"),
 )

@@ -94,12 +94,18 @@ def page() -> str:
     lines += [f"\n{OUTSIDE}\n", _line([*KEYS, *map(_words, FIELDS)])]
     lines.append(_line(["---"] * (len(KEYS) + len(FIELDS))))
     for chain in CHAINS.values():
-        for ep in SIZES:
-            for num_chunks in CHUNKS[:1] if chain.serial else CHUNKS:
-                for kernels in KERNELS:
-                    counts = count_launches(chain.name, ep, num_chunks, kernels)
-                    totals = [sum(getattr(row, name) for row in counts.values()) for name in FIELDS]
-                    lines.append(_line([f"`{chain.name}`", ep, num_chunks, kernels, *totals]))
+        for num_chunks in CHUNKS[:1] if chain.serial else CHUNKS:
+            for kernels in KERNELS:
+                # Totals -> the EP sizes that have them.
+                sizes: dict[tuple[int, ...], list[str]] = {}
+                for ep in SIZES:
+                    counts = count_launches(chain.name, ep, num_chunks, kernels).values()
+                    totals = tuple(sum(getattr(row, name) for row in counts) for name in FIELDS)
+                    sizes.setdefault(totals, []).append(str(ep))
+                lines += [
+                    _line([f"`{chain.name}`", ", ".join(eps), num_chunks, kernels, *totals])
+                    for totals, eps in sizes.items()
+                ]
     return "".join(lines)
 
 

@@ -10,7 +10,8 @@ A test fails if the page differs from what this prints.
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from monta_megatron.cli import build_parser, sub_parsers
 from monta_megatron.integration.options import OptionFields
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+# Flag, value, meaning.
+Row = tuple[str, str, str]
+# A flag that so many commands have alike stands in one table for all of them.
+SHARED_BY = 3
 
 INTRODUCTION = """\
 # Options
@@ -60,9 +65,15 @@ READ_VARIABLES = {
 
 def page() -> str:
     """The whole page."""
-    sections = [INTRODUCTION, *_megatron_arguments(), *_variables()]
-    for name, parser in sub_parsers(build_parser()).items():
-        sections += _command(name, parser)
+    flags = {
+        name: (parser.description or "", _flags(parser))
+        for name, parser in sub_parsers(build_parser()).items()
+    }
+    count = Counter(row for _, rows in flags.values() for row in rows)
+    shared = [row for row, commands in count.items() if commands >= SHARED_BY]
+    sections = [INTRODUCTION, *_megatron_arguments(), *_variables(), *_shared(shared)]
+    for name, (description, rows) in flags.items():
+        sections += _command(name, description, rows, shared)
     return "\n".join(sections)
 
 
@@ -90,23 +101,38 @@ def _variables() -> list[str]:
     ]
 
 
-def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
-    actions = [
-        action
+def _flags(parser: argparse.ArgumentParser) -> dict[Row, bool]:
+    """The flags of a command, and whether each is required."""
+    return {
+        (_flag(action), _value(action), _help(parser, action)): bool(
+            action.required and action.option_strings
+        )
         for action in parser._actions
         if action.dest != "help" and action.help != argparse.SUPPRESS
-    ]
-    rows = [(_flag(action), _value(action), _help(parser, action)) for action in actions]
+    }
+
+
+def _shared(rows: Iterable[Row]) -> list[str]:
+    head = ("flag", "value", "what it says")
+    return ["## Flags of several commands\n", table(head, rows)]
+
+
+def _command(
+    name: str, description: str, flags: Mapping[Row, bool], shared: Collection[Row]
+) -> list[str]:
+    names = {row: f"{row[0]} (required)" if required else row[0] for row, required in flags.items()}
+    also = ", ".join(name for row, name in names.items() if row in shared)
+    own = [(name, *row[1:]) for row, name in names.items() if row not in shared]
     return [
         f"## monta {name}\n",
-        f"{textwrap.fill(parser.description or '', width=100)}\n",
-        table(("flag", "value", "what it says"), rows),
+        f"{textwrap.fill(description, width=100)}\n",
+        *([f"[As other commands](#flags-of-several-commands): {also}.\n"] if also else []),
+        *([table(("flag", "value", "what it says"), own)] if own else []),
     ]
 
 
 def _flag(action: argparse.Action) -> str:
-    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.dest}`"
-    return f"{names} (required)" if action.required and action.option_strings else names
+    return ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.dest}`"
 
 
 def _value(action: argparse.Action) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the README's chart from the table of docs/benchmarks.md.
+"""Draw the README's chart from the table of docs/results.md.
 
     python scripts/readme_chart.py [FILE]     # default: docs/pictures/auto_by_rate.png
 
@@ -14,7 +14,7 @@ from typing import Any
 from monta_megatron.tools import pictures
 
 DOCS = Path(__file__).parents[1] / "docs"
-RESULTS = DOCS / "benchmarks.md"
+RESULTS = DOCS / "results.md"
 HEADING = "## `auto` against stock `alltoall`"
 # TP, EP, ETP of the 8 ranks.
 LAYOUTS = {

@@ -33,7 +33,7 @@ EFFICIENCIES = (0.5, 0.88)
 MFUS = (None, 0.4)
 TP = 8
 CLAIMED_SPEEDUP, CLAIMED_SAVING_PCT = 8.0, 13.0
-ABLATION = DOCS / "benchmarks.md"
+ABLATION = DOCS / "results.md"
 
 
 class Steps(NamedTuple):
@@ -211,7 +211,7 @@ def speedup() -> Section:
             ),
             "\nThe same steps at 16 experts, top-2, H 896, 256 tokens of a rank, fp32, on 2 nodes "
             "of 8\nCPU ranks (`emulated_2x8_500mbit`, not "
-            "calibrated;\n[the ablation](benchmarks.md#the-ablation)):\n\n",
+            "calibrated;\n[the ablation](results.md#the-ablation)):\n\n",
             table(("rate", "what", "predicted", "measured", "difference"), measured),
             "\nConstants: `configs/clusters/a800_2x8_ib200.yaml`.\n",
             "\n![Speedup over step 0](pictures/claims.png)\n",

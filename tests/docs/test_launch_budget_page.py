@@ -43,11 +43,14 @@ def test_the_total_is_that_of_the_page() -> None:
 
 
 def of_page(chain: str, ep: int, num_chunks: int, kernels: str) -> dict[str, int]:
-    """The counts of a line of the page, which is current."""
-    begin = f"| `{chain}` | {ep} | {num_chunks} | {kernels} | "
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    (line,) = (line for line in lines if line.startswith(begin))
-    numbers = line.removeprefix(begin).removesuffix(" |").split(" | ")
+    """The counts of a line of the page, which is current; a line may hold for several EP sizes."""
+    wanted = [f"`{chain}`", str(num_chunks), kernels]
+    lines = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
+    (numbers,) = (
+        numbers
+        for name, eps, *of, numbers in ([*line[:4], line[4:]] for line in lines if len(line) > 4)
+        if [name, *of] == wanted and str(ep) in eps.split(", ")
+    )
     return dict(zip(COUNTS, map(int, numbers), strict=True))
 
 

@@ -111,7 +111,7 @@ def test_another_sharing_of_a_nic_is_converted(
 
 
 def test_nodes_of_two_predicted_from_nodes_of_four() -> None:
-    # docs/benchmarks.md has what 2 nodes of 2 ranks took at the same rate. In the
+    # docs/results.md has what 2 nodes of 2 ranks took at the same rate. In the
     # other chains the cores, which half as many ranks share there, count as much as the network.
     measured_us = 1_110_000
     calibrated = load_cluster(CONFIGS.parent / "docs" / "benchmarks" / "regret_2x4.yaml")
