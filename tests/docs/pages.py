@@ -115,10 +115,18 @@ def shown(page: Path) -> list[Shown]:
     return [part for part in _parts(page) if isinstance(part, Shown)]
 
 
-def links(page: Path) -> list[str]:
-    """The targets of its links to other files, without anchors."""
-    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
-    return [target for target in targets if "://" not in target]
+def links(page: Path) -> list[tuple[Path, str]]:
+    """The files that it links to, itself among them, each with an anchor or an empty text."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    parts = [target.partition("#") for target in targets if "://" not in target]
+    return [((page.parent / path).resolve() if path else page, name) for path, _, name in parts]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that its headings get on GitHub."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def paths(page: Path) -> list[str]:
