@@ -33,6 +33,7 @@ from training_logs import published_log
 
 from monta_megatron.cli import main
 from monta_megatron.emulation import emulator
+from monta_megatron.tools.launch import megatron_arguments
 
 LIMIT_S = 120
 # These start processes or need a shell.
@@ -187,6 +188,10 @@ KNOWN = (
     Known(pattern=r"MONTA_PROJECT_URL=\S+ python -m build", reason="only a release has a URL"),
     Known(pattern=r"scripts/quickstart\.sh", run_by="tests/megatron/test_quickstart.py"),
     Known(
+        pattern=r"(nsys profile .* )?torchrun \.\.\. pretrain_gpt\.py \.\.\. --profile .*",
+        reason="needs GPUs; tests/timeline/test_recorded.py shows the ranges",
+    ),
+    Known(
         pattern=r"torchrun \.\.\. pretrain_gpt\.py .*", run_by="tests/megatron/test_pretrain_gpt.py"
     ),
     Known(pattern=r"torchrun --nnodes 2 .*", reason="needs two machines"),
@@ -233,6 +238,18 @@ def test_every_command_is_known(page: Path, command: str) -> None:
         assert os.access(REPOSITORY / script[1], os.X_OK)
     if command.startswith("monta ") or "monta_megatron.cli " in command:
         check_arguments(command)
+
+
+OF_MEGATRON = sorted({command for _, command in ALL if "pretrain_gpt.py ..." in command})
+
+
+@pytest.mark.parametrize("command", OF_MEGATRON)
+def test_flags_of_a_training_are_megatrons(command: str) -> None:
+    pytest.importorskip("megatron.training", reason="needs megatron-core[training]")
+    _, _, flags = command.partition("pretrain_gpt.py ...")
+    words = [[f"--{flag}", *values] for flag, *values in map(str.split, flags.split(" --")[1:])]
+    answer = megatron_arguments.check([["--num-experts", "8"], *words])
+    assert answer.problem is None and answer.unchecked is None
 
 
 def test_every_entry_is_of_use() -> None:
