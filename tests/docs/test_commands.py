@@ -244,8 +244,13 @@ OF_MEGATRON = sorted({command for _, command in ALL if "pretrain_gpt.py ..." in 
 
 
 @pytest.mark.parametrize("command", OF_MEGATRON)
-def test_flags_of_a_training_are_megatrons(command: str) -> None:
+def test_flags_of_a_training_are_megatrons(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("megatron.training", reason="needs megatron-core[training]")
+    preset = REPOSITORY / "configs" / "clusters" / "h100_8x_ndr.yaml"
+    (tmp_path / "cluster.yaml").write_bytes(preset.read_bytes())
+    monkeypatch.chdir(tmp_path)
     _, _, flags = command.partition("pretrain_gpt.py ...")
     words = [[f"--{flag}", *values] for flag, *values in map(str.split, flags.split(" --")[1:])]
     answer = megatron_arguments.check([["--num-experts", "8"], *words])
