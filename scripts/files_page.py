@@ -59,27 +59,19 @@ FILES: dict[str, tuple[type[Any], str]] = {
 def page() -> str:
     """The whole page."""
     sections = [INTRODUCTION]
+    head = ("key", "what it says", "unit", "default", "rule")
     for name, (cls, text) in FILES.items():
-        sections += [f"## {name}\n", f"{text}\n", *_tables(cls, "")]
+        sections += [f"## {name}\n", f"{text}\n", table(head, _rows(cls, ""))]
     return "\n".join(sections)
 
 
-def _tables(cls: type[Any], key: str) -> Iterator[str]:
-    """The table of a dataclass, then those of the dataclasses that it holds."""
-    if key:
-        yield f"### `{key}`\n"
-    entries = list(field_texts(cls))
-    yield table(
-        ("key", "what it says", "unit", "default", "rule"),
-        [
-            (f"`{entry.name}`", entry.meaning, entry.unit, entry.default, entry.rule)
-            for entry in entries
-        ],
-    )
-    for entry in entries:
+def _rows(cls: type[Any], within: str) -> Iterator[tuple[str, ...]]:
+    """A row for each field of a dataclass, and below it those of the dataclass that it holds."""
+    for entry in field_texts(cls):
+        key = f"{within}{entry.name}"
+        yield f"`{key}`", entry.meaning, entry.unit, entry.default, entry.rule
         if entry.inner is not None:
-            name = f"{key}.{entry.name}" if key else entry.name
-            yield from _tables(entry.inner, f"{name}[]" if "list" in entry.rule else name)
+            yield from _rows(entry.inner, f"{key}[]." if "list" in entry.rule else f"{key}.")
 
 
 if __name__ == "__main__":

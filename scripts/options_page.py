@@ -9,7 +9,6 @@ A test fails if the page differs from what this prints.
 
 import argparse
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
@@ -123,12 +122,10 @@ def _command(
     names = {row: f"{row[0]} (required)" if required else row[0] for row, required in flags.items()}
     also = ", ".join(name for row, name in names.items() if row in shared)
     own = [(name, *row[1:]) for row, name in names.items() if row not in shared]
-    return [
-        f"## monta {name}\n",
-        f"{textwrap.fill(description, width=100)}\n",
-        *([f"[As other commands](#flags-of-several-commands): {also}.\n"] if also else []),
-        *([table(("flag", "value", "what it says"), own)] if own else []),
-    ]
+    if also:
+        description += f" [Flags of several commands](#flags-of-several-commands): {also}."
+    text = [f"## monta {name}\n", f"{description}\n"]
+    return [*text, table(("flag", "value", "what it says"), own)] if own else text
 
 
 def _flag(action: argparse.Action) -> str:

@@ -24,6 +24,9 @@ STUDIES: dict[str, ModuleType] = {
     "sequences": sequences,
     "scale": scale,
 }
+# A heading, its table's two lines of head, its rows.
+TABLE = r"### (.*)\n\n(\|.*)\n(\|.*)\n((?:\|.*\n)+)"
+LEFT = ("| of |", "| --- |")
 HEAD = """\
 # Claims and studies
 
@@ -39,7 +42,20 @@ def section(name: str) -> str:
     title, _, rest = STUDIES[name].page().partition("\n\n")
     _, _, rest = rest.partition("\n\n")
     text = re.sub(r"^#", "##", f"{title}\n\n{rest}", flags=re.MULTILINE)
-    return text.replace("](../", "](").rstrip() + "\n"
+    text = text.replace("](../", "](").rstrip() + "\n"
+    return re.sub(rf"(?:{TABLE}\n){{2,}}", lambda match: joined(match[0]), text)
+
+
+def joined(tables: str) -> str:
+    """Tables of one head that follow each other as one, with their headings in its first column."""
+    parts = re.findall(TABLE, tables)
+    if len({head for _, head, _, _ in parts}) > 1:
+        return tables
+    lines = [re.sub(r"^\|", cell, line) for line, cell in zip(parts[0][1:3], LEFT, strict=True)]
+    for title, _, _, rows in parts:
+        first, *others = rows.splitlines()
+        lines += [f"| {title} {first}", *(f"| {row}" for row in others)]
+    return "\n".join(lines) + "\n\n"
 
 
 def page() -> str:
