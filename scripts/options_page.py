@@ -64,15 +64,29 @@ READ_VARIABLES = {
 
 def page() -> str:
     """The whole page."""
-    flags = {
-        name: (parser.description or "", _flags(parser))
-        for name, parser in sub_parsers(build_parser()).items()
-    }
-    count = Counter(row for _, rows in flags.values() for row in rows)
+    parsers = sub_parsers(build_parser())
+    flags = {name: _flags(parser) for name, parser in parsers.items()}
+    count = Counter(row for rows in flags.values() for row in rows)
     shared = [row for row, commands in count.items() if commands >= SHARED_BY]
-    sections = [INTRODUCTION, *_megatron_arguments(), *_variables(), *_shared(shared)]
-    for name, (description, rows) in flags.items():
-        sections += _command(name, description, rows, shared)
+    about = [
+        (f"`monta {name}`", parser.description or "", _also(flags[name], shared))
+        for name, parser in parsers.items()
+    ]
+    own = [
+        (f"`{command}`", _name(row, required), *row[1:])
+        for command, rows in flags.items()
+        for row, required in rows.items()
+        if row not in shared
+    ]
+    sections = [
+        *(INTRODUCTION, *_megatron_arguments(), *_variables()),
+        "## Commands\n",
+        table(("command", "what it does", "flags that others have, too"), about),
+        "## Flags of several commands\n",
+        table(("flag", "value", "what it says"), shared),
+        "## Flags of one command\n",
+        table(("command", "flag", "value", "what it says"), own),
+    ]
     return "\n".join(sections)
 
 
@@ -111,21 +125,13 @@ def _flags(parser: argparse.ArgumentParser) -> dict[Row, bool]:
     }
 
 
-def _shared(rows: Iterable[Row]) -> list[str]:
-    head = ("flag", "value", "what it says")
-    return ["## Flags of several commands\n", table(head, rows)]
+def _also(flags: Mapping[Row, bool], shared: Collection[Row]) -> str:
+    """The flags of a command that others have, too."""
+    return ", ".join(_name(row, required) for row, required in flags.items() if row in shared)
 
 
-def _command(
-    name: str, description: str, flags: Mapping[Row, bool], shared: Collection[Row]
-) -> list[str]:
-    names = {row: f"{row[0]} (required)" if required else row[0] for row, required in flags.items()}
-    also = ", ".join(name for row, name in names.items() if row in shared)
-    own = [(name, *row[1:]) for row, name in names.items() if row not in shared]
-    if also:
-        description += f" [Flags of several commands](#flags-of-several-commands): {also}."
-    text = [f"## monta {name}\n", f"{description}\n"]
-    return [*text, table(("flag", "value", "what it says"), own)] if own else text
+def _name(row: Row, required: bool) -> str:
+    return f"{row[0]} (required)" if required else row[0]
 
 
 def _flag(action: argparse.Action) -> str:

@@ -78,8 +78,6 @@ NOT_PRINTED = {
     "exchange: alltoall_allgather": TRAINED,
     "status  what": "of one machine",
     " node 0, rank 0": DRAWN,
-    " Megatron's router": DRAWN,
-    "Permute (into chunks)": DRAWN,
 }
 
 
