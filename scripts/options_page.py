@@ -20,8 +20,6 @@ from monta_megatron.integration.options import OptionFields
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 # Flag, value, meaning.
 Row = tuple[str, str, str]
-# A flag that so many commands have alike stands in one table for all of them.
-SHARED_BY = 3
 
 INTRODUCTION = """\
 # Options
@@ -67,7 +65,9 @@ def page() -> str:
     parsers = sub_parsers(build_parser())
     flags = {name: _flags(parser) for name, parser in parsers.items()}
     count = Counter(row for rows in flags.values() for row in rows)
-    shared = [row for row, commands in count.items() if commands >= SHARED_BY]
+    # Of a flag that some commands explain otherwise, the row that most of them have.
+    common = {row[0]: row for row, commands in reversed(count.most_common()) if commands > 1}
+    shared = [row for row in count if common.get(row[0]) == row]
     about = [
         (f"`monta {name}`", parser.description or "", _also(flags[name], shared))
         for name, parser in parsers.items()
@@ -108,9 +108,8 @@ def _megatron_arguments() -> list[str]:
 def _variables() -> list[str]:
     return [
         "## Environment variables\n",
-        table(("variable", "what it says"), _quoted(VARIABLES)),
-        "Read, not ours:\n",
-        table(("variable", "from, and for what"), _quoted(READ_VARIABLES)),
+        "Our own, then those of others that are read.\n",
+        table(("variable", "what it says"), _quoted({**VARIABLES, **READ_VARIABLES})),
     ]
 
 
