@@ -1,9 +1,11 @@
 """Figures and findings of `monta doctor --run`: plain numbers, texts, and shared wording."""
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from monta_megatron.common.text import shown
 from monta_megatron.common.units import counted, time_text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.online.drift import Change
@@ -178,6 +180,18 @@ class Finding:
 
 PLACE = "monta place: experts on ranks by a trace of the router"
 NAMES = {**RESOURCE_NAMES, "memory": "copies in memory", "host": "host"}
+
+
+def wrapped(words: str, width: int, first: str = "", *, break_words: bool = False) -> list[str]:
+    """Lines of at most `width` characters, the others indented as deep as `first` is long."""
+    return textwrap.wrap(
+        shown(words),
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_on_hyphens=False,
+        break_long_words=break_words,
+    )
 
 
 def of_exchange_ms(run: RunFigures, part: float) -> float | None:

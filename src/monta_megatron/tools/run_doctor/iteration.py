@@ -1,18 +1,17 @@
 """The iteration of a training's log: predicted by part beside measured, and changes to it."""
 
 import math
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.common.tables import table
-from monta_megatron.common.text import shown
 from monta_megatron.common.units import counted, gb_text
 from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_names, gpu_of
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster, nearest_preset
+from monta_megatron.planner.flex import BACKENDS
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.select import select_chain
 from monta_megatron.tools.estimate.estimate import with_1f1b_overlap
@@ -32,6 +31,7 @@ from monta_megatron.tools.estimate.layers import (
     settings_of,
 )
 from monta_megatron.tools.launch.arguments import PARALLEL_ARGUMENTS, SIZE, Arguments
+from monta_megatron.tools.run_doctor.figures import wrapped
 from monta_megatron.tools.run_doctor.training_log import TrainingRecord
 
 # A change that saves less is not named; so many are.
@@ -133,26 +133,16 @@ class IterationReport:
         """The report, in lines of at most so many characters but for names of parts."""
         record, settings, measured = self.record, self.settings, self.record.iteration_ms
         tflops = record.tflops_per_gpu
-
-        def wrapped(words: str, first: str = "") -> list[str]:
-            others = " " * len(first)
-            return textwrap.wrap(
-                shown(words),
-                width,
-                initial_indent=first,
-                subsequent_indent=others,
-                break_on_hyphens=False,
-            )
-
+        lines_of = partial(wrapped, width=width, break_words=True)
         guess = f", guessed from {record.gpu} and the ranks; --cluster NAME for another"
         lines = [
-            *wrapped(
+            *lines_of(
                 f"{record.file}: {counted(settings.world_size, 'rank')}, TP {settings.tp}, PP "
                 f"{settings.pp}, EP {settings.ep}, {_micro_batches(settings)} of "
                 f"{settings.micro_batch_size} x {settings.seq_length:,} tokens"
             ),
-            *wrapped(f"cluster: {self.cluster.name}{guess * self.is_guessed}"),
-            *wrapped(
+            *lines_of(f"cluster: {self.cluster.name}{guess * self.is_guessed}"),
+            *lines_of(
                 f"measured: {measured:,.0f} ms an iteration, the median of "
                 f"{len(record.steady_ms):,} ({min(record.steady_ms):,.0f} to "
                 f"{max(record.steady_ms):,.0f})"
@@ -167,19 +157,19 @@ class IterationReport:
         cells = [(part, f"{ms:,.0f}", f"{ms / measured:.0%}") for part, ms in rows]
         lines += [table(("part", ">ms", ">of measured"), cells), "", "likely causes:"]
         for number, (cause, ms, line) in enumerate(self.causes, 1):
-            lines += wrapped(f"{cause}: {ms:,.0f} ms, {ms / measured:.0%}", f"{number}. ")
-            lines += wrapped(line[:width], "   ")
+            lines += lines_of(f"{cause}: {ms:,.0f} ms, {ms / measured:.0%}", first=f"{number}. ")
+            lines += lines_of(line[:width], first="   ")
         lines += ["", "changes that would save most, predicted:"]
         for number, change in enumerate(self.changes, 1):
             saved = f"saves {change.saved * measured:,.0f} ms ({change.saved:.0%})"
             note = f"; {change.note}" * bool(change.note)
-            lines += wrapped(f"{change.name}: {saved}: {change.flags}{note}", f"{number}. ")
+            lines += lines_of(f"{change.name}: {saved}: {change.flags}{note}", first=f"{number}. ")
         if not self.changes:
             lines.append(f"none that saves {LEAST_SAVED:.0%}")
         if self.monta_saved is not None:
-            lines += wrapped(f"monta: {_verdict(self.monta_saved)}")
+            lines += lines_of(f"monta: {_verdict(self.monta_saved)}")
         for note in self.notes:
-            lines += wrapped(f"note: {note}")
+            lines += lines_of(f"note: {note}")
         return "\n".join(lines)
 
 
@@ -218,26 +208,20 @@ def explain(record: TrainingRecord, cluster_name: str | None) -> IterationReport
         ) from None
     assumed = assumptions_of(gpu, cluster.name)
 
-    def predict(settings: TrainingSettings) -> Iteration:
-        return estimate_iteration(model, settings, cluster, assumed)
-
     # Step 2: as it ran; the training of ours as its plan would run.
     ran_monta = _value(arguments, "moe-token-dispatcher-type") == "monta"
-    with_monta = _with_monta(model, settings, cluster, assumed)
-    predicted = with_monta if ran_monta else predict(settings)
+    predict = _with_monta if ran_monta else estimate_iteration
+    predicted = predict(model, settings, cluster, assumed)
 
     # Step 3: one change at a time.
     changes = []
     for name, flags, changed, note in _candidates(record, settings):
-        total_ms = predict(changed).total_ms
-        if ran_monta:
-            total_ms = _with_monta(model, changed, cluster, assumed).total_ms
-        changes.append(
-            Change(name=name, flags=flags, saved=_saved(record, predicted, total_ms), note=note)
-        )
+        saved = _saved(record, predicted, predict(model, changed, cluster, assumed))
+        changes.append(Change(name=name, flags=flags, saved=saved, note=note))
     monta_saved = None
     if not ran_monta and settings.dispatcher == "alltoall":
-        monta_saved = _saved(record, predicted, with_monta.total_ms)
+        with_monta = _with_monta(model, settings, cluster, assumed)
+        monta_saved = _saved(record, predicted, with_monta)
         flags = "--moe-token-dispatcher-type monta"
         changes.append(Change(name="monta for alltoall", flags=flags, saved=monta_saved))
     # Of several micro-batch sizes the smallest that saves nearly as much as the best.
@@ -264,9 +248,10 @@ def explain(record: TrainingRecord, cluster_name: str | None) -> IterationReport
     )
 
 
-def _saved(record: TrainingRecord, predicted: Iteration, total_ms: float) -> float:
+def _saved(record: TrainingRecord, predicted: Iteration, changed: Iteration) -> float:
     """Share of the measured iteration that a change saves; what is not explained stays."""
-    return (predicted.total_ms - total_ms) / max(predicted.total_ms, record.iteration_ms)
+    saved_ms = predicted.total_ms - changed.total_ms
+    return saved_ms / max(predicted.total_ms, record.iteration_ms)
 
 
 def _value(arguments: Arguments, name: str) -> str | None:
@@ -294,19 +279,16 @@ def _settings(record: TrainingRecord) -> TrainingSettings:
     except ValueError as error:
         raise ValueError(f"--log: {file}: {error}") from None
     backend = _value(arguments, "moe-flex-dispatcher-backend") or "deepep"
-    if _value(arguments, "moe-token-dispatcher-type") == "flex" and backend in (
-        "deepep",
-        "hybridep",
-    ):
-        settings = replace(settings, dispatcher="hybridep" if backend == "hybridep" else "deepep")
+    if _value(arguments, "moe-token-dispatcher-type") == "flex" and backend in BACKENDS:
+        settings = replace(settings, dispatcher=backend)
     return settings
 
 
 def _cluster(record: TrainingRecord, settings: TrainingSettings, name: str | None) -> Cluster:
     if name is None and record.gpu is None:
         raise ValueError(
-            f"--cluster: not given, must be, as {record.file} names no GPU: a file, or a preset "
-            "of configs/clusters"
+            f"--cluster: not given, must be, as {record.file} names no GPU that is "
+            "known: a file, or a preset of configs/clusters"
         )
     cluster = load_cluster(name or nearest_preset(record.gpu, 8))
     if name is None:
@@ -328,9 +310,7 @@ def _with_monta(
     workload = workload_of(model, plain, cluster)
     price = select_chain(workload, cluster).price
     stock = exchange_time(model, plain, cluster, assumed)
-    chosen = chosen_time(
-        stock, workload, cluster, assumed, CHAINS[price.chain.name], price.num_chunks
-    )
+    chosen = chosen_time(stock, workload, cluster, assumed, price.chain, price.num_chunks)
     return estimate_iteration(model, plain, cluster, assumed, chosen)
 
 

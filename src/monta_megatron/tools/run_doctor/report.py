@@ -5,12 +5,11 @@ do not add up, and the first finding is where to begin.
 """
 
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
-from monta_megatron.common.text import shown
 from monta_megatron.common.units import counted, time_text
 from monta_megatron.planner.online.drift import BAND, WAITED_FOR
 from monta_megatron.planner.select import MARGIN
@@ -25,7 +24,7 @@ from monta_megatron.tools.run_doctor.causes import (
     slower_link,
     waiting,
 )
-from monta_megatron.tools.run_doctor.figures import ExchangeFigures, Finding, RunFigures
+from monta_megatron.tools.run_doctor.figures import ExchangeFigures, Finding, RunFigures, wrapped
 
 # Iterations differ by so much among themselves: what holds less of one is none of its troubles.
 LEAST_OF_ITERATION = 0.02
@@ -91,33 +90,25 @@ def text(run: RunFigures, findings: Sequence[Finding], width: int) -> str:
 
 
 def _lines(run: RunFigures, findings: Sequence[Finding], width: int) -> Iterator[str]:
-    def wrapped(words: str, first: str = INDENT, others: str = INDENT) -> list[str]:
-        return textwrap.wrap(
-            shown(words),
-            width,
-            initial_indent=first,
-            subsequent_indent=others,
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
+    indented = partial(wrapped, width=width, first=INDENT)
 
     if run.exchange is not None:
-        yield from wrapped(_head(run, run.exchange), "", "")
-        yield from wrapped(f"({run.exchange.basis})", "", "")
+        yield from wrapped(_head(run, run.exchange), width)
+        yield from wrapped(f"({run.exchange.basis})", width)
         yield ""
     for number, finding in enumerate(findings, 1):
-        yield from wrapped(f"{finding.name}{_held(finding, run.exchange)}", f"{number}. ")
-        yield from wrapped(finding.says)
+        yield from wrapped(f"{finding.name}{_held(finding, run.exchange)}", width, f"{number}. ")
+        yield from indented(finding.says)
         if run.exchange is None or finding.rests_on != run.exchange.basis:
-            yield from wrapped(f"({finding.rests_on})")
+            yield from indented(f"({finding.rests_on})")
         for advice in finding.advice:
-            yield from wrapped(advice, f"{INDENT}try: ", f"{INDENT}     ")
+            yield from wrapped(advice, width, f"{INDENT}try: ")
         yield ""
     if not findings:
-        yield from wrapped("nothing that is known holds it back", "", "")
+        yield from wrapped("nothing that is known holds it back", width)
         yield ""
     for note in run.notes:
-        yield from wrapped(f"note: {note}", "", "")
+        yield from wrapped(f"note: {note}", width)
 
 
 def _head(run: RunFigures, of: ExchangeFigures) -> str:

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from monta_megatron.planner.assumptions import gpu_names
 from monta_megatron.tools.launch.arguments import Argument, Arguments, key_of
-from monta_megatron.tools.launch.log import PEAK_MIB, TIME_MS, not_repeated
+from monta_megatron.tools.launch.log import ITERATION, PEAK_MIB, TIME_MS, not_repeated
 
 COLOUR = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
-NUMBERED = re.compile(r"\biteration +(\d+) */ *\d+ *\|")
 STEP_S = re.compile(r"train_step_timing in s: (\d+(?:\.\d+)?)")
 TFLOPS = re.compile(r"(?:TFLOP/s/GPU\)|MODEL_TFLOP/s/GPU): *(\d+(?:\.\d+)?)")
 SKIPPED = re.compile(r"number of skipped iterations: *(\d+)")
 DOTTED = re.compile(r"(?:^|[\s\]:>|])([a-z][a-z0-9_]*) \.{2,} (.*)$")
 YAML = re.compile(r"(?:^|[\s\]>|])([a-z][a-z0-9_]*): +([^\s{][^|{]*)$")
-GPU = re.compile(r"\b(GB300|GB200|B300|B200|H800|H200|H100|H20|A800|A100|A30|L40S)\b")
 # Of TransformerConfig -> Megatron's argument.
 OTHER_NAMES = {
     "num_moe_experts": "num_experts",
@@ -120,8 +119,9 @@ def read_training_log(path: Path) -> TrainingRecord:
     said: dict[str, tuple[str, str]] = {}
     timed: list[tuple[int, tuple[float, float | None]]] = []
     num_skipped, peak_mib, gpu = 0, 0.0, None
+    known_gpu = re.compile(rf"\b({'|'.join(gpu_names())})\b")
     for number, line in _lines(path):
-        if (iteration := NUMBERED.search(line)) is not None:
+        if (iteration := ITERATION.search(line)) is not None:
             ms, seconds = TIME_MS.search(line), STEP_S.search(line)
             if ms or seconds:
                 time_ms = float(ms[1]) if ms else 1e3 * float(seconds[1]) if seconds else 0.0
@@ -135,7 +135,7 @@ def read_training_log(path: Path) -> TrainingRecord:
             peak_mib = max(peak_mib, float(peak[1]))
         elif (found := YAML.search(line)) is not None and found[1] in OF_YAML:
             said[found[1]] = found[2].strip(), f"line {number}: {line.strip()}"
-        if gpu is None and (named := GPU.search(line)) is not None:
+        if gpu is None and (named := known_gpu.search(line)) is not None:
             gpu = named[1]
     kept = not_repeated(timed)
     if not kept:
