@@ -14,8 +14,9 @@ def bytes_of_gb(number: float | None) -> float | None:
 
 
 def counted(number: int, noun: str) -> str:
-    """1, "chunk" -> "1 chunk"; 4096, "token" -> "4,096 tokens"; nouns with a plural in s."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    """1, "chunk" -> "1 chunk"; 4096, "token" -> "4,096 tokens"; nouns with a plural in s or es."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}" + ("" if number == 1 else plural)
 
 
 def size_text(num_bytes: float | None) -> str:

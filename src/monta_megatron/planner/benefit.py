@@ -110,7 +110,7 @@ class Benefit:
         if micro_batches is None:
             per.append("micro-batch")
         else:
-            factors.append(f"{micro_batches:,} micro-batch{'' if micro_batches == 1 else 'es'}")
+            factors.append(counted(micro_batches, "micro-batch"))
             total_us *= micro_batches
         product = f" = {at_least}{time_text(total_us)}" if len(factors) > 1 else ""
         verb, share = ("saves", "of") if self.saved_us >= 0 else ("loses", "on top of")

@@ -39,9 +39,8 @@ def estimate_lines(of: Estimate) -> list[str]:
         for name in ("tp", "cp", "pp", "ep", "etp")
         if (size := getattr(settings, name)) > 1
     )
-    num = settings.num_micro_batches
-    batch = f"{num:,} micro-batch{'' if num == 1 else 'es'} of {settings.micro_batch_size} x "
-    batch += f"{settings.seq_length:,} tokens; "
+    micro_batches = counted(settings.num_micro_batches, "micro-batch")
+    batch = f"{micro_batches} of {settings.micro_batch_size} x {settings.seq_length:,} tokens; "
     about = (
         f"{of.name} on {settings.world_size:,} ranks of {of.cluster.name} ({of.gpu})",
         f"{sizes}; {batch}recompute: {settings.recompute}",

@@ -133,12 +133,13 @@ class IterationReport:
         """The report, in lines of at most so many characters but for names of parts."""
         record, settings, measured = self.record, self.settings, self.record.iteration_ms
         tflops = record.tflops_per_gpu
+        micro_batches = counted(settings.num_micro_batches, "micro-batch")
         lines_of = partial(wrapped, width=width, break_words=True)
         guess = f", guessed from {record.gpu} and the ranks; --cluster NAME for another"
         lines = [
             *lines_of(
                 f"{record.file}: {counted(settings.world_size, 'rank')}, TP {settings.tp}, PP "
-                f"{settings.pp}, EP {settings.ep}, {_micro_batches(settings)} of "
+                f"{settings.pp}, EP {settings.ep}, {micro_batches} of "
                 f"{settings.micro_batch_size} x {settings.seq_length:,} tokens"
             ),
             *lines_of(f"cluster: {self.cluster.name}{guess * self.is_guessed}"),
@@ -171,11 +172,6 @@ class IterationReport:
         for note in self.notes:
             lines += lines_of(f"note: {note}")
         return "\n".join(lines)
-
-
-def _micro_batches(settings: TrainingSettings) -> str:
-    number = settings.num_micro_batches
-    return f"{number:,} micro-batch{'' if number == 1 else 'es'}"
 
 
 def _verdict(saved: float) -> str:
