@@ -159,16 +159,6 @@ def has_layout(parsed: argparse.Namespace) -> bool:
     return any((parsed.layout, parsed.tp, parsed.ep, parsed.etp))
 
 
-def check_has_layout(parsed: argparse.Namespace, flag: str, reason: str) -> None:
-    """Refuse a flag that needs a layout where none is given.
-
-    Raises:
-        ValueError: none is.
-    """
-    if not has_layout(parsed):
-        raise ValueError(f"{flag}, must be with a layout (--ep N): {reason}")
-
-
 def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, PlanInputs]":
     """The request that the flags make, and the inputs that it names.
 

@@ -157,12 +157,13 @@ def _read(parsed: argparse.Namespace) -> "Drawing":
 
 
 def _predict(parsed: argparse.Namespace) -> "Drawing":
+    from monta_megatron.tools.plan.request import check_has_layout
     from monta_megatron.tools.timeline.drawing import of_prediction
 
     chain = _chain(parsed)
     if parsed.overlap_experts:
         reason = "how long experts take depends on the tokens of a rank"
-        planning.check_has_layout(parsed, "--overlap-experts: given", reason)
+        check_has_layout(planning.has_layout(parsed), "--overlap-experts: given", reason)
     return of_prediction(*planning.read(parsed), chain, parsed.alone)
 
 

@@ -29,6 +29,7 @@ from monta_megatron.tools.plan.request import (
     PlanRequest,
     benefit_of_plan,
     candidate_of,
+    check_has_layout,
     plan_request,
 )
 
@@ -79,8 +80,8 @@ class Questions:
             (overlap_experts, "--overlap-experts: given", reason),
             (self.chain is not None, f"--chain: got {self.chain}", "it stands in a plan"),
         ):
-            if is_asked and not has_layout:
-                raise ValueError(f"{flag}, must be with a layout (--ep N): {why}")
+            if is_asked:
+                check_has_layout(has_layout, flag, why)
         if self.chain is None and self.num_chunks is not None:
             raise ValueError(f"--num-chunks: got {self.num_chunks}, must be with --chain")
 

@@ -154,6 +154,16 @@ def request_of(model: Any, cluster: Any, layout: Any, settings: Mapping[str, Any
 SIZES = tuple(entry.name for entry in fields(ParallelLayout))
 
 
+def check_has_layout(has_layout: bool, flag: str, reason: str) -> None:
+    """Refuse a flag that needs a layout where none is given.
+
+    Raises:
+        ValueError: none is.
+    """
+    if not has_layout:
+        raise ValueError(f"{flag}, must be with a layout (--ep N): {reason}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
     """The files and sizes of a request, read.
