@@ -37,12 +37,8 @@ a test keeps it current.
 
 
 def section(name: str) -> str:
-    """A section of the page: what a study says, under a heading of the second level."""
-    # Without the paragraph that all have in common, and with links from docs/.
-    title, _, rest = STUDIES[name].page().partition("\n\n")
-    _, _, rest = rest.partition("\n\n")
-    text = re.sub(r"^#", "##", f"{title}\n\n{rest}", flags=re.MULTILINE)
-    text = text.replace("](../", "](").rstrip() + "\n"
+    """A section of the page: what a study says, tables of one head joined."""
+    text = STUDIES[name].section().rstrip() + "\n"
     return re.sub(rf"(?:{TABLE}\n){{2,}}", lambda match: joined(match[0]), text)
 
 

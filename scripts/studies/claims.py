@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from options_page import table
-from studies.common import Section, begin, paragraph, run
+from studies.common import Section, paragraph, run
 from studies.monta_claims import draw, saving, speedup
 
 from monta_megatron.planner.assumptions import assumptions_of
@@ -20,7 +20,7 @@ from monta_megatron.tools.estimate.iteration import (
 )
 from monta_megatron.tools.estimate.layers import Architecture, Dispatcher, TrainingSettings
 
-__all__ = ["draw", "page"]
+__all__ = ["draw", "section"]
 
 # Parts of a layer that are neither computation nor what other ranks wait for.
 NO_COMPUTATION = (EXCHANGE, HIDDEN, HOST)
@@ -34,13 +34,12 @@ OCCULT = {
 }
 
 
-def page() -> str:
-    """The whole page."""
+def section() -> str:
+    """The whole section."""
     sections = (speedup(), saving(), _occult(), _shares())
     head = ("claim", "claimed", "predicted", "measured, emulated", "difference", "constants")
     parts = [
-        begin("What papers claim, and what is predicted of it", "claims"),
-        "\n",
+        "## What papers claim, and what is predicted of it\n\n",
         paragraph(
             "Published figures are the papers' own and stand under **claimed**; what the cost "
             "model gives stands under **predicted**; what ran stands under **measured**, on CPU "
@@ -85,7 +84,7 @@ def _occult() -> Section:
             "predicted", "difference")  # fmt: skip
     text = "".join(
         [
-            "\n## Occult: copies of a token\n\n",
+            "\n### Occult: copies of a token\n\n",
             paragraph(
                 "**Claimed** for OLMoE on 4 GPUs (64 experts, top-8; digests of arXiv 2505.13345). "
                 "**Predicted**: copies, by the planner's formula of expected distinct devices; "
@@ -161,7 +160,7 @@ def _shares() -> Section:
     )
     text = "".join(
         [
-            "\n## DeepSeek-V3: the share of communication\n\n",
+            "\n### DeepSeek-V3: the share of communication\n\n",
             paragraph(
                 "**Claimed**: computation to communication of about 1 : 1 on H800 (arXiv "
                 "2412.19437, section 3.2.1); communication above 50% of the training time where "

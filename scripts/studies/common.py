@@ -1,4 +1,4 @@
-"""What the pages of studies share: their first lines, exchanges of a model, and number texts."""
+"""Shared by the studies: exchanges of a model, and texts of numbers."""
 
 import textwrap
 from collections.abc import Iterable
@@ -38,15 +38,6 @@ class Section(NamedTuple):
 
     text: str
     rows: tuple[tuple[str, ...], ...]
-
-
-def begin(title: str, name: str) -> str:
-    """The first lines of a page."""
-    return f"# {title}\n\n" + paragraph(
-        "What is **predicted** here comes from the presets of `configs/clusters/`, which hold "
-        f"published figures; a calibrated file gives better ones. `python scripts/study_pages.py "
-        f"{name}` prints this page, and a test keeps it current."
-    )
 
 
 def paragraph(text: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from options_page import table
-from studies.common import DPI, WIDTH_INCHES, begin, bullets, ms, paragraph, workload_of
+from studies.common import DPI, WIDTH_INCHES, bullets, ms, paragraph, workload_of
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
@@ -78,11 +78,10 @@ def name_of(setting: tuple[str, int, int]) -> str:
     return f"{preset.split('_')[0].upper()}, {nics} NICs per node, {seq_length // 1024}K sequence"
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [begin("How much contention pipelining can bear", "contention")]
+def section() -> str:
+    """The whole section."""
+    parts = ["## How much contention pipelining can bear\n\n"]
     parts += [
-        "\n",
         paragraph(
             "MoNTA's layout, EP 2 x ETP 8 on 2 nodes of 8 (MoNTA-2x70B, TP 8), dispatch and "
             "combine, forward and backward. Where two operations run at once, each takes `factor` "
@@ -91,7 +90,7 @@ def page() -> str:
             "as long each, three never more than three times. Shown is the time in 2, 4 or 8 "
             "chunks, whichever is the fastest, over that in one: below 1 pipelining wins."
         ),
-        "\n![Time of the pipelined exchange over the serial one](../pictures/contention.png)\n",
+        "\n![Time of the pipelined exchange over the serial one](pictures/contention.png)\n",
     ]
     wins: dict[str, dict[str, float | None]] = {}
     for setting in SETTINGS:
@@ -110,8 +109,8 @@ def page() -> str:
                 )
             )
         head = ("factor for", *(f"{factor:g}" for factor in FACTORS), "serial wins")
-        parts += [f"\n## {name}: {ms(serial.total_us)} ms in one chunk\n\n", table(head, rows)]
-    parts.append("\n## What follows\n\n" + bullets(findings(wins)))
+        parts += [f"\n### {name}: {ms(serial.total_us)} ms in one chunk\n\n", table(head, rows)]
+    parts.append("\n### What follows\n\n" + bullets(findings(wins)))
     return "".join(parts)
 
 

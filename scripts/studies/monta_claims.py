@@ -189,7 +189,7 @@ def speedup() -> Section:
     best = max(range(len(pipelined)), key=lambda number: pipelined[number])
     text = "".join(
         [
-            "\n## MoNTA: 8x AllToAll at TP 8\n\n",
+            "\n### MoNTA: 8x AllToAll at TP 8\n\n",
             paragraph(
                 "**Claimed**: up to 8 times the performance of AllToAll under 8-card tensor "
                 "parallelism, against DeepSpeed (arXiv 2411.00662, abstract). It is not said what "
@@ -265,7 +265,7 @@ def saving() -> Section:
     nearest = min(step_0, key=lambda saved: abs(saved - CLAIMED_SAVING_PCT))
     text = "".join(
         [
-            "\n## MoNTA: 13% of an iteration\n\n",
+            "\n### MoNTA: 13% of an iteration\n\n",
             paragraph(
                 "**Claimed**: 13% lower overall latency in training 2x70B on 16 A800 with an 8K "
                 "sequence (abstract). Batch, recompute and baseline are not said; "

@@ -4,7 +4,7 @@ from itertools import product
 from pathlib import Path
 
 from options_page import table
-from studies.common import DPI, WIDTH_INCHES, begin, bullets, paragraph
+from studies.common import DPI, WIDTH_INCHES, bullets, paragraph
 from studies.scale_points import (
     EPS,
     GLOBAL_BATCH,
@@ -36,13 +36,12 @@ LEAST_GAIN_PCT = 1.0
 OTHERS = ("TP communication", "pipeline communication", "gradient reduction")
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [begin("Four models on 16 to 16,384 GPUs", "scale")]
+def section() -> str:
+    """The whole section."""
+    parts = ["## Four models on 16 to 16,384 GPUs\n\n"]
     num = sum(len(points(name, size, over)) for name in MODELS.values() for size in SIZES
               for over in OVERSUBSCRIPTIONS)  # fmt: skip
     parts += [
-        "\n",
         paragraph(
             f"Nodes of 8 H100 with 8 x InfiniBand NDR. {GLOBAL_BATCH:,} sequences of "
             f"{SEQ_LENGTH:,} tokens in an iteration at every size, micro-batches of 1, selective "
@@ -66,7 +65,7 @@ def page() -> str:
                 "`+1F1B`: both with Megatron's overlap of two micro-batches.",
             )
         ),
-        "\n![Gain by number of GPUs](../pictures/scale.png)\n",
+        "\n![Gain by number of GPUs](pictures/scale.png)\n",
     ]
     head = (
         "GPUs",
@@ -108,9 +107,9 @@ def page() -> str:
                 if fits
                 else (f"{size:,}", _does_not_fit(point), *[""] * 9)
             )
-        parts += [f"\n## {title}\n\n", table(head, rows)]
+        parts += [f"\n### {title}\n\n", table(head, rows)]
         lines.append(finding(title, name))
-    parts.append("\n## Where the gain ends\n\n" + bullets(lines))
+    parts.append("\n### Where the gain ends\n\n" + bullets(lines))
     parts += ["\n", paragraph(LEFT_OUT)]
     return "".join(parts)
 

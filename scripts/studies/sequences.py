@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from options_page import table
-from studies.common import DPI, WIDTH_INCHES, begin, bullets, ms, paragraph
+from studies.common import DPI, WIDTH_INCHES, bullets, ms, paragraph
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.common.units import GB_BYTES
@@ -76,11 +76,10 @@ def plans(setting: Setting) -> tuple[Plan, ...]:
     )
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [begin("Sequences of 4K to 1M tokens", "sequences")]
+def section() -> str:
+    """The whole section."""
+    parts = ["## Sequences of 4K to 1M tokens\n\n"]
     parts += [
-        "\n",
         paragraph(
             "One sequence in a micro-batch, which TP 8 shares, so a rank has an eighth of its "
             "tokens. Dispatch and combine of one layer, forward and backward, in bf16; what else "
@@ -89,11 +88,11 @@ def page() -> str:
             f"`monta simulate --sweep tokens=... --memory-limit-gb {LIMIT_GB} --ignore-memory` "
             "prints such a table for any setting."
         ),
-        "\n![Time and memory against the sequence](../pictures/sequences.png)\n",
+        "\n![Time and memory against the sequence](pictures/sequences.png)\n",
     ]
     lines = []
     for setting in SETTINGS:
-        parts.append(f"\n## {setting.title}\n\n")
+        parts.append(f"\n### {setting.title}\n\n")
         rows = []
         for length, plan in zip(SEQUENCES, plans(setting), strict=True):
             rows.append(
@@ -109,7 +108,7 @@ def page() -> str:
         parts.append(table(head, rows))
         lines += findings(setting)
     parts.append("\nms; bold: the choice; over: the least that the chain holds, in GB.\n")
-    parts.append("\n## What follows\n\n" + bullets(lines))
+    parts.append("\n### What follows\n\n" + bullets(lines))
     return "".join(parts)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from options_page import table
-from studies.common import DPI, WIDTH_INCHES, begin, bullets, ms, of_chunks, paragraph, workload_of
+from studies.common import DPI, WIDTH_INCHES, bullets, ms, of_chunks, paragraph, workload_of
 
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
@@ -121,11 +121,10 @@ def stock_us(selection: Selection) -> float:
     return next(price.total_us for price in selection.prices if price.chain.name == "alltoall")
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [begin("Which chain on which topology", "topologies")]
+def section() -> str:
+    """The whole section."""
+    parts = ["## Which chain on which topology\n\n"]
     parts += [
-        "\n",
         paragraph(
             "Times of dispatch and combine of one layer, forward and backward, in bf16. Rates are "
             "one GPU's share, in one direction. GB200: a rack is one node here; 64 of its 72 GPUs "
@@ -151,7 +150,7 @@ def page() -> str:
         )
     head = ("topology", "preset", "network GB/s", "node link GB/s", "ratio")
     parts.append("\n" + table(head, rows))
-    parts.append("\n![Times by topology](../pictures/topologies.png)\n")
+    parts.append("\n![Times by topology](pictures/topologies.png)\n")
     gains: dict[str, list[float]] = {}
     for exchange in EXCHANGES:
         rows = []
@@ -170,8 +169,8 @@ def page() -> str:
                 )
             )
         head = ("topology", "`alltoall` ms", "choice", "ms", "gain", "busiest")
-        parts += [f"\n## {exchange.title}\n\n", table(head, rows)]
-    parts.append("\n## What follows\n\n" + bullets(findings(gains)))
+        parts += [f"\n### {exchange.title}\n\n", table(head, rows)]
+    parts.append("\n### What follows\n\n" + bullets(findings(gains)))
     return "".join(parts)
 
 
