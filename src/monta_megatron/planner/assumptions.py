@@ -83,6 +83,11 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(entry.where or "" for entry in read_assumptions() if entry.name == "peak_tflops")
 
 
+def named_gpu(text: str) -> str | None:
+    """The known GPU that a text names; of several the longest: GB200 is no B200."""
+    return max((name for name in gpu_names() if name in text), key=len, default=None)
+
+
 def gpu_of(cluster: str, given: str | None) -> str:
     """The GPU of a cluster: the given one, or the one that the cluster's name holds.
 
@@ -99,10 +104,8 @@ def gpu_of(cluster: str, given: str | None) -> str:
         if name is None:
             raise ValueError(f"--gpu: got {given}, must be {one_of(given, known)}")
         return name
-    # The longest first: GB200 is no B200.
-    for name in sorted(known, key=len, reverse=True):
-        if name in cluster:
-            return name
+    if (name := named_gpu(cluster)) is not None:
+        return name
     raise ValueError(
         f"--gpu: not given, must be where the cluster's name ({cluster}) holds none of "
         f"{', '.join(known)}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from monta_megatron.common.rules import NonNegativeFloat, PositiveFloat, PositiveInt, Text, require
-from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_names, gpu_of
+from monta_megatron.planner.assumptions import Assumptions, assumptions_of, named_gpu
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Kind, Sizes
 
@@ -253,8 +253,7 @@ def experts_of(sizes: ExpertSizes, cluster: Cluster, gpu: str | None = None) -> 
 
 def _by_flops(sizes: ExpertSizes, cluster: Cluster, gpu: str | None) -> Experts:
     where = cluster.name if gpu is None else gpu
-    name = next((name for name in gpu_names() if name in where), None)
-    name = USUAL_GPU if name is None else gpu_of(where, None)
+    name = named_gpu(where) or USUAL_GPU
     assumed = assumptions_of(name, where)
     large, half = (
         cluster.time_us("copy", "memory", size).us

@@ -11,7 +11,7 @@ from typing import Literal
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import PASSES, Phase
-from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_names
+from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_names, named_gpu
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.experts import Work
 from monta_megatron.planner.routing.expected import UniformRouting
@@ -176,7 +176,7 @@ def why_not(backend: Backend, layout: Layout, cluster: Cluster) -> str | None:
     ranks_on_node = max(map(layout.nodes.count, set(layout.nodes)))
     if "PCIe" in cluster.name:
         return "needs NVLink between the GPUs of a node (DeepEP issue 162)"
-    is_ampere = _gpu(cluster) in ("A100", "A800")
+    is_ampere = named_gpu(cluster.name) in ("A100", "A800")
     if backend == "hybridep" and is_ampere:
         return "its copies are Hopper's TMA (DeepEP, branch hybrid-ep)"
     if backend == "deepep" and ranks_on_node > DEEPEP_RANKS_ON_NODE:
@@ -194,22 +194,16 @@ def why_not(backend: Backend, layout: Layout, cluster: Cluster) -> str | None:
     return None
 
 
-def _gpu(cluster: Cluster) -> str | None:
-    """The GPU that a cluster's name holds, the longest name first: GB200 is no B200."""
-    names = sorted(gpu_names(), key=len, reverse=True)
-    return next((name for name in names if name in cluster.name), None)
-
-
 def _no_gpu(cluster: Cluster) -> str | None:
     if cluster.copies_block_host:
         return "needs GPUs"
-    if _gpu(cluster) is None:
+    if named_gpu(cluster.name) is None:
         return f"the name of the cluster holds none of {', '.join(gpu_names())}"
     return None
 
 
 def _pass_us(workload: Workload, cluster: Cluster, backend: Backend) -> float:
-    layout, gpu = workload.layout, _gpu(cluster)
+    layout, gpu = workload.layout, named_gpu(cluster.name)
     assert isinstance(workload.routing, UniformRouting) and gpu is not None, "it was checked"
     exchange = FlexExchange(
         routing=workload.routing,
