@@ -79,16 +79,21 @@ def test_other_work_is_advised_or_planned_beside(pools: Pools) -> None:
     advice = "; minimizes the exchange itself, not what moe_shared_expert_overlap leaves over of it"
     (first, _), *others = pools[4].run(reported_in_steps, case, 3)
     assert "\n".join(first).count(advice) == 1 and first[0].endswith(
-        "--moe-monta-beside-us changes that"
+        "--moe-monta-overlapped-compute-us changes that"
     )
     assert [said for said, _ in others] == [[]] * 3
-    case = replace(case, options=AUTO | {"moe_monta_beside_us": 500.0})
+    case = replace(case, options=AUTO | {"moe_monta_overlapped_compute_us": 500.0})
     ((line,), _), *_ = pools[4].run(reported_in_steps, case, 3)
     assert re.search(r"beside 500 us of other work: [\d,]+ us, leaves [\d,]+ of [\d,]+ us; ", line)
     assert advice not in line
-    beside_us = {rank: {"moe_monta_beside_us": 600.0 if rank == 1 else 500.0} for rank in range(4)}
-    with pytest.raises(PoolError, match=r"differ in moe_monta_beside_us: 500.0 and 600.0"):
-        pools[4].run(disagree, Case(options=AUTO, config=shared), beside_us)
+    overlapped_compute_us = {
+        rank: {"moe_monta_overlapped_compute_us": 600.0 if rank == 1 else 500.0}
+        for rank in range(4)
+    }
+    with pytest.raises(
+        PoolError, match=r"differ in moe_monta_overlapped_compute_us: 500.0 and 600.0"
+    ):
+        pools[4].run(disagree, Case(options=AUTO, config=shared), overlapped_compute_us)
 
 
 def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:

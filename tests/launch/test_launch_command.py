@@ -103,9 +103,9 @@ def test_over_the_memory_limit_it_runs_as_the_dispatcher_would() -> None:
 
 
 def test_other_work_is_planned_beside_as_the_dispatcher_does() -> None:
-    overlap = ("--overlap-moe-expert-parallel-comm", "--moe-monta-beside-us", "2000")
+    overlap = ("--overlap-moe-expert-parallel-comm", "--moe-monta-overlapped-compute-us", "2000")
     run = ready(MIXTRAL, *overlap)
-    assert run.plan is not None and run.plan.key.beside_us == 2000
+    assert run.plan is not None and run.plan.key.overlapped_compute_us == 2000
     assert run.benefit is None and ready(MIXTRAL).benefit is not None
 
 
@@ -498,8 +498,8 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     ),
     "other work": (
         [],
-        ["--moe-monta-beside-us", "-1"],
-        ["--moe-monta-beside-us: got '-1'", "a number >= 0"],
+        ["--moe-monta-overlapped-compute-us", "-1"],
+        ["--moe-monta-overlapped-compute-us: got '-1'", "a number >= 0"],
     ),
     "flag for a size": ([], ["--expert-model-parallel-size"], ["--expert-model", ">= 1"]),
     "unfitting size": ([], ["--tensor-model-parallel-size", "3"], ["layout.nodes * ranks", "(3)"]),

@@ -102,8 +102,11 @@ CASES = [
     (f"{PLAN} --inter-rate-ratio 0", ["--inter-rate-ratio", "'0'", "> 0"]),
     (f"{PLAN} --ep 8 --memory-limit-gb 0.000001", ["memory_limit", "must be at least"]),
     (f"{PLAN} --margin 2", ["--margin", "'2'", "from 0 to 1"]),
-    (f"{PLAN} --ep 8 --beside-us -1", ["--beside-us", "'-1'", ">= 0"]),
-    (f"{PLAN} --beside-us 100", ["--beside-us", "got 100", "with a layout"]),
+    (f"{PLAN} --ep 8 --overlapped-compute-us -1", ["--overlapped-compute-us", "'-1'", ">= 0"]),
+    (
+        f"{PLAN} --overlapped-compute-us 100",
+        ["--overlapped-compute-us", "got 100", "with a layout"],
+    ),
     (f"{PLAN} --layout nowhere.yaml", ["nowhere.yaml", "No such file"]),
     (f"{PLAN} --ep 8 --out nowhere/plan.yaml", ["nowhere/plan.yaml", "cannot be written"]),
     (f"{PLAN} --ep 8 --out .", [".: ", "cannot be written"]),

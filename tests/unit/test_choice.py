@@ -177,13 +177,13 @@ def test_other_work_is_planned_beside() -> None:
         ep=16, etp=1, num_local_experts=8, rank=0, nodes=tuple(rank // 8 for rank in range(16))
     )
     for setting in (SHARED, OVERLAP):
-        options = Options.of(SimpleNamespace(moe_monta_beside_us=2000, **setting))
+        options = Options.of(SimpleNamespace(moe_monta_overlapped_compute_us=2000, **setting))
         assert options.overlaps == (next(iter(setting)),)
         policy = policy_for(options, large, layout, permuted_only=False)
         assert isinstance(policy, PlannedPolicy)
         workload = replace(policy.workload, tokens_per_rank=2048)
         planned = plan(workload, policy.cluster)
-        beside = plan(workload, policy.cluster, beside_us=2000)
+        beside = plan(workload, policy.cluster, overlapped_compute_us=2000)
         choice = policy.choose(2048)
         assert (choice.chain.name, choice.num_chunks) == (beside.chain, beside.num_chunks)
         assert beside.exposed_us != planned.exposed_us
@@ -191,36 +191,44 @@ def test_other_work_is_planned_beside() -> None:
         assert " us, leaves " in choice.reason
         assert choice.benefit is None
         # Ranks agree on it.
-        agreed = SimpleNamespace(**vars(large), **setting, moe_monta_beside_us=2000)
-        assert agreed_config_of(policy, agreed, layout)["moe_monta_beside_us"] == 2000
+        agreed = SimpleNamespace(**vars(large), **setting, moe_monta_overlapped_compute_us=2000)
+        assert agreed_config_of(policy, agreed, layout)["moe_monta_overlapped_compute_us"] == 2000
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"beside_us": "long"}, "got 'long', must be a number >= 0"),
-        ({"beside_us": -1.0}, "got -1.0, must be a number >= 0"),
-        ({"beside_us": float("inf")}, "got inf, must be a number >= 0"),
-        ({"beside_us": 100.0, "chain": "alltoall"}, "must be 0 or left out where a flag or a plan"),
+        ({"overlapped_compute_us": "long"}, "got 'long', must be a number >= 0"),
+        ({"overlapped_compute_us": -1.0}, "got -1.0, must be a number >= 0"),
+        ({"overlapped_compute_us": float("inf")}, "got inf, must be a number >= 0"),
+        (
+            {"overlapped_compute_us": 100.0, "chain": "alltoall"},
+            "must be 0 or left out where a flag or a plan",
+        ),
     ],
 )
 def test_bad_other_work(fields: dict[str, Any], message: str) -> None:
     options = {f"moe_monta_{name}": value for name, value in fields.items()}
-    with pytest.raises(ValueError, match=f"^moe_monta_beside_us: .*{message}"):
+    with pytest.raises(ValueError, match=f"^moe_monta_overlapped_compute_us: .*{message}"):
         Options.of(SimpleNamespace(**options, **OVERLAP))
 
 
 @pytest.mark.parametrize("fields", [{}, {"moe_shared_expert_overlap": True}])
 def test_other_work_needs_a_setting_that_runs_it(fields: dict[str, Any]) -> None:
     """Overlapped shared experts are none where there are no shared experts."""
-    assert Options.of(SimpleNamespace(moe_monta_beside_us=0, **fields)).beside_us == 0
+    assert (
+        Options.of(
+            SimpleNamespace(moe_monta_overlapped_compute_us=0, **fields)
+        ).overlapped_compute_us
+        == 0
+    )
     message = (
-        "^moe_monta_beside_us: got 100.0, must be 0 or left out without "
+        "^moe_monta_overlapped_compute_us: got 100.0, must be 0 or left out without "
         "overlap_moe_expert_parallel_comm or moe_shared_expert_overlap, as nothing hides the "
         "exchange then$"
     )
     with pytest.raises(ValueError, match=message):
-        Options.of(SimpleNamespace(moe_monta_beside_us=100.0, **fields))
+        Options.of(SimpleNamespace(moe_monta_overlapped_compute_us=100.0, **fields))
 
 
 @pytest.mark.parametrize(

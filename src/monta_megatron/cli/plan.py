@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
         help="by how much a plainer chain may be slower (default: 0.03)",
     )
     parser.add_argument(
-        "--beside-us",
+        "--overlapped-compute-us",
         metavar="X",
         type=not_negative,
         default=0.0,
@@ -77,7 +77,7 @@ def run(parsed: argparse.Namespace) -> int:
     questions = Questions(
         memory_limit_gb=parsed.memory_limit_gb,
         margin=parsed.margin,
-        beside_us=parsed.beside_us,
+        overlapped_compute_us=parsed.overlapped_compute_us,
         chain=parsed.chain,
         num_chunks=parsed.num_chunks,
         program=parsed.program,

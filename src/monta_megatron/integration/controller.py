@@ -268,11 +268,11 @@ def _advice(options: Options) -> str:
     """Note on overlapped work that the choice does not take into account."""
     if options.named_chain is None and options.overlap_experts:
         return "; there is no tuning, which would time exchanges alone"
-    if options.beside_us > 0 or not options.overlaps or options.named_chain is not None:
+    if options.overlapped_compute_us > 0 or not options.overlaps or options.named_chain is not None:
         return ""
     return (
         f"; minimizes the exchange itself, not what {options.overlaps[0]} leaves over of it: "
-        "--moe-monta-beside-us changes that"
+        "--moe-monta-overlapped-compute-us changes that"
     )
 
 

@@ -125,7 +125,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self._set_up,
             replicas,
             {
-                "moe_monta_beside_us": self.options.beside_us,
+                "moe_monta_overlapped_compute_us": self.options.overlapped_compute_us,
                 "moe_monta_tune_steps": self.options.tune_steps,
                 "moe_monta_watch_steps": self.options.watch_steps,
             },

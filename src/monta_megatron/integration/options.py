@@ -130,7 +130,7 @@ class Options:
         "What the planner expects an exchange to hold on a rank, at most, of the chain that it "
         "chooses (default: no limit).",
     )
-    beside_us: float = _option(
+    overlapped_compute_us: float = _option(
         MICROSECONDS,
         "Other work that runs beside the exchange of an MoE layer and micro-batch, forward and "
         "backward, in us: auto minimizes what it leaves over. As in `monta plan`; only with "
@@ -289,11 +289,18 @@ class Options:
         names_chain = "where a flag or a plan names the chain, which is used"
         check("memory_limit_gb", is_auto, f"be left out {names_chain} whatever it holds")
         check("wire_backward", "wire_dtype" in given, "come with moe_monta_wire_dtype")
-        beside_us, calibrate_s = given.get("beside_us"), given.get("calibrate_seconds")
-        check("beside_us", beside_us == 0 or is_auto, f"be 0 or left out {names_chain} as it is")
+        overlapped_compute_us, calibrate_s = (
+            given.get("overlapped_compute_us"),
+            given.get("calibrate_seconds"),
+        )
         check(
-            "beside_us",
-            beside_us == 0 or overlaps != (),
+            "overlapped_compute_us",
+            overlapped_compute_us == 0 or is_auto,
+            f"be 0 or left out {names_chain} as it is",
+        )
+        check(
+            "overlapped_compute_us",
+            overlapped_compute_us == 0 or overlaps != (),
             f"be 0 or left out without {' or '.join(OVERLAPS)}, as nothing hides the exchange then",
         )
         check("record_iteration", "record" in given, "come with moe_monta_record")

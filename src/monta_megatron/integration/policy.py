@@ -87,7 +87,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         chains=tuple(chains) if chain is None else (chain,),
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
         memory_limit_bytes=bytes_of_gb(options.memory_limit_gb),
-        beside_us=options.beside_us,
+        overlapped_compute_us=options.overlapped_compute_us,
         named="" if chain is None else reason,
     )
 
@@ -168,7 +168,7 @@ def agreed_config_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[s
         "moe_monta_rail_ctas": getattr(config, "moe_monta_rail_ctas", None),
         "moe_monta_node_ctas": getattr(config, "moe_monta_node_ctas", None),
         **policy.agreed_config(),
-        "moe_monta_beside_us": options.beside_us,
+        "moe_monta_overlapped_compute_us": options.overlapped_compute_us,
         "moe_monta_tune_steps": options.tune_steps,
         "moe_monta_plan_out": options.plan_out,
         "moe_monta_watch_steps": options.watch_steps,

@@ -100,14 +100,14 @@ class PlannedPolicy(ChainPolicy):
         memory_limit_bytes: limit on what an exchange holds on a rank. Where every chain is expected
             to hold more, the one that holds the least is chosen: a training that has come to larger
             batches goes on.
-        beside_us: other work that runs beside the exchange; see `select.select_chain`.
+        overlapped_compute_us: other work that runs beside the exchange; see `select.select_chain`.
         named: why there is but one chain in one number of chunks, whose prices are only watched.
     """
 
     cluster: Cluster
     workload: Workload
     memory_limit_bytes: float | None = None
-    beside_us: float = 0.0
+    overlapped_compute_us: float = 0.0
     named: str = ""
     _tables: dict[Routing, "ChoiceTable"] = field(default_factory=dict)
 
@@ -155,7 +155,7 @@ class PlannedPolicy(ChainPolicy):
             num_chunks=self.num_chunks,
             memory_limit_bytes=self.memory_limit_bytes,
             or_least=True,
-            beside_us=self.beside_us,
+            overlapped_compute_us=self.overlapped_compute_us,
         )
 
 
@@ -203,10 +203,14 @@ class ChoiceTable:
         doubtful = ", whose calibration is doubtful," if cluster.doubts else ""
         is_usual = self.routing is self.policy.workload.routing
         routing = "" if is_usual else f" and the {self.routing.name} routing"
-        beside_us = self.policy.beside_us
+        overlapped_compute_us = self.policy.overlapped_compute_us
         experts = self.policy.workload.experts
         by = "" if experts is None else f"; experts {experts.note}"
-        beside = f" beside {beside_us:,.0f} us of other work" if beside_us > 0 else ""
+        beside = (
+            f" beside {overlapped_compute_us:,.0f} us of other work"
+            if overlapped_compute_us > 0
+            else ""
+        )
         return ChainChoice(
             chain=price.chain,
             num_chunks=price.num_chunks,

@@ -131,7 +131,8 @@ class ChainPrice:
         num_represented: [ranks] number of ranks that each of them stands for.
         peak_bytes: the most that the executor holds at once on one rank.
         beside_bytes: what the chain takes there beside its exchange, within the same limit.
-        beside_us: other work that runs beside the exchange, as much of it beside each pass.
+        overlapped_compute_us: other work beside the exchange, in equal parts beside
+            its passes.
         experts_pipelined: whether the experts run in the pipeline: a pass is one direction then.
     """
 
@@ -142,7 +143,7 @@ class ChainPrice:
     num_represented: tuple[int, ...]
     peak_bytes: float
     beside_bytes: float = 0.0
-    beside_us: float = 0.0
+    overlapped_compute_us: float = 0.0
     experts_pipelined: bool = False
 
     @property
@@ -207,7 +208,7 @@ def price_chain(
     num_chunks: int,
     phase: Phase,
     num_exchanged_counts: int | None = None,
-    beside_us: float = 0.0,
+    overlapped_compute_us: float = 0.0,
 ) -> ChainPrice:
     """Price one chain in a given number of chunks.
 
@@ -219,7 +220,8 @@ def price_chain(
         phase: whether the backward passes are priced too.
         num_exchanged_counts: integers to each rank in the exchange of counts; None for what
             the chain needs.
-        beside_us: other work that runs beside the exchange, as much of it beside each pass.
+        overlapped_compute_us: other work beside the exchange, in equal parts beside
+            its passes.
     """
     ranks = priced_ranks(workload.layout, workload.routing, cluster.ranks_per_nic)
     bound = [workload.bind(chain, num_chunks, layout) for layout in ranks.layouts]
@@ -243,7 +245,7 @@ def price_chain(
     return ChainPrice(
         chain=chain,
         num_chunks=num_chunks,
-        passes=with_leads(passes, cluster.factor, beside_us / len(programs)),
+        passes=with_leads(passes, cluster.factor, overlapped_compute_us / len(programs)),
         traffic=traffic,
         num_represented=ranks.num_represented,
         peak_bytes=max(
@@ -252,5 +254,5 @@ def price_chain(
             if pass_ in heaviest
             for program in of_pass
         ),
-        beside_us=beside_us,
+        overlapped_compute_us=overlapped_compute_us,
     )

@@ -127,7 +127,7 @@ def _unsplit(price: ChainPrice, experts: Experts, rows: float, cluster: Cluster)
         )
         passes[at] = replace(of_pass, after=(*of_pass.after, work))
         traffic[at] = replace(of_traffic, after=(*of_traffic.after, EXPERTS))
-    led = with_leads(passes, cluster.factor, price.beside_us / len(passes))
+    led = with_leads(passes, cluster.factor, price.overlapped_compute_us / len(passes))
     return replace(price, passes=led, traffic=tuple(traffic))
 
 
@@ -140,14 +140,16 @@ def _pipelined(
         bound_layers(workload, price.chain, price.num_chunks, layout, cluster.policy, phase)
         for layout in ranks.layouts
     ]
-    beside_us = price.beside_us / len(DIRECTIONS[phase])
+    overlapped_compute_us = price.overlapped_compute_us / len(DIRECTIONS[phase])
     priced = [
         _direction(of_ranks, price, workload, cluster, ranks.nic_starts)
         for of_ranks in zip(*layers, strict=True)
     ]
     return replace(
         price,
-        passes=with_leads([of_pass for of_pass, _ in priced], cluster.factor, beside_us),
+        passes=with_leads(
+            [of_pass for of_pass, _ in priced], cluster.factor, overlapped_compute_us
+        ),
         traffic=tuple(of_traffic for _, of_traffic in priced),
         peak_bytes=max(
             layer_peak_bytes(layer, _experts_of(workload).gradient_bytes)

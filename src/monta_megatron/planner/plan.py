@@ -6,7 +6,7 @@ Likely figures price a plan; both ends of the published figures bound its times.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.chains.layout import Ctas
@@ -25,6 +25,9 @@ from monta_megatron.planner.select import Selection, num_exchanged_counts, perce
 from monta_megatron.planner.traffic import StageTraffic
 from monta_megatron.planner.workload import Workload
 
+# Keys of older files.
+RENAMED = {"beside_us": "overlapped_compute_us"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanKey:
@@ -42,7 +45,7 @@ class PlanKey:
         routing: where tokens go.
         phase: the phase that the choice was made for.
         cluster: name of the cluster whose costs were used.
-        beside_us: other work that was taken to run beside the exchange.
+        overlapped_compute_us: other work that was taken to run beside the exchange.
         experts: where the prices of experts come from that may run in the pipeline; None where the
             exchange alone was planned.
         kernels: that copy and sum rows in what was priced; None in files that do not say.
@@ -60,11 +63,12 @@ class PlanKey:
     routing: Text
     phase: Phase
     cluster: Text
-    beside_us: NonNegativeFloat = 0.0
+    overlapped_compute_us: NonNegativeFloat = 0.0
     experts: str | None = None
     kernels: Kernels | None = None
     rail_ctas: PositiveInt | None = None
     node_ctas: PositiveInt | None = None
+    RENAMED_KEYS: ClassVar[dict[str, str]] = RENAMED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +187,7 @@ class Plan:
 
         None also beside other work, where the exchange's time is not what training waits for.
         """
-        if self.key.beside_us > 0 or self.key.experts is not None:
+        if self.key.overlapped_compute_us > 0 or self.key.experts is not None:
             return None
         benefit = benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)
         stock = next((entry for entry in self.candidates if entry.chain == "alltoall"), None)
@@ -308,7 +312,7 @@ def plan_of(selection: Selection) -> Plan:
             routing=workload.routing.name,
             phase=selection.phase,
             cluster=cluster.name,
-            beside_us=selection.beside_us,
+            overlapped_compute_us=selection.overlapped_compute_us,
             experts=None if workload.experts is None else workload.experts.note,
             kernels=cluster.kernels,
             rail_ctas=None if cluster.copies_block_host else cluster.ctas.rail,
@@ -396,7 +400,7 @@ def _why_rejected(price: ChainPrice, plainest: ChainPrice, selection: Selection)
         )
     resource, busy_us = price.busiest()
     why = f"{resource} {busy_us:,.0f} us" if price is plainest else same
-    if selection.beside_us > 0:
+    if selection.overlapped_compute_us > 0:
         return f"leaves {price.exposed_us - selected.exposed_us:,.0f} us more; {why}"
     return f"{percent(price, selected)} slower; {why}"
 
@@ -508,7 +512,7 @@ def _price_at(cluster: Cluster, candidate: Candidate, plan: Plan, workload: Work
         candidate.num_chunks,
         phase,
         num_counts,
-        plan.key.beside_us,
+        plan.key.overlapped_compute_us,
     )
     if workload.experts is None:
         return price

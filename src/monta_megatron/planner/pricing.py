@@ -29,7 +29,7 @@ AROUND_STAGES = "around the stages"
 
 
 # Of a pass that is priced and not yet scheduled.
-NOT_YET = Schedule(times=(), host_us=0.0, total_us=0.0, left_over_us=0.0)
+NOT_YET = Schedule(times=(), host_us=0.0, total_us=0.0, exposed_us=0.0)
 # Rounds in which the leads of backward passes settle where the host takes longer than the device.
 LEAD_ROUNDS = 4
 
@@ -62,7 +62,7 @@ class PassPrice:
         schedule: when the operations of the program run.
         notes: assumptions.
         lead_us: by how much the host is ahead of the device at the start; see `schedule`.
-        beside_us: other work beside the program.
+        overlapped_compute_us: other work beside the program.
     """
 
     program: Program
@@ -73,7 +73,7 @@ class PassPrice:
     schedule: Schedule
     notes: tuple[str, ...]
     lead_us: float = 0.0
-    beside_us: float = 0.0
+    overlapped_compute_us: float = 0.0
 
     @property
     def pass_name(self) -> str:
@@ -120,7 +120,7 @@ class PassPrice:
         Nothing else is hidden: the host's time, and what runs before and after the program, are
         spent on the thread that issues that work and on the stream that it runs on.
         """
-        return self._end(self.schedule.left_over_us, self.beside_us).device_us
+        return self._end(self.schedule.exposed_us, self.overlapped_compute_us).device_us
 
     def busy_us(self, resource: str) -> float:
         """Time for which it occupies a resource; "host" for the time to start all of it."""
@@ -129,15 +129,17 @@ class PassPrice:
             return self.host_us + sum(work.launch_us * len(work.times_us) for work in works)
         return sum(sum(work.times_us) for work in works if work.resource == resource)
 
-    def scheduled(self, factor: Factor, beside_us: float, lead_us: float) -> "PassPrice":
+    def scheduled(
+        self, factor: Factor, overlapped_compute_us: float, lead_us: float
+    ) -> "PassPrice":
         """The same pass with another lead."""
-        led = replace(self, lead_us=lead_us, beside_us=beside_us)
+        led = replace(self, lead_us=lead_us, overlapped_compute_us=overlapped_compute_us)
         reached = led._before
         schedule = simulate(
             self.program.operations,
             self.pipeline,
             factor,
-            beside_us,
+            overlapped_compute_us,
             lead_us=max(reached.device_us - reached.host_us, 0.0),
         )
         return replace(led, schedule=schedule)
@@ -162,31 +164,33 @@ class PassPrice:
 
 
 def with_leads(
-    passes: Sequence[PassPrice], factor: Factor, beside_us: float = 0.0
+    passes: Sequence[PassPrice], factor: Factor, overlapped_compute_us: float = 0.0
 ) -> tuple[PassPrice, ...]:
     """Passes in their order, scheduled with the leads that they have in a training; see `schedule`.
 
     Args:
         passes: of one layer; backward passes last.
         factor: see `schedule.simulate`.
-        beside_us: other work that runs beside each of them.
+        overlapped_compute_us: other work that runs beside each of them.
     """
     led: list[PassPrice] = []
     backward: list[PassPrice] = []
     for of_pass in passes:
         if of_pass.waits:
-            led.append(of_pass.scheduled(factor, beside_us, 0.0))
+            led.append(of_pass.scheduled(factor, overlapped_compute_us, 0.0))
         elif of_pass.is_backward:
-            backward.append(of_pass.scheduled(factor, beside_us, of_pass.busy_us("host")))
+            backward.append(
+                of_pass.scheduled(factor, overlapped_compute_us, of_pass.busy_us("host"))
+            )
         else:
             lead_us = led[-1].left_us if led else 0.0
-            led.append(of_pass.scheduled(factor, beside_us, lead_us))
+            led.append(of_pass.scheduled(factor, overlapped_compute_us, lead_us))
     host_us = sum(of_pass.busy_us("host") for of_pass in backward)
     if host_us > sum(of_pass.total_us for of_pass in backward):
         lead_us = 0.0
         for _ in range(LEAD_ROUNDS):
             for place, of_pass in enumerate(backward):
-                backward[place] = of_pass.scheduled(factor, beside_us, lead_us)
+                backward[place] = of_pass.scheduled(factor, overlapped_compute_us, lead_us)
                 lead_us = backward[place].left_us
     return (*led, *backward)
 

@@ -84,20 +84,20 @@ class Schedule:
         times: of each operation, in the order of issue.
         host_us: when the last one was launched; below 0 where the lead was not used up.
         total_us: when the last one ends.
-        left_over_us: likewise, less the work beside it; more if that ends later.
+        exposed_us: likewise, less the work beside it; more if that ends later.
     """
 
     times: tuple[Times, ...]
     host_us: float
     total_us: float
-    left_over_us: float
+    exposed_us: float
 
 
 def simulate(
     operations: Sequence[Operation],
     works: Sequence[Work],
     factor: Factor,
-    beside_us: float = 0.0,
+    overlapped_compute_us: float = 0.0,
     lead_us: float = 0.0,
 ) -> Schedule:
     """Run the operations of one pass.
@@ -106,7 +106,7 @@ def simulate(
         operations: in the order of issue.
         works: [series] what each operation costs, its chunks in the order of issue.
         factor: how much an operation on one resource is slowed by one on another.
-        beside_us: other work on the compute units, from the start on.
+        overlapped_compute_us: other work on the compute units, from the start on.
         lead_us: by how much the host is ahead of the device at the start.
     """
     times = [iter(work.times_us) for work in works]
@@ -115,7 +115,7 @@ def simulate(
     # first; the kinds are the series, then the launches of each series, then the work beside them.
     resources: list[ResourceOrCompute] = [work.resource for work in works]
     resources += ["memory"] * len(works)
-    if beside_us > 0:
+    if overlapped_compute_us > 0:
         resources.append("compute")
     of_resource = {
         first: [factor(first, second) - 1 for second in resources] for first in set(resources)
@@ -138,7 +138,9 @@ def simulate(
     ends_us: dict[int, float] = {}
     # Running task -> the time left if it ran alone: an operation, or ~number for its launch by a
     # host whose launches are work like copies.
-    left_us: dict[int, float] = {len(operations): beside_us} if beside_us > 0 else {}
+    left_us: dict[int, float] = (
+        {len(operations): overlapped_compute_us} if overlapped_compute_us > 0 else {}
+    )
     # Operations that wait for nothing but their launch -> when that is over.
     until_us: dict[int, float] = {}
 
@@ -223,7 +225,9 @@ def simulate(
         host_us=host_free_us,
         total_us=max(ends_us.values(), default=0.0),
         # Rounded, so that what is as long to the last digits is as long.
-        left_over_us=max(round(now_us - beside_us, 6), 0.0) if beside_us > 0 else now_us,
+        exposed_us=max(round(now_us - overlapped_compute_us, 6), 0.0)
+        if overlapped_compute_us > 0
+        else now_us,
     )
 
 

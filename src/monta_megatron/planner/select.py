@@ -43,7 +43,7 @@ class Selection:
         incompatible: chain -> why it cannot run on the layout.
         memory_limit_bytes: what was allowed to be held on a rank, or None.
         margin: the fraction by which a plainer chain was allowed to be slower.
-        beside_us: other work that runs beside the exchange; what it hides counts as no time.
+        overlapped_compute_us: other work beside the exchange, which hides as much of it.
     """
 
     workload: Workload
@@ -56,7 +56,7 @@ class Selection:
     incompatible: Mapping[str, str]
     memory_limit_bytes: float | None
     margin: float
-    beside_us: float = 0.0
+    overlapped_compute_us: float = 0.0
 
     def is_over_limit(self, price: ChainPrice) -> bool:
         """Whether something holds more than is allowed."""
@@ -71,7 +71,7 @@ class Selection:
     def benefit(self) -> Benefit | None:
         """Benefit over plain `alltoall`; None as in `plan.Plan`, and for quantized rows."""
         quantized = self.workload.quantized_passes
-        if self.beside_us > 0 or self.workload.experts is not None or quantized:
+        if self.overlapped_compute_us > 0 or self.workload.experts is not None or quantized:
             return None
         # The fastest come last here, and stay.
         best_us = {price.chain.name: price.total_us for price in reversed(self.prices)}
@@ -89,13 +89,13 @@ class Selection:
             )
         elif others:
             how = f"{_ratio(others[0], price):.2f}x as fast as {others[0].name}, the next chain"
-            if self.beside_us > 0:
+            if self.overlapped_compute_us > 0:
                 how = f"{others[0].name}, the next chain, leaves {others[0].exposed_us:,.0f} us"
         else:
             how = "the only chain that can run"
         resource, busy_us = price.busiest()
         share = busy_us / price.total_us if price.total_us > 0 else 0.0
-        if self.beside_us > 0:
+        if self.overlapped_compute_us > 0:
             how = f"leaves {price.exposed_us:,.0f} of {price.total_us:,.0f} us; {how}"
         over = f"; {self.limit}" if self.is_over_limit(price) else ""
         return f"{how}; the {resource} is busy for {share:.0%} of the time{over}"
@@ -124,7 +124,7 @@ def select_chain(
     or_least: bool = False,
     margin: float = MARGIN,
     beside_bytes: Mapping[str, float] | None = None,
-    beside_us: float = 0.0,
+    overlapped_compute_us: float = 0.0,
     price: Callable[..., ChainPrice] = price_chain,
 ) -> Selection:
     """Choose a chain and a number of chunks.
@@ -139,7 +139,7 @@ def select_chain(
         or_least: where every chain holds more, choose the one that holds the least, and say so.
         margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
         beside_bytes: chain -> what it takes beside its exchange, within the limit, if anything.
-        beside_us: other work that runs beside the exchange, in all passes of the phase together.
+        overlapped_compute_us: other work beside the exchange, in all passes of the phase together.
         price: `price_chain`, or one that remembers what it has priced.
 
     Raises:
@@ -154,7 +154,9 @@ def select_chain(
             incompatible[chain.name] = reason
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            priced = price(workload, cluster, chain, chunks, phase, num_counts, beside_us)
+            priced = price(
+                workload, cluster, chain, chunks, phase, num_counts, overlapped_compute_us
+            )
             prices.append(replace(priced, beside_bytes=(beside_bytes or {}).get(chain.name, 0.0)))
     if workload.experts is not None:
         from monta_megatron.planner.layer_price import with_experts
@@ -193,7 +195,7 @@ def select_chain(
         incompatible=incompatible,
         memory_limit_bytes=memory_limit_bytes,
         margin=margin,
-        beside_us=beside_us,
+        overlapped_compute_us=overlapped_compute_us,
     )
 
 
@@ -208,7 +210,7 @@ def _ratio(slower: ChainPrice, faster: ChainPrice) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherWork:
+class OverlappedCompute:
     """Other work beside an exchange, and the predictions of both.
 
     Attributes:
@@ -224,11 +226,11 @@ class OtherWork:
     exposed_us: NonNegativeFloat
 
     @property
-    def beside_us(self) -> float:
+    def overlapped_compute_us(self) -> float:
         """The work beside all passes."""
         return self.part_us * len(self.program_us)
 
-    def left_over_us(self, us: float) -> float:
+    def exposed_of(self, us: float) -> float:
         """Exposed part of an exchange that takes `us`."""
         programs_us = sum(self.program_us)
         longer = max(programs_us + us - self.total_us, 0.0) / programs_us if programs_us else 1.0
@@ -239,18 +241,18 @@ class OtherWork:
         return max(self.exposed_us + sum(more_us), 0.0)
 
 
-def other_work_of(price: ChainPrice) -> OtherWork | None:
+def overlapped_compute_of(price: ChainPrice) -> OverlappedCompute | None:
     """Work beside a priced exchange; None for nothing."""
-    if price.beside_us == 0:
+    if price.overlapped_compute_us == 0:
         return None
-    return OtherWork(
-        part_us=price.beside_us / len(price.passes),
+    return OverlappedCompute(
+        part_us=price.overlapped_compute_us / len(price.passes),
         program_us=tuple(pass_.schedule.total_us for pass_ in price.passes),
         total_us=price.total_us,
         exposed_us=price.exposed_us,
     )
 
 
-def left_over_us(us: float, other_work: OtherWork | None) -> float:
+def exposed_of(us: float, overlapped_compute: OverlappedCompute | None) -> float:
     """Exposed part of an exchange that takes `us`: all of it where there is no other work."""
-    return us if other_work is None else other_work.left_over_us(us)
+    return us if overlapped_compute is None else overlapped_compute.exposed_of(us)

@@ -40,25 +40,29 @@ def with_compute_factor(cluster: Cluster, factor: float) -> Cluster:
 @pytest.mark.parametrize("workload", [TWO_NODES, workload_of(8), workload_of(4, 2, tokens=64)])
 def test_without_other_work_everything_is_left_over(workload: object) -> None:
     planned = plan(workload, H100)  # type: ignore[arg-type]
-    assert planned == plan(workload, H100, beside_us=0.0)  # type: ignore[arg-type]
+    assert planned == plan(workload, H100, overlapped_compute_us=0.0)  # type: ignore[arg-type]
     assert planned.exposed_us == planned.predicted_us
     for candidate in planned.candidates:
         assert candidate.exposed_us == candidate.predicted_us
 
 
-@pytest.mark.parametrize("beside_us", [100.0, 2_000.0, 6_000.0, HUGE_US])
-def test_each_pass_has_its_part_of_the_other_work_beside_it(beside_us: float) -> None:
+@pytest.mark.parametrize("overlapped_compute_us", [100.0, 2_000.0, 6_000.0, HUGE_US])
+def test_each_pass_has_its_part_of_the_other_work_beside_it(overlapped_compute_us: float) -> None:
     """Four passes, of which the work hides as much of each program as a quarter of it takes."""
     for chain in CHAINS.values():
         alone = price_chain(TWO_NODES, H100, chain, 1, "forward_backward")
-        price = price_chain(TWO_NODES, H100, chain, 1, "forward_backward", None, beside_us)
-        left_us = [max(each.schedule.total_us - beside_us / 4, 0.0) for each in alone.passes]
+        price = price_chain(
+            TWO_NODES, H100, chain, 1, "forward_backward", None, overlapped_compute_us
+        )
+        left_us = [
+            max(each.schedule.total_us - overlapped_compute_us / 4, 0.0) for each in alone.passes
+        ]
         assert price.exposed_us == pytest.approx(around_us(alone) + sum(left_us), abs=1e-4)
         assert price.total_us == pytest.approx(alone.total_us)
 
 
 def test_of_what_is_hidden_alike_the_plainer_is_chosen() -> None:
-    selection = select_chain(TWO_NODES, H100, beside_us=HUGE_US)
+    selection = select_chain(TWO_NODES, H100, overlapped_compute_us=HUGE_US)
     least_us = min(price.exposed_us for price in selection.prices)
     assert least_us == pytest.approx(min(map(around_us, selection.prices)))
     near = [price for price in selection.prices if price.exposed_us <= 1.03 * least_us]
@@ -79,13 +83,13 @@ def test_what_slows_other_work_is_left_over() -> None:
     # Each runs at half its rate for twice the network's time.
     assert price.exposed_us == pytest.approx(around_us(price) + sum(network_us), abs=1e-3)
     # So a chain that needs the network least is chosen, though all of each is hidden.
-    selection = select_chain(TWO_NODES, cluster, beside_us=HUGE_US)
+    selection = select_chain(TWO_NODES, cluster, overlapped_compute_us=HUGE_US)
     assert selection.price.chain.name.startswith("hierarchical_")
 
 
 def test_a_plan_says_beside_what_it_was_made(tmp_path: Path) -> None:
-    planned = plan(TWO_NODES, H100, beside_us=2_000.0)
-    assert planned.key.beside_us == 2_000.0
+    planned = plan(TWO_NODES, H100, overlapped_compute_us=2_000.0)
+    assert planned.key.overlapped_compute_us == 2_000.0
     assert planned.exposed_us is not None and planned.predicted_us is not None
     assert planned.exposed_us < planned.predicted_us
     assert planned.reason.startswith(
@@ -98,7 +102,7 @@ def test_a_plan_says_beside_what_it_was_made(tmp_path: Path) -> None:
 
 def test_the_command_ranks_by_what_is_left_over(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--model qwen3_235b_a22b --cluster h100_8x_ndr --world-size 128 --tp 2 --ep 16 --pp 4"
-    command = ["plan", *flags.split(), "--beside-us", "1e5"]
+    command = ["plan", *flags.split(), "--overlapped-compute-us", "1e5"]
     assert main([*command, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     exposed_us = [
@@ -107,7 +111,7 @@ def test_the_command_ranks_by_what_is_left_over(capsys: pytest.CaptureFixture[st
         if candidate["exposed_us"] is not None
     ]
     assert exposed_us == sorted(exposed_us)
-    assert document["key"]["beside_us"] == 1e5
+    assert document["key"]["overlapped_compute_us"] == 1e5
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

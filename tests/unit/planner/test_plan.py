@@ -492,6 +492,14 @@ def test_a_plan_survives_yaml(tmp_path: Path) -> None:
     assert loaded == found
 
 
+def test_a_key_of_an_older_plan_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    found = plan(workload_of(16), A800, overlapped_compute_us=500.0)
+    found.save(path)
+    path.write_text(path.read_text().replace("overlapped_compute_us", "beside_us"))
+    assert Plan.load(path) == found
+
+
 def test_an_edited_plan_says_so(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     found = plan(workload_of(16), A800)

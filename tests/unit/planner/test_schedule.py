@@ -21,14 +21,14 @@ class Schedule(NamedTuple):
     starts_us: tuple[tuple[float, ...], ...]
     ends_us: tuple[tuple[float, ...], ...]
     total_us: float
-    left_over_us: float
+    exposed_us: float
 
 
 def simulate(
     stages: Sequence[Stage],
     factor: Factor,
     copies_block_host: bool = False,
-    beside_us: float = 0.0,
+    overlapped_compute_us: float = 0.0,
 ) -> Schedule:
     """Run stages one after the other on each chunk, each on a stream or in a group of its own."""
     policy: Policy = "host" if copies_block_host else "streams"
@@ -45,7 +45,7 @@ def simulate(
     ]
     works = [stage.work for stage in stages]
     found = program_schedule.simulate(
-        with_waits(operations, needs, policy), works, factor, beside_us
+        with_waits(operations, needs, policy), works, factor, overlapped_compute_us
     )
     by_stage = [
         [found.times[numbers[stage, chunk]] for chunk in range(num_chunks)]
@@ -57,7 +57,7 @@ def simulate(
             for field in ("launched_us", "start_us", "end_us")
         ),
         total_us=found.total_us,
-        left_over_us=found.left_over_us,
+        exposed_us=found.exposed_us,
     )
 
 
@@ -226,12 +226,14 @@ def test_between_the_busiest_resource_and_one_after_the_other(copies_block_host:
 
 # A collective of 10 and a copy of 4, one chunk: 14.
 @pytest.mark.parametrize(
-    ("beside_us", "left_over_us"), [(0.0, 14.0), (6.0, 8.0), (14.0, 0.0), (1e6, 0.0)]
+    ("overlapped_compute_us", "exposed_us"), [(0.0, 14.0), (6.0, 8.0), (14.0, 0.0), (1e6, 0.0)]
 )
-def test_left_over_beside_other_work_by_hand(beside_us: float, left_over_us: float) -> None:
+def test_left_over_beside_other_work_by_hand(
+    overlapped_compute_us: float, exposed_us: float
+) -> None:
     stages = works(("inter", (10.0,)), ("memory", (4.0,)))
-    schedule = simulate(stages, free, beside_us=beside_us)
-    assert (schedule.total_us, schedule.left_over_us) == (14.0, left_over_us)
+    schedule = simulate(stages, free, overlapped_compute_us=overlapped_compute_us)
+    assert (schedule.total_us, schedule.exposed_us) == (14.0, exposed_us)
 
 
 def test_other_work_and_the_network_slow_each_other() -> None:
@@ -242,12 +244,12 @@ def test_other_work_and_the_network_slow_each_other() -> None:
 
     stages = works(("inter", (10.0,)))
     # 4 of work end at 8; by then 16/3 of the 10 are done, and the rest ends at 8 + 14/3.
-    schedule = simulate(stages, factor, beside_us=4.0)
+    schedule = simulate(stages, factor, overlapped_compute_us=4.0)
     assert schedule.total_us == pytest.approx(38 / 3)
-    assert schedule.left_over_us == pytest.approx(38 / 3 - 4)
+    assert schedule.exposed_us == pytest.approx(38 / 3 - 4)
     # 100 of work: the network ends at 15, by when 7.5 are done; the rest ends at 107.5.
-    schedule = simulate(stages, factor, beside_us=100.0)
-    assert (schedule.total_us, schedule.left_over_us) == (15.0, 7.5)
+    schedule = simulate(stages, factor, overlapped_compute_us=100.0)
+    assert (schedule.total_us, schedule.exposed_us) == (15.0, 7.5)
 
 
 @pytest.mark.parametrize("copies_block_host", [False, True])
@@ -257,13 +259,13 @@ def test_other_work_hides_as_much_as_it_takes(copies_block_host: bool) -> None:
         stages = random_works(draw, launches=True)
         factor = random_factor(draw)
         alone = simulate(stages, factor, copies_block_host)
-        assert alone.left_over_us == alone.total_us
-        beside_us = draw.uniform(0.1, 2.0) * alone.total_us
-        schedule = simulate(stages, factor, copies_block_host, beside_us)
+        assert alone.exposed_us == alone.total_us
+        overlapped_compute_us = draw.uniform(0.1, 2.0) * alone.total_us
+        schedule = simulate(stages, factor, copies_block_host, overlapped_compute_us)
         # By a factor of 1 neither feels the other.
         assert schedule.total_us == pytest.approx(alone.total_us, abs=1e-6)
-        expected = max(alone.total_us - beside_us, 0.0)
-        assert schedule.left_over_us == pytest.approx(expected, abs=1e-5)
+        expected = max(alone.total_us - overlapped_compute_us, 0.0)
+        assert schedule.exposed_us == pytest.approx(expected, abs=1e-5)
 
 
 def test_stages_and_chunks_keep_their_order() -> None:
@@ -284,5 +286,5 @@ def test_stages_and_chunks_keep_their_order() -> None:
 
 def test_nothing_to_do() -> None:
     assert simulate([], free).total_us == 0.0
-    assert simulate([], free, beside_us=5.0).left_over_us == 0.0
+    assert simulate([], free, overlapped_compute_us=5.0).exposed_us == 0.0
     assert lower_bound_us([], free) == 0.0

@@ -253,8 +253,13 @@ OTHER_WORK = {"part_us": 0.5, "program_us": [1.0, 1.0], "total_us": 3.5, "expose
 GOOD = {
     "num_steps": 4,
     "candidates": [
-        {"chain": "alltoall", "num_chunks": 1, "predicted_us": 2.5, "other_work": None},
-        {"chain": "alltoall_dedup", "num_chunks": 2, "predicted_us": 3.5, "other_work": OTHER_WORK},
+        {"chain": "alltoall", "num_chunks": 1, "predicted_us": 2.5, "overlapped_compute": None},
+        {
+            "chain": "alltoall_dedup",
+            "num_chunks": 2,
+            "predicted_us": 3.5,
+            "overlapped_compute": OTHER_WORK,
+        },
     ],
     "steps": [STEP],
     "settled_us": None,
@@ -269,7 +274,10 @@ GOOD = {
         ({"more": 1}, "tuning: more: unknown key"),
         ({"candidates": []}, "tuning: candidates: got"),
         ({"candidates": [GOOD["candidates"][0]] * 2}, "be different ones"),  # type: ignore[index]
-        ({"candidates": [GOOD["candidates"][1] | {"other_work": {}}]}, ".other_work.part_us, "),  # type: ignore[index]
+        (
+            {"candidates": [GOOD["candidates"][1] | {"overlapped_compute": {}}]},
+            ".overlapped_compute.part_us, ",
+        ),  # type: ignore[index]
         ({"candidates": [{"chain": "ring", "num_chunks": 1, "predicted_us": 1.0}]}, "'ring'"),
         ({"candidates": [{"chain": "alltoall", "num_chunks": 0, "predicted_us": 1.0}]}, "got 0"),
         ({"steps": [{**STEP, "candidate": 2}]}, "steps.candidate: got 2"),

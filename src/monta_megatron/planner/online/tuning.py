@@ -19,9 +19,9 @@ Whose turn it is:
 
 In the end the planner's pick stays, unless another one beats it by more than the margin.
 
-Where other work runs beside the exchange, candidates are compared by what it leaves over of their
-times (`other_work`), and of those within the margin of the best the plainest is taken, as in a
-plan: where most of every candidate is hidden, many leave about the same over.
+Where other work runs beside the exchange (`overlapped_compute`), candidates are compared by the
+exposed part of their times, and of those within the margin of the best the plainest is taken, as
+in a plan: where most of every candidate is hidden, many leave about the same over.
 
 What a step took is what its passes took together on the rank that was the fastest: the one that has
 waited least for the others. The time of a single pass would mislead where messages are buffered,
@@ -43,7 +43,13 @@ from monta_megatron.chains.program import FORWARD_BACKWARD, NOT_TIMED_US
 from monta_megatron.common.rules import PositiveFloat, PositiveInt, hash_of
 from monta_megatron.common.units import counted
 from monta_megatron.planner.chain_price import ChainPrice, plainness
-from monta_megatron.planner.select import MARGIN, OtherWork, Selection, left_over_us, other_work_of
+from monta_megatron.planner.select import (
+    MARGIN,
+    OverlappedCompute,
+    Selection,
+    exposed_of,
+    overlapped_compute_of,
+)
 
 # What is predicted to take more than so many times as long as the fastest is not tried; beside
 # other work, what would leave as much more over.
@@ -65,7 +71,7 @@ class TuningCandidate:
     chain: str
     num_chunks: PositiveInt
     predicted_us: PositiveFloat
-    other_work: OtherWork | None = None
+    overlapped_compute: OverlappedCompute | None = None
 
     @property
     def key(self) -> Key:
@@ -77,9 +83,9 @@ class TuningCandidate:
         """The same, for messages."""
         return f"{self.chain} in {counted(self.num_chunks, 'chunk')}"
 
-    def left_over_us(self, us: float) -> float:
+    def exposed_of(self, us: float) -> float:
         """Exposed time where the four passes take `us`."""
-        return left_over_us(us, self.other_work)
+        return exposed_of(us, self.overlapped_compute)
 
 
 def tuning_candidates(selection: Selection) -> tuple[TuningCandidate, ...]:
@@ -100,7 +106,7 @@ def tuning_candidates(selection: Selection) -> tuple[TuningCandidate, ...]:
             chain=price.chain.name,
             num_chunks=price.num_chunks,
             predicted_us=price.total_us,
-            other_work=other_work_of(price),
+            overlapped_compute=overlapped_compute_of(price),
         )
         for price in (selection.price, *stock, *best_of_chain.values(), *others)
     )
@@ -247,7 +253,7 @@ class Tuning:
     def winner(self) -> int:
         """Number of the best candidate so far: the pick, or one that beats it."""
         left_us = {
-            candidate.key: candidate.left_over_us(us)
+            candidate.key: candidate.exposed_of(us)
             for candidate, us in zip(self.candidates, self.measured_us, strict=True)
             if us is not None
         }
@@ -259,7 +265,9 @@ class Tuning:
     def summary(self) -> list[int]:
         """Summary for replicas: a hash of the candidates, then [candidates] us or 0."""
         # Replicas compare alike if the same was predicted of other work, too.
-        names = [f"{candidate.name}, {candidate.other_work}" for candidate in self.candidates]
+        names = [
+            f"{candidate.name}, {candidate.overlapped_compute}" for candidate in self.candidates
+        ]
         return [hash_of({"candidates": names}), *(round(us or 0) for us in self.measured_us)]
 
     def settle(self, summaries: Sequence[Sequence[int]]) -> None:
@@ -301,7 +309,7 @@ class Tuning:
         """
         of_key = {(price.chain.name, price.num_chunks): price for price in prices}
         left_us = {
-            key: left_over_us(price.total_us * self.factor(key), other_work_of(price))
+            key: exposed_of(price.total_us * self.factor(key), overlapped_compute_of(price))
             for key, price in of_key.items()
         }
         return of_key[best_key(left_us, current, self._is_beside_work)]
@@ -317,7 +325,7 @@ class Tuning:
 
     @property
     def _is_beside_work(self) -> bool:
-        return self.candidates[0].other_work is not None
+        return self.candidates[0].overlapped_compute is not None
 
     @property
     def _num_due(self) -> int:
@@ -337,14 +345,14 @@ class Tuning:
         chains = [candidate.chain for candidate in self.candidates]
         # What is left over, if all times are; margins are of times, since they are as uncertain.
         expected_us = [
-            each.left_over_us(each.predicted_us * self.factor(each.key)) for each in self.candidates
+            each.exposed_of(each.predicted_us * self.factor(each.key)) for each in self.candidates
         ]
         times_us = [
-            [each.left_over_us(us) for us in times]
+            [each.exposed_of(us) for us in times]
             for each, times in zip(self.candidates, self.times_us, strict=True)
         ]
         measured = zip(self.candidates, self.measured_us, strict=True)
-        left_us = [(each.left_over_us(us), us) for each, us in measured if us is not None]
+        left_us = [(each.exposed_of(us), us) for each, us in measured if us is not None]
         least_us, of_us = min(left_us, default=(inf, inf))
         kinds = [(each.chain, each.num_chunks > 1) for each in self.candidates]
         kinds_ran = {kinds[number] for number, runs in enumerate(num_runs) if runs}

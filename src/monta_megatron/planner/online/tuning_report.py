@@ -25,7 +25,7 @@ def tuning_table(tuning: Tuning) -> list[str]:
     measured_us, times_us = tuning.measured_us, tuning.times_us
     pick = "the planner's pick"
     said = {0: pick, tuning.winner: "chosen" if tuning.winner else f"chosen, {pick}"}
-    rows, other_work = [], tuning.candidates[0].other_work
+    rows, overlapped_compute = [], tuning.candidates[0].overlapped_compute
     for number, candidate in enumerate(tuning.candidates):
         us = measured_us[number]
         if us is None:
@@ -34,7 +34,7 @@ def tuning_table(tuning: Tuning) -> list[str]:
         slowest_us, fastest_us = (
             sum(getattr(step, name) for step in steps) for name in ("slowest_us", "us")
         )
-        left_us = candidate.left_over_us(us)
+        left_us = candidate.exposed_of(us)
         rows.append(
             (
                 left_us,
@@ -44,15 +44,19 @@ def tuning_table(tuning: Tuning) -> list[str]:
                     f"{candidate.predicted_us:,.0f}",
                     f"{us:,.0f}",
                     f"{us / candidate.predicted_us - 1:+.0%}",
-                    *([] if other_work is None else [f"{left_us:,.0f}"]),
+                    *([] if overlapped_compute is None else [f"{left_us:,.0f}"]),
                     len(times_us[number]),
                     f"{slowest_us / fastest_us - 1:.0%}" if fastest_us else None,
                     said.get(number, ""),
                 ],
             )
         )
-    left_over = [] if other_work is None else [">left over"]
-    beside = "" if other_work is None else f", beside {other_work.beside_us:,.0f} us of other work"
+    left_over = [] if overlapped_compute is None else [">left over"]
+    beside = (
+        ""
+        if overlapped_compute is None
+        else f", beside {overlapped_compute.overlapped_compute_us:,.0f} us of other work"
+    )
     head = ["chain", ">chunks", ">predicted us", ">measured us", ""]
     return plain_table(
         [*head, *left_over, ">runs", ">imbalance", ""],
@@ -105,14 +109,14 @@ def _reason(tuning: Tuning) -> str:
     over = f"measured over {counted(tuning.num_steps, 'iteration')}"
     if us is None:
         return f"{over}: not often enough to know better; predicted {winner.predicted_us:,.0f} us"
-    left_us, other_work = winner.left_over_us(us), winner.other_work
+    left_us, overlapped_compute = winner.exposed_of(us), winner.overlapped_compute
     others = [
-        (other.left_over_us(other_us), other_us, other)
+        (other.exposed_of(other_us), other_us, other)
         for other_us, other in zip(measured_us, tuning.candidates, strict=True)
         if other_us is not None and other is not winner
     ]
-    if other_work is not None:
-        over += f" beside {other_work.beside_us:,.0f} us of other work"
+    if overlapped_compute is not None:
+        over += f" beside {overlapped_compute.overlapped_compute_us:,.0f} us of other work"
     took = _took(us, winner)
     if others:
         other_left_us, other_us, other = min(others, key=lambda entry: entry[0])
@@ -120,7 +124,7 @@ def _reason(tuning: Tuning) -> str:
             f", within the margin of {MARGIN:.0%} of {other.name} ({_took(other_us, other)})"
             if other_left_us < left_us
             else f", {other_us / us:.2f}x as fast as {other.name}, the next"
-            if other_work is None
+            if overlapped_compute is None
             else f"; {other.name}, the next, {_took(other_us, other)}"
         )
     return f"{over}: {took}; predicted {winner.predicted_us:,.0f} us"
@@ -128,8 +132,8 @@ def _reason(tuning: Tuning) -> str:
 
 def _took(us: float, candidate: TuningCandidate) -> str:
     """3,000 us; beside other work "3,000 us, of which 500 us are left over"."""
-    left_over = f", of which {candidate.left_over_us(us):,.0f} us are left over"
-    return f"{us:,.0f} us" + left_over * (candidate.other_work is not None)
+    left_over = f", of which {candidate.exposed_of(us):,.0f} us are left over"
+    return f"{us:,.0f} us" + left_over * (candidate.overlapped_compute is not None)
 
 
 def _why_rejected(tuning: Tuning) -> dict[Key, str]:
@@ -139,7 +143,7 @@ def _why_rejected(tuning: Tuning) -> dict[Key, str]:
     for candidate, us in zip(tuning.candidates, tuning.measured_us, strict=True):
         if us is not None:
             change = ""
-            if winner_us is not None and candidate.other_work is None:
+            if winner_us is not None and candidate.overlapped_compute is None:
                 change = f", {us / winner_us - 1:+.0%}"
             said[candidate.key] = f"measured {_took(us, candidate)}{change}"
     return said

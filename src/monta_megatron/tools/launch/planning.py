@@ -167,10 +167,10 @@ def plan_run(
         num_chunks=num_chunks,
         memory_limit_bytes=memory_limit_bytes(arguments),
         or_least=True,
-        beside_us=_beside_us(arguments),
+        overlapped_compute_us=_overlapped_compute_us(arguments),
     )
     benefit = None
-    if plan.key.beside_us == 0:
+    if plan.key.overlapped_compute_us == 0:
         benefit = replace(
             plan.benefit or _over_alltoall(plan, workload, cluster),
             iteration=iteration_of_run(model, arguments, config.layout.parallel),
@@ -265,9 +265,9 @@ def memory_limit_bytes(arguments: Arguments) -> float | None:
     return None if limit is None else bytes_of_gb(limit.read(positive))
 
 
-def _beside_us(arguments: Arguments) -> float:
+def _overlapped_compute_us(arguments: Arguments) -> float:
     """Other work beside the exchange, which the dispatcher's options check."""
-    given = arguments.get("moe-monta-beside-us")
+    given = arguments.get("moe-monta-overlapped-compute-us")
     return 0.0 if given is None else given.read(not_negative)
 
 

@@ -41,7 +41,7 @@ class Questions:
     Attributes:
         memory_limit_gb: what the exchange may hold; None for no limit.
         margin: by how much a plainer chain may be slower; None for the default.
-        beside_us: other work beside the exchange.
+        overlapped_compute_us: other work beside the exchange.
         chain: whose standing is asked; None for none.
         num_chunks: of that chain; None for its best number.
         program: whether the operations of the choice are shown.
@@ -51,7 +51,7 @@ class Questions:
 
     memory_limit_gb: float | None = None
     margin: float | None = None
-    beside_us: float = 0.0
+    overlapped_compute_us: float = 0.0
     chain: str | None = None
     num_chunks: int | None = None
     program: bool = False
@@ -76,7 +76,11 @@ class Questions:
             raise ValueError(f"--out: got {self.out}, must not exist; --force overwrites it")
         reason = "how long other work takes depends on the tokens of a rank"
         for is_asked, flag, why in (
-            (self.beside_us > 0, f"--beside-us: got {self.beside_us:g}", reason),
+            (
+                self.overlapped_compute_us > 0,
+                f"--overlapped-compute-us: got {self.overlapped_compute_us:g}",
+                reason,
+            ),
             (overlap_experts, "--overlap-experts: given", reason),
             (self.chain is not None, f"--chain: got {self.chain}", "it stands in a plan"),
         ):
@@ -164,7 +168,7 @@ def answer(request: PlanRequest, inputs: PlanInputs, questions: Questions) -> Pl
     Raises:
         ValueError: no chain can run, or the file cannot be written.
     """
-    beside: dict[str, Any] = {"beside_us": questions.beside_us}
+    beside: dict[str, Any] = {"overlapped_compute_us": questions.overlapped_compute_us}
     plan, workload, memory = plan_request(request, inputs, **beside, **questions.limits)
     asked = None
     if questions.chain is not None:

@@ -209,10 +209,10 @@ def _phase(plan: Plan) -> str:
 
 def _beside_fields(plan: Plan) -> list[tuple[str, str]]:
     """Exposed part of the exchange, where other work runs beside it."""
-    beside_us, exposed_us = plan.key.beside_us, plan.exposed_us
-    if beside_us == 0 or exposed_us is None:
+    overlapped_compute_us, exposed_us = plan.key.overlapped_compute_us, plan.exposed_us
+    if overlapped_compute_us == 0 or exposed_us is None:
         return []
-    text = f"{exposed_us:,.0f} us beside {beside_us:,.0f} us of other work"
+    text = f"{exposed_us:,.0f} us beside {overlapped_compute_us:,.0f} us of other work"
     return [("left over", f"{text}, by which all chains are ranked")]
 
 
@@ -307,7 +307,7 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
     Not by `tables`: a line over all columns follows each row, which no table of rich's has.
     """
     # 80 columns hold a fifth number.
-    has_beside = plan.key.beside_us > 0
+    has_beside = plan.key.overlapped_compute_us > 0
     width = 10 if has_beside else 12
     left_over = f"{'left over':>11}" if has_beside else ""
     names = "".join(f"{name:>{width}}" for name in ("inter", "intra", "peak"))
