@@ -76,12 +76,14 @@ def test_other_work_is_advised_or_planned_beside(pools: Pools) -> None:
     """Said once, by the first rank; with the option what that work leaves over is minimized."""
     shared = {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 16}
     case = Case(ep=4, num_tokens=4096, options=AUTO, config=shared)
-    advice = "; minimizes the exchange itself, not what moe_shared_expert_overlap leaves over of it"
+    advice = "its part that moe_shared_expert_overlap leaves exposed"
     (first, _), *others = pools[4].run(reported_in_steps, case, 3)
-    assert "\n".join(first).count(advice) == 1 and first[0].endswith(
-        "--moe-monta-overlapped-compute-us changes that"
-    )
+    assert "\n".join(first).count(advice) == 1
+    assert first[0].endswith(f"; {advice} is measured from here on")
     assert [said for said, _ in others] == [[]] * 3
+    off = AUTO | {"moe_monta_tune_steps": 0, "moe_monta_watch_steps": 0}
+    ((line, *_), _), *_ = pools[4].run(reported_in_steps, replace(case, options=off), 3)
+    assert line.endswith(f"the exchange, not {advice}, which --moe-monta-watch-steps measures")
     case = replace(case, options=AUTO | {"moe_monta_overlapped_compute_us": 500.0})
     ((line,), _), *_ = pools[4].run(reported_in_steps, case, 3)
     assert re.search(r"beside 500 us of other work: [\d,]+ us, leaves [\d,]+ of [\d,]+ us; ", line)

@@ -199,13 +199,13 @@ def test_passes_are_timed_without_a_wait(chain_name: str) -> None:
         pass_times.end_iteration()
         marks = [
             (interval.start.stream, interval.end.stream)
-            for intervals in pass_times._ended
-            for interval in intervals
+            for timed in pass_times._ended
+            for interval in timed.intervals
         ]
         pass_times.is_on = False
         run_layer(exchange, routed, torch.bfloat16)
         # The device has come to the end of the second pass.
-        device.num_done = pass_times._ended[1][0].end.issued
+        device.num_done = pass_times._ended[1].intervals[0].end.issued
         us = pass_times.collect().tolist()
         del exchange, routed
     assert marks == [("caller", "caller")] * len(FORWARD_BACKWARD)

@@ -97,6 +97,13 @@ class Monitor:
         times = self._times
         return NOTHING if times is None else times.of_copies(device)
 
+    def timed_shared_experts(
+        self, stream: "torch.cuda.Stream | None", pass_name: str
+    ) -> AbstractContextManager[object]:
+        """Context around the forward of shared experts beside a pass."""
+        times = self._times
+        return NOTHING if times is None else times.of_shared_experts(stream, pass_name)
+
     @property
     def _times(self) -> "PassTimes | None":
         # No passes of an iteration: not as many for every candidate, maybe of other tokens.

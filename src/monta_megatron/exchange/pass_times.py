@@ -12,6 +12,10 @@ In a watched iteration collectives are timed by resource, and their bytes counte
 collective lies between events on the stream that issues it and on the first stream that waits for
 it. On CPU ranks threads wait for the collectives, as in a recording.
 
+Where computation overlaps the passes, their exposed part is timed too: as the waits of the stream
+that computes (`start_wait`), or as what the passes take longer than shared experts do beside them
+(`of_shared_experts`).
+
 Notation: P = passes of an iteration.
 """
 
@@ -20,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -43,12 +47,23 @@ Mark: TypeAlias = "torch.cuda.Event | int"
 _NOT_TIMED = nullcontext()
 
 
+# The matrices of a layer are multiplied twice as often in its backward pass.
+BACKWARD_OVER_FORWARD = 2
+
+
 class Interval(NamedTuple):
     """A timed interval, and how often it counts."""
 
     start: Mark
     end: Mark
-    times: int
+    times: int = 1
+
+
+class TimedPass(NamedTuple):
+    """A pass, and the intervals that count as its time."""
+
+    name: str
+    intervals: list[Interval]
 
 
 class PassTimes:
@@ -69,16 +84,29 @@ class PassTimes:
     Attributes:
         is_on: whether what runs from here on is timed.
         watched: what else is measured of it, where the iteration is watched.
+        exposed_us: exposed part of the passes that were collected last; `NOT_TIMED_US` where no
+            computation overlaps them.
+        last: whose pass was issued last in this process.
     """
+
+    last: ClassVar["PassTimes | None"] = None
 
     def __init__(self, with_copies: bool) -> None:
         self.is_on = False
+        self.exposed_us = NOT_TIMED_US
         self.watched: WatchedPasses | None = None
         self._ended_watched: WatchedPasses | None = None
         self._with_copies = with_copies
-        self._passes: list[list[Interval]] = []
+        self._passes: list[TimedPass] = []
         self._copies: list[Interval] = []
-        self._ended: list[list[Interval]] = []
+        self._ended: list[TimedPass] = []
+        # Of the iteration under way, and of the one that has ended.
+        # Whether the last pass ran on a device.
+        self._is_device = False
+        self._waits: list[Interval] = []
+        self._ended_waits: list[Interval] = []
+        self._shared_experts: dict[str, list[Interval]] = {}
+        self._ended_shared_experts: dict[str, list[Interval]] = {}
         self._spare_events: list[torch.cuda.Event] = []
 
     def of_pass(
@@ -88,12 +116,42 @@ class PassTimes:
         if not self._is_timed:
             return _NOT_TIMED
         if self.watched is None:
-            return self._pass(device)
-        return self._watched_pass(device, self.watched.of_pass(device, pass_name, monitor))
+            return self._pass(device, pass_name)
+        inside = self.watched.of_pass(device, pass_name, monitor)
+        return self._watched_pass(device, pass_name, inside)
 
     def of_copies(self, device: torch.device) -> AbstractContextManager[None]:
         """Context around copies of the forward that are made beside a pass."""
         return self._copy(device) if self._is_timed and self._with_copies else _NOT_TIMED
+
+    def start_wait(self, stream: torch.cuda.Stream) -> "Mark | None":
+        """Mark the start of a wait of the stream that computes; None where no wait is timed.
+
+        Args:
+            stream: that stream; on CPU ranks the host waits.
+        """
+        return self._mark(stream if self._is_device else None) if self._is_timed else None
+
+    def end_wait(self, stream: torch.cuda.Stream, start: "Mark") -> None:
+        """Mark the end of a wait."""
+        end = self._mark(stream if self._is_device else None)
+        self._waits.append(Interval(start, end))
+
+    @contextmanager
+    def of_shared_experts(self, stream: torch.cuda.Stream | None, pass_name: str) -> Iterator[None]:
+        """Context around the forward of shared experts beside a pass.
+
+        Args:
+            stream: their stream; None on CPU ranks, where nothing runs beside a pass.
+            pass_name: of the pass.
+        """
+        if stream is None or not self._is_timed:
+            yield
+            return
+        start = self._mark(stream)
+        yield
+        interval = Interval(start, self._mark(stream))
+        self._shared_experts.setdefault(pass_name, []).append(interval)
 
     def watch(self) -> None:
         """Measure the iteration under way for `WatchedPasses`, before its first pass."""
@@ -106,8 +164,10 @@ class PassTimes:
         self._ended_watched, self.watched = self.watched, None
         # Those after the last pass.
         if self._ended:
-            self._ended[-1] += self._copies
+            self._ended[-1].intervals.extend(self._copies)
         self._copies = []
+        self._ended_waits, self._waits = self._waits, []
+        self._ended_shared_experts, self._shared_experts = self._shared_experts, {}
 
     def collect(self) -> NDArray[np.int64]:
         """[P] us of the passes of the iteration that has ended, in the order they ran in; once.
@@ -118,7 +178,8 @@ class PassTimes:
         """
         passes, self._ended = self._ended, []
         watched, self._ended_watched = self._ended_watched, None
-        us = [self._us(intervals) for intervals in passes]
+        us = [self._us(each.intervals) for each in passes]
+        self.exposed_us = self._exposed_us([each.name for each in passes], us)
         if watched is not None:
             us = watched.sums(us, _us_between)
         return np.array(us, dtype=np.int64)
@@ -127,33 +188,53 @@ class PassTimes:
     def _is_timed(self) -> bool:
         return self.is_on and (self.watched is not None or len(self._passes) < MOST_PASSES)
 
+    def _exposed_us(self, names: Sequence[str], pass_us: Sequence[int]) -> int:
+        """Exposed part of passes; see `exposed_us`."""
+        waits, self._ended_waits = self._ended_waits, []
+        shared_experts, self._ended_shared_experts = self._ended_shared_experts, {}
+        if waits:
+            return sum(max(self._us([wait]), 0) for wait in waits)
+        if not shared_experts:
+            return NOT_TIMED_US
+        hidden_us: dict[str, float] = {}
+        for name, intervals in shared_experts.items():
+            hidden_us[name] = sum(max(self._us([each]), 0) for each in intervals) / len(intervals)
+            hidden_us[f"{name}_backward"] = BACKWARD_OVER_FORWARD * hidden_us[name]
+        pairs = zip(names, pass_us, strict=True)
+        return round(sum(max(us - hidden_us.get(name, 0.0), 0.0) for name, us in pairs))
+
     @contextmanager
-    def _pass(self, device: torch.device) -> Iterator[None]:
-        start = self._mark(device)
+    def _pass(self, device: torch.device, name: str) -> Iterator[None]:
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        start = self._mark(stream)
         yield
-        self._passes.append([*self._copies, Interval(start, self._mark(device), 1)])
+        interval = Interval(start, self._mark(stream))
+        self._passes.append(TimedPass(name, [*self._copies, interval]))
         self._copies = []
+        self._is_device = stream is not None
+        PassTimes.last = self
 
     @contextmanager
     def _watched_pass(
-        self, device: torch.device, inside: AbstractContextManager[None]
+        self, device: torch.device, name: str, inside: AbstractContextManager[None]
     ) -> Iterator[None]:
-        with self._pass(device), inside:
+        with self._pass(device, name), inside:
             yield
 
     @contextmanager
     def _copy(self, device: torch.device) -> Iterator[None]:
-        start = self._mark(device)
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        start = self._mark(stream)
         yield
         times = 2 if torch.is_grad_enabled() else 1
-        self._copies.append(Interval(start, self._mark(device), times))
+        self._copies.append(Interval(start, self._mark(stream), times))
 
-    def _mark(self, device: torch.device) -> Mark:
-        if device.type != "cuda":
+    def _mark(self, stream: torch.cuda.Stream | None) -> Mark:
+        if stream is None:
             return time.perf_counter_ns()
         events = self._spare_events
         event = events.pop() if events else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
+        event.record(stream)
         return event
 
     def _us(self, intervals: list[Interval]) -> int:

@@ -24,7 +24,7 @@ from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.counts import ExchangeCounts
-from monta_megatron.integration.options import Options
+from monta_megatron.integration.options import SCHEDULE, Options
 from monta_megatron.integration.ranks import Report, agree
 from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy, PlannedPolicy, bucket_of
 
@@ -68,7 +68,7 @@ class ChainController:
         """
         from monta_megatron.exchange.pass_times import PassTimes
         from monta_megatron.integration.iteration_figures import IterationFigures
-        from monta_megatron.integration.metrics import Publisher
+        from monta_megatron.integration.metrics import Publisher, time_waits
         from monta_megatron.planner.online.decision import Decision
         from monta_megatron.planner.online.drift import DriftMonitor
 
@@ -84,12 +84,12 @@ class ChainController:
         self._advice, self._plan_out = _advice(options), options.plan_out
         if options.tune_steps or watching is not None:
             self.pass_times = PassTimes(with_copies=len({each.rows for each in policy.chains}) > 1)
+            if SCHEDULE in options.overlaps and not options.overlapped_compute_us:
+                time_waits()
         self._figures = IterationFigures(self.group, self.layout, self.pass_times)
-        # Most tokens and experts of the last micro-batch; tokens of a rank in all micro-batches of
-        # the last iteration if they were always the same.
+        # Most tokens and experts of the last micro-batch; tokens of a rank if always the same.
         self._most = 1, 0
         self._fixed_tokens: int | None = None
-        # Of this process: of the training, or since it was resumed.
         self.has_ended = False
         self._said: dict[tuple[int, ...], tuple[str, int]] = {}
         self._agree_on_decision()
@@ -270,10 +270,10 @@ def _advice(options: Options) -> str:
         return "; there is no tuning, which would time exchanges alone"
     if options.overlapped_compute_us > 0 or not options.overlaps or options.named_chain is not None:
         return ""
-    return (
-        f"; minimizes the exchange itself, not what {options.overlaps[0]} leaves over of it: "
-        "--moe-monta-overlapped-compute-us changes that"
-    )
+    part = f"its part that {options.overlaps[0]} leaves exposed"
+    if options.tune_steps or options.watch_steps:
+        return f"; {part} is measured from here on"
+    return f"; minimizes the exchange, not {part}, which --moe-monta-watch-steps measures"
 
 
 def deciding_controllers() -> Iterator[ChainController]:

@@ -19,6 +19,7 @@ EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N =
 """
 
 import functools
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -248,7 +249,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         columns = self._strategy.columns(self, self._exchange, row_probs)
         rows, row_probs = dispatch(self._exchange, rows, *columns)
         if self.shared_experts is not None:
-            self.shared_experts.linear_fc1_forward_and_act(rows)
+            with self._timed_shared_experts("dispatch"):
+                self.shared_experts.linear_fc1_forward_and_act(rows)
         return rows, row_probs
 
     @property
@@ -306,7 +308,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self._exchange = None
         # Before 0.18, Megatron's own last phase does this, which only permuted tokens go through.
         if self.shared_experts is not None and (SHARED_EXPERTS_WAIT or self.chain.rows == "tokens"):
-            self.shared_experts.linear_fc2_forward(rows)
+            with self._timed_shared_experts("combine"):
+                self.shared_experts.linear_fc2_forward(rows)
             self.shared_experts.post_forward_comm()
         return rows
 
@@ -350,6 +353,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _strategy(self) -> PermutedTokens | WholeTokens:
         """Strategy of the first and the last phase for the chain of the micro-batch under way."""
         return STRATEGIES[self.chain.rows]
+
+    def _timed_shared_experts(self, pass_name: str) -> AbstractContextManager[object]:
+        stream = self.shared_experts.stream if self.probs.is_cuda else None
+        return self.monitor.timed_shared_experts(stream, pass_name)
 
     def _maybe_dtoh_and_synchronize(self, point: str) -> None:
         """Copy the counts to the host at `cuda_dtoh_point`; use them at `cuda_sync_point`."""

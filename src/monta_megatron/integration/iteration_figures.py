@@ -16,6 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from monta_megatron.chains.layout import Layout
+from monta_megatron.chains.program import NOT_TIMED_US
 from monta_megatron.exchange.counts import ExchangeCounts, Gathering
 from monta_megatron.exchange.pass_times import PassTimes
 from monta_megatron.integration.ranks import check_same_config
@@ -111,8 +112,12 @@ class IterationFigures:
         if self._finished is None:
             return False
         # The device has done these passes: the host has waited for counts after them.
-        pass_us = [] if self._pass_times is None else self._pass_times.collect().tolist()
-        self._gathering.start([*self._finished, *pass_us, *self._pairs], device, side_stream)
+        pass_us, exposed_us = [], NOT_TIMED_US
+        if self._pass_times is not None:
+            pass_us = self._pass_times.collect().tolist()
+            exposed_us = self._pass_times.exposed_us
+        figures = [*self._finished, exposed_us, *pass_us, *self._pairs]
+        self._gathering.start(figures, device, side_stream)
         self._finished = None
         return True
 
@@ -147,8 +152,10 @@ class IterationFigures:
             self._pass_times.end_iteration()
 
     def _outcome(self) -> Outcome:
-        # [S, 1], [S, NUM_FIGURES], [S, P]
-        numbers, figures, pass_us = np.split(self._gathering.finish(), [1, 1 + NUM_FIGURES], axis=1)
+        # [S, 1], [S, NUM_FIGURES], [S, 1], [S, P]
+        numbers, figures, exposed_us, pass_us = np.split(
+            self._gathering.finish(), [1, 1 + NUM_FIGURES, 2 + NUM_FIGURES], axis=1
+        )
         ranks = dist.get_process_group_ranks(self._group)
         check_same_config([{"iteration": number} for number in numbers[:, 0].tolist()], ranks)
-        return Outcome(traffic_of(figures, self._layout), pass_us)
+        return Outcome(traffic_of(figures, self._layout), pass_us, exposed_us[:, 0])

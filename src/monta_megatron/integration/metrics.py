@@ -11,9 +11,11 @@ import atexit
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from monta_megatron.common.files import make_folder
@@ -29,6 +32,7 @@ from monta_megatron.common.presets import versions
 from monta_megatron.common.text import shown
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.monitor import Step
+from monta_megatron.exchange.pass_times import PassTimes
 from monta_megatron.exchange.recording import RankRecording, RecordedPass, Span, spans_of
 from monta_megatron.exchange.step_times import Clock, DeviceRecorder, HostRecorder, Taken
 from monta_megatron.integration.options import Options
@@ -82,6 +86,42 @@ def _watch() -> None:
 
     register_optimizer_step_post_hook(call_all)
     after_import("megatron.core.optimizer.optimizer_cuda_graph", after_replays)
+
+
+@cache
+def time_waits() -> None:
+    """Time the waits in Megatron's 1F1B schedule, for the exchange whose pass was issued last.
+
+    The schedule runs dispatch and combine of a micro-batch on a stream of their own, while another
+    stream computes another micro-batch. Each node begins with a wait of its stream for the node
+    before it in the same micro-batch:
+
+        communicates   combine backward | dispatch forward -> dispatch backward | combine forward
+        computes       attention forward | experts backward -> experts forward  | attention backward
+
+    A wait of the stream that computes is the exposed part of the exchange that it waits for.
+    """
+    module: Any = utils
+    if hasattr(module, "stream_acquire_context"):
+        # Megatron-Core 0.16: a function of stream and event.
+        module.stream_acquire_context = _timed(module.stream_acquire_context, lambda stream: stream)
+    else:
+        node = module.ScheduleNode
+        node.stream_acquire_context = _timed(node.stream_acquire_context, attrgetter("stream"))
+
+
+def _timed(acquire: Callable[..., Any], stream_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    @contextmanager
+    def timed(first: Any, *more: Any) -> Iterator[None]:
+        stream = stream_of(first)
+        times = None if stream is utils.get_comm_stream() else PassTimes.last
+        start = None if times is None else times.start_wait(stream)
+        with acquire(first, *more):
+            if times is not None and start is not None:
+                times.end_wait(stream, start)
+            yield
+
+    return timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +247,7 @@ def scalars_of(watched: MeasuredIteration) -> dict[str, float]:
     return {
         **{f"{name}_ms": ms for name, ms in watched.exchange_ms.items()},
         "exchange_ms": sum(watched.exchange_ms.values()),
+        **({} if watched.exposed_ms is None else {"exposed_ms": watched.exposed_ms}),
         "between_nodes_gb": watched.inter_gb,
         "inside_nodes_gb": watched.intra_gb,
         "avg_overload_factor": watched.avg_overload_factor,
@@ -228,8 +269,10 @@ def line_of(watched: MeasuredIteration, iteration: int) -> str:
         for link, ratio in watched.link_over_predicted.items()
     )
     slowest = ", ".join(map(str, watched.slowest_ranks)) or "none"
+    exposed = "" if watched.exposed_ms is None else f", {watched.exposed_ms:.1f} ms of it exposed"
     return (
-        f"iteration {iteration}: exchange {sum(watched.exchange_ms.values()):.1f} ms ({passes}), "
+        f"iteration {iteration}: exchange {sum(watched.exchange_ms.values()):.1f} ms ({passes})"
+        f"{exposed}, "
         f"{watched.inter_gb:.3g} GB between nodes, {watched.intra_gb:.3g} GB inside, overload "
         f"factor {watched.avg_overload_factor:.2f} (max {watched.max_overload_factor:.2f}), "
         f"slowest ranks {slowest} (imbalance {watched.imbalance:.0%}), "

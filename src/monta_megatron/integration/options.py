@@ -32,7 +32,8 @@ DEFAULT_TUNE_STEPS = 20
 DEFAULT_CALIBRATE_S = 10.0
 DEFAULT_WATCH_STEPS = 50
 # The settings by which Megatron runs other work beside an exchange.
-OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
+SCHEDULE = "overlap_moe_expert_parallel_comm"
+OVERLAPS = (SCHEDULE, "moe_shared_expert_overlap")
 
 
 class Kind(NamedTuple):
@@ -132,9 +133,10 @@ class Options:
     )
     overlapped_compute_us: float = _option(
         MICROSECONDS,
-        "Other work that runs beside the exchange of an MoE layer and micro-batch, forward and "
-        "backward, in us: auto minimizes what it leaves over. As in `monta plan`; only with "
-        "--overlap-moe-expert-parallel-comm or --moe-shared-expert-overlap (default: 0).",
+        "Computation that overlaps the exchange of an MoE layer and micro-batch, forward and "
+        "backward, in us: auto minimizes the exposed part. As in `monta plan`; only with "
+        "--overlap-moe-expert-parallel-comm or --moe-shared-expert-overlap (default: what the "
+        "iterations that are timed show).",
         0.0,
     )
     tune_steps: int = _option(

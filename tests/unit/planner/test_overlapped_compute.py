@@ -146,7 +146,7 @@ def test_replicas_with_other_predictions_of_it_settle_alone() -> None:
     assert len(set(hashes)) == 3
 
 
-def test_a_tuning_says_what_is_left_over() -> None:
+def test_a_tuning_says_what_is_exposed() -> None:
     """The pick takes twice what was predicted, so another chain leaves less over."""
     selection = select_chain(TWO_NODES, H100, overlapped_compute_us=2000.0)
     pick = selection.price.chain.name
@@ -154,14 +154,14 @@ def test_a_tuning_says_what_is_left_over() -> None:
     winner = tuning.candidates[tuning.winner]
     assert winner.chain != pick
     title, head, *rows = tuning_table(tuning)
-    assert title.endswith("forward + backward, beside 2,000 us of other work")
-    assert "left over" in head and [row.endswith("chosen") for row in rows].count(True) == 1
+    assert title.endswith("forward + backward beside 2,000 us of other work")
+    assert "exposed us" in head and [row.endswith("chosen") for row in rows].count(True) == 1
     made = plan_of_tuning(selection, tuning, tokens_per_rank=2048)
     assert (made.chain, made.num_chunks, made.key.overlapped_compute_us) == (*winner.key, 2000.0)
     assert made.reason.startswith("measured over 60 iterations beside 2,000 us of other work: ")
-    assert made.reason.count("us are left over") == 2 and "x as fast" not in made.reason
+    assert made.reason.count("us of them exposed") == 2 and "x as fast" not in made.reason
     of_pick = next(each for each in made.candidates if each.chain == pick and each.rejected)
-    assert of_pick.rejected is not None and "us are left over" in of_pick.rejected
+    assert of_pick.rejected is not None and "us of them exposed" in of_pick.rejected
     assert isinstance(made, Plan)
     # On other traffic it is chosen by the same rule: of all that is hidden, the plainest.
     hidden = select_chain(TWO_NODES, H100, overlapped_compute_us=1e7)

@@ -52,6 +52,18 @@ def add(tuning: Tuning, us: float) -> None:
     tuning.add(tuning._started[len(tuning.steps)][0], passes(us))
 
 
+def overlapped(us: Sequence[float], exposed_us: Sequence[float]) -> Tuning:
+    """A tuning over 12 steps whose candidates always take so long, so much of it exposed."""
+    tuning = Tuning(candidates=THREE[: len(us)], num_steps=12)
+    while (len(tuning.steps) + LATE <= len(tuning._started)) or tuning.next() is not None:
+        while len(tuning.steps) + LATE <= len(tuning._started):
+            candidate = tuning._started[len(tuning.steps)][0]
+            # Two layers, three ranks.
+            exposed = np.round(2 * exposed_us[candidate] * np.array([1, 1.5, 2])).astype(np.int64)
+            tuning.add(candidate, passes(us[candidate]), exposed)
+    return tuning
+
+
 def tune(tuning: Tuning, us: Sequence[float]) -> list[int]:
     """Whose turns it was if each candidate always takes as long as `us` says."""
     turns: list[int] = []
@@ -248,7 +260,7 @@ def test_a_stored_tuning_goes_on(us: list[int], stopped_at: int) -> None:
     assert turns[0] == turns[1] and len(turns[0]) == 20 - max(stopped_at - LATE, 0)
 
 
-STEP = {"candidate": 0, "counts": False, "us": 10, "slowest_us": 12}
+STEP = {"candidate": 0, "counts": False, "us": 10, "slowest_us": 12, "exposed_us": None}
 OTHER_WORK = {"part_us": 0.5, "program_us": [1.0, 1.0], "total_us": 3.5, "exposed_us": 2.5}
 GOOD = {
     "num_steps": 4,
@@ -263,6 +275,7 @@ GOOD = {
     ],
     "steps": [STEP],
     "settled_us": None,
+    "settled_exposed_us": None,
 }
 
 
@@ -285,6 +298,7 @@ GOOD = {
         ({"steps": GOOD["steps"] * 5}, "steps: got 5"),  # type: ignore[operator]
         ({"settled_us": [1]}, "settled_us: got (1,), must be 2 integers >= 0"),
         ({"settled_us": [1, -1]}, "settled_us"),
+        ({"settled_exposed_us": [1]}, "settled_exposed_us: got (1,), must be 2 integers >= 0"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -432,3 +446,45 @@ def test_a_plan_of_too_few_iterations_says_so() -> None:
     assert plan.chain == selection.price.chain.name
     assert "not often enough" in plan.reason
     assert len(tuning_table(tuning)) == 2
+
+
+def test_the_least_exposed_wins() -> None:
+    """The second takes longer, and more of it is hidden."""
+    tuning = overlapped([1000, 1200], [500, 100])
+    assert tuning.measures_exposed and tuning.exposed_us == (500, 100)
+    assert (tuning.winner, tuning.hidden_us) == (1, 1100)
+    title, head, first, _ = tuning_table(tuning)
+    assert title.endswith("forward + backward beside 1,100 us of other work")
+    assert "exposed us" in head and first.endswith("chosen")
+
+
+def test_of_what_is_hidden_the_pick_stays() -> None:
+    """20 us are within 3% of 1,000 us; 40 us are not."""
+    assert overlapped([1000, 1200], [20, 0]).winner == 0
+    assert overlapped([1000, 1200], [40, 0]).winner == 1
+
+
+def test_what_was_not_tried_is_expected_to_be_hidden_alike() -> None:
+    """The third would take 1,000 us more than is hidden, of which the others hide all."""
+    tuning = overlapped([1000, 1200, 900], [0, 0, 0])
+    assert [step.candidate for step in tuning.steps].count(2) >= 1
+
+
+def test_replicas_settle_exposed_parts_too() -> None:
+    """500 + 200 against 100 + 700: 350 < 400."""
+    replicas = [overlapped([1000, 1200], exposed) for exposed in ([500, 100], [200, 700])]
+    assert [tuning.winner for tuning in replicas] == [1, 0]
+    summaries = [tuning.summary() for tuning in replicas]
+    for tuning in replicas:
+        tuning.settle(summaries)
+        assert tuning.settled_us == (1000, 1200) and tuning.settled_exposed_us == (350, 400)
+        assert tuning.winner == 0
+        again = resumed(json.loads(json.dumps(tuning.state())), 12)
+        assert again.exposed_us == (350, 400) and again.measures_exposed
+
+
+def test_a_key_of_an_older_checkpoint_is_read() -> None:
+    candidate = {"chain": "alltoall", "num_chunks": 1, "predicted_us": 2.5, "other_work": None}
+    assert (
+        resumed({**GOOD, "candidates": [candidate], "steps": []}, 4).candidates[0].num_chunks == 1
+    )

@@ -86,7 +86,9 @@ class Run:
         self.num_watched = 0
         self._sums: list[np.ndarray] = [np.zeros((4, 0), dtype=np.int64)]
 
-    def iterate(self, inter_us: list[float], intra_us: list[float]) -> None:
+    def iterate(
+        self, inter_us: list[float], intra_us: list[float], exposed_us: int | None = None
+    ) -> None:
         sums = np.zeros((4, 0), dtype=np.int64)
         if self.decision.is_watched:
             self.num_watched += 1
@@ -97,7 +99,8 @@ class Run:
             rows = np.array([[10, 10], [10, 10], [30, 10], [10, 10]])
             sums = np.concatenate([pass_us, counts, link_us, link_bytes, rows], axis=1)
         # The outcome of an iteration is known at the end of the next one.
-        outcome = Outcome(None, self._sums[-1].astype(np.int64))
+        exposed = None if exposed_us is None else np.array([exposed_us + us for us in (0, 9, 5, 7)])
+        outcome = Outcome(None, self._sums[-1].astype(np.int64), exposed)
         number = self.decision.number
         self.decision.end_iteration(outcome if number else None, 512, 4)
         if self.watching.change is not None:
@@ -245,3 +248,37 @@ def test_a_named_chain_is_watched_as_it_is() -> None:
     choice = policy.choose(512)
     assert (choice.chain.name, choice.reason) == ("hierarchical_alltoall", "as asked for")
     assert policy.agreed_config()["chain"] == "hierarchical_alltoall"
+
+
+def test_what_hides_the_exchange_is_learned() -> None:
+    """4 passes of 2 micro-batches: 8 x 1,100 us on the fastest rank, 3,200 of them exposed."""
+    run = Run(16, "alltoall", "alltoall_dedup", "hierarchical_alltoall")
+    while run.watching.latest is None:
+        assert run.decision.overlapped_compute_us == 0
+        run.iterate([1_000] * 4, [100] * 4, exposed_us=1_600)
+    latest = run.watching.latest
+    assert (latest.exposed_ms, latest.hidden_us) == (1.6, (4_400 - 1_600) / 2)
+    assert latest.exposed_share == pytest.approx(1.6 / 4.4)
+    # An exchange is what a layer and micro-batch does: two of them are watched.
+    assert run.decision.overlapped_compute_us == 1_400
+    assert "beside 1,400 us of other work" in run.decision.choose(512).reason
+    assert run.decision.agreed_config()["overlapped_compute_us"] == 1_400
+    # Hidden as a whole: it hides at least as much as before, which is what is planned with.
+    before = run.num_watched
+    while run.num_watched < before + 4:
+        run.iterate([500] * 4, [50] * 4, exposed_us=0)
+    assert run.watching.latest.hidden_us == 2_200 / 2
+    assert run.decision.overlapped_compute_us == 1_400
+    again = run.decision.beginning()
+    again.resume(run.decision.state())
+    assert again.overlapped_compute_us == 1_400
+
+
+def test_stated_overlap_is_kept() -> None:
+    policy = replace(make_policy("alltoall", "alltoall_dedup"), overlapped_compute_us=700.0)
+    decision = Decision(policy)
+    assert decision.overlapped_compute_us == 700
+    other = Decision(make_policy("alltoall", "alltoall_dedup"))
+    other.overlapped_compute_us = 300.0
+    decision.resume(other.state())
+    assert decision.overlapped_compute_us == 700

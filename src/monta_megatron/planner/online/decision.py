@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.rules import NonNegativeInt
+from monta_megatron.common.rules import NonNegativeFloat, NonNegativeInt
 from monta_megatron.common.units import counted
 from monta_megatron.planner.chain_policy import ChainChoice, ChoiceTable, PlannedPolicy
 from monta_megatron.planner.chain_price import ChainPrice
@@ -36,7 +36,7 @@ from monta_megatron.planner.routing.observed import (
 from monta_megatron.planner.select import Selection
 
 if TYPE_CHECKING:
-    from monta_megatron.planner.online.drift import DriftMonitor
+    from monta_megatron.planner.online.drift import DriftMonitor, MeasuredIteration
     from monta_megatron.planner.online.tuning import Tuning, TuningCandidate
 
 
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 # planning takes tens of milliseconds.
 FIRST_LOOK = 2
 LOOK_EVERY = 20
+# Overlapped computation that differs by more than this share is planned for anew; an exchange that
+# is exposed by less than this share of its time is hidden as a whole.
+DIFFERS = 0.2
+FULLY_HIDDEN = 0.05
 
 
 class Outcome(NamedTuple):
@@ -53,10 +57,12 @@ class Outcome(NamedTuple):
         traffic: where its tokens went; None if it had none.
         pass_us: [S, P] the time of each pass; P is 0 where none was timed. Where it was
             watched, the argument of `DriftMonitor.learn`.
+        exposed_us: [S] their exposed part; `NOT_TIMED_US` where no computation overlaps them.
     """
 
     traffic: Traffic | None
     pass_us: NDArray[np.int64]
+    exposed_us: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,7 @@ class DecisionState:
     tuned_for: tuple[int, int] | None
     tuned_routing: ObservedRouting | None
     rate_ratios: tuple[float, ...] = ()
+    overlapped_compute_us: NonNegativeFloat = 0.0
 
 
 class Decision:
@@ -87,6 +94,8 @@ class Decision:
         number: of the iteration, from 0.
         routing: for which is planned.
         tuning: what was measured; None before it begins.
+        overlapped_compute_us: computation that hides the exchange of a layer and micro-batch:
+            stated by the user, or measured.
     """
 
     def __init__(
@@ -99,6 +108,7 @@ class Decision:
         self.routing: Routing = policy.workload.routing
         self.tuning: Tuning | None = None
         self.watching = watching
+        self.overlapped_compute_us = policy.overlapped_compute_us
         # As it was given, and with what has been noticed since.
         self._given_policy = self._policy = policy
         self._num_tuning_steps = num_tuning_steps
@@ -144,6 +154,7 @@ class Decision:
             "candidate": self._turns[-1],
             "tuned": None if tuning is None else [len(tuning.steps), tuning.settled_us],
             "costs": self._policy.cluster.name,
+            "overlapped_compute_us": round(self.overlapped_compute_us),
             "watched": self.is_watched,
         }
 
@@ -218,6 +229,9 @@ class Decision:
         tuning = self.tuning
         assert tuning is not None and self._tuned_for is not None
         tuning.settle(summaries)
+        if tuning.measures_exposed:
+            self.overlapped_compute_us = tuning.hidden_us
+            self._plan_again()
         self._look()
         self._tuned_routing = self.routing
         selection = self._policy.selection(*self._tuned_for, self.routing)
@@ -246,6 +260,7 @@ class Decision:
             tuned_for=self._tuned_for,
             tuned_routing=_if_observed(self._tuned_routing),
             rate_ratios=() if watching is None else tuple(watching.rate_ratios.values()),
+            overlapped_compute_us=self.overlapped_compute_us,
         )
 
     def beginning(self) -> "Decision":
@@ -276,23 +291,42 @@ class Decision:
         self._tuned_routing = state.tuned_routing or expected
         self.tuning, self._tuned_for = tuning, state.tuned_for
         self._turns = deque([None if tuning is None else tuning.next()])
+        if not self._given_policy.overlapped_compute_us:
+            self.overlapped_compute_us = state.overlapped_compute_us
         if self.watching is not None:
             self.watching.restart(state.number, state.rate_ratios)
-            self._plan_again()
+        self._plan_again()
         self._table = self._make_table()
 
     def _learn(self, outcome: Outcome) -> None:
         turn = self._turns.popleft()
         if turn is not None and self.tuning is not None:
-            self.tuning.add(turn, outcome.pass_us)
+            self.tuning.add(turn, outcome.pass_us, outcome.exposed_us)
         if self.watching is not None:
-            self.watching.learn(outcome.pass_us, self._policy)
-            if self.watching.change is not None:
+            before = self.watching.latest
+            self.watching.learn(outcome.pass_us, self._policy, outcome.exposed_us)
+            latest = self.watching.latest
+            if latest is before:
+                latest = None
+            if self._learn_overlap(latest) or self.watching.change is not None:
                 self._plan_again()
         if outcome.traffic is not None:
             average = self._average or outcome.traffic
             self._average = average.averaged(outcome.traffic, self._num_averaged)
             self._num_averaged += 1
+
+    def _learn_overlap(self, watched: "MeasuredIteration | None") -> bool:
+        """Update `overlapped_compute_us`; False where it stays about the same."""
+        if watched is None or watched.hidden_us is None:
+            return False
+        hidden_us = watched.hidden_us
+        if watched.exposed_share < FULLY_HIDDEN:
+            # Computation that goes on for longer hides a longer exchange as well.
+            hidden_us = max(hidden_us, self.overlapped_compute_us)
+        if abs(hidden_us - self.overlapped_compute_us) <= DIFFERS * self.overlapped_compute_us:
+            return False
+        self.overlapped_compute_us = hidden_us
+        return True
 
     def _look(self) -> None:
         """Plan for the routing that was observed, if it is another one."""
@@ -310,11 +344,11 @@ class Decision:
             self._table = self._make_table()
 
     def _plan_again(self) -> None:
-        """Plan with the rates that the links have by now."""
+        """Plan with the rates of the links and the overlap that were measured."""
         from monta_megatron.planner.online.drift import replanned
 
-        assert self.watching is not None
-        self._policy = replanned(self._given_policy, self.watching.rate_ratios)
+        ratios = {} if self.watching is None else self.watching.rate_ratios
+        self._policy = replanned(self._given_policy, ratios, self.overlapped_compute_us)
         self._table = self._make_table()
 
     @property
@@ -342,7 +376,7 @@ class Decision:
         winner = tuning.candidates[tuning.winner].key
         workload = selection.workload
         is_same = (
-            self._policy is self._given_policy
+            self._policy.cluster is self._given_policy.cluster
             and workload.routing == self._tuned_routing
             and (workload.tokens_per_rank, workload.max_experts_per_token) == self._tuned_for
         )

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import GroupName, Layout
-from monta_megatron.chains.program import FORWARD_BACKWARD, LINKS, Resource
+from monta_megatron.chains.program import FORWARD_BACKWARD, LINKS, NOT_TIMED_US, Resource
 from monta_megatron.common.rules import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -83,6 +83,8 @@ class MeasuredIteration:
         predicted_busy_ms: "inter", "intra", "memory", "host" -> what was predicted of each alone.
         calibrated_links: "inter", "intra", where what was predicted says how fast the link should
             be: it was measured, and is not the node link of CPU ranks, which waits for cores.
+        exposed_ms: part of the exchange for which computation waits; None where none overlaps it.
+        hidden_us: the rest, of a layer and micro-batch; None likewise.
     """
 
     iteration: NonNegativeInt
@@ -101,6 +103,14 @@ class MeasuredIteration:
     link_over_predicted: Mapping[Resource, PositiveFloat]
     predicted_busy_ms: Mapping[str, NonNegativeFloat]
     calibrated_links: tuple[Resource, ...] = ()
+    exposed_ms: NonNegativeFloat | None = None
+    hidden_us: NonNegativeFloat | None = None
+
+    @property
+    def exposed_share(self) -> float:
+        """Of the exchange: 1 where no computation overlaps it."""
+        exchange_ms = sum(self.exchange_ms.values())
+        return 1.0 if self.exposed_ms is None else self.exposed_ms / exchange_ms
 
 
 class Observed(NamedTuple):
@@ -125,6 +135,7 @@ def observe(
     cluster: Cluster,
     ranks: Sequence[int],
     layout: Layout,
+    exposed_us: NDArray[np.int64] | None = None,
 ) -> Observed | None:
     """Observe a watched iteration; None where some rank has not timed it.
 
@@ -135,6 +146,7 @@ def observe(
         cluster: by which it is priced.
         ranks: [S] the ranks of the exchange in the job.
         layout: any rank's place.
+        exposed_us: [S]; see `decision.Outcome`.
     """
     us, times, link_us, link_bytes, rows = np.split(
         sums, [len(PASS_NAMES), 2 * len(PASS_NAMES), NUM_SUMS - len(LINKS), NUM_SUMS], axis=1
@@ -164,6 +176,12 @@ def observe(
     predicted_us = sum(each.total_us * num_passes[each.pass_name] for each in price.passes)
     fastest, most_us = int(total_us.argmin()), int(total_us.max())
     order = total_us.argsort(kind="stable")[:MOST_NAMED]
+    fastest_us = int(total_us[fastest])
+    exposed_ms = hidden_us = None
+    if exposed_us is not None and (exposed_us != NOT_TIMED_US).all():
+        exposed_ms = min(int(exposed_us.min()), fastest_us) / 1e3
+        num_exchanges = sum(num_passes.values()) / len(PASS_NAMES)
+        hidden_us = (fastest_us - 1e3 * exposed_ms) / num_exchanges
     overload = rows.max(axis=0) * len(rows) / np.maximum(rows.sum(axis=0), 1)
     took = MeasuredIteration(
         iteration=turn.iteration,
@@ -174,12 +192,12 @@ def observe(
         intra_gb=int(link_bytes[:, 1].sum()) / 1e9,
         avg_overload_factor=float(overload.mean()) if overload.size else 0.0,
         max_overload_factor=float(overload.max()) if overload.size else 0.0,
-        imbalance=most_us / int(total_us[fastest]) - 1,
+        imbalance=most_us / fastest_us - 1,
         slowest_ranks=tuple(
             ranks[rank] for rank in order.tolist() if total_us[rank] * (1 + WAITED_FOR) < most_us
         ),
         predicted_ms=predicted_us / 1e3,
-        over_predicted=int(total_us[fastest]) / predicted_us,
+        over_predicted=fastest_us / predicted_us,
         link_ms=link_ms,
         link_over_predicted=ratios,
         predicted_busy_ms={
@@ -193,6 +211,8 @@ def observe(
             for link in LINKS
             if cluster.was_measured(link) and not (link == "intra" and cluster.copies_block_host)
         ),
+        exposed_ms=exposed_ms,
+        hidden_us=hidden_us,
     )
     return Observed(took, stages, slowest)
 
@@ -335,19 +355,25 @@ class DriftMonitor:
                 turn.iteration, choice.chain.name, choice.num_chunks, *key, routing
             )
 
-    def learn(self, sums: NDArray[np.int64], policy: PlannedPolicy) -> None:
+    def learn(
+        self,
+        sums: NDArray[np.int64],
+        policy: PlannedPolicy,
+        exposed_us: NDArray[np.int64] | None = None,
+    ) -> None:
         """Add the shared figures of the oldest iteration that was not added.
 
         Args:
             sums: [S, NUM_SUMS + M]; see `exchange.pass_times`.
             policy: prices it.
+            exposed_us: [S]; see `decision.Outcome`.
         """
         turn = self._turns.popleft()
         self.change = None
         if turn is None or not turn.chain or sums.shape[1] < NUM_SUMS:
             return
         price = self._price(policy, turn)
-        seen = observe(sums, turn, price, policy.cluster, self._ranks, self._layout)
+        seen = observe(sums, turn, price, policy.cluster, self._ranks, self._layout, exposed_us)
         if seen is None:
             return
         self.latest = seen.took
@@ -406,10 +432,14 @@ class DriftMonitor:
         return self._prices[key]
 
 
-def replanned(policy: PlannedPolicy, rate_ratios: Mapping[Resource, float]) -> PlannedPolicy:
-    """The policy at the remaining rates."""
+def replanned(
+    policy: PlannedPolicy, rate_ratios: Mapping[Resource, float], overlapped_compute_us: float
+) -> PlannedPolicy:
+    """The policy at the remaining rates, beside so much computation."""
     cluster = policy.cluster
     for resource, ratio in rate_ratios.items():
         if ratio != 1:
             cluster = with_rate(cluster, resource, ratio)
-    return policy if cluster is policy.cluster else replace(policy, cluster=cluster, _tables={})
+    if cluster is policy.cluster and overlapped_compute_us == policy.overlapped_compute_us:
+        return policy
+    return replace(policy, cluster=cluster, overlapped_compute_us=overlapped_compute_us, _tables={})

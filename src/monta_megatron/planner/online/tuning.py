@@ -19,9 +19,10 @@ Whose turn it is:
 
 In the end the planner's pick stays, unless another one beats it by more than the margin.
 
-Where other work runs beside the exchange (`overlapped_compute`), candidates are compared by the
-exposed part of their times, and of those within the margin of the best the plainest is taken, as
-in a plan: where most of every candidate is hidden, many leave about the same over.
+Where computation overlaps the exchange, candidates are compared by the exposed part of their times:
+as it was measured, or as the `overlapped_compute` that the user states leaves it. Of those within
+the margin of the best the plainest is taken, as in a plan: where most of every candidate is hidden,
+many leave about the same exposed.
 
 What a step took is what its passes took together on the rank that was the fastest: the one that has
 waited least for the others. The time of a single pass would mislead where messages are buffered,
@@ -33,7 +34,7 @@ Notation: S = ranks of the exchange, P = passes of an iteration, of all micro-ba
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import exp, inf, log
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,10 @@ STOCK_ORDER = "alltoall"
 Key: TypeAlias = tuple[str, int]
 
 
+# Keys of older checkpoints.
+RENAMED = {"other_work": "overlapped_compute"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TuningCandidate:
     """A chain in a number of chunks, and the time that was predicted for its four passes.
@@ -72,6 +77,7 @@ class TuningCandidate:
     num_chunks: PositiveInt
     predicted_us: PositiveFloat
     overlapped_compute: OverlappedCompute | None = None
+    RENAMED_KEYS: ClassVar[dict[str, str]] = RENAMED
 
     @property
     def key(self) -> Key:
@@ -113,22 +119,26 @@ def tuning_candidates(selection: Selection) -> tuple[TuningCandidate, ...]:
     return tuple(dict.fromkeys(candidates))
 
 
-def best_key(left_us: Mapping[Key, float], current: Key, is_beside_work: bool) -> Key:
+def best_key(
+    exposed_us: Mapping[Key, float], current: Key, is_overlapped: bool, margin_us: float = 0.0
+) -> Key:
     """Candidate with the least exposed time; the current one stays unless beaten by the margin.
 
     Args:
-        left_us: what is left over of each, maybe of all others than `current`.
-        current: what runs now.
-        is_beside_work: whether other work hides a part: then many leave about the same over, and of
-            those within the margin the plainest, which gets least into its way, is the best.
+        exposed_us: of each, maybe of all others than `current`.
+        current: runs now.
+        is_overlapped: whether computation hides a part. Many then have about the same exposed, and
+            of those within the margin the plainest, which disturbs it least, is the best.
+        margin_us: the least margin.
     """
-    least_us = min(left_us.values())
-    near = [key for key, us in left_us.items() if us <= least_us * (1 + MARGIN)]
+    least_us = min(exposed_us.values())
+    most_us = max(least_us * (1 + MARGIN), least_us + margin_us)
+    near = [key for key, us in exposed_us.items() if us <= most_us]
     if current in near:
         return current
-    if is_beside_work:
+    if is_overlapped:
         return min(near, key=lambda key: plainness(CHAINS[key[0]], key[1]))
-    return min(near, key=left_us.__getitem__)
+    return min(near, key=exposed_us.__getitem__)
 
 
 # After so many steps the result of a step is known to all ranks.
@@ -150,12 +160,14 @@ class TuningStep:
         us: mean time of a pass, times the four passes of an exchange, on the fastest rank; 0 if
             it was not timed.
         slowest_us: the same on the slowest rank.
+        exposed_us: its exposed part, on the rank that waits least; None where it was not measured.
     """
 
     candidate: int
     counts: bool
     us: int
     slowest_us: int
+    exposed_us: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -175,12 +187,14 @@ class Tuning:
         steps: those that were added.
         settled_us: [candidates] what the replicas have settled on, 0 for what one of them has not
             measured; None before.
+        settled_exposed_us: likewise, of their exposed parts; None where these were not measured.
     """
 
     candidates: tuple[TuningCandidate, ...]
     num_steps: int
     steps: list[TuningStep] = field(default_factory=list)
     settled_us: tuple[int, ...] | None = None
+    settled_exposed_us: tuple[int, ...] | None = None
     # Candidates, and whether their runs count.
     _started: list[tuple[int, bool]] = field(init=False)
     # Communicators are made anew in every process.
@@ -210,12 +224,19 @@ class Tuning:
         self._chains_ran.add(chain)
         return turn
 
-    def add(self, candidate: int, pass_us: NDArray[np.int64]) -> None:
+    def add(
+        self,
+        candidate: int,
+        pass_us: NDArray[np.int64],
+        exposed_us: NDArray[np.int64] | None = None,
+    ) -> None:
         """Add the time of the oldest step that was not added yet; the same on all ranks.
 
         Args:
             candidate: the number of the candidate that ran in it.
             pass_us: [S, P] us of each pass on each rank; `NOT_TIMED_US` where it was not timed.
+            exposed_us: [S] the exposed part of all passes; None, or `NOT_TIMED_US` for a rank,
+                where it was not measured.
         """
         started, counts = self._started[len(self.steps)]
         assert candidate == started, f"in step {len(self.steps)} ran {started}, not {candidate}"
@@ -226,8 +247,17 @@ class Tuning:
             _exchange_us(int(total_us), int(is_timed.sum()))
             for total_us in (rank_us.min(), rank_us.max())
         )
+        exposed = None
+        if exposed_us is not None and (exposed_us != NOT_TIMED_US).all():
+            exposed = min(_exchange_us(int(exposed_us.min()), pass_us.shape[1]), us)
         self.steps.append(
-            TuningStep(candidate=candidate, counts=counts, us=us, slowest_us=slowest_us)
+            TuningStep(
+                candidate=candidate,
+                counts=counts,
+                us=us,
+                slowest_us=slowest_us,
+                exposed_us=exposed,
+            )
         )
 
     @property
@@ -243,32 +273,64 @@ class Tuning:
     @property
     def times_us(self) -> list[list[int]]:
         """[candidates] times of the runs that count and may decide by now."""
-        times: list[list[int]] = [[] for _ in self.candidates]
-        for step in self.steps[: self._num_known]:
-            if step.counts and step.us > 0:
-                times[step.candidate].append(step.us)
-        return times
+        return [[step.us for step in steps] for steps in self._runs]
+
+    @property
+    def measures_exposed(self) -> bool:
+        """Whether the exposed part of the exchange is measured."""
+        return any(step.exposed_us is not None for step in self.steps)
+
+    @property
+    def exposed_us(self) -> tuple[float | None, ...]:
+        """[candidates] exposed part of `measured_us`."""
+        if self.settled_exposed_us is not None:
+            settled = zip(self.measured_us, self.settled_exposed_us, strict=True)
+            return tuple(None if us is None else exposed for us, exposed in settled)
+        times = [
+            [step.exposed_us for step in steps if step.exposed_us is not None]
+            for steps in self._runs
+        ]
+        return tuple(
+            None if us is None else trimmed_mean(exposed) if exposed else candidate.exposed_of(us)
+            for candidate, us, exposed in zip(self.candidates, self.measured_us, times, strict=True)
+        )
+
+    @property
+    def hidden_us(self) -> float:
+        """Longest part of an exchange that was hidden; 0 where that is not measured."""
+        if not self.measures_exposed:
+            return 0.0
+        pairs = zip(self.measured_us, self.exposed_us, strict=True)
+        return max(
+            (us - exposed for us, exposed in pairs if us is not None and exposed is not None),
+            default=0.0,
+        )
 
     @property
     def winner(self) -> int:
         """Number of the best candidate so far: the pick, or one that beats it."""
-        left_us = {
-            candidate.key: candidate.exposed_of(us)
-            for candidate, us in zip(self.candidates, self.measured_us, strict=True)
-            if us is not None
-        }
         keys = [candidate.key for candidate in self.candidates]
-        if keys[0] not in left_us:
+        exposed_us = {
+            key: us for key, us in zip(keys, self.exposed_us, strict=True) if us is not None
+        }
+        if keys[0] not in exposed_us:
             return 0
-        return keys.index(best_key(left_us, keys[0], self._is_beside_work))
+        margin_us = 0.0
+        if self.measures_exposed:
+            # What is nearly hidden varies by as much as the exchange does.
+            best = keys.index(min(exposed_us, key=exposed_us.__getitem__))
+            margin_us = MARGIN * (self.measured_us[best] or 0.0)
+        return keys.index(best_key(exposed_us, keys[0], self.is_overlapped, margin_us))
 
     def summary(self) -> list[int]:
-        """Summary for replicas: a hash of the candidates, then [candidates] us or 0."""
+        """Summary for replicas: a hash, then [candidates] us or 0, and exposed us if measured."""
         # Replicas compare alike if the same was predicted of other work, too.
         names = [
             f"{candidate.name}, {candidate.overlapped_compute}" for candidate in self.candidates
         ]
-        return [hash_of({"candidates": names}), *(round(us or 0) for us in self.measured_us)]
+        hash_here = hash_of({"candidates": [*names, self.measures_exposed]})
+        exposed_us = self.exposed_us if self.measures_exposed else ()
+        return [hash_here, *(round(us or 0) for us in (*self.measured_us, *exposed_us))]
 
     def settle(self, summaries: Sequence[Sequence[int]]) -> None:
         """Decide together with the replicas of this exchange, by the mean of all measurements.
@@ -279,10 +341,12 @@ class Tuning:
             summaries: the `summary` of every replica, this one's too, in the same order on all.
         """
         hash_here = self.summary()[0]
-        rows = [summary[1:] for summary in summaries if summary[0] == hash_here]
-        self.settled_us = tuple(
-            round(sum(times) / len(times)) if all(times) else 0 for times in zip(*rows, strict=True)
-        )
+        rows = np.array([summary[1:] for summary in summaries if summary[0] == hash_here])
+        num_candidates, means = len(self.candidates), rows.mean(axis=0).round().astype(int)
+        is_measured = rows[:, :num_candidates].all(axis=0)
+        self.settled_us = tuple((means[:num_candidates] * is_measured).tolist())
+        if self.measures_exposed:
+            self.settled_exposed_us = tuple((means[num_candidates:] * is_measured).tolist())
 
     def factor(self, key: Key) -> float:
         """Measured over predicted time of a chain in a number of chunks.
@@ -308,11 +372,11 @@ class Tuning:
             current: what runs now: it stays where nothing beats it by more than the margin.
         """
         of_key = {(price.chain.name, price.num_chunks): price for price in prices}
-        left_us = {
+        exposed_us = {
             key: exposed_of(price.total_us * self.factor(key), overlapped_compute_of(price))
             for key, price in of_key.items()
         }
-        return of_key[best_key(left_us, current, self._is_beside_work)]
+        return of_key[best_key(exposed_us, current, self.is_overlapped)]
 
     def state(self) -> dict[str, Any]:
         """The state, as plain JSON values; see `tuning_report.resumed`."""
@@ -321,11 +385,30 @@ class Tuning:
             "candidates": [asdict(candidate) for candidate in self.candidates],
             "steps": [asdict(step) for step in self.steps],
             "settled_us": None if self.settled_us is None else list(self.settled_us),
+            "settled_exposed_us": (
+                None if self.settled_exposed_us is None else list(self.settled_exposed_us)
+            ),
         }
 
     @property
-    def _is_beside_work(self) -> bool:
-        return self.candidates[0].overlapped_compute is not None
+    def is_overlapped(self) -> bool:
+        """Whether computation hides a part of the exchange."""
+        return self.candidates[0].overlapped_compute is not None or self.measures_exposed
+
+    @property
+    def _runs(self) -> list[list[TuningStep]]:
+        """[candidates] runs that count and may decide by now."""
+        runs: list[list[TuningStep]] = [[] for _ in self.candidates]
+        for step in self.steps[: self._num_known]:
+            if step.counts and step.us > 0:
+                runs[step.candidate].append(step)
+        return runs
+
+    def _exposed_of(self, candidate: TuningCandidate, us: float) -> float:
+        """Exposed part of an exchange that takes `us`, by what was measured or predicted."""
+        if self.measures_exposed:
+            return max(us - self.hidden_us, 0.0)
+        return candidate.exposed_of(us)
 
     @property
     def _num_due(self) -> int:
@@ -343,17 +426,23 @@ class Tuning:
             num_runs[number] += 1
             num_counted[number] += counts
         chains = [candidate.chain for candidate in self.candidates]
-        # What is left over, if all times are; margins are of times, since they are as uncertain.
+        # Exposed parts; margins are of whole times, since they are as uncertain.
         expected_us = [
-            each.exposed_of(each.predicted_us * self.factor(each.key)) for each in self.candidates
+            self._exposed_of(each, each.predicted_us * self.factor(each.key))
+            for each in self.candidates
         ]
         times_us = [
-            [each.exposed_of(us) for us in times]
-            for each, times in zip(self.candidates, self.times_us, strict=True)
+            [
+                each.exposed_of(step.us) if step.exposed_us is None else step.exposed_us
+                for step in steps
+            ]
+            for each, steps in zip(self.candidates, self._runs, strict=True)
         ]
-        measured = zip(self.candidates, self.measured_us, strict=True)
-        left_us = [(each.exposed_of(us), us) for each, us in measured if us is not None]
-        least_us, of_us = min(left_us, default=(inf, inf))
+        pairs = zip(self.exposed_us, self.measured_us, strict=True)
+        least_us, of_us = min(
+            ((exposed, us) for exposed, us in pairs if exposed is not None and us is not None),
+            default=(inf, inf),
+        )
         kinds = [(each.chain, each.num_chunks > 1) for each in self.candidates]
         kinds_ran = {kinds[number] for number, runs in enumerate(num_runs) if runs}
 

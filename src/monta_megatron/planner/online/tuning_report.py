@@ -18,14 +18,14 @@ from monta_megatron.planner.select import MARGIN, Selection
 def tuning_table(tuning: Tuning) -> list[str]:
     """Predicted and measured times of the candidates, the fastest first, as lines for the log.
 
-    Where other work runs beside the exchange, a column says what it leaves over of the measured
-    times, and what leaves least over comes first. Imbalance is by how much the passes of an
-    iteration take longer on the slowest rank than on the fastest, which waits least for the others.
+    Where computation overlaps the exchange, a column has the exposed part of the measured times,
+    and the least exposed comes first. Imbalance is by how much the passes of an iteration take
+    longer on the slowest rank than on the fastest, which waits least for the others.
     """
-    measured_us, times_us = tuning.measured_us, tuning.times_us
+    measured_us, times_us, exposed_us = tuning.measured_us, tuning.times_us, tuning.exposed_us
     pick = "the planner's pick"
     said = {0: pick, tuning.winner: "chosen" if tuning.winner else f"chosen, {pick}"}
-    rows, overlapped_compute = [], tuning.candidates[0].overlapped_compute
+    rows, is_overlapped = [], tuning.is_overlapped
     for number, candidate in enumerate(tuning.candidates):
         us = measured_us[number]
         if us is None:
@@ -34,35 +34,29 @@ def tuning_table(tuning: Tuning) -> list[str]:
         slowest_us, fastest_us = (
             sum(getattr(step, name) for step in steps) for name in ("slowest_us", "us")
         )
-        left_us = candidate.exposed_of(us)
+        exposed = exposed_us[number] or 0.0
         rows.append(
             (
-                left_us,
+                exposed,
                 [
                     candidate.chain,
                     candidate.num_chunks,
                     f"{candidate.predicted_us:,.0f}",
                     f"{us:,.0f}",
                     f"{us / candidate.predicted_us - 1:+.0%}",
-                    *([] if overlapped_compute is None else [f"{left_us:,.0f}"]),
+                    *([f"{exposed:,.0f}"] if is_overlapped else []),
                     len(times_us[number]),
                     f"{slowest_us / fastest_us - 1:.0%}" if fastest_us else None,
                     said.get(number, ""),
                 ],
             )
         )
-    left_over = [] if overlapped_compute is None else [">left over"]
-    beside = (
-        ""
-        if overlapped_compute is None
-        else f", beside {overlapped_compute.overlapped_compute_us:,.0f} us of other work"
-    )
     head = ["chain", ">chunks", ">predicted us", ">measured us", ""]
     return plain_table(
-        [*head, *left_over, ">runs", ">imbalance", ""],
+        [*head, *([">exposed us"] if is_overlapped else []), ">runs", ">imbalance", ""],
         [cells for _, cells in sorted(rows, key=lambda row: row[0])],
         title=f"tuned over {counted(tuning.num_steps, 'iteration')}: dispatch + combine, forward + "
-        f"backward{beside}",
+        f"backward{_beside(tuning)}",
     ).splitlines()
 
 
@@ -109,43 +103,53 @@ def _reason(tuning: Tuning) -> str:
     over = f"measured over {counted(tuning.num_steps, 'iteration')}"
     if us is None:
         return f"{over}: not often enough to know better; predicted {winner.predicted_us:,.0f} us"
-    left_us, overlapped_compute = winner.exposed_of(us), winner.overlapped_compute
+    exposed_us = tuning.exposed_us
     others = [
-        (other.exposed_of(other_us), other_us, other)
-        for other_us, other in zip(measured_us, tuning.candidates, strict=True)
-        if other_us is not None and other is not winner
+        number
+        for number, other_us in enumerate(measured_us)
+        if other_us is not None and number != tuning.winner
     ]
-    if overlapped_compute is not None:
-        over += f" beside {overlapped_compute.overlapped_compute_us:,.0f} us of other work"
-    took = _took(us, winner)
+    took = _took(tuning, tuning.winner)
     if others:
-        other_left_us, other_us, other = min(others, key=lambda entry: entry[0])
+        next_ = min(others, key=lambda number: exposed_us[number] or 0.0)
+        name = tuning.candidates[next_].name
         took += (
-            f", within the margin of {MARGIN:.0%} of {other.name} ({_took(other_us, other)})"
-            if other_left_us < left_us
-            else f", {other_us / us:.2f}x as fast as {other.name}, the next"
-            if overlapped_compute is None
-            else f"; {other.name}, the next, {_took(other_us, other)}"
+            f", within the margin of {MARGIN:.0%} of {name} ({_took(tuning, next_)})"
+            if (exposed_us[next_] or 0.0) < (exposed_us[tuning.winner] or 0.0)
+            else f"; {name}, the next, {_took(tuning, next_)}"
+            if tuning.is_overlapped
+            else f", {(measured_us[next_] or 0.0) / us:.2f}x as fast as {name}, the next"
         )
-    return f"{over}: {took}; predicted {winner.predicted_us:,.0f} us"
+    return f"{over}{_beside(tuning)}: {took}; predicted {winner.predicted_us:,.0f} us"
 
 
-def _took(us: float, candidate: TuningCandidate) -> str:
-    """3,000 us; beside other work "3,000 us, of which 500 us are left over"."""
-    left_over = f", of which {candidate.exposed_of(us):,.0f} us are left over"
-    return f"{us:,.0f} us" + left_over * (candidate.overlapped_compute is not None)
+def _beside(tuning: Tuning) -> str:
+    """Note on computation that overlaps the exchange; "" for none."""
+    overlapped = tuning.candidates[0].overlapped_compute
+    stated_us = 0.0 if overlapped is None else overlapped.overlapped_compute_us
+    us = tuning.hidden_us if tuning.measures_exposed else stated_us
+    return f" beside {us:,.0f} us of other work" if tuning.is_overlapped else ""
+
+
+def _took(tuning: Tuning, number: int) -> str:
+    """3,000 us; where computation overlaps them "3,000 us, 500 us of them exposed"."""
+    us, exposed_us = tuning.measured_us[number], tuning.exposed_us[number]
+    exposed = f", {exposed_us:,.0f} us of them exposed" if tuning.is_overlapped else ""
+    return f"{us:,.0f} us{exposed}"
 
 
 def _why_rejected(tuning: Tuning) -> dict[Key, str]:
     """Reason of the tuning against each measured candidate."""
     winner_us = tuning.measured_us[tuning.winner]
     said = {}
-    for candidate, us in zip(tuning.candidates, tuning.measured_us, strict=True):
+    for number, (candidate, us) in enumerate(
+        zip(tuning.candidates, tuning.measured_us, strict=True)
+    ):
         if us is not None:
             change = ""
-            if winner_us is not None and candidate.overlapped_compute is None:
+            if winner_us is not None and not tuning.is_overlapped:
                 change = f", {us / winner_us - 1:+.0%}"
-            said[candidate.key] = f"measured {_took(us, candidate)}{change}"
+            said[candidate.key] = f"measured {_took(tuning, number)}{change}"
     return said
 
 
@@ -157,6 +161,7 @@ class TuningState:
     candidates: tuple[TuningCandidate, ...]
     steps: tuple[TuningStep, ...]
     settled_us: tuple[int, ...] | None
+    settled_exposed_us: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         num_candidates = len(self.candidates)
@@ -167,9 +172,10 @@ class TuningState:
             known = 0 <= step.candidate < num_candidates
             require(known, "steps.candidate", step.candidate, f"be from 0 to {num_candidates - 1}")
             require(0 <= step.us <= step.slowest_us, "steps.us", step.us, "be 0 to slowest_us")
-        settled = self.settled_us
-        fits = settled is None or (len(settled) == num_candidates and min(settled) >= 0)
-        require(fits, "settled_us", settled, f"be {num_candidates} integers >= 0")
+        for name in ("settled_us", "settled_exposed_us"):
+            settled = getattr(self, name)
+            fits = settled is None or (len(settled) == num_candidates and min(settled) >= 0)
+            require(fits, name, settled, f"be {num_candidates} integers >= 0")
 
 
 def resumed(state: Any, num_steps: int, chains: Collection[str] = tuple(CHAINS)) -> Tuning:
@@ -194,4 +200,5 @@ def resumed(state: Any, num_steps: int, chains: Collection[str] = tuple(CHAINS))
         num_steps=read.num_steps,
         steps=list(read.steps),
         settled_us=read.settled_us,
+        settled_exposed_us=read.settled_exposed_us,
     )
