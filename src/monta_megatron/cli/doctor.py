@@ -12,6 +12,8 @@ from monta_megatron.common.tables import print_json
 
 if TYPE_CHECKING:
     from monta_megatron.tools.doctor import Finding
+    from monta_megatron.tools.run_doctor.iteration import IterationReport
+    from monta_megatron.tools.run_doctor.report import RunReport
 
 WIDTH = 80
 EXAMPLE = """\
@@ -62,12 +64,15 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print the report; exit status 1 if something is missing."""
-    if parsed.log is not None:
-        return _log(parsed)
-    if parsed.cluster is not None:
+    if parsed.cluster is not None and parsed.log is None:
         raise ValueError("--cluster: given, must come with --log")
-    if parsed.folder is not None:
-        return _run_folder(parsed)
+    if parsed.log is not None or parsed.folder is not None:
+        report = _report(parsed)
+        if parsed.json:
+            print_json(report.document())
+        else:
+            print(report.text(WIDTH))
+        return 0
     from monta_megatron.common.tables import table
     from monta_megatron.tools.doctor import examine
 
@@ -79,29 +84,15 @@ def run(parsed: argparse.Namespace) -> int:
     return int(any(finding.status == "missing" for finding in findings))
 
 
-def _log(parsed: argparse.Namespace) -> int:
+def _report(parsed: argparse.Namespace) -> "IterationReport | RunReport":
+    if parsed.folder is not None:
+        from monta_megatron.tools.run_doctor.report import examine_run
+
+        return examine_run(parsed.folder)
     from monta_megatron.tools.run_doctor.iteration import explain
     from monta_megatron.tools.run_doctor.training_log import read_training_log
 
-    report = explain(read_training_log(parsed.log), parsed.cluster)
-    if parsed.json:
-        print_json(report.document())
-    else:
-        print(report.text(WIDTH))
-    return 0
-
-
-def _run_folder(parsed: argparse.Namespace) -> int:
-    from monta_megatron.tools.run_doctor.reading import read_run_folder
-    from monta_megatron.tools.run_doctor.report import diagnose, document, text
-
-    figures = read_run_folder(parsed.folder)
-    findings = diagnose(figures)
-    if parsed.json:
-        print_json(document(figures, findings))
-    else:
-        print(text(figures, findings, WIDTH))
-    return 0
+    return explain(read_training_log(parsed.log), parsed.cluster)
 
 
 def _rows(findings: "list[Finding]") -> Iterator[tuple[str, str, str]]:

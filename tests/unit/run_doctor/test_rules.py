@@ -14,7 +14,7 @@ from monta_megatron.tools.run_doctor.figures import (
     RunFigures,
     WhatIf,
 )
-from monta_megatron.tools.run_doctor.report import RULES, diagnose, text
+from monta_megatron.tools.run_doctor.report import RULES, RunReport, diagnose
 
 # 100 ms that are well spread: nothing is busy for half of it.
 EXCHANGE = ExchangeFigures(
@@ -61,7 +61,7 @@ def expected(**changes: object) -> list[Finding]:
 
 def test_nothing_holds_back_what_is_well_spread() -> None:
     assert diagnose(RUN) == []
-    said = text(RUN, [], 80)
+    said = RunReport(run=RUN, iteration=None).text(80)
     assert "nothing that is known holds it back" in said
     assert max(map(len, said.splitlines())) <= 80
     # 100 of 400 ms, and 100 over 80.

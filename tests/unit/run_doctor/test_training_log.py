@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from training_logs import (
     published_log,
     training_log,
 )
+from watched_iteration import WATCHED
 
 from monta_megatron.cli import main
 from monta_megatron.tools.run_doctor.iteration import IterationReport, explain
+from monta_megatron.tools.run_doctor.report import examine_run
 from monta_megatron.tools.run_doctor.training_log import TrainingRecord, read_training_log
 
 ON_16 = {**QWEN3_30B, "world_size": 16, "expert_model_parallel_size": 16}
@@ -177,3 +180,25 @@ def test_damaged_logs_get_one_line_or_a_report(
         assert err.count("\n") == 1 and str(path) in err and out == ""
     else:
         assert "changes that would save most" in out
+
+
+def test_the_log_in_the_folder_of_a_run_is_explained_too(tmp_path: Path) -> None:
+    """With the exchange as it was watched, and the causes that the watched figures give."""
+    (tmp_path / "train.log").write_text(training_log(ON_16, 5_000.0), encoding="utf-8")
+    watched = {**asdict(WATCHED), "iteration": 10, "change": None}
+    (tmp_path / "exchange_rank_0.jsonl").write_text(json.dumps(watched) + "\n", encoding="utf-8")
+    told = examine_run(tmp_path)
+    assert told.iteration is not None
+    exchange_ms = sum(WATCHED.exchange_ms.values())
+    assert told.document()["iteration"]["watched_exchange_ms"] == exchange_ms
+    text = told.text(80)
+    assert "the exchange, as watched" in text and text.index("likely causes") < text.index(
+        "exchange: hierarchical_alltoall"
+    )
+    (tmp_path / "train.log").write_text("\n".join(iteration_lines([900.0, 100.0])))
+    told = examine_run(tmp_path)
+    assert told.iteration is None and told.document()["iteration"] is None
+    assert told.run.notes[-1] == (
+        f"the iteration by part is not predicted: {tmp_path}: no log holds the arguments that a "
+        "training prints"
+    )

@@ -84,6 +84,7 @@ class IterationReport:
         monta_saved: share that this dispatcher saves, predicted; None where stock's alltoall did
             not run.
         notes: what is not modelled, or not known.
+        watched_exchange_ms: the exchange as it was watched; None where it was not.
     """
 
     record: TrainingRecord
@@ -95,6 +96,7 @@ class IterationReport:
     changes: tuple[Change, ...]
     monta_saved: float | None
     notes: tuple[str, ...]
+    watched_exchange_ms: float | None = None
 
     @property
     def unexplained_ms(self) -> float:
@@ -127,6 +129,7 @@ class IterationReport:
             ],
             "monta_saves_pct": None if self.monta_saved is None else 100 * self.monta_saved,
             "notes": list(self.notes),
+            "watched_exchange_ms": self.watched_exchange_ms,
         }
 
     def text(self, width: int) -> str:
@@ -155,6 +158,8 @@ class IterationReport:
         parts = [part for part in self.predicted.parts_ms.items() if part[0] != HIDDEN]
         rows = [part for part in parts if part[1] >= LEAST_SHOWN_MS]
         rows += [("predicted", self.predicted.total_ms), (UNEXPLAINED, self.unexplained_ms)]
+        if self.watched_exchange_ms is not None:
+            rows.append(("the exchange, as watched", self.watched_exchange_ms))
         cells = [(part, f"{ms:,.0f}", f"{ms / measured:.0%}") for part, ms in rows]
         lines += [table(("part", ">ms", ">of measured"), cells), "", "likely causes:"]
         for number, (cause, ms, line) in enumerate(self.causes, 1):
@@ -180,12 +185,15 @@ def _verdict(saved: float) -> str:
     return f"would save {saved:.0%} of the iteration, predicted"
 
 
-def explain(record: TrainingRecord, cluster_name: str | None) -> IterationReport:
+def explain(
+    record: TrainingRecord, cluster_name: str | None, watched_exchange_ms: float | None = None
+) -> IterationReport:
     """Explain the iteration of a log.
 
     Args:
         record: the log.
         cluster_name: a cluster file or preset; None to guess from the log.
+        watched_exchange_ms: the exchange of an iteration, where it was watched.
 
     Raises:
         ValueError: one line: the log lacks a size, or no cluster is known.
@@ -241,6 +249,7 @@ def explain(record: TrainingRecord, cluster_name: str | None) -> IterationReport
         changes=tuple(sorted(chosen.values(), key=lambda change: -change.saved)[:MOST_CHANGES]),
         monta_saved=monta_saved,
         notes=tuple(dict.fromkeys(notes)),
+        watched_exchange_ms=watched_exchange_ms,
     )
 
 

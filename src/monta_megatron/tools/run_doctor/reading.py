@@ -28,6 +28,7 @@ from monta_megatron.tools.run_doctor.figures import (
     MemoryFigures,
     RunFigures,
 )
+from monta_megatron.tools.run_doctor.training_log import TrainingRecord, read_training_log
 from monta_megatron.tools.run_doctor.what_if import what_if
 
 # A thousand iterations with one in 50 watched: long enough for a median, short enough to be now.
@@ -214,6 +215,24 @@ def read_run_folder(folder: Path) -> RunFigures:
         slowest = max(plans, key=lambda plan: plan.predicted_us or 0.0)
         figures = replace(figures, exchange=_of_plan(slowest))
     return replace(figures, notes=tuple(notes))
+
+
+def read_log_of_run(folder: Path) -> tuple[TrainingRecord, str | None]:
+    """The log of a run that tells how it was trained, and its cluster, if the run file names one.
+
+    Raises:
+        ValueError: one line: there is no such log.
+    """
+    cluster = None
+    if (folder / "config.yaml").is_file():
+        arguments = read_run(str(folder / "config.yaml"), [])[1].arguments
+        if "moe-monta-cluster" in arguments:
+            cluster = str(arguments["moe-monta-cluster"].value)
+    records = [read_training_log(path) for path in _logs(folder)]
+    told = [record for record in records if record.arguments]
+    if not told:
+        raise ValueError(f"{folder}: no log holds the arguments that a training prints")
+    return told[-1], cluster
 
 
 def _found(folder: Path, pattern: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Report of `monta doctor --run`: the exchange, its causes in order, and what is not known.
+"""Report of `monta doctor --run`: the iteration by part, the exchange, and the causes in order.
 
 The gain of a finding is an upper bound, since other work takes the place of what is saved. So gains
 do not add up, and the first finding is where to begin.
@@ -6,8 +6,9 @@ do not add up, and the first finding is where to begin.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from monta_megatron.common.units import counted, time_text
@@ -25,6 +26,8 @@ from monta_megatron.tools.run_doctor.causes import (
     waiting,
 )
 from monta_megatron.tools.run_doctor.figures import ExchangeFigures, Finding, RunFigures, wrapped
+from monta_megatron.tools.run_doctor.iteration import IterationReport, explain
+from monta_megatron.tools.run_doctor.reading import read_log_of_run, read_run_folder
 
 # Iterations differ by so much among themselves: what holds less of one is none of its troubles.
 LEAST_OF_ITERATION = 0.02
@@ -74,19 +77,52 @@ def diagnose(run: RunFigures) -> list[Finding]:
 INDENT = "   "
 
 
-def document(run: RunFigures, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The JSON document: findings, their rules and figures."""
-    rules = [
-        {"rule": rule.judge.__name__, "least": rule.least, "of": rule.of, "reason": rule.reason}
-        for rule in RULES
-    ]
-    found = [asdict(finding) for finding in findings]
-    return {"findings": found, **asdict(run), "rules": rules}
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """Report of a run's folder.
+
+    Attributes:
+        run: figures of its exchange.
+        iteration: by part, as its log has it; None where that cannot be predicted, and a note of
+            `run` says why.
+    """
+
+    run: RunFigures
+    iteration: IterationReport | None
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document: findings, their rules and figures."""
+        rules = [
+            {"rule": rule.judge.__name__, "least": rule.least, "of": rule.of, "reason": rule.reason}
+            for rule in RULES
+        ]
+        found = [asdict(finding) for finding in diagnose(self.run)]
+        by_part = None if self.iteration is None else self.iteration.document()
+        return {"findings": found, **asdict(self.run), "rules": rules, "iteration": by_part}
+
+    def text(self, width: int) -> str:
+        """The same in words, in lines of at most so many characters."""
+        by_part = [] if self.iteration is None else [self.iteration.text(width), ""]
+        return "\n".join([*by_part, *_lines(self.run, diagnose(self.run), width)])
 
 
-def text(run: RunFigures, findings: Sequence[Finding], width: int) -> str:
-    """The same in words, in lines of at most so many characters."""
-    return "\n".join(_lines(run, findings, width))
+def examine_run(folder: Path) -> RunReport:
+    """Read a run's folder, see `reading.read_run_folder`, and explain its iteration.
+
+    Raises:
+        ValueError: one line: it holds nothing to read, or a file is malformed.
+    """
+    run = read_run_folder(folder)
+    try:
+        record, cluster = read_log_of_run(folder)
+        measured_ms = None
+        if run.exchange is not None and run.exchange.kind == "measured":
+            measured_ms = run.exchange.exchange_ms
+        return RunReport(run=run, iteration=explain(record, cluster, measured_ms))
+    except ValueError as error:
+        reason = str(error).removeprefix("--log: ").removeprefix("--cluster: ")
+        note = f"the iteration by part is not predicted: {reason}"
+        return RunReport(run=replace(run, notes=(*run.notes, note)), iteration=None)
 
 
 def _lines(run: RunFigures, findings: Sequence[Finding], width: int) -> Iterator[str]:
