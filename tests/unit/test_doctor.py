@@ -36,7 +36,7 @@ def test_how_communicators_share_a_gpu(
         monkeypatch.delenv(variable, raising=False)
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    by_name: dict[str, Finding] = {finding.name: finding for finding in examine()}
+    by_name: dict[str, Finding] = {finding.name: finding for finding in examine().findings}
     finding = by_name[name]
     assert finding.status == status
     text = f"{finding.found} {finding.advice}"
@@ -48,16 +48,16 @@ def test_a_gpu_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
     from monta_megatron.exchange import kernel_choice
 
-    names = {finding.name for finding in examine()}
+    names = {finding.name for finding in examine().findings}
     assert "Triton kernels" not in names, "of no interest without a GPU"
     problem = "Triton cannot build a kernel: RuntimeError: Failed to find C compiler"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(kernel_choice, "kernel_problem", lambda device: problem)
-    (finding,) = [each for each in examine() if each.name == "Triton kernels"]
+    (finding,) = [each for each in examine().findings if each.name == "Triton kernels"]
     assert finding.status == "note" and problem in finding.found
     assert finding.advice is not None and "gcc" in finding.advice
 
 
 def test_torch_says_how_it_starts_collectives() -> None:
-    (finding,) = [each for each in examine() if each.name == "torch's AllToAllOptions"]
+    (finding,) = [each for each in examine().findings if each.name == "torch's AllToAllOptions"]
     assert "asyncOp" in finding.found

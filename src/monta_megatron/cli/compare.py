@@ -1,14 +1,13 @@
 """`monta compare`: the training of a run file with each dispatcher, side by side."""
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from monta_megatron.cli.launch import add_run_file, add_start, run_file
 from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import whole
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import print_json, print_report
 from monta_megatron.common.text import shown
 
 EXAMPLE = """\
@@ -59,12 +58,10 @@ def add_parser(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Prepare and run all trainings, print the table; returns the exit status."""
-    from monta_megatron.common.files import write_whole
     from monta_megatron.common.ranks import why_ended
-    from monta_megatron.tools.compare import comparison
     from monta_megatron.tools.compare.comparison import (
+        ComparisonReport,
         TrainingFailed,
-        compare,
         prepare_trainings,
         train_all,
     )
@@ -96,13 +93,9 @@ def run(parsed: argparse.Namespace) -> int:
             failed_run = {"failed": training.dispatcher, "why": why, "log": str(training.log)}
             print_json({**failed_run, "exit_status": status})
         return status
-    rows = compare([(training.dispatcher, log) for training, log in logs])
-    document = comparison.document(rows, trainings, logs, parsed.iterations)
-    write_whole(trainings.directory / "compare.json", json.dumps(document, indent=2) + "\n")
-    if parsed.json:
-        print_json({**document, "exit_status": 0})
-    else:
-        print(comparison.text(rows, trainings, parsed.iterations))
+    report = ComparisonReport(trainings=trainings, iterations=parsed.iterations, logs=logs)
+    report.save()
+    print_report(report, parsed.json)
     return 0
 
 

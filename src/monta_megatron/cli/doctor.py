@@ -1,21 +1,16 @@
 """`monta doctor`: installation and machine; or the causes that hold a run back."""
 
 import argparse
-import textwrap
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.parser import add_json
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import print_report
 
 if TYPE_CHECKING:
-    from monta_megatron.tools.doctor import Finding
     from monta_megatron.tools.run_doctor.iteration import IterationReport
     from monta_megatron.tools.run_doctor.report import RunReport
 
-WIDTH = 80
 EXAMPLE = """\
 --run reads what there is in DIR and in DIR/logs: exchange_rank_*.jsonl, of
 --moe-monta-watch-steps N (`monta launch` names the folder, elsewhere
@@ -67,21 +62,13 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.cluster is not None and parsed.log is None:
         raise ValueError("--cluster: given, must come with --log")
     if parsed.log is not None or parsed.folder is not None:
-        report = _report(parsed)
-        if parsed.json:
-            print_json(report.document())
-        else:
-            print(report.text(WIDTH))
+        print_report(_report(parsed), parsed.json)
         return 0
-    from monta_megatron.common.tables import table
     from monta_megatron.tools.doctor import examine
 
-    findings = examine()
-    if parsed.json:
-        print_json([asdict(finding) for finding in findings])
-    else:
-        print(table((">status", "what", "found"), _rows(findings)))
-    return int(any(finding.status == "missing" for finding in findings))
+    report = examine()
+    print_report(report, parsed.json)
+    return int(report.lacks_something)
 
 
 def _report(parsed: argparse.Namespace) -> "IterationReport | RunReport":
@@ -93,14 +80,3 @@ def _report(parsed: argparse.Namespace) -> "IterationReport | RunReport":
     from monta_megatron.tools.run_doctor.training_log import read_training_log
 
     return explain(read_training_log(parsed.log), parsed.cluster)
-
-
-def _rows(findings: "list[Finding]") -> Iterator[tuple[str, str, str]]:
-    """A row for each finding, or several where its text is long."""
-    width = WIDTH - len("missing") - max(len(entry.name) for entry in findings) - len("    ")
-    for entry in findings:
-        first: tuple[str, str] = (entry.status, entry.name)
-        text = "; ".join(filter(None, (entry.found, entry.advice)))
-        for line in textwrap.wrap(text, width, break_on_hyphens=False):
-            yield (*first, line)
-            first = ("", "")

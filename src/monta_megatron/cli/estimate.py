@@ -8,7 +8,7 @@ from monta_megatron.cli import planning
 from monta_megatron.cli.launch import add_config, run_file
 from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import positive
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import print_report
 
 EXAMPLE = """\
 What follows -- are arguments of Megatron, as for monta launch. Everything that
@@ -99,8 +99,8 @@ def run(parsed: argparse.Namespace) -> int:
 
     from monta_megatron.common.tables import show_progress
     from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.tools.estimate.estimate import EstimateRequest, document, estimate
-    from monta_megatron.tools.estimate.report import estimate_lines
+    from monta_megatron.tools.estimate.estimate import EstimateRequest
+    from monta_megatron.tools.estimate.report import answer
 
     if parsed.mfu is not None and parsed.mfu > 1:
         raise ValueError(f"--mfu: got {parsed.mfu:g}, must be at most 1, a share of the peak")
@@ -122,26 +122,8 @@ def run(parsed: argparse.Namespace) -> int:
         kernels=parsed.kernels,
         ignore_memory=parsed.ignore_memory,
     )
-    if config is None and not sizes.keys() & {"tp", "ep", "etp"}:
-        from monta_megatron.tools.estimate.layout_ranking import (
-            rank_by_iteration,
-            ranking_document,
-            ranking_lines,
-        )
-
-        ranking = rank_by_iteration(
-            request, partial(show_progress, "estimate", sys.stderr.isatty())
-        )
-        if parsed.json:
-            print_json(ranking_document(ranking))
-        else:
-            print("\n".join(ranking_lines(ranking)))
-        return 0
-    predicted = estimate(request)
-    if parsed.json:
-        print_json(document(predicted))
-    else:
-        print("\n".join(estimate_lines(predicted)))
+    progress = partial(show_progress, "estimate", sys.stderr.isatty())
+    print_report(answer(request, progress), parsed.json)
     return 0
 
 

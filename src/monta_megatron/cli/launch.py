@@ -147,7 +147,7 @@ def run(parsed: argparse.Namespace) -> int:
         prepared = replace(prepared, notes=(*prepared.notes, note))
     command = start_command(start, prepared)
     _say(prepared, command)
-    document = _document(prepared, command)
+    document = {**prepared.document(), "command": command}
     if parsed.dry_run:
         if parsed.json:
             print_json(document)
@@ -205,35 +205,3 @@ def _say(prepared: "Run", command: list[str]) -> None:
 def _tell(line: str) -> None:
     # Standard output is for the run's output, the script or the JSON document.
     print(shown(f"monta launch: {line}"), file=sys.stderr, flush=True)
-
-
-def _document(prepared: "Run", command: list[str]) -> dict[str, Any]:
-    from monta_megatron.common.strict_yaml import plain
-
-    plan = prepared.plan
-    return {
-        "name": prepared.config.name,
-        "directory": str(prepared.directory),
-        "command": command,
-        "script": prepared.script,
-        "arguments": [
-            word
-            for arguments in (prepared.arguments, prepared.script_arguments)
-            for argument in arguments.values()
-            for word in argument.words
-        ],
-        "environment": {k: str(v) for k, v in prepared.config.environment.items()},
-        "arguments_checked": prepared.megatron is not None,
-        "plan": None
-        if plan is None
-        else {
-            "chain": plan.chain,
-            "num_chunks": plan.num_chunks,
-            "predicted_us": plan.predicted_us,
-            "reason": plan.reason,
-            "rates": plain(plan.rates),
-        },
-        "benefit": None if prepared.benefit is None else prepared.benefit.document(),
-        "memory": None if prepared.memory is None else prepared.memory.document(),
-        "notes": prepared.notes,
-    }

@@ -2,13 +2,14 @@
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli.parser import add_json
 from monta_megatron.cli.planning import FILES
 from monta_megatron.common.flags import not_negative, positive, whole
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import print_json, print_report
 
 EXAMPLE = """\
 examples:
@@ -95,43 +96,30 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _place(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.tables import show_progress
-    from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.planner.models.files import load_model
-    from monta_megatron.tools.pictures import check_can_plot
-    from monta_megatron.tools.place import report, study
-    from monta_megatron.tools.place.placement import write_placement
-    from monta_megatron.tools.place.study import read_layers
+    from monta_megatron.tools.place.report import PlaceRequest, place
 
-    out = None if parsed.out is None else Path(parsed.out)
-    if out is not None and out.exists() and not (parsed.force and out.is_file()):
-        raise ValueError(f"--out: got {out}, must not exist; --force overwrites a file")
-    max_load = study.MAX_LOAD if parsed.max_load is None else parsed.max_load
-    min_gain_pct = study.MIN_GAIN_PCT if parsed.min_gain is None else parsed.min_gain
-    if max_load < 1:
-        raise ValueError(f"--max-load: got {max_load:g}, must be at least 1, the mean itself")
-    model, cluster = load_model(parsed.model), load_cluster(parsed.cluster)
-    places = study.places_of(model, cluster, parsed.ep or cluster.num_ranks, parsed.etp or 1)
-    check_can_plot(parsed.plot)
-    layers = read_layers(parsed.trace, model, parsed.pp or 1)
-    with show_progress("place", sys.stderr.isatty()) as progress:
-        progress.phase("layers placed", len(layers))
-        placed = study.place_model(layers, model, places, max_load, progress.step)
-    document = study.document_of(placed, model, places, min_gain_pct)
-    if parsed.plot is not None:
-        from monta_megatron.tools.place.report import draw_most_won
-
-        draw_most_won(Path(parsed.plot), layers, placed, places)
-    is_written = out is not None and document["refused"] is None
-    if out is not None and is_written:
-        write_placement(out, document)
-    if parsed.json:
-        print_json(document)
-    else:
-        before = {layer: result.held_out["before"] for layer, result in placed.items()}
-        print("\n".join(report.collaboration_lines(before)), end="\n\n")
-        print("\n".join(report.placement_lines(document, placed)))
-    if out is not None:
-        said = f"wrote {out}" if is_written else f"{out} is not written: {document['refused']}"
+    request = PlaceRequest(
+        trace=parsed.trace,
+        model=parsed.model,
+        cluster=parsed.cluster,
+        ep=parsed.ep,
+        etp=parsed.etp or 1,
+        pp=parsed.pp or 1,
+        max_load=parsed.max_load,
+        min_gain_pct=parsed.min_gain,
+        plot=parsed.plot,
+        out=None if parsed.out is None else Path(parsed.out),
+        force=parsed.force,
+    )
+    report = place(request, partial(show_progress, "place", sys.stderr.isatty()))
+    print_report(report, parsed.json)
+    if request.out is not None:
+        refused = report.refused
+        said = (
+            f"wrote {request.out}"
+            if refused is None
+            else f"{request.out} is not written: {refused}"
+        )
         print(f"monta place: {said}", file=sys.stderr)
     return 0
 

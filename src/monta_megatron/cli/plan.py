@@ -8,7 +8,7 @@ from typing import Any
 from monta_megatron.cli import planning
 from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import fraction, name_of, not_negative, positive, whole
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import print_report
 
 EXAMPLE = """\
 examples:
@@ -88,8 +88,5 @@ def run(parsed: argparse.Namespace) -> int:
     report = answer(*planning.read(parsed, **questions.limits), questions)
     if parsed.out is not None:
         print(f"monta plan: wrote {parsed.out}", file=sys.stderr)
-    if parsed.json:
-        print_json(report.document())
-    else:
-        print(report.text())
+    print_report(report, parsed.json)
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 from monta_megatron.cli import planning
 from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import num_tokens, positive, whole
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import print_report
 from monta_megatron.common.text import one_of, same_name
 from monta_megatron.common.units import bytes_of_gb
 
@@ -32,7 +32,6 @@ FACTORS: dict[str, tuple[Callable[[str], float], str]] = {
     "chunks": (whole(1), "chunks of every pipelined chain"),
     "inter-rate-ratio": (positive, "rate of the network over the cluster's"),
 }
-WIDTH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +76,7 @@ def run(parsed: argparse.Namespace) -> int:
     check_can_plot(parsed.plot)
     limit_bytes = bytes_of_gb(parsed.memory_limit_gb)
     simulation = simulate(request, inputs, parsed.sweep.factor, parsed.sweep.values, limit_bytes)
-    if parsed.json:
-        print_json(simulation.document())
-    else:
-        print(simulation.text(WIDTH))
+    print_report(simulation, parsed.json)
     if parsed.plot is not None:
         from monta_megatron.tools.plan.report import plot_plans
 

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from monta_megatron.cli.bench import add_flags
 from monta_megatron.cli.parser import add_json, only_the_report
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import print_report
 from monta_megatron.common.text import same_name
 from monta_megatron.tools.bench.flags import FLAGS
 
@@ -228,32 +227,13 @@ def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int] | None":
 
 def _write(parsed: argparse.Namespace, drawing: "Drawing") -> None:
     """Write the trace and the picture, then print how much overlapped, as text or JSON."""
-    from monta_megatron.common.strict_yaml import plain
     from monta_megatron.tools import pictures
     from monta_megatron.tools.timeline.drawing import write
-    from monta_megatron.tools.timeline.spans import overlap_table, overlaps
 
     folder = drawing.folder if parsed.out is None else Path(parsed.out)
     make_folder(folder, "--out")
-    files = write(drawing, folder, parsed.max_ranks)
-    if "picture" not in files:
+    report = write(drawing, folder, parsed.max_ranks)
+    if "picture" not in report.files:
         advice = pictures.INSTALL
         print(f"monta timeline: no picture without matplotlib: {advice}", file=sys.stderr)
-
-    comparison = drawing.comparison
-    tables = [overlaps(timeline) for timeline in drawing.timelines]
-    if parsed.json:
-        document = {
-            "title": drawing.title,
-            "ratio_to_alltoall": comparison.ratio if comparison else None,
-            "overlaps": [plain(row) for rows in tables for row in rows],
-            "files": files,
-            "about": drawing.about,
-        }
-        print_json(document)
-        return
-    texts = [drawing.title, *([comparison.headline] if comparison else []), *drawing.notes]
-    lines = [line for text in texts for line in textwrap.wrap(text, 80)]
-    for rows in tables:
-        lines += ["", overlap_table(rows)]
-    print("\n".join([*lines, "", *(f"{kind:<10}{path}" for kind, path in files.items())]))
+    print_report(report, parsed.json)

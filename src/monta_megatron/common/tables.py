@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from monta_megatron.common.text import shown
 
@@ -19,6 +19,28 @@ from monta_megatron.common.text import shown
 def print_json(document: Any) -> None:
     """Print the one JSON document of --json."""
     print(json.dumps(document, indent=2))
+
+
+# Of a report's lines.
+WIDTH = 80
+
+
+class Report(Protocol):
+    """Result of a command."""
+
+    def document(self) -> Any:
+        """Plain data for JSON."""
+
+    def text(self) -> str:
+        """The same in words and tables."""
+
+
+def print_report(report: Report, as_json: bool) -> None:
+    """Print a report on standard output."""
+    if as_json:
+        print_json(report.document())
+    else:
+        print(report.text())
 
 
 def has_rich() -> bool:

@@ -1,15 +1,17 @@
-"""Facts for `monta doctor`: versions, the way into Megatron, devices, variables, nodes."""
+"""Report of `monta doctor`: versions, the way into Megatron, devices, variables, nodes."""
 
 import importlib.util
 import os
 import platform
+import textwrap
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from monta_megatron.common import presets
 from monta_megatron.common.presets import version_of
+from monta_megatron.common.tables import WIDTH, table
 from monta_megatron.common.version import __version__
 
 WITH_TRAINING = "pip install 'megatron-core[training]'"
@@ -228,7 +230,38 @@ CHECKS = (
 )
 
 
-def examine() -> list[Finding]:
+@dataclass(frozen=True)
+class DoctorReport:
+    """Report on the installation and the machine."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def lacks_something(self) -> bool:
+        """Whether something is missing."""
+        return any(finding.status == "missing" for finding in self.findings)
+
+    def document(self) -> list[dict[str, Any]]:
+        """The findings for JSON."""
+        return [asdict(finding) for finding in self.findings]
+
+    def text(self) -> str:
+        """A table."""
+        return table((">status", "what", "found"), self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        """A row for each finding, or several where its text is long."""
+        names = (len(finding.name) for finding in self.findings)
+        width = WIDTH - len("missing") - max(names) - len("    ")
+        for finding in self.findings:
+            first: tuple[str, str] = (finding.status, finding.name)
+            text = "; ".join(filter(None, (finding.found, finding.advice)))
+            for line in textwrap.wrap(text, width, break_on_hyphens=False):
+                yield (*first, line)
+                first = ("", "")
+
+
+def examine() -> DoctorReport:
     """Look at everything; a check that fails is a finding, not an exception."""
     findings: list[Finding] = []
     for check in CHECKS:
@@ -240,4 +273,4 @@ def examine() -> list[Finding]:
         except Exception as error:  # noqa: BLE001 - a broken installation is what this is for
             name = check.__name__.strip("_")
             findings.append(Finding(name, "missing", f"{type(error).__name__}: {error}"))
-    return findings
+    return DoctorReport(findings=tuple(findings))

@@ -1,16 +1,19 @@
 """Trainings of one run file that differ in the dispatcher alone: times, ratio, losses."""
 
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from monta_megatron.common import presets, strict_yaml
+from monta_megatron.common.files import write_whole
 from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import size_text
@@ -381,76 +384,96 @@ def _words(arguments: Arguments) -> list[str]:
 COLUMNS = ("dispatcher", ">ms", ">ratio", ">95% interval", ">loss difference", ">peak memory")
 
 
-def text(rows: Sequence[Compared], trainings: Trainings, iterations: int) -> str:
-    """The table and its notes."""
-    cells = [
-        (
-            row.dispatcher,
-            None if row.median_ms is None else f"{row.median_ms:,.1f}",
-            None if row.ratio is None else f"{row.ratio:.2f}",
-            None if row.ratio_low is None else f"{row.ratio_low:.2f} to {row.ratio_high:.2f}",
-            None if row.max_loss_difference is None else f"{row.max_loss_difference:.2g}",
-            size_text(row.peak_memory_bytes),
-        )
-        for row in rows
-    ]
-    lines = [table(COLUMNS, cells), ""]
-    lines += [f"{row.dispatcher}: {row.chain}" for row in rows if row.chain is not None]
-    lines.append(
-        f"ms: median of an iteration, {NUM_WARMUP_ITERATIONS} of {iterations} warm up; "
-        "ratio: alltoall's over this one"
-    )
-    lines.append("loss difference: the largest, relative, of seven digits that are logged")
-    return "\n".join([*lines, *notes(rows, trainings), f"directory: {trainings.directory}"])
+@dataclass(frozen=True, kw_only=True)
+class ComparisonReport:
+    """Report of all trainings.
 
+    Attributes:
+        trainings: which ran.
+        iterations: of each.
+        logs: [trainings] each with its log.
+    """
 
-def notes(rows: Sequence[Compared], trainings: Trainings) -> list[str]:
-    """Missing values, and why."""
-    said = [f"{name}: left out: {why}" for name, why in trainings.left_out.items()]
-    for row in rows:
-        lacking = [
-            what
-            for what, value in (
-                ("time of an iteration", row.median_ms),
-                ("loss", row.max_loss_difference),
-                ("peak memory", row.peak_memory_bytes),
+    trainings: Trainings
+    iterations: int
+    logs: Sequence[tuple[Training, TrainingLog]]
+
+    @cached_property
+    def rows(self) -> tuple[Compared, ...]:
+        """A row for each dispatcher."""
+        return compare([(training.dispatcher, log) for training, log in self.logs])
+
+    def save(self) -> None:
+        """Write the document into the folder of the trainings."""
+        document = json.dumps(self.document(), indent=2)
+        write_whole(self.trainings.directory / "compare.json", document + "\n")
+
+    def text(self) -> str:
+        """The table and its notes."""
+        cells = [
+            (
+                row.dispatcher,
+                None if row.median_ms is None else f"{row.median_ms:,.1f}",
+                None if row.ratio is None else f"{row.ratio:.2f}",
+                None if row.ratio_low is None else f"{row.ratio_low:.2f} to {row.ratio_high:.2f}",
+                None if row.max_loss_difference is None else f"{row.max_loss_difference:.2g}",
+                size_text(row.peak_memory_bytes),
             )
-            if value is None
+            for row in self.rows
         ]
-        if lacking:
-            said.append(f"{row.dispatcher}: its log has no {' and no '.join(lacking)}")
-    return said
+        lines = [table(COLUMNS, cells), ""]
+        lines += [f"{row.dispatcher}: {row.chain}" for row in self.rows if row.chain is not None]
+        lines.append(
+            f"ms: median of an iteration, {NUM_WARMUP_ITERATIONS} of {self.iterations} warm up; "
+            "ratio: alltoall's over this one"
+        )
+        lines.append("loss difference: the largest, relative, of seven digits that are logged")
+        return "\n".join([*lines, *self.notes(), f"directory: {self.trainings.directory}"])
 
+    def notes(self) -> list[str]:
+        """Missing values, and why."""
+        said = [f"{name}: left out: {why}" for name, why in self.trainings.left_out.items()]
+        for row in self.rows:
+            lacking = [
+                what
+                for what, value in (
+                    ("time of an iteration", row.median_ms),
+                    ("loss", row.max_loss_difference),
+                    ("peak memory", row.peak_memory_bytes),
+                )
+                if value is None
+            ]
+            if lacking:
+                said.append(f"{row.dispatcher}: its log has no {' and no '.join(lacking)}")
+        return said
 
-def document(
-    rows: Sequence[Compared],
-    trainings: Trainings,
-    logs: Sequence[tuple[Training, TrainingLog]],
-    iterations: int,
-) -> dict[str, Any]:
-    """All of it for JSON, which knows no NaN: a loss that is none is a text."""
-    return {
-        "rows": [{key: _plain(value) for key, value in asdict(row).items()} for row in rows],
-        "iterations": iterations,
-        "warmup_iterations": NUM_WARMUP_ITERATIONS,
-        "left_out": trainings.left_out,
-        "notes": notes(rows, trainings),
-        "trainings": [
-            {
-                "dispatcher": training.dispatcher,
-                "pair": training.pair + 1,
-                "directory": str(training.run.directory),
-                "notes": training.run.notes,
-                "times_ms": dict(log.times_ms),
-                "losses": {n: _plain(loss) for n, loss in log.losses.items()},
-            }
-            for training, log in logs
-        ],
-        "directory": str(trainings.directory),
-        "versions": versions(),
-        "machine": machine(),
-        "commit": commit(),
-    }
+    def document(self) -> dict[str, Any]:
+        """All of it for JSON, which knows no NaN: a loss that is none is a text."""
+        return {
+            "rows": [
+                {key: _plain(value) for key, value in asdict(row).items()} for row in self.rows
+            ],
+            "iterations": self.iterations,
+            "warmup_iterations": NUM_WARMUP_ITERATIONS,
+            "left_out": self.trainings.left_out,
+            "notes": self.notes(),
+            "trainings": [
+                {
+                    "dispatcher": training.dispatcher,
+                    "pair": training.pair + 1,
+                    "directory": str(training.run.directory),
+                    "notes": training.run.notes,
+                    "times_ms": dict(log.times_ms),
+                    "losses": {n: _plain(loss) for n, loss in log.losses.items()},
+                }
+                for training, log in self.logs
+            ],
+            "directory": str(self.trainings.directory),
+            "versions": versions(),
+            "machine": machine(),
+            "commit": commit(),
+            "exit_status": 0,
+        }
 
 
 def _plain(value: Any) -> Any:

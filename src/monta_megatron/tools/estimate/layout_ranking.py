@@ -1,13 +1,13 @@
 """Every layout that fits a model and a cluster, ranked by its whole predicted iteration."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from monta_megatron.common.tables import Progress, table
+from monta_megatron.common.tables import WIDTH, Progress, table
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.models.files import load_model
@@ -24,7 +24,6 @@ from monta_megatron.tools.new.run import MICRO_BATCHES_PER_STAGE
 from monta_megatron.tools.plan.layout_ranking import divisors, layouts_of
 
 SIZES = ("tp", "ep", "etp", "pp")
-WIDTH = 80
 MAX_LAYOUTS = 20
 # Heading of a column -> the parts of an iteration that it shows, by how their names begin.
 PARTS = {"exchange": EXCHANGE, "attention": "attention", "bubble": BUBBLE, "recompute": "recompute"}
@@ -43,10 +42,71 @@ class RankedIteration:
     exchange_rank: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class IterationRanking:
+    """Report of all layouts, the one with the shortest iteration first."""
+
+    rows: tuple[RankedIteration, ...]
+
+    def document(self) -> list[dict[str, Any]]:
+        """The layouts for JSON; everything in it is predicted."""
+        return [
+            {
+                **{name: getattr(row.estimate.settings, name) for name in (*SIZES, "cp")},
+                "iteration_ms": row.estimate.iterations[CHOSEN].total_ms,
+                "parts_ms": row.estimate.iterations[CHOSEN].parts_ms,
+                "chain": row.estimate.plan.chain,
+                "num_chunks": row.estimate.plan.num_chunks,
+                "needed_gb": row.estimate.memory.needed_bytes / 1e9,
+                "exchange_rank": row.exchange_rank,
+            }
+            for row in self.rows
+        ]
+
+    def text(self) -> str:
+        """One line per layout."""
+        best = self.rows[0].estimate
+        settings = best.settings
+        rows = [
+            (
+                *(getattr(row.estimate.settings, name) for name in SIZES),
+                f"{row.estimate.iterations[CHOSEN].total_ms:,.0f}",
+                *(f"{_part_ms(row.estimate, part):,.0f}" for part in PARTS.values()),
+                f"{row.estimate.memory.needed_bytes / 1e9:,.0f}",
+                row.exchange_rank,
+            )
+            for row in self.rows[:MAX_LAYOUTS]
+        ]
+        more = len(self.rows) - len(rows)
+        times = (f">{name} ms" for name in ("total", *PARTS))
+        columns = (*(f">{name.upper()}" for name in SIZES), *times, ">GB", ">place")
+        texts = (
+            "Predicted: total: an iteration with the planner's chain, and what its exchange, "
+            "attention, bubble and recompute take of it. GB: the least that training holds on a "
+            "rank. place: by the exchange alone. Name a layout (--tp --ep --etp --pp) for all "
+            "parts of its iteration.",
+            *(f"note: {note}" for note in best.notes),
+        )
+        lines = [
+            *textwrap.wrap(
+                f"{best.name} on {settings.world_size:,} ranks of {best.cluster.name} "
+                f"({best.gpu}), {settings.global_batch_size:,} sequences of "
+                f"{settings.seq_length:,} tokens",
+                WIDTH,
+            ),
+            "",
+            table(columns, rows),
+            *([] if more == 0 else [f"and {more} more, all of them with --json"]),
+            "",
+            *(line for text in texts for line in textwrap.wrap(text, WIDTH)),
+        ]
+        return "\n".join(lines)
+
+
 def rank_by_iteration(
     request: EstimateRequest,
     progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(Progress()),
-) -> list[RankedIteration]:
+) -> IterationRanking:
     """All (TP, EP, ETP, PP) that fit, the shortest iteration with the planner's choice first.
 
     The global batch is the same in all of them. CP is the one given, or 1; PP is the one given, or
@@ -93,67 +153,14 @@ def rank_by_iteration(
             f"{model.name} on {cluster.name}; the last that was tried: {reason}"
         )
     by_exchange = sorted(_part_ms(of, EXCHANGE) for of in estimates)
-    return [
+    rows = (
         RankedIteration(estimate=of, exchange_rank=1 + by_exchange.index(_part_ms(of, EXCHANGE)))
         for of in sorted(estimates, key=lambda of: of.iterations[CHOSEN].total_ms)
-    ]
+    )
+    return IterationRanking(rows=tuple(rows))
 
 
 def _part_ms(of: Estimate, part: str) -> float:
     """The time of the parts whose names begin so: attention stands with its kind."""
     parts = of.iterations[CHOSEN].parts_ms
     return sum(time for name, time in parts.items() if name.startswith(part))
-
-
-def ranking_lines(ranking: Sequence[RankedIteration]) -> list[str]:
-    """One line per layout, the best first."""
-    best = ranking[0].estimate
-    settings = best.settings
-    rows = [
-        (
-            *(getattr(row.estimate.settings, name) for name in SIZES),
-            f"{row.estimate.iterations[CHOSEN].total_ms:,.0f}",
-            *(f"{_part_ms(row.estimate, part):,.0f}" for part in PARTS.values()),
-            f"{row.estimate.memory.needed_bytes / 1e9:,.0f}",
-            row.exchange_rank,
-        )
-        for row in ranking[:MAX_LAYOUTS]
-    ]
-    more = len(ranking) - len(rows)
-    times = (f">{name} ms" for name in ("total", *PARTS))
-    columns = (*(f">{name.upper()}" for name in SIZES), *times, ">GB", ">place")
-    texts = (
-        "Predicted: total: an iteration with the planner's chain, and what its exchange, "
-        "attention, bubble and recompute take of it. GB: the least that training holds on a rank. "
-        "place: by the exchange alone. Name a layout (--tp --ep --etp --pp) for all parts of its "
-        "iteration.",
-        *(f"note: {note}" for note in best.notes),
-    )
-    return [
-        *textwrap.wrap(
-            f"{best.name} on {settings.world_size:,} ranks of {best.cluster.name} ({best.gpu}), "
-            f"{settings.global_batch_size:,} sequences of {settings.seq_length:,} tokens",
-            WIDTH,
-        ),
-        "",
-        table(columns, rows),
-        *([] if more == 0 else [f"and {more} more, all of them with --json"]),
-        "",
-        *(line for text in texts for line in textwrap.wrap(text, WIDTH)),
-    ]
-
-
-def ranking_document(ranking: Sequence[RankedIteration]) -> list[dict[str, Any]]:
-    """The layouts for JSON, the best first; everything in it is predicted."""
-    return [
-        {
-            **{name: getattr(row.estimate.settings, name) for name in (*SIZES, "cp")},
-            "iteration_ms": row.estimate.iterations[CHOSEN].total_ms,
-            "parts_ms": row.estimate.iterations[CHOSEN].parts_ms,
-            "chain": row.estimate.plan.chain,
-            "num_chunks": row.estimate.plan.num_chunks,
-            "needed_gb": row.estimate.memory.needed_bytes / 1e9,
-            "exchange_rank": row.exchange_rank,
-        }
-        for row in ranking
-    ]

@@ -71,6 +71,35 @@ class Run:
         """The arguments without which a requeued job would start over."""
         return tuple(name for name in RESUMES_WITH if name not in self.arguments)
 
+    def document(self) -> dict[str, Any]:
+        """The run for JSON."""
+        plan = self.plan
+        return {
+            "name": self.config.name,
+            "directory": str(self.directory),
+            "script": self.script,
+            "arguments": [
+                word
+                for arguments in (self.arguments, self.script_arguments)
+                for argument in arguments.values()
+                for word in argument.words
+            ],
+            "environment": {k: str(v) for k, v in self.config.environment.items()},
+            "arguments_checked": self.megatron is not None,
+            "plan": None
+            if plan is None
+            else {
+                "chain": plan.chain,
+                "num_chunks": plan.num_chunks,
+                "predicted_us": plan.predicted_us,
+                "reason": plan.reason,
+                "rates": strict_yaml.plain(plan.rates),
+            },
+            "benefit": None if self.benefit is None else self.benefit.document(),
+            "memory": None if self.memory is None else self.memory.document(),
+            "notes": self.notes,
+        }
+
 
 def prepare(
     file: str,

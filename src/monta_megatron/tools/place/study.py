@@ -2,9 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,51 +233,3 @@ def place_model(
         placed[layer] = place_layer(training, held_out, model, places, max_load)
         advance()
     return placed
-
-
-def document_of(
-    placed: Mapping[int, PlacedLayer], model: Model, places: Places, min_gain_pct: float
-) -> dict[str, Any]:
-    """Document of `monta place --json` and `--out`."""
-
-    def mean_copies(tokens: str, when: str) -> dict[str, float]:
-        return {
-            what: float(
-                np.mean([getattr(layer, tokens)[when][what].copies for layer in placed.values()])
-            )
-            for what in places.parts
-        }
-
-    copies = {
-        when: {tokens: mean_copies(tokens, when) for tokens in ("training", "held_out")}
-        for when in ("before", "after")
-    }
-    before, after = (copies[when]["held_out"] for when in ("before", "after"))
-    # The level that wins more: a router's groups, or one node, may fix the other.
-    gain_pct = max(100 * (1 - after[what] / before[what]) for what in places.parts)
-    refused = None
-    if gain_pct < min_gain_pct:
-        refused = (
-            f"held-out tokens need {gain_pct:.1f}% fewer copies, must be at least "
-            f"{min_gain_pct:g}% (--min-gain): these experts hardly cluster"
-        )
-    return {
-        "model": model.name,
-        "num_experts": model.num_experts,
-        "ep": places.ep,
-        "num_nodes": places.num_nodes,
-        "copies_per_token": copies,
-        "gain_pct": gain_pct,
-        "refused": refused,
-        "layers": {
-            str(layer): {
-                "note": result.note,
-                "held_out": {
-                    when: {what: asdict(value) for what, value in by_part.items()}
-                    for when, by_part in result.held_out.items()
-                },
-            }
-            for layer, result in placed.items()
-        },
-        "placement": {str(layer): result.order.tolist() for layer, result in placed.items()},
-    }

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.pipelined_layer import BoundLayer
 from monta_megatron.chains.program import PASSES, BoundProgram, Operation
-from monta_megatron.common.tables import table
+from monta_megatron.common.tables import WIDTH, table
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
@@ -132,7 +132,6 @@ def plot_plans(
         figure.suptitle(textwrap.fill(title, TITLE_WIDTH))
 
 
-WIDTH = 80
 MAX_LAYOUTS = 20
 PHASES = {
     "forward": "dispatch + combine, forward",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.tables import table
+from monta_megatron.common.tables import WIDTH, table
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster_file import with_inter_rate
@@ -146,20 +146,20 @@ class Simulation:
             ],
         }
 
-    def text(self, width: int) -> str:
+    def text(self) -> str:
         """Tables of a few values each, and what is said of all of them."""
         most = max((memory for _, memory, _ in self.planned), key=lambda each: each.needed_bytes)
         notes = dict.fromkeys(note for plan in self.plans for note in plan.notes)
         about = [
-            *textwrap.wrap(self.title, width),
-            *textwrap.wrap(f"needs {most.describe()}", width),
+            *textwrap.wrap(self.title, WIDTH),
+            *textwrap.wrap(f"needs {most.describe()}", WIDTH),
         ]
         after = [
             "us, each chain in its best number of chunks; * the choice, in its own: the",
             f"fastest, or a plainer one within {MARGIN:.0%} of it; - cannot run; over: holds more",
             "than it may in any number of chunks",
-            *textwrap.wrap(self._largest_benefit(), width),
-            *(line for note in notes for line in textwrap.wrap(f"note: {note}", width)),
+            *textwrap.wrap(self._largest_benefit(), WIDTH),
+            *(line for note in notes for line in textwrap.wrap(f"note: {note}", WIDTH)),
         ]
         return "\n\n".join(["\n".join(about), *self._tables(), "\n".join(after)])
 

@@ -240,7 +240,7 @@ def timeline_section(title: str, drawn: drawing.Drawing) -> Section:
     """Section of `monta timeline`: picture and text."""
 
     def draw(folder: Path) -> Iterator[Path]:
-        files = drawing.write(drawn, folder, MAX_RANKS)
+        files = drawing.write(drawn, folder, MAX_RANKS).files
         yield Path(files["picture"])
 
     body = [paragraph(drawn.title), _pictures(draw, drawn.title)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from monta_megatron.common.tables import table
+from monta_megatron.common.tables import WIDTH, table
 from monta_megatron.common.units import counted, gb_text
 from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_names, gpu_of
 from monta_megatron.planner.cluster import Cluster
@@ -132,7 +132,7 @@ class IterationReport:
             "watched_exchange_ms": self.watched_exchange_ms,
         }
 
-    def text(self, width: int) -> str:
+    def text(self, width: int = WIDTH) -> str:
         """The report, in lines of at most so many characters but for names of parts."""
         record, settings, measured = self.record, self.settings, self.record.iteration_ms
         tflops = record.tflops_per_gpu

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from monta_megatron.common.tables import WIDTH
 from monta_megatron.common.units import counted, time_text
 from monta_megatron.planner.online.drift import BAND, WAITED_FOR
 from monta_megatron.planner.select import MARGIN
@@ -100,7 +101,7 @@ class RunReport:
         by_part = None if self.iteration is None else self.iteration.document()
         return {"findings": found, **asdict(self.run), "rules": rules, "iteration": by_part}
 
-    def text(self, width: int) -> str:
+    def text(self, width: int = WIDTH) -> str:
         """The same in words, in lines of at most so many characters."""
         by_part = [] if self.iteration is None else [self.iteration.text(width), ""]
         return "\n".join([*by_part, *_lines(self.run, diagnose(self.run), width)])

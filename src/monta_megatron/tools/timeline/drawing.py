@@ -6,6 +6,7 @@ to be nested, so spans that overlap on one resource go to additional threads.
 """
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from monta_megatron.chains import CHAINS, Chain, check_chain, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import require
+from monta_megatron.common.strict_yaml import plain
+from monta_megatron.common.tables import WIDTH
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.cluster import Cluster
@@ -32,7 +35,13 @@ from monta_megatron.tools.timeline.recording import (
     median_timeline,
     whole_timeline,
 )
-from monta_megatron.tools.timeline.spans import RESOURCES_AND_HOST, Timeline, rows_of
+from monta_megatron.tools.timeline.spans import (
+    RESOURCES_AND_HOST,
+    Timeline,
+    overlap_table,
+    overlaps,
+    rows_of,
+)
 
 # More than the number of rows that a resource will ever have.
 THREADS_PER_RESOURCE = 100
@@ -117,6 +126,42 @@ class Drawing:
     recorded: Mapping[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawingReport:
+    """Report of what was drawn.
+
+    Attributes:
+        drawing: what was drawn.
+        files: kind of a file -> its path, of every file that there is now.
+    """
+
+    drawing: Drawing
+    files: Mapping[str, str]
+
+    def document(self) -> dict[str, Any]:
+        """Overlaps and files, for JSON."""
+        drawing = self.drawing
+        rows = [row for timeline in drawing.timelines for row in overlaps(timeline)]
+        return {
+            "title": drawing.title,
+            "ratio_to_alltoall": drawing.comparison.ratio if drawing.comparison else None,
+            "overlaps": [plain(row) for row in rows],
+            "files": dict(self.files),
+            "about": drawing.about,
+        }
+
+    def text(self) -> str:
+        """The same in words and tables."""
+        drawing = self.drawing
+        headline = [drawing.comparison.headline] if drawing.comparison else []
+        texts = [drawing.title, *headline, *drawing.notes]
+        lines = [line for text in texts for line in textwrap.wrap(text, WIDTH)]
+        for timeline in drawing.timelines:
+            lines += ["", overlap_table(overlaps(timeline))]
+        files = (f"{kind:<10}{path}" for kind, path in self.files.items())
+        return "\n".join([*lines, "", *files])
 
 
 def of_path(path: Path, cluster: Cluster | None = None, stock: Path | None = None) -> Drawing:
@@ -295,16 +340,13 @@ def named_chain(
     return CHAINS[name], chunks_of(CHAINS[name], num_chunks, fields[1])
 
 
-def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
+def write(drawing: Drawing, folder: Path, max_ranks: int) -> DrawingReport:
     """Write the trace and, where matplotlib is installed, the picture.
 
     Args:
         drawing: to draw.
         folder: where to.
         max_ranks: ranks in a picture of one chain; the trace has all.
-
-    Returns:
-        What it is -> its path, of every file that there is now.
     """
     trace, png = folder / f"{drawing.name}.trace.json", folder / f"{drawing.name}.png"
     traced = drawing.traced or drawing.timelines
@@ -317,4 +359,4 @@ def write(drawing: Drawing, folder: Path, max_ranks: int) -> dict[str, str]:
         else:
             picture.draw(drawing.timelines, drawing.title, png, max_ranks)
         files["picture"] = str(png)
-    return files
+    return DrawingReport(drawing=drawing, files=files)
