@@ -49,6 +49,17 @@ def test_types_of_attention() -> None:
     assert (deepseek.num_layers, deepseek.num_dense_layers) == (61, 3)
 
 
+@pytest.mark.parametrize(
+    ("freq", "share"), [("4", 0.75), ("([1]*3+[0])*12", 0.75), ("[1]*48", 1.0), ("[0]*48", 0.0)]
+)
+def test_layers_with_linear_attention(freq: str, share: float) -> None:
+    variant = ("--experimental-attention-variant", "gated_delta_net")
+    of = architecture("qwen3_30b_a3b", *variant, "--linear-attention-freq", freq)
+    assert of.num_layers == 48 and of.linear_share == share
+    other = architecture("qwen3_30b_a3b", "--experimental-attention-variant", "dsa")
+    assert other.linear is None
+
+
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match=r"quickstart.yaml: megatron.vocab-size: missing"):
         architecture("quickstart", "--vocab-size", "false")

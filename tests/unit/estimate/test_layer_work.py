@@ -10,6 +10,7 @@ from toy import MEMORY_GBYTES_PER_S, TOY, assumed
 
 from monta_megatron.planner.experts import Work, times_us
 from monta_megatron.tools.estimate.layers import (
+    LinearAttention,
     TrainingSettings,
     attention,
     embedding_and_loss,
@@ -67,6 +68,28 @@ def test_latent_attention() -> None:
     core = 2 * 2000 * 1000 * 4 * (192 + 128) / 1e9
     forward, _ = took(attention(model, SETTINGS, assumed()))
     assert forward == pytest.approx(products + core + 4.8)
+
+
+def test_gated_delta_net() -> None:
+    """Three of four layers: keys of 128 values, 4 heads of 100 values, a convolution of 4 tokens.
+
+    [2000, 1000] x [1000, 256 + 400 + 400 + 8] is 4.256e9 FLOPs, [2000, 400] x [400, 1000] 1.6e9.
+    The convolution reads and writes 2000 x 656 values of 2 bytes, 5.248e6 bytes. The state of
+    4 heads x 100 x 100 meets each token 4 times: 6.4e8 FLOPs, which take longer than 4.2e6 bytes.
+    """
+    linear = LinearAttention(
+        share=0.75, key_size=128, num_value_heads=4, value_dim=100, conv_size=4
+    )
+    model = replace(TOY, linear=linear)
+    forward, _ = took(attention(model, SETTINGS, assumed()))
+    full, delta_net = 5.6 + 4 + 8, 4.256 + 1.6 + 0.5248 + 0.64
+    assert forward == pytest.approx(0.25 * full + 0.75 * delta_net + 4.8)
+    weights = 1000 * 1064 + 400 * 1000 + 4 * 656
+    assert model.attention_parameters == 0.25 * TOY.attention_parameters + 0.75 * weights
+    # Megatron counts 3 x 2 FLOPs for each weight and each of the state's products.
+    fewer = TOY.attention_parameters - weights + TOY.core_attention_values * 1000 - 4 * 4 * 100**2
+    less = TOY.model_flops_per_token(2000) - model.model_flops_per_token(2000)
+    assert less == pytest.approx(6 * TOY.num_layers * 0.75 * fewer)
 
 
 def test_experts() -> None:

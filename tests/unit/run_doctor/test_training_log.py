@@ -134,8 +134,15 @@ def test_restarts_and_cut_lines(tmp_path: Path) -> None:
 
 
 def test_what_is_not_modelled_is_named(tmp_path: Path) -> None:
-    text = training_log({**ON_16, "experimental_attention_variant": "gated_delta_net"}, 9000.0)
-    assert "not modelled: linear or sparse attention" in report(tmp_path, text).notes
+    sparse = {**ON_16, "experimental_attention_variant": "dsa"}
+    note = "not modelled: linear or sparse attention"
+    assert note in report(tmp_path, training_log(sparse, 9000.0)).notes
+    linear = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4}
+    told = report(tmp_path, training_log({**ON_16, **linear}, 9000.0))
+    assert note not in told.notes
+    assert (
+        told.predicted.total_ms < report(tmp_path, training_log(ON_16, 9000.0)).predicted.total_ms
+    )
 
 
 def test_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,8 +99,6 @@ def model_of_config(data: Any, file: str) -> Model:
     traits = TRAITS[model_type] if is_known else _traits_of_unknown(data)
     if not is_known:
         data, taken = in_common_names(data, file)
-    elif traits.arguments.get("experimental-attention-variant"):
-        taken = ["layers with linear attention are priced as if they had full attention"]
     family = FAMILIES.get(model_type) or (DeepseekV3 if "kv_lora_rank" in data else Glm4Moe)
     sizes = strict_yaml.build(family, _known(family, data), file).dimensions()
     # DBRX has its attention and its experts in mappings of their own.

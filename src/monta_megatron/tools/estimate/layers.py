@@ -4,11 +4,11 @@ Attention takes 2 FLOPs per query value and key and 2 per key and value; its bac
 recomputes the scores, 5 products in place of 2. Matrices and all else: `planner.experts`.
 
 Notation: t = tokens of the micro-batch on the rank; with tensor parallelism all t x TP tokens meet
-1/TP of a matrix.
+1/TP of a matrix. A layer is the mean of the model's layers.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from monta_megatron.common.flags import whole
@@ -18,7 +18,7 @@ from monta_megatron.planner.experts import VALUE_BYTES, Work, experts_work, matr
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
-from monta_megatron.tools.launch.exchanges import LAST_STAGE, moe_layers
+from monta_megatron.tools.launch.exchanges import LAST_STAGE, linear_layers, moe_layers
 
 Recompute = Literal["none", "selective", "full"]
 # alltoall is stock's; deepep and hybridep are backends of stock's `flex`.
@@ -144,6 +144,49 @@ def settings_of(
 NOT_NEGATIVE = whole(0)
 
 
+# Of --experimental-attention-variant.
+GATED_DELTA_NET = ("gated_delta_net", "gdn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttention:
+    """Gated delta net, the attention of some layers.
+
+    Attributes:
+        share: of the layers.
+        key_size: of all heads of queries, and of keys.
+        num_value_heads: heads of values.
+        value_dim: values of such a head.
+        conv_size: tokens that its convolution sees.
+    """
+
+    share: float
+    key_size: PositiveInt
+    num_value_heads: PositiveInt
+    value_dim: PositiveInt
+    conv_size: PositiveInt
+
+    @property
+    def value_size(self) -> int:
+        """Values of all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def mixed_size(self) -> int:
+        """Queries, keys and values, which the convolution mixes."""
+        return 2 * self.key_size + self.value_size
+
+    def matrices(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
+        """(rows in, rows out): queries, keys, values, gate and two numbers of each head; output."""
+        inner = self.mixed_size + self.value_size + 2 * self.num_value_heads
+        return ((hidden_size, inner), (self.value_size, hidden_size))
+
+    @property
+    def state_products(self) -> int:
+        """Multiplications of a token with the state, as Megatron counts them: four of its size."""
+        return 4 * self.value_size * self.value_dim
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A decoder with experts.
@@ -170,6 +213,7 @@ class Architecture:
         dense_ffn_size: of the layers without experts.
         vocab_size: rows of the embedding and of the output layer.
         mtp_layers: layers that predict further tokens, each with a loss.
+        linear: linear attention of some layers; None where all have the attention above.
     """
 
     num_layers: PositiveInt
@@ -193,6 +237,7 @@ class Architecture:
     dense_ffn_size: PositiveInt
     vocab_size: PositiveInt
     mtp_layers: NonNegativeInt = 0
+    linear: LinearAttention | None = None
 
     def __post_init__(self) -> None:
         dense, layers = self.num_dense_layers, self.num_layers
@@ -244,9 +289,19 @@ class Architecture:
         return self.num_attention_heads * (self.head_dim + self.rotary_dim + value_dim)
 
     @property
-    def attention_parameters(self) -> int:
+    def attention_parameters(self) -> float:
         """Weights of a layer's attention."""
-        return sum(rows_in * rows_out for rows_in, rows_out in self.attention_matrices)
+        full = sum(rows_in * rows_out for rows_in, rows_out in self.attention_matrices)
+        if self.linear is None:
+            return full
+        weights = sum(a * b for a, b in self.linear.matrices(self.hidden_size))
+        weights += self.linear.conv_size * self.linear.mixed_size
+        return full + self.linear_share * (weights - full)
+
+    @property
+    def linear_share(self) -> float:
+        """Share of the layers that have linear attention."""
+        return 0.0 if self.linear is None else self.linear.share
 
     @property
     def routing(self) -> UniformRouting:
@@ -279,7 +334,9 @@ class Architecture:
             + self.num_dense_layers * dense
             + (1 + self.mtp_layers) * self.vocab_size * self.hidden_size
         )
-        core = self.core_attention_values * self.seen_keys(seq_length)
+        core = (1 - self.linear_share) * self.core_attention_values * self.seen_keys(seq_length)
+        if self.linear is not None:
+            core += self.linear_share * self.linear.state_products
         return 6 * (weights + (self.num_layers + self.mtp_layers) * core)
 
 
@@ -331,6 +388,25 @@ def architecture_of(arguments: Arguments, file: str) -> Architecture:
         dense_ffn_size=ffn,
         vocab_size=size("vocab-size"),
         mtp_layers=size("mtp-num-layers", 0),
+        linear=_linear_attention(arguments, size),
+    )
+
+
+def _linear_attention(
+    arguments: Arguments, size: Callable[[str, int], int]
+) -> LinearAttention | None:
+    """The gated delta net of Megatron's arguments; None for none, or another variant."""
+    variant = arguments.get("experimental-attention-variant")
+    layers = linear_layers(arguments)
+    if variant is None or variant.value not in GATED_DELTA_NET or not layers or not any(layers):
+        return None
+    # With Megatron's own defaults.
+    return LinearAttention(
+        share=sum(layers) / len(layers),
+        key_size=size("linear-num-key-heads", 16) * size("linear-key-head-dim", 128),
+        num_value_heads=size("linear-num-value-heads", 32),
+        value_dim=size("linear-value-head-dim", 128),
+        conv_size=size("linear-conv-kernel-dim", 4),
     )
 
 
@@ -361,7 +437,7 @@ def attention(
     """One layer's attention with its norm and residual, in the mean over its types."""
     tp, tokens = settings.tp, settings.tokens_per_rank * settings.tp
     core = model.core_attention_values / tp
-    return (
+    full = (
         # Factors of a low rank are not split by tensor parallelism, but their tokens are.
         *(matrix(tokens, rows_in, rows_out / tp) for rows_in, rows_out in model.attention_matrices),
         Work(
@@ -369,7 +445,29 @@ def attention(
             flops=2 * tokens * core * model.seen_keys(settings.seq_length),
             num_bytes=VALUE_BYTES * tokens * 2 * core,
         ),
-        passes(tokens / tp, model.hidden_size, assumed["attention_row_passes"]),
+    )
+    rows = passes(tokens / tp, model.hidden_size, assumed["attention_row_passes"])
+    linear = model.linear
+    if linear is None:
+        return (*full, rows)
+    delta_net = (
+        *(matrix(tokens, a, b / tp) for a, b in linear.matrices(model.hidden_size)),
+        # The convolution reads and writes what it mixes.
+        passes(tokens, linear.mixed_size / tp, 2),
+        Work(
+            kind="attention",
+            flops=2 * tokens * linear.state_products / tp,
+            num_bytes=VALUE_BYTES * tokens * (linear.mixed_size + linear.value_size) / tp,
+        ),
+    )
+    shares = ((full, 1 - linear.share), (delta_net, linear.share))
+    return (
+        *(
+            replace(work, flops=share * work.flops, num_bytes=share * work.num_bytes)
+            for works, share in shares
+            for work in works
+        ),
+        rows,
     )
 
 

@@ -3,6 +3,7 @@
 import ast
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, cast, get_args
@@ -75,18 +76,31 @@ def moe_layers(arguments: Arguments) -> list[bool] | None:
         None where they name no number of layers or a pattern of no known form; Megatron's parser
         refuses a wrong one.
     """
+    return _layers(arguments, "moe-layer-freq", lambda layer, every: layer % every == 0)
+
+
+def linear_layers(arguments: Arguments) -> list[bool] | None:
+    """Layers with linear attention; likewise. One layer of so many has full attention."""
+    if "linear-attention-freq" not in arguments:
+        return []
+    return _layers(arguments, "linear-attention-freq", lambda layer, every: (layer + 1) % every > 0)
+
+
+def _layers(
+    arguments: Arguments, name: str, is_of_kind: Callable[[int, int], bool]
+) -> list[bool] | None:
     if "num-layers" not in arguments:
         return None
     num_layers = arguments["num-layers"].read(SIZE)
     if num_layers > MOST_LAYERS:
         return None
-    frequency = arguments.get("moe-layer-freq")
+    frequency = arguments.get(name)
     if frequency is None:
         return [True] * num_layers
     try:
         pattern = _value(ast.parse(str(frequency.value), mode="eval").body)
         if isinstance(pattern, int):
-            return [layer % pattern == 0 for layer in range(num_layers)]
+            return [is_of_kind(layer, pattern) for layer in range(num_layers)]
         return [entry == 1 for entry in pattern] if len(pattern) == num_layers else None
     except (SyntaxError, TypeError, ValueError, ZeroDivisionError):
         return None

@@ -45,7 +45,6 @@ UNEXPLAINED = "not explained"
 MUCH_UNEXPLAINED = 0.15
 NOT_MODELLED = {
     "experimental-attention-variant": "linear or sparse attention",
-    "linear-attention-type": "linear attention",
     "hybrid-layer-pattern": "a hybrid model's layers",
     "hybrid-override-pattern": "a hybrid model's layers",
     "vision-pretraining": "a vision tower",
@@ -237,7 +236,11 @@ def explain(
         for change in reversed(changes)
         if change.saved >= NEARLY * best[change.name]
     }
-    notes = [f"not modelled: {text}" for key, text in NOT_MODELLED.items() if key in arguments]
+    notes = [
+        f"not modelled: {text}"
+        for key, text in NOT_MODELLED.items()
+        if key in arguments and not (model.linear and key == "experimental-attention-variant")
+    ]
     notes += cluster.notes_on(settings.world_size)
     return IterationReport(
         record=record,
