@@ -100,9 +100,9 @@ class PassTimes:
         self._passes: list[TimedPass] = []
         self._copies: list[Interval] = []
         self._ended: list[TimedPass] = []
-        # Of the iteration under way, and of the one that has ended.
         # Whether the last pass ran on a device.
         self._is_device = False
+        # Of the iteration under way, and of the one that has ended.
         self._waits: list[Interval] = []
         self._ended_waits: list[Interval] = []
         self._shared_experts: dict[str, list[Interval]] = {}

@@ -282,3 +282,9 @@ def test_stated_overlap_is_kept() -> None:
     other.overlapped_compute_us = 300.0
     decision.resume(other.state())
     assert decision.overlapped_compute_us == 700
+    run = Run(16, "alltoall", "alltoall_dedup")
+    run.decision = Decision(policy, watching=run.watching)
+    while run.watching.latest is None:
+        run.iterate([1_000] * 4, [100] * 4, exposed_us=1_600)
+    assert run.watching.latest.exposed_ms is None
+    assert run.decision.overlapped_compute_us == 700

@@ -300,11 +300,14 @@ class Decision:
 
     def _learn(self, outcome: Outcome) -> None:
         turn = self._turns.popleft()
+        # What the user states is not measured.
+        is_stated = self._given_policy.overlapped_compute_us > 0
+        exposed_us = None if is_stated else outcome.exposed_us
         if turn is not None and self.tuning is not None:
-            self.tuning.add(turn, outcome.pass_us, outcome.exposed_us)
+            self.tuning.add(turn, outcome.pass_us, exposed_us)
         if self.watching is not None:
             before = self.watching.latest
-            self.watching.learn(outcome.pass_us, self._policy, outcome.exposed_us)
+            self.watching.learn(outcome.pass_us, self._policy, exposed_us)
             latest = self.watching.latest
             if latest is before:
                 latest = None
