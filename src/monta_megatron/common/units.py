@@ -25,11 +25,8 @@ def size_text(num_bytes: float | None) -> str:
         return "-"
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
-            return (
-                f"{num_bytes / size:.3g} {unit}"
-                if num_bytes < 999.5 * size
-                else f"{num_bytes / size:.0f} {unit}"
-            )
+            number = num_bytes / size
+            return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
     return f"{num_bytes:.0f} B"
 
 

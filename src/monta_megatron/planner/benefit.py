@@ -37,7 +37,7 @@ class Benefit:
     """Two predicted times of the exchange of one MoE layer and micro-batch.
 
     Attributes:
-        chain: what was chosen.
+        chain: the chosen one.
         chosen_us: its time.
         alltoall_us: that of plain `alltoall`, as stock runs it.
         why: the reason of the choice, if it is plain `alltoall` and another chain is faster.
@@ -129,10 +129,10 @@ def benefit_of(
     """Benefit of a choice; None where it or plain `alltoall` was not priced.
 
     Args:
-        chain: what was chosen.
+        chain: the chosen one.
         chosen_us: its time.
         best_us: chain -> its time in its best number of chunks; None where it cannot run.
-        reason: why it was chosen; what follows a semicolon is left out.
+        reason: of the choice; only the part before a semicolon is used.
     """
     alltoall_us = best_us.get("alltoall")
     if chosen_us is None or alltoall_us is None:

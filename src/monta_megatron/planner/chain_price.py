@@ -115,8 +115,12 @@ HEAVIEST: dict[Phase, tuple[Pass, ...]] = {
     "forward": FORWARD,
     "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
 }
-RESOURCE_NAMES = {"inter": "network", "intra": "node link", "memory": "memory"}
-RESOURCE_NAMES |= {"compute": "compute"}
+RESOURCE_NAMES = {
+    "inter": "network",
+    "intra": "node link",
+    "memory": "memory",
+    "compute": "compute",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +135,7 @@ class ChainPrice:
         num_represented: [ranks] number of ranks that each of them stands for.
         peak_bytes: the most that the executor holds at once on one rank.
         beside_bytes: what the chain takes there beside its exchange, within the same limit.
-        overlapped_compute_us: other work beside the exchange, in equal parts beside
-            its passes.
+        overlapped_compute_us: compute beside the exchange, in equal parts beside its passes.
         experts_pipelined: whether the experts run in the pipeline: a pass is one direction then.
     """
 
@@ -164,7 +167,7 @@ class ChainPrice:
 
     @cached_property
     def exposed_us(self) -> float:
-        """Exposed time: the total less the part hidden by the work beside it."""
+        """Exposed time: the total less the part hidden by overlapped compute."""
         return sum(pass_.exposed_us for pass_ in self.passes)
 
     @property
@@ -220,8 +223,7 @@ def price_chain(
         phase: whether the backward passes are priced too.
         num_exchanged_counts: integers to each rank in the exchange of counts; None for what
             the chain needs.
-        overlapped_compute_us: other work beside the exchange, in equal parts beside
-            its passes.
+        overlapped_compute_us: compute beside the exchange, in equal parts beside its passes.
     """
     ranks = priced_ranks(workload.layout, workload.routing, cluster.ranks_per_nic)
     bound = [workload.bind(chain, num_chunks, layout) for layout in ranks.layouts]

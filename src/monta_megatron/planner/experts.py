@@ -29,7 +29,7 @@ class Work:
     """Some kernels of one kind in a forward pass.
 
     Attributes:
-        kind: what they are.
+        kind: of the kernels.
         flops: that they make.
         num_bytes: that they read and write.
     """
@@ -74,9 +74,9 @@ def experts_work(
     Args:
         tokens: rows of all of them.
         hidden_size: H.
-        ffn_size: of each, as far as it lies on the rank.
+        ffn_size: of each, its part on the rank.
         num_experts: their number.
-        assumed: what is assumed.
+        assumed: holds the passes of the activation function.
     """
     return (
         matrix(tokens, hidden_size, 2 * ffn_size, num_experts),
@@ -179,7 +179,7 @@ class ExpertSizes:
     Attributes:
         num_local_experts: how many.
         hidden_size: of their rows.
-        ffn_hidden_size: of each, as far as it lies on the rank.
+        ffn_hidden_size: of each, its part on the rank.
         value_bytes: bytes of one value.
     """
 

@@ -55,7 +55,7 @@ def with_experts(
 
     Args:
         prices: of exchanges.
-        workload: what is exchanged, and its experts.
+        workload: the exchange and its experts.
         cluster: the cluster it runs on.
         phase: that was priced.
     """
@@ -76,7 +76,7 @@ def bound_layers(
     """The program of each direction of a layer with its experts in the pipeline, on one rank.
 
     Args:
-        workload: what is exchanged, and its experts.
+        workload: the exchange and its experts.
         chain: that runs.
         num_chunks: C.
         layout: the exchange as the rank sees it.
@@ -212,7 +212,7 @@ def _direction(
         times_us=tuple(experts.time_us(of_chunk, not is_forward) for of_chunk in rows),
         launch_us=experts.launch_us,
     )
-    # Step 3: what surrounds them.
+    # Step 3: the work around them.
     pipeline = (*works[0], computed, *works[1])
     of_pass = PassPrice(
         program=program,
@@ -247,7 +247,7 @@ def _joined(stages: Sequence[StageTraffic]) -> StageTraffic:
 def layer_peak_bytes(bound: BoundLayer, gradient_bytes: float = 0.0) -> float:
     """The most that a direction holds at once on a rank, beyond its input.
 
-    The rows that the experts keep for backward are counted, what else they keep is not.
+    Of the tensors that the experts keep for backward, only rows are counted.
 
     Args:
         bound: the direction.

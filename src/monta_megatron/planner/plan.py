@@ -45,7 +45,7 @@ class PlanKey:
         routing: where tokens go.
         phase: the phase that the choice was made for.
         cluster: name of the cluster whose costs were used.
-        overlapped_compute_us: other work that was taken to run beside the exchange.
+        overlapped_compute_us: compute that was assumed to run beside the exchange.
         experts: where the prices of experts come from that may run in the pipeline; None where the
             exchange alone was planned.
         kernels: that copy and sum rows in what was priced; None in files that do not say.
@@ -100,7 +100,7 @@ class Candidate:
         chain: its name.
         num_chunks: None where the chain cannot run in any number of chunks.
         predicted_us: time of the phase; None where it cannot run.
-        exposed_us: its exposed part beside other work; all of it where there is none.
+        exposed_us: its exposed part; all of it without overlapped compute.
         lower_bound_us: a time that no schedule beats; see `lower_bound`.
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
@@ -185,7 +185,7 @@ class Plan:
     def benefit(self) -> Benefit | None:
         """Benefit over plain `alltoall`; None where one of the two was not priced.
 
-        None also beside other work, where the exchange's time is not what training waits for.
+        None also with overlapped compute, where only part of that time is exposed.
         """
         if self.key.overlapped_compute_us > 0 or self.key.experts is not None:
             return None

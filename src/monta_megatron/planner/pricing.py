@@ -24,10 +24,8 @@ from monta_megatron.planner.traffic import (
     num_host_operations,
 )
 
-# What the host does in a pass besides its stages.
+# Host work of a pass besides its stages.
 AROUND_STAGES = "around the stages"
-
-
 # Of a pass that is priced and not yet scheduled.
 NOT_YET = Schedule(times=(), host_us=0.0, total_us=0.0, exposed_us=0.0)
 # Rounds in which the leads of backward passes settle where the host takes longer than the device.
@@ -54,15 +52,15 @@ class PassPrice:
     """The time of one pass.
 
     Attributes:
-        program: what runs in chunks.
+        program: the part that runs in chunks.
         host_us: host time besides the stages, spent before them.
-        before: what runs before the program, one after the other, each in one chunk.
+        before: works before the program, one after the other, each in one chunk.
         pipeline: the program, series by series.
-        after: what runs after it, as before it.
+        after: works after it, likewise.
         schedule: when the operations of the program run.
         notes: assumptions.
         lead_us: by how much the host is ahead of the device at the start; see `schedule`.
-        overlapped_compute_us: other work beside the program.
+        overlapped_compute_us: compute beside the program.
     """
 
     program: Program
@@ -105,7 +103,7 @@ class PassPrice:
 
     @property
     def waits(self) -> bool:
-        """Whether the host waits for what it has started, as on CPU ranks."""
+        """Whether the host waits for the operations that it starts, as on CPU ranks."""
         return self.program.policy == "host"
 
     @property
@@ -115,10 +113,10 @@ class PassPrice:
 
     @property
     def exposed_us(self) -> float:
-        """Exposed time where other work runs beside the program and hides part of it.
+        """Exposed time: the total less the part hidden by overlapped compute.
 
-        Nothing else is hidden: the host's time, and what runs before and after the program, are
-        spent on the thread that issues that work and on the stream that it runs on.
+        Only the program can be hidden: the host's time and the works around the program are spent
+        on the thread that issues the compute and on the stream that it runs on.
         """
         return self._end(self.schedule.exposed_us, self.overlapped_compute_us).device_us
 
@@ -171,7 +169,7 @@ def with_leads(
     Args:
         passes: of one layer; backward passes last.
         factor: see `schedule.simulate`.
-        overlapped_compute_us: other work that runs beside each of them.
+        overlapped_compute_us: compute beside each of them.
     """
     led: list[PassPrice] = []
     backward: list[PassPrice] = []

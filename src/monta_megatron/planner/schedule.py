@@ -12,10 +12,11 @@ run at 1/k each, which is what sharing means; a product would give 1/2**(k - 1),
 one after the other. The cap ensures this for factors above 2 too, so no schedule is slower than
 the serial one, and none is faster than its busiest resource.
 
-Other work may run beside a program from its start: experts, shared experts, another micro-batch.
-Neither waits for the other. What training waits for is the time that is left over: until both have
-ended, less that work. With all factors 1 it is the larger of 0 and the program's time less the
-work's. However much work there is, what it loses to the program, by factors of "compute", is left.
+Overlapped compute may run beside a program from its start: experts, shared experts, another
+micro-batch. Neither waits for the other. The exposed time is the time until both have ended, less
+the compute's own. With all factors 1 it is the larger of 0 and the program's time less the
+compute's. However long the compute, its slowdown by the program, by factors of "compute", stays
+exposed.
 
 A device does what is queued while its host goes on, so a pass does not begin with an idle device
 and an idle host: the host is ahead of it by the lead, the time until all that was queued before the
@@ -84,7 +85,7 @@ class Schedule:
         times: of each operation, in the order of issue.
         host_us: when the last one was launched; below 0 where the lead was not used up.
         total_us: when the last one ends.
-        exposed_us: likewise, less the work beside it; more if that ends later.
+        exposed_us: likewise, less the overlapped compute; more if that ends later.
     """
 
     times: tuple[Times, ...]
@@ -106,7 +107,7 @@ def simulate(
         operations: in the order of issue.
         works: [series] what each operation costs, its chunks in the order of issue.
         factor: how much an operation on one resource is slowed by one on another.
-        overlapped_compute_us: other work on the compute units, from the start on.
+        overlapped_compute_us: overlapped compute, from the start on.
         lead_us: by how much the host is ahead of the device at the start.
     """
     times = [iter(work.times_us) for work in works]

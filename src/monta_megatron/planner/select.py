@@ -43,7 +43,7 @@ class Selection:
         incompatible: chain -> why it cannot run on the layout.
         memory_limit_bytes: what was allowed to be held on a rank, or None.
         margin: the fraction by which a plainer chain was allowed to be slower.
-        overlapped_compute_us: other work beside the exchange, which hides as much of it.
+        overlapped_compute_us: compute beside the exchange, which hides as much of it.
     """
 
     workload: Workload
@@ -138,8 +138,8 @@ def select_chain(
         memory_limit_bytes: limit on what the executor holds at once on a rank, or None.
         or_least: where every chain holds more, choose the one that holds the least, and say so.
         margin: a plainer chain is chosen if it takes at most this fraction longer than the fastest.
-        beside_bytes: chain -> what it takes beside its exchange, within the limit, if anything.
-        overlapped_compute_us: other work beside the exchange, in all passes of the phase together.
+        beside_bytes: chain -> bytes that it takes beside its exchange, within the limit.
+        overlapped_compute_us: compute beside the exchange, in all passes of the phase together.
         price: `price_chain`, or one that remembers what it has priced.
 
     Raises:

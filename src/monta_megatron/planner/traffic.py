@@ -48,7 +48,7 @@ class HostOperations(NamedTuple):
         probs: as many more in a pass that carries probabilities.
         ids: as many more in a pass that carries expert ids too.
         block: as many more for each block of columns that is summed at a time.
-        once: as many more for all chunks together: what is allocated for all of them.
+        once: as many more for all chunks together: their common allocations.
     """
 
     rows: int = 0
@@ -188,7 +188,7 @@ class StageTraffic:
     """Traffic of one stage: a series of a program, or the work around it.
 
     Attributes:
-        stage: name of the stage, or of what runs before or after the program.
+        stage: name of the stage, or of the work before or after the program.
         operation: its name.
         resource: that it occupies.
         moved: resource -> what goes through it. A group on several nodes may use two.
@@ -209,9 +209,9 @@ class PassTraffic:
     """One pass.
 
     Attributes:
-        before: what runs before the program, one after the other.
+        before: works before the program, one after the other.
         pipeline: the program, a series of operations after the other.
-        after: what runs after it, one after the other.
+        after: works after it, one after the other.
     """
 
     before: tuple[StageTraffic, ...]
