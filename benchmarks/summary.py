@@ -157,16 +157,14 @@ class Measured:
     @property
     def untuned_regret(self) -> Regret | None:
         """Of what the planner picks before it has seen any; None where nothing was tuned."""
-        return self._regret_of(
-            self._only_of_several([row for row in self.ours if row.picked_untuned])
-        )
+        picked = [row for row in self.ours if row.picked_untuned]
+        return self._regret_of(self._only_of_several(picked))
 
     @property
     def observed_regret(self) -> Regret | None:
         """Of what it picks for the observed traffic, without what was measured; likewise."""
-        return self._regret_of(
-            self._only_of_several([row for row in self.ours if row.picked_observed])
-        )
+        picked = [row for row in self.ours if row.picked_observed]
+        return self._regret_of(self._only_of_several(picked))
 
     @property
     def _rows_by_key(self) -> dict[Key, list[Row]]:
@@ -243,17 +241,14 @@ def measured_points(reports: Sequence[dict[str, Any]]) -> list[Measured]:
 def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures below the tables; None for those that no point has."""
     points = measured_points(reports)
-    regrets = [point.regret for point in points if point.regret is not None]
-    untuned = [point.untuned_regret for point in points if point.untuned_regret is not None]
-    observed = [point.observed_regret for point in points if point.observed_regret is not None]
     errors = [abs(error) for point in points for chain in CHAINS for error in point.errors(chain)]
     autos = [point.auto for point in points if point.auto is not None]
     plain = [row.ratio_to_alltoall for row in autos if row.chain == "alltoall"]
     return {
         "points": len(points),
-        **_regret_figures("regret", regrets),
-        **_regret_figures("untuned_regret", untuned),
-        **_regret_figures("observed_regret", observed),
+        **_regret_figures("regret", [point.regret for point in points]),
+        **_regret_figures("untuned_regret", [point.untuned_regret for point in points]),
+        **_regret_figures("observed_regret", [point.observed_regret for point in points]),
         "predictions": len(errors),
         "error_median": median(errors) if errors else None,
         "error_largest": max(errors, default=None),
@@ -264,7 +259,8 @@ def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _regret_figures(name: str, regrets: Sequence[Regret]) -> dict[str, Any]:
+def _regret_figures(name: str, found: Sequence[Regret | None]) -> dict[str, Any]:
+    regrets = [regret for regret in found if regret is not None]
     ratios = [regret.ratio for regret in regrets]
     return {
         f"{name}_points": len(ratios),

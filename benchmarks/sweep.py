@@ -98,8 +98,7 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
 
     def keep(report: dict[str, Any]) -> None:
         report["meta"]["command"] = shlex.join(sys.argv)
-        if study is not None:
-            report["settings"]["study"] = study.name
+        report["settings"] = _marked(report["settings"], study)
         reports.append(report)
         if results is not None:
             results.add(report)
@@ -216,12 +215,11 @@ class Results:
         self, settings: Settings, emulated: EmulatedCluster | None, study: Study | None = None
     ) -> bool:
         """Whether a point has been measured: with the same settings, on the same cluster."""
-        wanted = (
-            {**strict_yaml.plain(settings), **({} if study is None else {"study": study.name})},
-            _setting_of(None if emulated is None else asdict(emulated)),
-        )
+        marked = _marked(strict_yaml.plain(settings), study)
+        cluster = _setting_of(None if emulated is None else asdict(emulated))
         return any(
-            (report["settings"], _setting_of(report["meta"]["emulated_cluster"])) == wanted
+            report["settings"] == marked
+            and _setting_of(report["meta"]["emulated_cluster"]) == cluster
             for report in self.reports
         )
 
@@ -243,6 +241,11 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}: line {number} is no report of monta bench")
         strict_yaml.check_texts(report, f"{path}: line {number}")
     return reports
+
+
+def _marked(settings: dict[str, Any], study: Study | None) -> dict[str, Any]:
+    """The settings of a report, with the name of its study."""
+    return settings if study is None else {**settings, "study": study.name}
 
 
 def _setting_of(emulated: dict[str, Any] | None) -> dict[str, Any] | None:
