@@ -84,23 +84,27 @@ class IterationFamily(Family):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
-    """One MoE layer.
-
-    Attributes:
-        tokens_per_rank: of an exchange.
-        hidden_size, expert_ffn_size, num_experts, router_topk, router_num_groups,
-            router_group_topk: as in `Architecture`.
-        ep: ranks of the exchange.
-    """
+class Exchange:
+    """What is exchanged; the fields as in `Architecture`, tokens of one exchange."""
 
     tokens_per_rank: PositiveInt
     hidden_size: PositiveInt
-    expert_ffn_size: PositiveInt
-    num_experts: PositiveInt
     router_topk: PositiveInt
     router_num_groups: PositiveInt = 1
     router_group_topk: PositiveInt = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(Exchange):
+    """One MoE layer.
+
+    Attributes:
+        expert_ffn_size, num_experts: as in `Architecture`.
+        ep: ranks of the exchange.
+    """
+
+    expert_ffn_size: PositiveInt
+    num_experts: PositiveInt
     ep: PositiveInt
 
 
@@ -131,23 +135,16 @@ class LayerFamily(Family):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BandwidthExchange:
+class BandwidthExchange(Exchange):
     """What a backend's benchmark exchanges.
 
     Attributes:
-        tokens_per_rank, hidden_size, router_topk, router_num_groups, router_group_topk: as in
-            `Architecture`.
         experts_per_rank: or
         num_experts: of all ranks.
     """
 
-    tokens_per_rank: PositiveInt
-    hidden_size: PositiveInt
-    router_topk: PositiveInt
     experts_per_rank: NonNegativeInt = 0
     num_experts: NonNegativeInt = 0
-    router_num_groups: PositiveInt = 1
-    router_group_topk: PositiveInt = 1
 
 
 @dataclass(frozen=True, kw_only=True)
