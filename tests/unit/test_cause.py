@@ -44,6 +44,12 @@ def of_rank(rank: int, text: str) -> str:
             "):\n[rank1]:   File\n[rank0]: KeyError: 1\n[rank1]: ValueError: no\n",
             "[rank1]: ValueError: no",
         ),
+        # Likewise, where neither has joined.
+        (
+            "Traceback (most recent call last):\nTraceback (most recent call last):\n"
+            "  File\n  File\nValueError: no\nValueError: no\n",
+            "ValueError: no",
+        ),
     ],
 )
 def test_cause(log: str, cause: str | None) -> None:

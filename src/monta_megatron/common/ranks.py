@@ -40,8 +40,8 @@ def cause_of(lines: Iterable[str]) -> str | None:
         elif rank is None or mark != rank:
             continue
         elif starts:
-            # What is not chained to the first one is another's.
-            if not chained:
+            # One that is not chained to the first is another rank's, maybe between its lines.
+            if not chained and cause is not None:
                 break
             inside, chained = True, False
         elif text.startswith(_CHAINED):
