@@ -86,7 +86,9 @@ def test_other_work_is_advised_or_planned_beside(pools: Pools) -> None:
     assert line.endswith(f"the exchange, not {advice}, which --moe-monta-watch-steps measures")
     case = replace(case, options=AUTO | {"moe_monta_overlapped_compute_us": 500.0})
     ((line,), _), *_ = pools[4].run(reported_in_steps, case, 3)
-    assert re.search(r"beside 500 us of other work: [\d,]+ us, leaves [\d,]+ of [\d,]+ us; ", line)
+    assert re.search(
+        r"beside 500 us of computation: [\d,]+ us, exposes [\d,]+ of [\d,]+ us; ", line
+    )
     assert advice not in line
     overlapped_compute_us = {
         rank: {"moe_monta_overlapped_compute_us": 600.0 if rank == 1 else 500.0}

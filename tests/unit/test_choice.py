@@ -187,8 +187,8 @@ def test_other_work_is_planned_beside() -> None:
         choice = policy.choose(2048)
         assert (choice.chain.name, choice.num_chunks) == (beside.chain, beside.num_chunks)
         assert beside.exposed_us != planned.exposed_us
-        assert "2,048 tokens per rank beside 2,000 us of other work: " in choice.reason
-        assert " us, leaves " in choice.reason
+        assert "2,048 tokens per rank beside 2,000 us of computation: " in choice.reason
+        assert " us, exposes " in choice.reason
         assert choice.benefit is None
         # Ranks agree on it.
         agreed = SimpleNamespace(**vars(large), **setting, moe_monta_overlapped_compute_us=2000)

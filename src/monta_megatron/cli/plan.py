@@ -45,8 +45,8 @@ def add_parser(commands: Any) -> None:
         metavar="X",
         type=not_negative,
         default=0.0,
-        help="other work (experts, shared experts, another micro-batch) that runs beside the "
-        "exchange of a layer and micro-batch, in us: what it leaves over is minimized",
+        help="computation (experts, shared experts, another micro-batch) that overlaps the "
+        "exchange of a layer and micro-batch, in us: the exposed part is minimized",
     )
     parser.add_argument(
         "--chain",

@@ -31,7 +31,7 @@ DEFAULT_RECORD_ITERATION = 10
 DEFAULT_TUNE_STEPS = 20
 DEFAULT_CALIBRATE_S = 10.0
 DEFAULT_WATCH_STEPS = 50
-# The settings by which Megatron runs other work beside an exchange.
+# The settings by which Megatron overlaps an exchange with computation.
 SCHEDULE = "overlap_moe_expert_parallel_comm"
 OVERLAPS = (SCHEDULE, "moe_shared_expert_overlap")
 
@@ -92,7 +92,7 @@ class Options:
     """The options of one dispatcher, resolved and checked; each help text says what it is.
 
     Attributes:
-        overlaps: the settings of Megatron by which other work runs beside the exchange.
+        overlaps: the settings of Megatron that overlap the exchange with computation.
     """
 
     chain: str = _option(

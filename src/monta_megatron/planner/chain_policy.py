@@ -100,7 +100,7 @@ class PlannedPolicy(ChainPolicy):
         memory_limit_bytes: limit on what an exchange holds on a rank. Where every chain is expected
             to hold more, the one that holds the least is chosen: a training that has come to larger
             batches goes on.
-        overlapped_compute_us: other work that runs beside the exchange; see `select.select_chain`.
+        overlapped_compute_us: computation that overlaps the exchange; see `select.select_chain`.
         named: why there is but one chain in one number of chunks, whose prices are only watched.
     """
 
@@ -207,7 +207,7 @@ class ChoiceTable:
         experts = self.policy.workload.experts
         by = "" if experts is None else f"; experts {experts.note}"
         beside = (
-            f" beside {overlapped_compute_us:,.0f} us of other work"
+            f" beside {overlapped_compute_us:,.0f} us of computation"
             if overlapped_compute_us > 0
             else ""
         )

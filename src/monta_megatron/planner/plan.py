@@ -401,7 +401,7 @@ def _why_rejected(price: ChainPrice, plainest: ChainPrice, selection: Selection)
     resource, busy_us = price.busiest()
     why = f"{resource} {busy_us:,.0f} us" if price is plainest else same
     if selection.overlapped_compute_us > 0:
-        return f"leaves {price.exposed_us - selected.exposed_us:,.0f} us more; {why}"
+        return f"{price.exposed_us - selected.exposed_us:,.0f} us more exposed; {why}"
     return f"{percent(price, selected)} slower; {why}"
 
 

@@ -152,7 +152,7 @@ class PassPrice:
         return Reached(self.host_us - self.lead_us, 0.0).after(self.before)
 
     def _end(self, program_us: float, hidden_us: float = 0.0) -> Reached:
-        """Times at the end, if the program takes so long beside other work."""
+        """Times at the end, if the program takes so long beside computation."""
         device_us = self.start_us + program_us
         if self.waits:
             device_us += serial_us(self.after)

@@ -90,13 +90,13 @@ class Selection:
         elif others:
             how = f"{_ratio(others[0], price):.2f}x as fast as {others[0].name}, the next chain"
             if self.overlapped_compute_us > 0:
-                how = f"{others[0].name}, the next chain, leaves {others[0].exposed_us:,.0f} us"
+                how = f"{others[0].name}, the next chain, exposes {others[0].exposed_us:,.0f} us"
         else:
             how = "the only chain that can run"
         resource, busy_us = price.busiest()
         share = busy_us / price.total_us if price.total_us > 0 else 0.0
         if self.overlapped_compute_us > 0:
-            how = f"leaves {price.exposed_us:,.0f} of {price.total_us:,.0f} us; {how}"
+            how = f"exposes {price.exposed_us:,.0f} of {price.total_us:,.0f} us; {how}"
         over = f"; {self.limit}" if self.is_over_limit(price) else ""
         return f"{how}; the {resource} is busy for {share:.0%} of the time{over}"
 
@@ -211,7 +211,7 @@ def _ratio(slower: ChainPrice, faster: ChainPrice) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedCompute:
-    """Other work beside an exchange, and the predictions of both.
+    """Computation that overlaps an exchange, and the predictions of both.
 
     Attributes:
         part_us: of the work, beside each pass.
@@ -254,5 +254,5 @@ def overlapped_compute_of(price: ChainPrice) -> OverlappedCompute | None:
 
 
 def exposed_of(us: float, overlapped_compute: OverlappedCompute | None) -> float:
-    """Exposed part of an exchange that takes `us`: all of it where there is no other work."""
+    """Exposed part of an exchange that takes `us`: all of it where nothing overlaps it."""
     return us if overlapped_compute is None else overlapped_compute.exposed_of(us)

@@ -1,4 +1,4 @@
-"""Other work beside the exchange: what it leaves over is ranked, and how much that is."""
+"""Overlapped computation: exposed times are ranked, and how long they are."""
 
 import json
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_a_plan_says_beside_what_it_was_made(tmp_path: Path) -> None:
     assert planned.exposed_us is not None and planned.predicted_us is not None
     assert planned.exposed_us < planned.predicted_us
     assert planned.reason.startswith(
-        f"leaves {planned.exposed_us:,.0f} of {planned.predicted_us:,.0f} us; "
+        f"exposes {planned.exposed_us:,.0f} of {planned.predicted_us:,.0f} us; "
     )
     assert planned.benefit is None
     planned.save(tmp_path / "plan.yaml")
@@ -115,5 +115,5 @@ def test_the_command_ranks_by_what_is_left_over(capsys: pytest.CaptureFixture[st
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert any(line.startswith("left over ") for line in lines)
-    assert any("left over     inter" in line for line in lines)
+    assert any(line.startswith("exposed ") for line in lines)
+    assert any("exposed     inter" in line for line in lines)

@@ -154,11 +154,11 @@ def test_a_tuning_says_what_is_exposed() -> None:
     winner = tuning.candidates[tuning.winner]
     assert winner.chain != pick
     title, head, *rows = tuning_table(tuning)
-    assert title.endswith("forward + backward beside 2,000 us of other work")
+    assert title.endswith("forward + backward beside 2,000 us of computation")
     assert "exposed us" in head and [row.endswith("chosen") for row in rows].count(True) == 1
     made = plan_of_tuning(selection, tuning, tokens_per_rank=2048)
     assert (made.chain, made.num_chunks, made.key.overlapped_compute_us) == (*winner.key, 2000.0)
-    assert made.reason.startswith("measured over 60 iterations beside 2,000 us of other work: ")
+    assert made.reason.startswith("measured over 60 iterations beside 2,000 us of computation: ")
     assert made.reason.count("us of them exposed") == 2 and "x as fast" not in made.reason
     of_pick = next(each for each in made.candidates if each.chain == pick and each.rejected)
     assert of_pick.rejected is not None and "us of them exposed" in of_pick.rejected

@@ -454,7 +454,7 @@ def test_the_least_exposed_wins() -> None:
     assert tuning.measures_exposed and tuning.exposed_us == (500, 100)
     assert (tuning.winner, tuning.hidden_us) == (1, 1100)
     title, head, first, _ = tuning_table(tuning)
-    assert title.endswith("forward + backward beside 1,100 us of other work")
+    assert title.endswith("forward + backward beside 1,100 us of computation")
     assert "exposed us" in head and first.endswith("chosen")
 
 

@@ -261,7 +261,7 @@ def test_what_hides_the_exchange_is_learned() -> None:
     assert latest.exposed_share == pytest.approx(1.6 / 4.4)
     # An exchange is what a layer and micro-batch does: two of them are watched.
     assert run.decision.overlapped_compute_us == 1_400
-    assert "beside 1,400 us of other work" in run.decision.choose(512).reason
+    assert "beside 1,400 us of computation" in run.decision.choose(512).reason
     assert run.decision.agreed_config()["overlapped_compute_us"] == 1_400
     # Hidden as a whole: it hides at least as much as before, which is what is planned with.
     before = run.num_watched

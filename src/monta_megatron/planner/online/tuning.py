@@ -53,7 +53,7 @@ from monta_megatron.planner.select import (
 )
 
 # What is predicted to take more than so many times as long as the fastest is not tried; beside
-# other work, what would leave as much more over.
+# computation, what would leave as much more exposed.
 HOPELESS = 3.0
 STOCK_ORDER = "alltoall"
 
@@ -69,7 +69,7 @@ RENAMED = {"other_work": "overlapped_compute"}
 class TuningCandidate:
     """A chain in a number of chunks, and the time that was predicted for its four passes.
 
-    What was predicted of other work, if there is any, is that of the tuning's begin for good, so
+    The prediction of overlapped computation, if any, is that of the tuning's start for good, so
     that what was chosen stays chosen.
     """
 
@@ -324,7 +324,7 @@ class Tuning:
 
     def summary(self) -> list[int]:
         """Summary for replicas: a hash, then [candidates] us or 0, and exposed us if measured."""
-        # Replicas compare alike if the same was predicted of other work, too.
+        # Replicas compare alike if the same overlap was predicted, too.
         names = [
             f"{candidate.name}, {candidate.overlapped_compute}" for candidate in self.candidates
         ]

@@ -128,7 +128,7 @@ def _beside(tuning: Tuning) -> str:
     overlapped = tuning.candidates[0].overlapped_compute
     stated_us = 0.0 if overlapped is None else overlapped.overlapped_compute_us
     us = tuning.hidden_us if tuning.measures_exposed else stated_us
-    return f" beside {us:,.0f} us of other work" if tuning.is_overlapped else ""
+    return f" beside {us:,.0f} us of computation" if tuning.is_overlapped else ""
 
 
 def _took(tuning: Tuning, number: int) -> str:

@@ -266,7 +266,7 @@ def memory_limit_bytes(arguments: Arguments) -> float | None:
 
 
 def _overlapped_compute_us(arguments: Arguments) -> float:
-    """Other work beside the exchange, which the dispatcher's options check."""
+    """Computation that overlaps the exchange, which the dispatcher's options check."""
     given = arguments.get("moe-monta-overlapped-compute-us")
     return 0.0 if given is None else given.read(not_negative)
 

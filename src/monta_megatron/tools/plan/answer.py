@@ -41,7 +41,7 @@ class Questions:
     Attributes:
         memory_limit_gb: what the exchange may hold; None for no limit.
         margin: by how much a plainer chain may be slower; None for the default.
-        overlapped_compute_us: other work beside the exchange.
+        overlapped_compute_us: computation that overlaps the exchange.
         chain: whose standing is asked; None for none.
         num_chunks: of that chain; None for its best number.
         program: whether the operations of the choice are shown.
@@ -74,7 +74,7 @@ class Questions:
         """
         if self.out is not None and not self.force and Path(self.out).is_file():
             raise ValueError(f"--out: got {self.out}, must not exist; --force overwrites it")
-        reason = "how long other work takes depends on the tokens of a rank"
+        reason = "how long computation takes depends on the tokens of a rank"
         for is_asked, flag, why in (
             (
                 self.overlapped_compute_us > 0,

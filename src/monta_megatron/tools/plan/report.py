@@ -207,12 +207,12 @@ def _phase(plan: Plan) -> str:
 
 
 def _beside_fields(plan: Plan) -> list[tuple[str, str]]:
-    """Exposed part of the exchange, where other work runs beside it."""
+    """Exposed part of the exchange, where computation overlaps it."""
     overlapped_compute_us, exposed_us = plan.key.overlapped_compute_us, plan.exposed_us
     if overlapped_compute_us == 0 or exposed_us is None:
         return []
-    text = f"{exposed_us:,.0f} us beside {overlapped_compute_us:,.0f} us of other work"
-    return [("left over", f"{text}, by which all chains are ranked")]
+    text = f"{exposed_us:,.0f} us beside {overlapped_compute_us:,.0f} us of computation"
+    return [("exposed", f"{text}, by which all chains are ranked")]
 
 
 def rate_lines(plan: Plan) -> list[str]:
@@ -308,21 +308,21 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
     # 80 columns hold a fifth number.
     has_beside = plan.key.overlapped_compute_us > 0
     width = 10 if has_beside else 12
-    left_over = f"{'left over':>11}" if has_beside else ""
+    exposed = f"{'exposed':>11}" if has_beside else ""
     names = "".join(f"{name:>{width}}" for name in ("inter", "intra", "peak"))
-    yield f"{'chain':<23}{'chunks':>6}{'us':>{width}}{left_over}{names}"
+    yield f"{'chain':<23}{'chunks':>6}{'us':>{width}}{exposed}{names}"
     shown = shown_candidates(plan)
     for entry in shown:
         if entry.predicted_us is None:
             yield f"{entry.chain:<23}{'-':>6}"
         else:
-            left_over = f"{entry.exposed_us:>11,.0f}" if has_beside else ""
+            exposed = f"{entry.exposed_us:>11,.0f}" if has_beside else ""
             sizes = "".join(
                 f"{size_text(num_bytes):>{width}}"
                 for num_bytes in (entry.inter_bytes, entry.intra_bytes, entry.peak_bytes)
             )
             time = f"{entry.predicted_us:>{width},.0f}"
-            yield f"{entry.chain:<23}{entry.num_chunks:>6}{time}{left_over}{sizes}"
+            yield f"{entry.chain:<23}{entry.num_chunks:>6}{time}{exposed}{sizes}"
         split = "experts in the pipeline: " * entry.experts_pipelined
         ends = "" if entry.range_us is None else "; {:,.0f} to {:,.0f} us".format(*entry.range_us)
         yield from _wrapped(f"{split}{entry.rejected or 'chosen'}{ends}", indent="    ")
