@@ -189,7 +189,7 @@ def _savings(of: Estimate) -> list[str]:
 
 
 def _ends(range_pct: list[float] | None) -> str:
-    return "" if range_pct is None else f" ({range_pct[0]:.0f}..{range_pct[-1]:.0f})"
+    return "" if range_pct is None else f" ({round(range_pct[0])}..{round(range_pct[-1])})"
 
 
 def _memory(of: Estimate) -> list[str]:
