@@ -182,8 +182,8 @@ def closing_text(summary: dict[str, Any]) -> str:
             f"with alltoall: {times['ratio']:.2f} times as fast",
         ]
     lines += [
-        f"loss        largest relative difference {difference:.2g}; at the end "
-        f"{summary['loss_last_over_first']:.2f} of the first",
+        f"loss        largest relative difference {difference:.2g}; last "
+        f"{summary['loss_last_over_first']:.2f}x the first",
         f"summary     {(FOLDER / 'summary.json').relative_to(ROOT)}",
     ]
     return "\n" + "\n".join(lines)

@@ -16,6 +16,8 @@ from monta_megatron.common.text import one_of, same_name
 FILE = presets.FOLDER / "estimate" / "assumptions.yaml"
 SET = "--set"
 SHARES = ("_share", "_efficiency")
+# In place of a GPU's name.
+CPU_RANKS = "CPU ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,8 @@ def read_assumptions() -> tuple[Assumption, ...]:
 
 def gpu_names() -> tuple[str, ...]:
     """The GPUs whose peak is known."""
-    return tuple(entry.where or "" for entry in read_assumptions() if entry.name == "peak_tflops")
+    peaks = (entry.where or "" for entry in read_assumptions() if entry.name == "peak_tflops")
+    return tuple(name for name in peaks if name != CPU_RANKS)
 
 
 def named_gpu(text: str) -> str | None:

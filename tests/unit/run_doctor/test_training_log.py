@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_logs import (
@@ -209,3 +210,32 @@ def test_the_log_in_the_folder_of_a_run_is_explained_too(tmp_path: Path) -> None
         f"the iteration by part is not predicted: {tmp_path}: no log holds the arguments that a "
         "training prints"
     )
+
+
+def test_precision_gradients_and_cpu_ranks(tmp_path: Path) -> None:
+    def told(cluster: str | None = "h100_8x_ndr", gpu: str = "H100", **said: object) -> Any:
+        return report(tmp_path, training_log({**ON_16, **said}, 9000.0, gpu), cluster)
+
+    plain = told(params_dtype="torch.bfloat16").predicted.parts_ms
+    fp32 = told(params_dtype="torch.float32").predicted.parts_ms
+    # All of it but what starts a collective or a copy.
+    assert 1.9 < fp32["exchange, exposed"] / plain["exchange, exposed"] <= 2
+
+    # The backward pass hides 70% of the reduction by the assumptions, unless the log says no.
+    exposed = told(overlap_grad_reduce=False)
+    ratio = exposed.predicted.parts_ms["gradient reduction"] / plain["gradient reduction"]
+    assert ratio == pytest.approx(1 / 0.3)
+    assert "--overlap-grad-reduce" not in {change.flags for change in told().changes}
+
+    # Chains that send tokens permute them with kernels of their own.
+    ours = [
+        told(moe_token_dispatcher_type="monta", moe_permute_fusion=fused).predicted.total_ms
+        for fused in (True, False)
+    ]
+    assert ours[0] == ours[1]
+
+    cpu = told(gpu="monta-megatron: CPU ranks stand in for CUDA and Gloo for NCCL")
+    assert cpu.record.gpu == "CPU ranks"
+    assert cpu.predicted.parts_ms["experts"] > 1000 * plain["experts"]
+    with pytest.raises(ValueError, match="names no GPU"):
+        told(None, "CPU ranks stand in for CUDA")

@@ -253,7 +253,8 @@ def estimate_run(
     def iterations_on(cluster: Cluster) -> dict[str, Iteration]:
         """With each dispatcher, by the costs of the cluster or of one of its ends."""
         stock = exchange_time(model, plain, cluster, assumed)
-        chosen = chosen_time(stock, workload, cluster, assumed, CHAINS[plan.chain], plan.num_chunks)
+        chain, num_chunks = CHAINS[plan.chain], plan.num_chunks
+        chosen = chosen_time(model, plain, workload, cluster, assumed, chain, num_chunks)
         iterations = {
             STOCK: estimate_iteration(model, plain, cluster, assumed, stock),
             CHOSEN: estimate_iteration(model, plain, cluster, assumed, chosen),

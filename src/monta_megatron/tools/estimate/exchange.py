@@ -10,7 +10,7 @@ from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import with_inter_rate
 from monta_megatron.planner.curves import HostCosts
-from monta_megatron.planner.experts import VALUE_BYTES, Work
+from monta_megatron.planner.experts import Work
 from monta_megatron.planner.flex import Backend, FlexExchange, memory_rate, one_way_us
 from monta_megatron.planner.layout import exchanges
 from monta_megatron.planner.workload import Workload
@@ -43,7 +43,7 @@ def workload_of(model: Architecture, settings: TrainingSettings, cluster: Cluste
     return Workload(
         layout=layout,
         hidden_size=model.hidden_size,
-        value_bytes=VALUE_BYTES,
+        value_bytes=settings.value_bytes,
         prob_bytes=PROB_BYTES,
         routing=model.routing,
         tokens_per_rank=settings.tokens_per_rank,
@@ -60,14 +60,22 @@ def exchange_time(
 
 
 def chosen_time(
-    stock: ExchangeTime,
+    model: Architecture,
+    settings: TrainingSettings,
     workload: Workload,
     cluster: Cluster,
     assumed: Assumptions,
     chain: Chain,
     num_chunks: int,
 ) -> ExchangeTime:
-    """Exchange time of the planner's choice; flat chains get no more of the network than stock."""
+    """Exchange time of the planner's choice, in a training with stock's alltoall.
+
+    Flat chains get no more of the network than stock. Chains that send tokens permute them with
+    kernels of their own.
+    """
+    if chain.rows == "tokens":
+        settings = replace(settings, permute_fusion=True)
+    stock = exchange_time(model, settings, cluster, assumed)
     flat = flat_network(cluster, assumed)
     where = cluster if chain.name.startswith("hierarchical") else flat
     alltoall = price_chain(workload, flat, ALLTOALL, 1, "forward_backward")
@@ -114,8 +122,9 @@ def _alltoall_time(
     priced = of_price(_price_alltoall(workload, flat_network(cluster, assumed)))
     if settings.permute_fusion:
         return priced
-    permuted = settings.tokens_per_rank * model.router_topk * model.hidden_size * VALUE_BYTES
-    passes = Work(kind="memory", num_bytes=permuted * assumed["unfused_permute_passes"])
+    permuted = settings.tokens_per_rank * model.router_topk * model.hidden_size
+    num_bytes = permuted * settings.value_bytes * assumed["unfused_permute_passes"]
+    passes = Work(kind="memory", num_bytes=num_bytes)
     more_us = 2 * passes.forward_us(assumed, memory_rate(cluster))
     return ExchangeTime(
         forward_us=priced.forward_us + more_us, backward_us=priced.backward_us + more_us
@@ -139,7 +148,7 @@ def _flex_time(
     exchange = FlexExchange(
         routing=model.routing,
         tokens_per_rank=settings.tokens_per_rank,
-        row_bytes=model.hidden_size * VALUE_BYTES,
+        row_bytes=model.hidden_size * settings.value_bytes,
         ep=settings.ep,
         etp=settings.etp,
         ranks_per_node=cluster.ranks_per_node,

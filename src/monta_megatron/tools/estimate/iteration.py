@@ -52,7 +52,7 @@ def tensor_parallel_us(
         model, settings, cluster: the trained model.
         num_blocks: attention, and the feed-forward layers that tensor parallelism splits.
     """
-    rows = settings.tokens_per_rank * settings.tp * model.hidden_size * VALUE_BYTES
+    rows = settings.tokens_per_rank * settings.tp * model.hidden_size * settings.value_bytes
     one = ring_us(cluster, rows, settings.tp, 1)
     # Forward an AllGather and a ReduceScatter; backward the input is gathered once more.
     return 2 * num_blocks * one, 3 * num_blocks * one
@@ -69,7 +69,7 @@ def context_parallel_us(
         if model.is_latent
         else 2 * model.num_query_groups * model.head_dim
     )
-    values = settings.tokens_per_rank * settings.cp * per_token * VALUE_BYTES
+    values = settings.tokens_per_rank * settings.cp * per_token * settings.value_bytes
     one = ring_us(cluster, values, settings.cp, settings.tp)
     return one, 2 * one
 
@@ -78,7 +78,7 @@ def stage_boundary_us(model: Architecture, settings: TrainingSettings, cluster: 
     """The hidden rows of a micro-batch from one pipeline stage to the next, one way."""
     if settings.pp == 1:
         return 0.0
-    rows = settings.tokens_per_rank * model.hidden_size * VALUE_BYTES
+    rows = settings.tokens_per_rank * model.hidden_size * settings.value_bytes
     between_nodes = settings.world_size // settings.pp >= cluster.ranks_per_node
     resource: Resource = "inter" if between_nodes else "intra"
     return cluster.time_us("alltoall", resource, rows, 2, 1).us
@@ -123,7 +123,7 @@ def gradient_us(model: Architecture, settings: TrainingSettings, cluster: Cluste
         (held.others, settings.tp),
         (held.of_experts, settings.ep * settings.etp),
     ):
-        for value_bytes in (GRADIENT_BYTES, VALUE_BYTES):
+        for value_bytes in (GRADIENT_BYTES, settings.value_bytes):
             total += ring_us(cluster, parameters * value_bytes, stage // parts, parts)
     return total
 
@@ -226,7 +226,11 @@ def estimate_iteration(
     moe = moe_layer(model, settings, cluster, assumed, exchange, experts_pipelined)
     dense = dense_layer(model, settings, cluster, assumed)
     ends = sum(
-        times_us(layers.embedding_and_loss(model, settings, assumed), assumed, memory_rate(cluster))
+        times_us(
+            layers.embedding_and_loss(model, settings, assumed),
+            assumed,
+            _memory_rate(settings, cluster),
+        )
     )
 
     # Step 2: the mean stage, and the slowest, which sets the pace.
@@ -250,7 +254,8 @@ def estimate_iteration(
     parts_us = {part: num * time_us for part, time_us in stage.items()}
     parts_us[BUBBLE] = (settings.pp - 1) / settings.virtual_stages * mean
     gradient = gradient_us(model, settings, cluster)
-    parts_us["gradient reduction"] = gradient * assumed["gradient_exposed"]
+    exposed = assumed["gradient_exposed"] if settings.overlap_gradients else 1.0
+    parts_us["gradient reduction"] = gradient * exposed
     parts_us["optimizer"] = optimizer_us(model, settings, cluster, assumed)
     num_tokens = settings.global_batch_size * settings.seq_length
     return Iteration(
@@ -267,6 +272,11 @@ def _layers_of_stages(num_layers: int, settings: TrainingSettings) -> tuple[int,
     if last is None:
         return math.ceil(num_layers / settings.pp), num_layers // settings.pp
     return math.ceil((num_layers - last) / (settings.pp - 1)), last
+
+
+def _memory_rate(settings: TrainingSettings, cluster: Cluster) -> float:
+    """Rate for work that is counted in 16-bit values, in GB/s."""
+    return memory_rate(cluster) * VALUE_BYTES / settings.value_bytes
 
 
 def moe_layer(
@@ -315,7 +325,7 @@ def _times(
 ) -> tuple[dict[str, float], float]:
     """Part -> us of a layer, forward and backward, and the forward part of all."""
     times, forward = {}, 0.0
-    memory = memory_rate(cluster)
+    memory = _memory_rate(settings, cluster)
     for part, of_part in works.items():
         there, back = times_us(of_part, assumed, memory)
         times[part], forward = there + back, forward + there

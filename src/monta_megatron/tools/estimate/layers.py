@@ -45,6 +45,8 @@ class TrainingSettings:
         permute_fusion: whether stock's permutation is one kernel.
         dispatcher: who exchanges the tokens.
         device_connections: CUDA_DEVICE_MAX_CONNECTIONS; kept for the record, it has no price.
+        value_bytes: bytes of an activation's value.
+        overlap_gradients: whether the backward pass hides part of their reduction.
     """
 
     world_size: PositiveInt
@@ -64,6 +66,8 @@ class TrainingSettings:
     permute_fusion: bool = True
     dispatcher: Dispatcher = "alltoall"
     device_connections: PositiveInt | None = None
+    value_bytes: PositiveInt = VALUE_BYTES
+    overlap_gradients: bool = True
 
     def __post_init__(self) -> None:
         step = self.micro_batch_size * self.layout.dp
@@ -122,6 +126,9 @@ def settings_of(
     if "num-layers-per-virtual-pipeline-stage" in arguments:
         slots = size("num-layers", 1) // layout.pp
         virtual = max(slots // size("num-layers-per-virtual-pipeline-stage", 1), 1)
+    # Only logs have it: Megatron derives it from --bf16 and --fp16.
+    dtype = arguments.get("params-dtype")
+    is_fp32 = dtype is not None and dtype.value == "torch.float32"
     return TrainingSettings(
         world_size=layout.world_size,
         tp=layout.tp,
@@ -138,6 +145,7 @@ def settings_of(
         overlap="overlap-moe-expert-parallel-comm" in arguments,
         graphs="enable-cuda-graph" in arguments or "cuda-graph-impl" in arguments,
         permute_fusion="moe-permute-fusion" in arguments,
+        value_bytes=4 if is_fp32 else VALUE_BYTES,
     )
 
 

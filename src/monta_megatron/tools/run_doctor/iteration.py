@@ -8,14 +8,20 @@ from typing import Any
 
 from monta_megatron.common.tables import WIDTH, table
 from monta_megatron.common.units import counted, gb_text
-from monta_megatron.planner.assumptions import Assumptions, assumptions_of, gpu_names, gpu_of
+from monta_megatron.planner.assumptions import (
+    CPU_RANKS,
+    Assumptions,
+    assumptions_of,
+    gpu_names,
+    gpu_of,
+)
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster, nearest_preset
 from monta_megatron.planner.flex import BACKENDS
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.select import select_chain
 from monta_megatron.tools.estimate.estimate import with_1f1b_overlap
-from monta_megatron.tools.estimate.exchange import chosen_time, exchange_time, workload_of
+from monta_megatron.tools.estimate.exchange import chosen_time, workload_of
 from monta_megatron.tools.estimate.iteration import (
     BUBBLE,
     EXCHANGE,
@@ -203,7 +209,8 @@ def explain(
     settings = _settings(record)
     cluster = _cluster(record, settings, cluster_name)
     try:
-        gpu = gpu_of(cluster.name, None if cluster_name else record.gpu)
+        is_cpu = record.gpu == CPU_RANKS
+        gpu = CPU_RANKS if is_cpu else gpu_of(cluster.name, None if cluster_name else record.gpu)
     except ValueError:
         raise ValueError(
             f"--cluster: got {cluster.name}, must have the name of a GPU in its name: "
@@ -289,11 +296,13 @@ def _settings(record: TrainingRecord) -> TrainingSettings:
     backend = _value(arguments, "moe-flex-dispatcher-backend") or "deepep"
     if _value(arguments, "moe-token-dispatcher-type") == "flex" and backend in BACKENDS:
         settings = replace(settings, dispatcher=backend)
+    if "overlap-grad-reduce" in record.lines and "overlap-grad-reduce" not in arguments:
+        settings = replace(settings, overlap_gradients=False)
     return settings
 
 
 def _cluster(record: TrainingRecord, settings: TrainingSettings, name: str | None) -> Cluster:
-    if name is None and record.gpu is None:
+    if name is None and record.gpu in (None, CPU_RANKS):
         raise ValueError(
             f"--cluster: not given, must be, as {record.file} names no GPU that is "
             "known: a file, or a preset of configs/clusters"
@@ -317,8 +326,8 @@ def _with_monta(
     plain = replace(settings, dispatcher="alltoall")
     workload = workload_of(model, plain, cluster)
     price = select_chain(workload, cluster).price
-    stock = exchange_time(model, plain, cluster, assumed)
-    chosen = chosen_time(stock, workload, cluster, assumed, price.chain, price.num_chunks)
+    chain, num_chunks = price.chain, price.num_chunks
+    chosen = chosen_time(model, plain, workload, cluster, assumed, chain, num_chunks)
     return estimate_iteration(model, plain, cluster, assumed, chosen)
 
 
@@ -346,6 +355,9 @@ def _candidates(
             replace(settings, recompute="none"),
             fits,
         )
+    if not settings.overlap_gradients:
+        overlapped = replace(settings, overlap_gradients=True)
+        yield "overlap of the gradient reduction", "--overlap-grad-reduce", overlapped, ""
     if not settings.graphs:
         flags = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
         yield "CUDA graphs", flags, replace(settings, graphs=True), ""

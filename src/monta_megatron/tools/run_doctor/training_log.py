@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from monta_megatron.planner.assumptions import gpu_names
+from monta_megatron.planner.assumptions import CPU_RANKS, gpu_names
 from monta_megatron.tools.launch.arguments import Argument, Arguments, key_of
 from monta_megatron.tools.launch.log import ITERATION, PEAK_MIB, TIME_MS, not_repeated
 
@@ -71,6 +71,8 @@ OF_YAML = frozenset(
         "world_size",
     ]
 )
+# What `emulation.cpu_ranks` says.
+ON_CPU_RANKS = f"{CPU_RANKS} stand in for CUDA"
 UNSET = ("None", "null", "False", "false", "none", "")
 
 
@@ -135,6 +137,8 @@ def read_training_log(path: Path) -> TrainingRecord:
             peak_mib = max(peak_mib, float(peak[1]))
         elif (found := YAML.search(line)) is not None and found[1] in OF_YAML:
             said[found[1]] = found[2].strip(), f"line {number}: {line.strip()}"
+        if gpu is None and ON_CPU_RANKS in line:
+            gpu = CPU_RANKS
         if gpu is None and (named := known_gpu.search(line)) is not None:
             gpu = named[1]
     kept = not_repeated(timed)
