@@ -225,7 +225,7 @@ def _stamp(
     def window_of(buffer: int) -> int:
         if policy == "host" or not buffers[buffer][0]:
             return num_chunks
-        # What a collective reads is free once what reads its message is issued.
+        # The input of a collective is free once the reader of its message is issued.
         ends = [
             numbers[end]
             for reader in readers[buffer]

@@ -48,7 +48,8 @@ class OneChunk(NamedTuple):
 
     Attributes:
         operations: in order. `series` is their place here, as of buffers; `reads` and `writes` are
-            places in `buffers`. What depends on the chunk, or on the others, is left open.
+            places in `buffers`. Fields that depend on the chunk, or on the others, are
+            left open.
         buffers: the input comes first. `chunk` is None for those that hold the rows of all chunks;
             `slot` is the place here of the buffer whose memory is used.
         output: the buffer in which the rows are at the end.
@@ -254,7 +255,7 @@ def one_chunk(
             before_it = boundary_after(at - 1)
             writes += [*unrounded, *scratch(at, before_it, 1, boundary)]
             if is_rounded and not is_fused and current == 0 and shapes[0].placement == "index":
-                # What is read row by row is there in its own dtype before it is converted.
+                # Rows read one by one are there in their own dtype before they are converted.
                 writes.append(summed(at, before_it, row.value_bytes, slot=writes[-1]))
             current = add("reduce", at, [current], writes, name, group=group)
         elif isinstance(stage, Duplicate):

@@ -26,7 +26,7 @@ SUM_COLUMNS = 2048
 # on devices, to which it hands everything in advance; "fused" likewise, by kernels that copy rows
 # straight to where they belong, and sum them without memory of their own.
 Policy: TypeAlias = Literal["host", "streams", "fused"]
-# What an operation occupies: the network between nodes, the link inside a node, memory.
+# Resource of an operation: the network between nodes, the link inside a node, memory.
 Resource: TypeAlias = Literal["inter", "intra", "memory"]
 # Those of collectives.
 LINKS: tuple[Resource, ...] = ("inter", "intra")
@@ -48,7 +48,7 @@ Kind: TypeAlias = Literal[
     # Of a whole layer's program alone, see `pipelined_layer`.
     "experts",
 ]
-# What a calibration times and a curve gives the costs of.
+# Operations that a calibration times and a curve prices.
 PricedOperation: TypeAlias = Literal[
     "alltoall",
     "allgather",
@@ -380,7 +380,7 @@ def _on_streams(
     operations: Sequence[Operation], needs: Sequence[Collection[int]], awaited: Collection[Kind]
 ) -> list[Waits]:
     """On a device: streams wait for each other, the host for nothing."""
-    # What runs operations in order: a side stream, or a group's own.
+    # Queues, each of which runs its operations in order: a side stream, or a group's own.
     queues = [one.group if one.kind in awaited else one.stream for one in operations]
     # (stream, queue) -> the latest operation of the queue for which the stream has waited.
     waited: dict[tuple[int, object], int] = {}

@@ -6,7 +6,7 @@
     AllToAll     exchange rows with the group               the same with swapped counts
     AllGather    concatenate over the group                 exchange of parts, then one fp32 sum
 
-A stage is plain data. What moves for a given matrix of counts is a `BoundStage`, which the
+A stage is plain data. For a given matrix of counts it becomes a `BoundStage`, which the
 executor runs, the cost model prices and the timeline draws. Nothing here needs torch.
 
 Notation: C = number of chunks, P = ranks of the stage's group.
@@ -184,7 +184,7 @@ class BoundStage:
 
 
 def _over_peers(rows: RowCounts) -> RowCounts:
-    """[C, P] -> [C]. What stays on the rank has one peer, and a sum takes as long as ten views."""
+    """[C, P] -> [C]. Rows that stay have one peer, and a sum takes as long as ten views."""
     return rows[:, 0] if rows.shape[1] == 1 else rows.sum(axis=1)
 
 

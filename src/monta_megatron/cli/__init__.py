@@ -45,7 +45,7 @@ COMMANDS = (
     timeline,
 )
 
-# What has left the command line -> the script of the repository that does it.
+# Command that has left -> the script of the repository that does it.
 MOVED = {"validate": "python benchmarks/validate.py"}
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.parser import add_json, only_the_report
+from monta_megatron.common.tables import show_progress, tell
 from monta_megatron.tools.bench.flags import FLAGS, Flag
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _run(parsed: argparse.Namespace) -> int:
             from monta_megatron.tools.bench.report import plot_report
 
             for path in plot_report(reports[0], Path(parsed.plot)):
-                print(f"monta bench: drew {path}", file=sys.stderr)
+                tell("bench", f"drew {path}")
     return status
 
 
@@ -133,9 +134,8 @@ def measure(
 
         install_for_device()
         if this_rank.rank == 0:
-            print(f"monta bench: {THROUGH_HOST}", file=sys.stderr)
+            tell("bench", THROUGH_HOST)
     with only_the_report():
-        from monta_megatron.common.tables import show_progress
         from monta_megatron.tools.bench.point import MismatchError, run_benchmarks
 
         try:

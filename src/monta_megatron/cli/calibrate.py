@@ -4,17 +4,12 @@ import argparse
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monta_megatron.cli.parser import add_json, only_the_report
 from monta_megatron.cli.planning import add_ctas
 from monta_megatron.common.flags import positive, printable, whole
-from monta_megatron.common.tables import print_json
-from monta_megatron.common.units import counted
-
-if TYPE_CHECKING:
-    from monta_megatron.tools.bench.settings import LayerShape
-    from monta_megatron.tools.calibrate.run import Calibration
+from monta_megatron.common.tables import print_report, show_progress, tell
 
 EXAMPLE = """\
 examples:
@@ -89,7 +84,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.first_rank import is_first_rank
     from monta_megatron.common.ranks import find_this_rank
-    from monta_megatron.tools.calibrate.record import alone, ctas_of_environment
+    from monta_megatron.tools.calibrate.record import alone, ctas_of_environment, expert_layer
     from monta_megatron.tools.pictures import check_can_plot
 
     # Step 1: what the flags say.
@@ -103,16 +98,17 @@ def _run(parsed: argparse.Namespace) -> int:
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
     partial = out.with_name(f"{out.name}.partial")
-    layer = _layer(parsed, this_rank.world_size)
+    layer = expert_layer(parsed.model, parsed.ep, parsed.etp, this_rank.world_size)
     ctas = ctas_of_environment({"rail": parsed.rail_ctas, "node": parsed.node_ctas})
 
     # Step 2: measure, and write.
     mine = alone(partial) if this_rank.rank == 0 else nullcontext()
     with mine, only_the_report():
-        from monta_megatron.common.tables import show_progress
+        from monta_megatron.tools.calibrate.report import plot_curves
         from monta_megatron.tools.calibrate.run import Settings, calibrate
 
         settings = Settings(
+            out=out,
             partial=partial,
             budget_s=parsed.budget_seconds,
             name=parsed.name,
@@ -122,73 +118,17 @@ def _run(parsed: argparse.Namespace) -> int:
             ctas=ctas,
         )
         with show_progress("calibrate", this_rank.rank == 0) as progress:
-            result = calibrate(settings, this_rank.local_rank, progress)
+            report = calibrate(settings, this_rank.local_rank, progress)
         if this_rank.rank == 0:
-            _write(result, out, partial)
+            report.save()
+            partial.unlink(missing_ok=True)
+    if this_rank.rank != 0:
+        return 0
 
     # Step 3: report.
-    if this_rank.rank == 0:
-        _print(result, out, parsed)
-    return 0
-
-
-def _layer(parsed: argparse.Namespace, world_size: int) -> "LayerShape | None":
-    """The layer whose experts are timed; None where no model is given."""
-    from monta_megatron.common.flags import torch_name
-    from monta_megatron.planner.models.files import load_model
-    from monta_megatron.tools.bench.settings import LayerShape
-
-    if parsed.model is None:
-        for name in ("ep", "etp"):
-            if getattr(parsed, name) is not None:
-                raise ValueError(f"--{name}: got {getattr(parsed, name)}, must come with --model")
-        return None
-    model = load_model(parsed.model)
-    etp = parsed.etp or 1
-    ep = parsed.ep or max(world_size // etp, 1)
-    if world_size % (ep * etp) or model.num_experts % ep or model.moe_ffn_hidden_size % etp:
-        raise ValueError(
-            f"--ep: got {ep} with --etp {etp}, must be such that both divide the {world_size} "
-            f"ranks of this launch, and that they divide {model.num_experts} experts and their "
-            f"intermediate size of {model.moe_ffn_hidden_size}"
-        )
-    return LayerShape(
-        num_experts=model.num_experts,
-        topk=model.moe_router_topk,
-        hidden=model.hidden_size,
-        ffn_hidden=model.moe_ffn_hidden_size,
-        dtype=torch_name(model.dtype),
-        tp=etp,
-        ep=ep,
-        etp=etp,
-    )
-
-
-def _write(result: "Calibration", out: Path, partial: Path) -> None:
-    from monta_megatron.common.files import write_whole
-    from monta_megatron.planner.cluster_file import dump_measured
-
-    write_whole(out, dump_measured(result.cluster))
-    partial.unlink(missing_ok=True)
-
-
-def _print(result: "Calibration", out: Path, parsed: argparse.Namespace) -> None:
-    from monta_megatron.common import strict_yaml
-    from monta_megatron.tools.calibrate.report import doubt_lines, lines
-
-    wrote = f"{counted(result.rounds, 'round')}; wrote {out}"
-    text = [*lines(result.cluster), "", wrote, *doubt_lines(result.cluster)]
-    print("\n".join(text), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
-        document = {
-            "out": str(out),
-            "rounds": result.rounds,
-            "kept_samples": result.kept_samples,
-            "cluster": strict_yaml.plain(result.cluster),
-        }
-        print_json(document)
+        print(report.text(), file=sys.stderr)
+    print_report(report, parsed.json)
     if parsed.plot is not None:
-        from monta_megatron.tools.calibrate.report import plot_curves
-
-        path = plot_curves(result.cluster, Path(parsed.plot))
-        print(f"monta calibrate: drew {path}", file=sys.stderr)
+        tell("calibrate", f"drew {plot_curves(report.cluster, Path(parsed.plot))}")
+    return 0

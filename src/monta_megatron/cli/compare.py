@@ -1,18 +1,17 @@
 """`monta compare`: the training of a run file with each dispatcher, side by side."""
 
 import argparse
-import sys
+from functools import partial
 from typing import Any
 
 from monta_megatron.cli.launch import add_run_file, add_start, run_file
 from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import whole
-from monta_megatron.common.tables import print_json, print_report
-from monta_megatron.common.text import shown
+from monta_megatron.common.tables import print_json, print_report, tell
 
 EXAMPLE = """\
-What follows -- are arguments of Megatron for all trainings, as for
-`monta launch`; --moe-monta-... are for monta alone.
+Arguments after -- go to Megatron in all trainings, as for `monta launch`;
+--moe-monta-... to monta alone.
 
 examples:
   monta compare --config configs/runs/quickstart.yaml
@@ -66,6 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
         train_all,
     )
 
+    say = partial(tell, "compare")
     trainings = prepare_trainings(
         run_file(parsed),
         parsed.megatron,
@@ -77,18 +77,18 @@ def run(parsed: argparse.Namespace) -> int:
         ignore_memory=parsed.ignore_memory,
     )
     for name, reason in trainings.left_out.items():
-        _tell(f"{name} is left out: {reason}")
+        say(f"{name} is left out: {reason}")
     total = len(trainings.in_order)
-    _tell(f"{total} trainings of {parsed.iterations} iterations; logs in {trainings.directory}")
+    say(f"{total} trainings of {parsed.iterations} iterations; logs in {trainings.directory}")
     logs = []
     try:
         for training, log in train_all(trainings):
             logs.append((training, log))
-            _tell(f"{len(logs)} of {total}: {training.dispatcher} has ended")
+            say(f"{len(logs)} of {total}: {training.dispatcher} has ended")
     except TrainingFailed as failed:
         training, status = failed.training, failed.status
         why = why_ended(status, training.log)
-        _tell(f"the run with {training.dispatcher} failed, {why}; log: {training.log}")
+        say(f"the run with {training.dispatcher} failed, {why}; log: {training.log}")
         if parsed.json:
             failed_run = {"failed": training.dispatcher, "why": why, "log": str(training.log)}
             print_json({**failed_run, "exit_status": status})
@@ -97,7 +97,3 @@ def run(parsed: argparse.Namespace) -> int:
     report.save()
     print_report(report, parsed.json)
     return 0
-
-
-def _tell(line: str) -> None:
-    print(shown(f"monta compare: {line}"), file=sys.stderr, flush=True)

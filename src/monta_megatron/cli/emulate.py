@@ -65,7 +65,7 @@ def add_parser(commands: Any) -> None:
         metavar="-- CMD",
         help="a Python script, -m MODULE or monta COMMAND, with its arguments",
     )
-    # What who forgets the `--` writes.
+    # A command whose `--` was forgotten.
     parser.add_argument(
         "-m", dest="without_dashes", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )

@@ -11,8 +11,8 @@ from monta_megatron.common.flags import positive
 from monta_megatron.common.tables import print_report
 
 EXAMPLE = """\
-What follows -- are arguments of Megatron, as for monta launch. Everything that
-is printed is predicted: nothing runs.
+Arguments after -- are those of Megatron, as for monta launch. All figures are
+predicted: nothing runs.
 
 examples:
   monta estimate --config qwen3_235b_a22b

@@ -3,21 +3,16 @@
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monta_megatron.cli.parser import add_json
 from monta_megatron.cli.planning import IGNORE_MEMORY
-from monta_megatron.common.tables import print_json
-from monta_megatron.common.text import command_line, shown
-from monta_megatron.common.units import counted
-
-if TYPE_CHECKING:
-    from monta_megatron.tools.launch.prepare import Run
+from monta_megatron.common.tables import print_report, tell
 
 EXAMPLE = """\
-What follows -- are arguments of Megatron; they go before those of the
+Arguments after -- are those of Megatron; they override those of the
 file. `--NAME false` takes one of the file back, a parallel size changes the
 layout. The run directory's run.sh starts the same run again, from its last
 checkpoint if it saves any.
@@ -117,91 +112,19 @@ def add_start(
 
 def run(parsed: argparse.Namespace) -> int:
     """Prepare, write and start the run; returns its exit status."""
-    from monta_megatron.common.ranks import why_ended
-    from monta_megatron.tools.launch.log import summary_of
-    from monta_megatron.tools.launch.prepare import checked, prepare
-    from monta_megatron.tools.launch.start import (
-        choose_start,
-        run_and_log,
-        run_script,
-        self_contained,
-        start_command,
-        submit,
-        write,
+    from monta_megatron.tools.launch.start import LaunchRequest, launch
+
+    request = LaunchRequest(
+        file=run_file(parsed),
+        megatron=parsed.megatron,
+        directory=parsed.run_directory,
+        start=parsed.start,
+        dry_run=parsed.dry_run,
+        force=parsed.force,
+        ignore_memory=parsed.ignore_memory,
     )
-
-    prepared = prepare(
-        run_file(parsed),
-        parsed.megatron,
-        parsed.run_directory,
-        parsed.dry_run,
-        parsed.ignore_memory,
-    )
-    start = choose_start(parsed.start, prepared, parsed.dry_run)
-    prepared = self_contained(checked(prepared, parsed.force))
-    if start == "sbatch" and prepared.lacks_to_resume:
-        note = (
-            "the job ends at its time limit and is not requeued, since it would start over "
-            f"without --{', --'.join(prepared.lacks_to_resume)}"
-        )
-        prepared = replace(prepared, notes=(*prepared.notes, note))
-    command = start_command(start, prepared)
-    _say(prepared, command)
-    document = {**prepared.document(), "command": command}
-    if parsed.dry_run:
-        if parsed.json:
-            print_json(document)
-        else:
-            print(run_script(prepared).rstrip())
-        return 0
-    write(prepared)
-    status = 0
-    if start == "sbatch":
-        document["job"] = submit(command)
-        _tell(f"submitted job {document['job']}; it writes {prepared.directory}/logs")
-    elif start != "none":
-        output = sys.stderr.buffer if parsed.json else sys.stdout.buffer
-        interrupted = False
-        try:
-            status = run_and_log(command, prepared.directory / "logs" / "run.log", output)
-        except KeyboardInterrupt as interrupt:
-            interrupted = True
-            _tell("interrupted; every rank has ended")
-            status = 128 + int(interrupt.args[0])
-        summary = summary_of(prepared)
-        document["summary"] = summary.document()
-        for line in summary.lines():
-            _tell(line)
-        if status != 0 and not interrupted:
-            _tell(f"failed, {why_ended(status, Path(summary.log))}")
-    if parsed.json:
-        print_json({**document, "exit_status": status})
-    return status
-
-
-def _say(prepared: "Run", command: list[str]) -> None:
-    layout, plan = prepared.config.layout, prepared.plan
-    sizes = ", ".join(
-        f"{name.upper()} {getattr(layout, name)}" for name in ("tp", "ep", "etp", "pp", "cp")
-    )
-    nodes = counted(layout.nodes, "node")
-    _tell(f"{nodes} x {counted(layout.ranks_per_node, 'rank')}: {sizes}")
-    if plan is not None:
-        _tell(
-            f"plan: {plan.chain} in {counted(plan.num_chunks, 'chunk')}, "
-            f"{plan.predicted_us or 0:,.0f} us per layer and micro-batch, predicted"
-        )
-        if prepared.benefit is not None:
-            _tell(f"benefit: {prepared.benefit.text}")
-        for rate in plan.rates:
-            _tell(f"rate: {rate}")
-    for note in prepared.notes:
-        _tell(f"note: {note}")
-    _tell(f"directory: {prepared.directory}")
-    if command:
-        _tell(f"start: {command_line(command)}")
-
-
-def _tell(line: str) -> None:
-    # Standard output is for the run's output, the script or the JSON document.
-    print(shown(f"monta launch: {line}"), file=sys.stderr, flush=True)
+    output = sys.stderr.buffer if parsed.json else sys.stdout.buffer
+    report = launch(request, partial(tell, "launch"), output)
+    if parsed.json or parsed.dry_run:
+        print_report(report, parsed.json)
+    return report.exit_status or 0

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -12,7 +11,7 @@ from monta_megatron.cli.parser import add_json
 from monta_megatron.common.field_texts import meanings
 from monta_megatron.common.flags import DTYPE_BYTES, positive, printable, whole
 from monta_megatron.common.rules import require
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import print_json, tell
 from monta_megatron.planner.models.model import Model
 
 if TYPE_CHECKING:
@@ -71,8 +70,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "new",
         help="write a commented model, cluster or run file",
-        description="Write a file to begin with, every field with what it means. What is not known "
-        "is left to be filled in, and the loader names it.",
+        description="Write a file to begin with, every field with its meaning. Unknown values "
+        "are left to be filled in, and the loader names them.",
         epilog=EXAMPLE,
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
@@ -163,20 +162,13 @@ def run(parsed: argparse.Namespace) -> int:
     template: Template = parsed.make(parsed)
     if parsed.out is not None:
         write_whole(Path(parsed.out), template.text)
-        print(f"monta new: wrote {parsed.out}", file=sys.stderr)
+        tell("new", f"wrote {parsed.out}")
     for warning in template.warnings:
-        print(f"monta new: {warning}", file=sys.stderr)
+        tell("new", warning)
     if template.to_fill_in:
-        print(f"monta new: to fill in: {', '.join(template.to_fill_in)}", file=sys.stderr)
+        tell("new", f"to fill in: {', '.join(template.to_fill_in)}")
     if parsed.json:
-        document = {
-            "kind": parsed.kind,
-            "file": parsed.out,
-            "text": template.text,
-            "to_fill_in": template.to_fill_in,
-            "remarks": template.remarks,
-        }
-        print_json(document)
+        print_json({"kind": parsed.kind, "file": parsed.out, **template.document()})
     elif parsed.out is None:
         print(template.text, end="")
     return 0
@@ -191,14 +183,8 @@ def _model(parsed: argparse.Namespace) -> "Template":
 
 def _cluster(parsed: argparse.Namespace) -> "Template":
     from monta_megatron.common.units import Rate
-    from monta_megatron.tools.new import hardware
-    from monta_megatron.tools.new.cluster import Machine, cluster_template
+    from monta_megatron.tools.new.cluster import cluster_template, find_machine
 
-    machine = Machine(
-        gpus=hardware.find_gpus(),
-        interfaces=hardware.find_interfaces(hardware.SYS),
-        num_nodes=hardware.find_num_nodes(),
-    )
     rates: dict[Any, Rate] = {
         resource: Rate.from_text(text)
         for name, (resource, _) in CLUSTER_RATES.items()
@@ -210,28 +196,23 @@ def _cluster(parsed: argparse.Namespace) -> "Template":
     require(
         is_once, "--network-rate", parsed.network_rate, "be left out with --network-rate-reached"
     )
-    return cluster_template(machine, _given(parsed, names), rates, parsed.gpu, is_line_rate)
+    return cluster_template(find_machine(), _given(parsed, names), rates, parsed.gpu, is_line_rate)
 
 
 def _run(parsed: argparse.Namespace) -> "Template":
-    from monta_megatron.tools.new import hardware
-    from monta_megatron.tools.new.hardware import network_environment
+    from monta_megatron.tools.new.hardware import find_network
     from monta_megatron.tools.new.run import run_template
     from monta_megatron.tools.plan.request import PlanRequest
 
     names = [name.replace("-", "_") for name in (*planning.SIZES, *planning.BATCH)]
     nodes, ranks_per_node = _hosts(parsed)
-    network = None
-    if nodes > 1:
-        interfaces = hardware.find_interfaces(hardware.SYS)
-        network = network_environment(interfaces, hardware.find_socket_interface(hardware.ROUTES))
     return run_template(
         PlanRequest(**_given(parsed, ["model", "cluster", "ignore_memory", *names])),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         name=parsed.name,
         folder=Path(parsed.out or "run.yaml").parent,
-        network=network,
+        network=find_network() if nodes > 1 else None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from monta_megatron.cli.parser import add_json
 from monta_megatron.cli.planning import FILES
 from monta_megatron.common.flags import not_negative, positive, whole
-from monta_megatron.common.tables import print_json, print_report
+from monta_megatron.common.tables import print_report, show_progress, tell
 
 EXAMPLE = """\
 examples:
@@ -18,7 +18,7 @@ examples:
   monta place --apply checkpoints --placement placement.json --out placed
   monta place --apply placed --placement placement.json --undo --out undone
 """
-# What each of the two ways needs, and the flags that it takes besides.
+# Flags that each of the two ways needs, and those that it takes besides.
 NEEDED = {"trace": ("model", "cluster"), "apply": ("placement",)}
 OTHERS = {
     "trace": ("ep", "etp", "pp", "max_load", "min_gain", "plot", "force"),
@@ -95,7 +95,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _place(parsed: argparse.Namespace) -> int:
-    from monta_megatron.common.tables import show_progress
     from monta_megatron.tools.place.report import PlaceRequest, place
 
     request = PlaceRequest(
@@ -120,7 +119,7 @@ def _place(parsed: argparse.Namespace) -> int:
             if refused is None
             else f"{request.out} is not written: {refused}"
         )
-        print(f"monta place: {said}", file=sys.stderr)
+        tell("place", said)
     return 0
 
 
@@ -132,16 +131,11 @@ def _apply(parsed: argparse.Namespace) -> int:
     from monta_megatron.tools.place.placement import read_placement
 
     placement = read_placement(Path(parsed.placement))
-    if parsed.undo:
-        placement = placement.inverse()
-    folder = apply_placement(
+    report = apply_placement(
         Path(parsed.apply),
-        placement,
+        placement.inverse() if parsed.undo else placement,
         None if parsed.out is None else Path(parsed.out),
         parsed.without_optimizer,
     )
-    if parsed.json:
-        print_json({"written": str(folder), "layers": sorted(placement.layers)})
-    else:
-        print(f"wrote {folder}: the experts of {len(placement.layers)} layers")
+    print_report(report, parsed.json)
     return 0

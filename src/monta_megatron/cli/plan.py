@@ -1,14 +1,13 @@
 """`monta plan`: which chain, in how many chunks, and why; or which layout."""
 
 import argparse
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import fraction, name_of, not_negative, positive, whole
-from monta_megatron.common.tables import print_report
+from monta_megatron.common.tables import print_report, tell
 
 EXAMPLE = """\
 examples:
@@ -87,6 +86,6 @@ def run(parsed: argparse.Namespace) -> int:
     questions.check(has_layout=planning.has_layout(parsed), overlap_experts=parsed.overlap_experts)
     report = answer(*planning.read(parsed, **questions.limits), questions)
     if parsed.out is not None:
-        print(f"monta plan: wrote {parsed.out}", file=sys.stderr)
+        tell("plan", f"wrote {parsed.out}")
     print_report(report, parsed.json)
     return 0

@@ -6,9 +6,8 @@ from typing import Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.parser import add_json
-from monta_megatron.common.files import write_whole
 from monta_megatron.common.flags import printable
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import print_report
 
 EXAMPLE = """\
 examples:
@@ -18,14 +17,6 @@ examples:
       --recording recorded
 """
 
-# Part -> what gives it.
-PARTS = {
-    "plan": "--model and --cluster",
-    "timeline": "--model and --cluster",
-    "recorded timeline": "--recording PATH, of a run or a training",
-    "benchmark": "--bench FILE, of monta bench --json",
-    "calibration": "--cluster FILE",
-}
 # Flags that name files.
 READ = ("model", "cluster", "layout", "routing", "recording", "stock", "bench")
 # Flags that say nothing without --model, and what stands for "not given".
@@ -69,19 +60,18 @@ def add_parser(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Write the page, and list its sections."""
     _check_flags(parsed)
-    name, sections = _sections(parsed)
+    from monta_megatron.tools.report.page import PageRequest, write_page
 
-    from monta_megatron.tools.report.page import page
-
-    out = Path(parsed.out)
-    left_out = {part: flags for part, flags in PARTS.items() if part not in sections}
-    notes = [f"{part}: {flags}" for part, flags in left_out.items()]
-    write_whole(out, page(parsed.title or name, list(sections.values()), notes))
-    if parsed.json:
-        print_json({"out": str(out), "parts": list(sections), "left_out": list(left_out)})
-    else:
-        print(f"wrote {out}: {', '.join(sections)}")
-        print("\n".join(f"left out {note}" for note in notes))
+    request = PageRequest(
+        out=Path(parsed.out),
+        title=parsed.title,
+        plan=None if parsed.model is None else planning.read(parsed),
+        recording=None if parsed.recording is None else Path(parsed.recording),
+        stock=None if parsed.stock is None else Path(parsed.stock),
+        bench=None if parsed.bench is None else Path(parsed.bench),
+        cluster=parsed.cluster,
+    )
+    print_report(write_page(request), parsed.json)
     return 0
 
 
@@ -113,27 +103,3 @@ def _check_out(out: Path, parsed: argparse.Namespace) -> None:
             raise ValueError(f"--out: got {out}, must be another file than --{name}")
     if not parsed.force:
         raise ValueError(f"--out: got {out}, must not exist; --force overwrites it")
-
-
-def _sections(parsed: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """A name for the page, and the parts of `PARTS` that the flags give, in that order."""
-    from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.tools.report import page as of
-    from monta_megatron.tools.timeline import drawing
-
-    name, sections = "monta", dict[str, Any]()
-    if parsed.model is not None:
-        request, inputs = planning.read(parsed)
-        name = f"{inputs.model.name} on {inputs.cluster.name}"
-        sections["plan"] = of.plan_section(request, inputs)
-        predicted = drawing.of_prediction(request, inputs)
-        sections["timeline"] = of.timeline_section("Timeline (predicted)", predicted)
-    if parsed.recording is not None:
-        stock = None if parsed.stock is None else Path(parsed.stock)
-        recorded = drawing.of_path(Path(parsed.recording), stock=stock)
-        sections["recorded timeline"] = of.timeline_section("Timeline (recorded)", recorded)
-    if parsed.bench is not None:
-        sections["benchmark"] = of.bench_section(Path(parsed.bench))
-    if parsed.cluster is not None:
-        sections["calibration"] = of.calibration_section(load_cluster(parsed.cluster))
-    return name, sections

@@ -1,7 +1,6 @@
 """`monta simulate`: the cost model over values of one factor, on clusters nobody needs to have."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from monta_megatron.cli import planning
 from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import num_tokens, positive, whole
-from monta_megatron.common.tables import print_report
+from monta_megatron.common.tables import print_report, tell
 from monta_megatron.common.text import one_of, same_name
 from monta_megatron.common.units import bytes_of_gb
 
@@ -24,7 +23,7 @@ examples:
       --ep 8 --pp 16 --sweep ranks=8,16,32,64,128 --plot plots
 """
 
-# What may be swept: how to read its values, and its description.
+# Factor of a sweep -> how to read its values, and its description.
 FACTORS: dict[str, tuple[Callable[[str], float], str]] = {
     "tokens": (num_tokens(1), "tokens of a rank"),
     "ranks": (whole(1), "ranks of an exchange (EP x ETP, at the ETP given)"),
@@ -83,7 +82,7 @@ def run(parsed: argparse.Namespace) -> int:
         path = Path(parsed.plot) / f"simulate_{simulation.factor}.png"
         label = FACTORS[simulation.factor][1]
         plot_plans(simulation.values, simulation.plans, label, simulation.title, path)
-        print(f"monta simulate: drew {path}", file=sys.stderr)
+        tell("simulate", f"drew {path}")
     return 0
 
 

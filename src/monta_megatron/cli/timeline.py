@@ -1,7 +1,6 @@
 """`monta timeline`: overlap of a pass, recorded or predicted, as a picture and a trace."""
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from monta_megatron.cli.bench import add_flags
 from monta_megatron.cli.parser import add_json, only_the_report
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
-from monta_megatron.common.tables import print_report
+from monta_megatron.common.tables import print_report, show_progress, tell
 from monta_megatron.common.text import same_name
 from monta_megatron.tools.bench.flags import FLAGS
 
@@ -169,7 +168,6 @@ def _predict(parsed: argparse.Namespace) -> "Drawing":
 def _record(parsed: argparse.Namespace) -> "Drawing | None":
     """Record on this rank; None on all but the first."""
     from monta_megatron.common.ranks import find_this_rank
-    from monta_megatron.common.tables import show_progress
     from monta_megatron.tools.bench.settings import parse_settings
 
     given = _chain(parsed)
@@ -195,14 +193,9 @@ def _record(parsed: argparse.Namespace) -> "Drawing | None":
             recordings = record(settings, this_rank, cluster, progress)
     if recordings is None:
         return None
-    from monta_megatron.tools.timeline.drawing import of_recording
+    from monta_megatron.tools.timeline.drawing import of_recordings
 
-    paths = {}
-    for recording in recordings:
-        paths[recording.chain] = folder / f"{recording.chain}_x{recording.num_chunks}.json"
-        recording.save(paths[recording.chain])
-    stock = paths.get("alltoall") if len(paths) > 1 else None
-    return of_recording(paths[recordings[-1].chain], cluster if stock is None else None, stock)
+    return of_recordings(recordings, folder, cluster)
 
 
 def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
@@ -234,6 +227,5 @@ def _write(parsed: argparse.Namespace, drawing: "Drawing") -> None:
     make_folder(folder, "--out")
     report = write(drawing, folder, parsed.max_ranks)
     if "picture" not in report.files:
-        advice = pictures.INSTALL
-        print(f"monta timeline: no picture without matplotlib: {advice}", file=sys.stderr)
+        tell("timeline", f"no picture without matplotlib: {pictures.INSTALL}")
     print_report(report, parsed.json)

@@ -1,6 +1,6 @@
 """YAML into frozen dataclasses and back, strictly.
 
-What a file may hold is written once, as the annotations of a dataclass: an unknown key, a missing
+The content of a file is declared once, as the annotations of a dataclass: an unknown key, a missing
 one, a wrong type or a value that breaks its rule is a one-line `ValueError` that names the file,
 the path of the key, the value and the rule. Tags, some of which make Python objects, are refused,
 and so is a file that would take long to read. A class with `from_text` and `RULE`, such as a rate,

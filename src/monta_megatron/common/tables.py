@@ -43,6 +43,11 @@ def print_report(report: Report, as_json: bool) -> None:
         print(report.text())
 
 
+def tell(command: str, line: str) -> None:
+    """Print a line of a command on standard error: standard output is for its report."""
+    print(shown(f"monta {command}: {line}"), file=sys.stderr, flush=True)
+
+
 def has_rich() -> bool:
     """Whether rich is installed."""
     return importlib.util.find_spec("rich") is not None

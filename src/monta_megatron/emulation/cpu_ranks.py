@@ -5,7 +5,7 @@ of CUDA by stand-ins, so that `pretrain_gpt.py` or a layer of megatron.core trai
 the same code path, the same groups, the same order of collectives. The numbers are right; times are
 those of CPUs and of Gloo.
 
-What stands in for what:
+Substitutes:
     device      device="cuda" is the CPU; `tensor.type()` still names CUDA types
     streams     everything runs at once and in order, so streams and events have nothing to do
     generator   torch's CPU generator is the CUDA generator too

@@ -126,7 +126,7 @@ socket.sethostname(sys.argv[1])
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
-# What torchrun starts for each rank. Arguments: our directory, the number of NICs, the rank whose
+# The script that torchrun starts for each rank. Arguments: directory, number of NICs, rank whose
 # standard output is kept, the rank's command. The shell stays in order to note the exit status as
 # soon as the rank exits: torchrun's own is always 1, and the first rank to fail is the cause.
 _START_RANK = """
@@ -240,7 +240,7 @@ def _start_node(
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "MONTA_CPU_RANKS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            # What a training's planner takes, unless it is given others.
+            # Costs for a training's planner, unless it is given others.
             "MOE_MONTA_CLUSTER": os.environ.get("MOE_MONTA_CLUSTER", str(_COSTS)),
             ENVIRONMENT_VARIABLE: cluster.to_json(),
         },

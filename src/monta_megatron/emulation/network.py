@@ -29,7 +29,7 @@ PRIVATE_DIRECTORY = Path("/run/netns")
 
 # Jumbo frames, which cost less CPU time per byte.
 _MTU_BYTES = 9000
-# What may leave at once after a pause, as time on the link. The longer, the more of a small message
+# Burst after a pause, as time on the link. The longer, the more of a small message
 # is free; the shorter, the more often a timer has to fire (CPU time), tens of microseconds late.
 # With 250 us a message of 100 kB takes at least 0.8 of its time on the link at 1 Gbit/s, 0.9 at
 # lower rates, and a stream reaches 99% of the setting from 10 Mbit/s to 20 Gbit/s.

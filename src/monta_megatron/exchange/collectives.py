@@ -128,7 +128,7 @@ NCCL_SETTINGS = (
     "cta_policy",
     "nvls_ctas",
 )
-# What NCCL takes for "not set" in such a setting that is a number.
+# NCCL's "not set" of a numeric setting.
 UNSET = -(2**31)
 
 

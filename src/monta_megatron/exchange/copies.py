@@ -66,7 +66,7 @@ def count_routing(
 class Copies(NamedTuple):
     """The copies of one chunk's rows, and the way back; int64.
 
-    What is kept grows with the copies, of which there are no more than token-expert pairs, and not
+    Memory grows with the copies, of which there are no more than token-expert pairs, and not
     with W.
 
     Attributes:
@@ -161,7 +161,7 @@ def find_copies(ids: torch.Tensor, parts: Parts, copies: Copies) -> None:
         torch.index_select(first_places.flatten(), 0, position, out=copies.place)
         # Should ids and counts be at odds, nothing outside the lists is touched.
         copies.place.clamp_(max=ids.shape[1] - 1)
-    # What was found is not needed any more: the rows in ascending order take its memory.
+    # `position` is not needed any more: the rows in ascending order take its memory.
     torch.sort(copies.row, stable=True, out=(position, copies.by_row))
     torch.searchsorted(position, parts.numbers[: num_rows + 1], out=copies.row_starts)
 

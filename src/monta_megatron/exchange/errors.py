@@ -74,7 +74,7 @@ def last_operations(
         pending: numbers of the collectives among them that have not ended.
     """
     operations = bound.program.operations
-    # What on a device comes after something that has not ended has not even started.
+    # Work on a device behind work that has not ended has not even started.
     waiting: set[int] = set()
     started, ended = "nothing", "nothing"
     for operation in operations[:num_issued]:

@@ -104,7 +104,7 @@ def reduce(state: State, operation: Operation) -> Works:
     into = _written(state, operation)
     targets = [(into.rows, slice(None))]
     if operation.group is not None:
-        # What goes over the wire is rounded; this rank's part of the next sum is not.
+        # Rows on the wire are rounded; this rank's part of the next sum is not.
         gathered = state.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
         end = int(gathered[: state.group(operation).rank + 1].sum())
         (unrounded,) = state.allocate(operation.writes[1])

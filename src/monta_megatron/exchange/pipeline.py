@@ -3,7 +3,7 @@
 A chunk is an exchange of its own, with its own passes and its own rows at the experts; the order of
 its steps is that of `chains.pipelined_layer`.
 
-What starts a pass and what waits for it are nodes of the autograd graph, made in this order. The
+The start of a pass and the wait for it are nodes of the autograd graph, made in this order. The
 engine runs the ready node that was made last, so backward is the mirror image: the transpose of a
 start waits for the pass that the transpose of the wait has started. It sums a parameter's gradients
 of all chunks before its hooks run, once.
@@ -16,6 +16,7 @@ token, N = rows of a chunk for the local experts.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -75,20 +76,28 @@ def run_pipeline(
     pipeline = _Pipeline(chunks)
     wait = getattr(experts, "wait", None)
     entered = _Enter.apply(pipeline, rows.contiguous(), probs.contiguous(), ids)
-    # What the latest step of each chunk has returned.
+    # Result of the latest step of each chunk.
     tokens: list[Any] = [entered] * len(chunks)
 
     def compute(chunk: int) -> torch.Tensor:
         chunk_rows, chunk_probs = tokens[chunk]
         return experts(chunk_rows, pipeline.tokens_per_expert(chunk), chunk_probs)
 
+    def start_dispatch(chunk: int) -> Any:
+        start = partial(pipeline.start, DISPATCH, chunk)
+        return _Step.apply(start, partial(pipeline.finish, DISPATCH_BACKWARD, chunk), tokens[chunk])
+
+    def end_combine(chunk: int) -> Any:
+        finish = partial(pipeline.finish, COMBINE, chunk)
+        return _Step.apply(finish, partial(pipeline.start, COMBINE_BACKWARD, chunk), tokens[chunk])
+
     steps: dict[Step, Callable[[int], Any]] = {
-        "start first": lambda chunk: _Start.apply(pipeline, chunk, tokens[chunk]),
+        "start first": start_dispatch,
         "end first": lambda chunk: _Arrive.apply(pipeline, chunk, tokens[chunk]),
         "start experts": compute,
         "end experts": lambda chunk: tokens[chunk] if wait is None else wait(tokens[chunk]),
         "start second": lambda chunk: _Leave.apply(pipeline, chunk, tokens[chunk]),
-        "end second": lambda chunk: _End.apply(pipeline, chunk, tokens[chunk]),
+        "end second": end_combine,
     }
     for step, chunk in pipelined_steps(len(chunks), in_background=wait is not None):
         tokens[chunk] = steps[step](chunk)
@@ -180,19 +189,21 @@ class _Enter(torch.autograd.Function):
         return None, gradients.rows, gradients.probs, None
 
 
-class _Start(torch.autograd.Function):
-    """Dispatch of a chunk starts; its backward ends."""
+class _Step(torch.autograd.Function):
+    """A step of a chunk that has no tensors of its own, and the step of its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, token: torch.Tensor) -> torch.Tensor:
-        ctx.pipeline, ctx.chunk = pipeline, chunk
-        pipeline.start(DISPATCH, chunk)
+    def forward(
+        ctx: Any, step: Callable[[], object], back: Callable[[], object], token: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.back = back
+        step()
         return torch.empty_like(token)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        ctx.pipeline.finish(DISPATCH_BACKWARD, ctx.chunk)
+        ctx.back()
         return None, None, token
 
 
@@ -230,22 +241,6 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None, torch.Tensor]:
         return None, None, ctx.pipeline.finish(COMBINE_BACKWARD, ctx.chunk).rows
-
-
-class _End(torch.autograd.Function):
-    """Combine of a chunk ends; its backward starts."""
-
-    @staticmethod
-    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, token: torch.Tensor) -> torch.Tensor:
-        ctx.pipeline, ctx.chunk = pipeline, chunk
-        pipeline.finish(COMBINE, chunk)
-        return torch.empty_like(token)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, token: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        ctx.pipeline.start(COMBINE_BACKWARD, ctx.chunk)
-        return None, None, token
 
 
 class _Exit(torch.autograd.Function):

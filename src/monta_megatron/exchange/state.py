@@ -149,7 +149,7 @@ class State:
     def reserve(self) -> None:
         """Allocate buffers held until the join, for a pass whose caller goes on before it ends.
 
-        What is allocated after the caller has been given work may be in use by that work.
+        Memory allocated after the caller has been given work may be in use by that work.
         """
         program = self.bound.program
         for buffer in program.buffers:

@@ -9,8 +9,8 @@ same pools of torch, one for each priority, and nothing tells which: a group's s
 another one where its priority is (`is_high_priority_stream`). If one should be a side stream too,
 operations wait that would not have to; they never run in another order.
 
-Memory is held until the join, after which the caller's stream comes behind every use. What passes
-share outlives it: each pass names it to `record_stream` for its own caller's stream (`keep`).
+Memory is held until the join, after which the caller's stream comes behind every use. Memory that
+passes share outlives it: each pass names it to `record_stream` for its caller's stream (`keep`).
 
 Asking torch for the current stream costs several times as much as setting it, so streams are set
 where they change, and never asked for.
@@ -67,7 +67,7 @@ class Streams:
 
         Since the fork the caller's stream has been given nothing to do but what an allocation does
         itself, so memory freed on it can be used at once. Memory allocated on a side stream could
-        be reused by passes only. What is held until the join may be reused from then on, since the
+        be reused by passes only. Memory held until the join may be reused from then on, since the
         caller's stream then comes after every use.
         """
         return allocate(number)

@@ -35,7 +35,7 @@ PRINTED_AT = 0.9
 # More collectives than end between two looks; should the oldest never end, it is forgotten.
 MOST_COLLECTIVES = 2**16
 BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-# What torch takes for "on" in them, in any case.
+# Values that torch takes for "on", in any case.
 ON = ("y", "yes", "1", "t", "true")
 
 
@@ -78,7 +78,7 @@ class TimeLimit:
         self._thread: Thread | None = None
         given = [os.environ.get(name, "").lower() for name in BLOCKING_WAIT]
         self._has_watchdog = not any(value in ON for value in given)
-        # What was printed last.
+        # Printed last.
         self._printed: object = None
 
     def add(

@@ -122,7 +122,7 @@ def check_config(config: Any) -> None:
     etp_size = getattr(config, "expert_tensor_parallel_size", None) or (
         getattr(config, "tensor_model_parallel_size", None) or 1
     )
-    # What depends on the nodes is checked once they are known.
+    # Rules that depend on the nodes are checked once they are known.
     one_node = (0,) * (ep_size * etp_size)
     check_chain_runs(
         options,
@@ -232,7 +232,7 @@ def _check_plan(args: Any) -> None:
         "hidden_size": getattr(args, "moe_latent_size", None) or args.hidden_size,
         "value_bytes": 2 if args.bf16 or args.fp16 else 4,
         "tokens_per_rank": None if None in batch else math.prod(batch) // (tp * cp),
-        # What "auto" is depends on the ranks.
+        # The meaning of "auto" depends on the ranks.
         "kernels": None if kernels == AUTO else kernels,
     }
     # Megatron itself refuses what is missing.

@@ -45,7 +45,7 @@ LARGEST_VALUE = 3
 LARGEST_FACTOR = 2
 ADVICE = "Report it, and train with moe_token_dispatcher_type alltoall"
 
-# What was checked on a group and found well: layout, chain, number of chunks.
+# Chains that passed the check on a group: layout, chain, number of chunks.
 _checked_chains: set[tuple[dist.ProcessGroup, Layout, str, int]] = set()
 
 
@@ -234,7 +234,7 @@ def _naming_check(what: str) -> Iterator[None]:
         ) from error
 
 
-# What was checked in this process, by group.
+# Kernels that were checked in this process, by group.
 _checked_kernels: set[tuple[dist.ProcessGroup, str]] = set()
 
 

@@ -11,7 +11,7 @@
 With moe_monta_overlap_experts, chain, experts and transpose run as one pipeline between
 token_dispatch and token_combine, which then do nothing (`compute`; `layer` calls it).
 
-What enters and leaves depends on what a chain's rows are (`strategies`). Once the counts are on the
+The rows that enter and leave depend on the chain (`strategies`). Once the counts are on the
 host, they become one `Exchange`, which both directions and their backward passes share.
 
 Notation: H = hidden size, T = tokens of this rank, E = number of experts, L = local experts,
@@ -175,7 +175,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # by it: from these probabilities, lists [T, W] of probabilities and experts.
         self.expected_width = config.moe_router_topk
         self.early_lists: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
-        # What entered before the counts were known, see `token_dispatch`.
+        # Rows that entered before the counts were known, see `token_dispatch`.
         self._entered_early: tuple[Rows, torch.Tensor] | None = None
         # Megatron reads every listed attribute, those too that our phases do not set.
         self.tokens_per_expert = self.num_global_tokens_per_local_expert = None

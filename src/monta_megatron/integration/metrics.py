@@ -55,7 +55,7 @@ def after_optimizer_steps(function: Callable[[], None]) -> Callable[[], None]:
     """Call `function()` after each step of any optimizer of this process, inner ones too.
 
     Returns:
-        What ends that, if it has not ended.
+        A function that ends it, if it has not ended.
     """
     _watch()
     _functions[function] = None
@@ -191,7 +191,7 @@ class Publisher:
         self._watching, self._options, self._report = watching, options, report
         self._prefix = f"monta{suffix}"
         self._published: MeasuredIteration | None = None
-        # What is not in the log yet.
+        # The line that is not in the log yet.
         self._line = ""
         self._path: Path | None = None
         first = dist.get_process_group_ranks(group)[0]

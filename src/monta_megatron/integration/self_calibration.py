@@ -157,7 +157,7 @@ LEAST_GROWTH = 2
 MOST_DAYS = 30
 MEASURED = "; measured "
 
-# What was found for an exchange of this process, for its other layers: by default group, ranks, ETP
+# Costs found for an exchange of this process, for its other layers: by default group, ranks, ETP
 # and nodes.
 _found: dict[
     tuple[dist.ProcessGroup | None, tuple[int, ...], int, tuple[int, ...]], Cluster | None
@@ -309,7 +309,7 @@ def _measure(
 def _without_rate(cluster: Cluster) -> str:
     """The collectives between nodes of which only starts were measured, whatever their bytes.
 
-    What they take for more bytes would be a guess, by which a chain may seem ten times too fast.
+    Their time for more bytes would be a guess, by which a chain may seem ten times too fast.
     """
     return ", ".join(
         f"{curve.operation} in {counted(curve.group_size, 'rank')}"

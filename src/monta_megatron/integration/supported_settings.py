@@ -64,7 +64,7 @@ RUNS = {
     "delay_wgrad_compute": _TESTS + "test_overlap_schedule",
     # With Transformer Engine's grouped tensors the router pads to 256 rows, in bf16 too.
     "moe_use_grouped_tensor": _TESTS + "test_router_padding",
-    # What a dispatcher gets of packed sequences (THD) is another number of tokens, [T, 1, H].
+    # Packed sequences (THD) reach a dispatcher as another number of tokens, [T, 1, H].
     "packed_seq_params": _TESTS + "test_token_count_changes_every_step",
     "batch_invariant_mode": _TESTS + "test_batch_invariant_sums",
 }

@@ -25,8 +25,8 @@ class Assumption:
     """One constant.
 
     Attributes:
-        name: as `--set` names it; the unit is part of it. What ends in `_share` or `_efficiency`
-            is at most 1.
+        name: as `--set` names it; the unit is part of it. Those that end in `_share` or
+            `_efficiency` are at most 1.
         value: the number.
         source: where it comes from; of a fitted one, what it was fitted on.
         fitted: whether it was fitted on the published rows that judge nothing.

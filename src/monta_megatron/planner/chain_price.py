@@ -59,7 +59,7 @@ def peak_bytes(bound: BoundProgram) -> float:
     def end(operation: Operation) -> None:
         for number in {*operation.reads, *operation.writes}:
             buffer = program.buffers[number]
-            # What nothing reads is needed by its own operation alone.
+            # A buffer that nothing reads is needed by its own operation alone.
             if buffer.release == "last read" and buffer.last_read in (-1, operation.number):
                 live.pop(buffer.slot, None)
 

@@ -29,7 +29,7 @@ RESOURCES: tuple[Resource, ...] = get_args(Resource)
 # Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
 Kind: TypeAlias = Literal["measured", "datasheet"]
 
-# What is said about the key that held rates before they had units.
+# The message on the key that held rates before they had units.
 OLD_RATE = {"gbps": "write rate: {0} GB/s, or rate: {0} Gb/s if these are bits"}
 
 # Number of points at each end of a curve that the line beyond that end is fitted to.

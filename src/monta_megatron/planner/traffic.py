@@ -36,7 +36,7 @@ from monta_megatron.chains.program import Operation as ProgramOperation
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.planner.curves import Operation
 
-# What comes before and after a program, as in `planner.traffic`; the exchange of counts is a kind.
+# Work before and after a program; the exchange of counts is a kind.
 Around: TypeAlias = Literal["count", "lists", "permute", "unpermute"]
 
 

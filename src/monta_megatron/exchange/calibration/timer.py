@@ -8,7 +8,7 @@ one rank waits the others work. So what counts is how long a core is busy with t
 all ranks that share it. Such operations run mixed, one after the other, as in an exchange: the
 caches then hold nothing of an operation when it starts, and the end of no barrier is counted.
 
-What is run next follows from times that all ranks share, as does when to stop: no rank stops alone.
+The next run and the end follow from times that all ranks share: no rank stops alone.
 """
 
 import heapq
@@ -166,7 +166,7 @@ class Timer:
         return times_us
 
     def _first_run_us(self, point: Point, expected_us: float) -> float:
-        # What connections and fresh memory take is little of a long run.
+        # Connections and fresh memory take little of a long run.
         if expected_us < RUN_US:
             self.run(point)
         is_mixed = self._ranks_per_core > 1 and _stays_on_node(point)

@@ -35,7 +35,7 @@ RANKS = ExpertRange(first=0, size=NUM_EXPERTS // NUM_RANKS, num_parts=NUM_RANKS)
 LOCAL_EXPERTS = ExpertRange(first=8, size=1, num_parts=16)
 LARGEST_VALUE = 8
 
-# What a kernel gives and what PyTorch operations give, by name.
+# Results of a kernel and of PyTorch operations, by name.
 Results = tuple[Mapping[str, torch.Tensor | None], Mapping[str, torch.Tensor | None]]
 
 

@@ -105,6 +105,22 @@ def _tile(num_experts: int) -> tuple[int, int]:
     return all_experts, max(1, min(MOST_TOKENS, TILE // all_experts))
 
 
+@triton.jit
+def _tile_of(
+    routing_map: tl.tensor,
+    num_tokens: tl.int32,
+    num_experts: tl.int32,
+    map_stride: tl.int32,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    is_there = (token < num_tokens) & (expert < num_experts)
+    routed = tl.load(routing_map + token * map_stride + expert, is_there, other=0).to(tl.int32)
+    return token, expert, routed, tl.cumsum(routed, 1) - routed
+
+
 @kernel()
 def _list(
     routing_map: tl.tensor,
@@ -120,11 +136,9 @@ def _list(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    expert = tl.arange(0, EXPERTS)[None, :]
-    is_there = (token < num_tokens) & (expert < num_experts)
-    routed = tl.load(routing_map + token * map_stride + expert, is_there, other=0).to(tl.int32)
-    position = tl.cumsum(routed, 1) - routed
+    token, expert, routed, position = _tile_of(
+        routing_map, num_tokens, num_experts, map_stride, TOKENS, EXPERTS
+    )
     is_listed = (routed > 0) & (position < width)
     prob = tl.load(probs + token * probs_stride + expert // CLASSES, is_listed)
     tl.store(lists + token * width + position, prob, is_listed)
@@ -151,17 +165,15 @@ def _unlist(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    expert = tl.arange(0, EXPERTS)[None, :]
-    is_there = (token < num_tokens) & (expert < num_experts)
-    routed = tl.load(routing_map + token * map_stride + expert, is_there, other=0).to(tl.int32)
-    position = tl.cumsum(routed, 1) - routed
+    token, expert, routed, position = _tile_of(
+        routing_map, num_tokens, num_experts, map_stride, TOKENS, EXPERTS
+    )
     is_listed = (routed > 0) & (position < width)
     value = tl.load(gradient + token * width + position, is_listed, other=0)
     if CLASSES > 1:
         # [TOKENS, EXPERTS] -> [TOKENS, EXPERTS / CLASSES]: a token is in one class, or none.
         by_class = value.to(tl.float32).reshape(TOKENS, EXPERTS // CLASSES, CLASSES)
         value = tl.sum(by_class, 2).to(into.dtype.element_ty)
-        expert = tl.arange(0, EXPERTS // CLASSES)[None, :]
-        is_there = (token < num_tokens) & (expert < num_experts // CLASSES)
+    expert = tl.arange(0, EXPERTS // CLASSES)[None, :]
+    is_there = (token < num_tokens) & (expert < num_experts // CLASSES)
     tl.store(into + token * (num_experts // CLASSES) + expert, value, is_there)

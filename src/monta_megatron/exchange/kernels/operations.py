@@ -1,6 +1,6 @@
 """Operations of the executor as Triton kernels, mostly one launch each.
 
-What has no kernel stays as `operations` has it: collectives, and "pack" and "put" of permuted
+Operations without a kernel are those of `operations`: collectives, and "pack" and "put" of permuted
 tokens, which move every row once already, one launch for each column.
 
 Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size.
@@ -62,7 +62,7 @@ def reduce(state: State, operation: Operation) -> Works:
     copies = state.indices.copies[operation.position, operation.chunk]
     unrounded, first = None, 0
     if operation.group is not None:
-        # What goes over the wire is rounded; this rank's part of the next sum is not.
+        # Rows on the wire are rounded; this rank's part of the next sum is not.
         (unrounded,) = state.allocate(operation.writes[1])
         gathered = state.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
         first = int(gathered[: state.group(operation).rank].sum())

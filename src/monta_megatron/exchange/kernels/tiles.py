@@ -164,7 +164,7 @@ def build_problem() -> str:
     try:
         number = torch.zeros(1, dtype=torch.int32, device="cuda")
         _write_one[(1,)](number)
-        # What fails on the device is known once it has run.
+        # A failure on the device is known once it has run.
         number.item()
     except Exception as error:  # noqa: BLE001 - compilers, drivers and subprocesses raise anything
         (line, *_) = str(error).strip().splitlines() or [""]

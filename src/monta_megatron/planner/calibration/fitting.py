@@ -152,7 +152,7 @@ def expert_curve(
     )
 
 
-# What the executor does as a point does it; the rows are those of `operations`.
+# Operations that the executor runs as a point does; the rows are those of `operations`.
 AS_EXECUTED: dict[Operation, tuple[Kind | Around, Pass]] = {
     "copy": ("pack", DISPATCH),
     "put": ("put", DISPATCH_BACKWARD),

@@ -11,7 +11,7 @@ from monta_megatron.common.flags import DTYPE_BYTES, Dtype
 from monta_megatron.common.rules import ArgumentValue, PositiveFloat, PositiveInt, Text, require
 from monta_megatron.common.text import one_of
 
-# What the training decides; every command that takes a model has flags for them.
+# Sizes of a training; every command that takes a model has flags for them.
 BATCH = ("seq_length", "micro_batch_size")
 # The planner keeps a share for each.
 MOST_EXPERTS = 65_536

@@ -300,7 +300,7 @@ class Decision:
 
     def _learn(self, outcome: Outcome) -> None:
         turn = self._turns.popleft()
-        # What the user states is not measured.
+        # An overlap that the user states is not measured.
         is_stated = self._given_policy.overlapped_compute_us > 0
         exposed_us = None if is_stated else outcome.exposed_us
         if turn is not None and self.tuning is not None:

@@ -39,7 +39,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import with_rate
 from monta_megatron.planner.routing.expected import Routing
 
-# What an exchange occupies.
+# Resources that an exchange occupies.
 BUSY = (*LINKS, "memory", "host")
 PASS_NAMES = tuple(pass_.name for pass_ in FORWARD_BACKWARD)
 # Integers of a rank before those of its micro-batches: us and number by pass, us and bytes by link.
@@ -411,7 +411,7 @@ class DriftMonitor:
             ranks=ranks,
             rate_ratio=self.rate_ratios[link],
         )
-        # What is usual is another from here on, whatever chain runs.
+        # The usual time is another from here on, for every chain.
         self._series = {key: series for key, series in self._series.items() if key[2] != link}
         self._looks_often = True
 

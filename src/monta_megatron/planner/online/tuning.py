@@ -1,7 +1,7 @@
 """Tuning: over the first iterations the best candidates of a selection take turns; one stays.
 
 The planner proposes, the cluster decides. A step is one training iteration, in which one candidate
-runs in all micro-batches and layers of an exchange. What it took is known `LATE` steps later, so a
+runs in all micro-batches and layers of an exchange. Its time is known `LATE` steps later, so a
 turn depends on the results of steps that are so far back and on nothing else: ranks to which they
 were given sooner choose alike.
 
@@ -14,7 +14,7 @@ Whose turn it is:
    get most wrong. Then those that are the fastest by prediction times the factor of their chain
    (measured over predicted time). The last quarter of the steps tries nothing new.
 3. Of those that are not far behind, the one with the fewest runs that count, and of these the
-   fastest. What is far behind narrows with them: 30% after the first, 15% after the second, 10%
+   fastest. "Far behind" narrows with the runs: 30% after the first, 15% after the second, 10%
    after the third.
 
 In the end the planner's pick stays, unless another one beats it by more than the margin.
@@ -24,7 +24,7 @@ as it was measured, or as the `overlapped_compute` that the user states leaves i
 the margin of the best the plainest is taken, as in a plan: where most of every candidate is hidden,
 many leave about the same exposed.
 
-What a step took is what its passes took together on the rank that was the fastest: the one that has
+The time of a step is that of its passes together on the rank that was the fastest: the one that has
 waited least for the others. The time of a single pass would mislead where messages are buffered,
 since the last rank to arrive finds them there, as if the network had taken no time.
 
@@ -52,8 +52,8 @@ from monta_megatron.planner.select import (
     overlapped_compute_of,
 )
 
-# What is predicted to take more than so many times as long as the fastest is not tried; beside
-# computation, what would leave as much more exposed.
+# Candidates predicted to take more than so many times as long as the fastest are not tried; beside
+# computation, those that would leave as much more exposed.
 HOPELESS = 3.0
 STOCK_ORDER = "alltoall"
 
@@ -317,7 +317,7 @@ class Tuning:
             return 0
         margin_us = 0.0
         if self.measures_exposed:
-            # What is nearly hidden varies by as much as the exchange does.
+            # An exposed part near zero varies by as much as the exchange does.
             best = keys.index(min(exposed_us, key=exposed_us.__getitem__))
             margin_us = MARGIN * (self.measured_us[best] or 0.0)
         return keys.index(best_key(exposed_us, keys[0], self.is_overlapped, margin_us))

@@ -135,7 +135,7 @@ class Candidate:
         return self.kind == "megatron" and self.requested == "alltoall"
 
 
-# What `build_candidates` is.
+# The type of `build_candidates`.
 Build: TypeAlias = Callable[
     [Settings, Cluster | None, Layout, tuple[Batch, ...]], tuple[list[Candidate], dict[str, str]]
 ]

@@ -58,7 +58,7 @@ def _dtype(text: str) -> str:
     return torch_name(name_of(lambda: DTYPE_BYTES)(text))
 
 
-# What may differ between the points of a sweep.
+# Flags that may differ between the points of a sweep.
 POINT_FLAGS = {
     "experts": Flag("N", "experts of the layer", whole(1)),
     "top-k": Flag("N", "experts of each token", whole(1)),
@@ -96,7 +96,7 @@ POINT_FLAGS = {
     ),
     "seed": Flag("N", "of the data", whole(0), "1"),
 }
-# What is the same for the whole launch.
+# Flags of the whole launch.
 LAUNCH_FLAGS = {
     "ranks-per-node": Flag(
         "N", "ranks joined by the node link (default: what the launcher says)", whole(1)

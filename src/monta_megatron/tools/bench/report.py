@@ -35,7 +35,7 @@ def ratio_of_medians(base_ms: NDArray[np.float64], times_ms: NDArray[np.float64]
 
 
 def ratio_interval(
-    base_ms: NDArray[np.float64], times_ms: NDArray[np.float64], seed: int = 0
+    base_ms: NDArray[np.float64], times_ms: NDArray[np.float64]
 ) -> tuple[float, float]:
     """95% interval of `ratio_of_medians`, by bootstrap over the repeats.
 
@@ -45,10 +45,9 @@ def ratio_interval(
     Args:
         base_ms: [repeats].
         times_ms: [repeats], from the same repeats.
-        seed: seed of the draws.
     """
     num_repeats = len(times_ms)
-    draws = np.random.default_rng(seed).integers(num_repeats, size=(NUM_RESAMPLES, num_repeats))
+    draws = np.random.default_rng(0).integers(num_repeats, size=(NUM_RESAMPLES, num_repeats))
     ratios = np.median(base_ms[draws], axis=1) / np.median(times_ms[draws], axis=1)
     low, high = np.percentile(ratios, [2.5, 97.5]).tolist()
     return low, high

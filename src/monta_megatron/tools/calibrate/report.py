@@ -2,16 +2,20 @@
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.files import write_whole
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.calibration.points import SIZE_FACTOR
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import dump_measured
 from monta_megatron.planner.curves import Curve
 from monta_megatron.tools import pictures
 
@@ -21,6 +25,41 @@ COLUMNS = (
 )
 # As nccl-tests heads them.
 NCCL_COLUMNS = (">size (B)", ">time (us)", ">algbw (GB/s)", ">busbw (GB/s)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Result of `monta calibrate`.
+
+    Attributes:
+        cluster: the cluster to write.
+        rounds: the fewest samples of any task.
+        kept_samples: number of samples that an earlier, killed calibration had taken.
+        out: the cluster file.
+    """
+
+    cluster: Cluster
+    rounds: int
+    kept_samples: int
+    out: Path
+
+    def save(self) -> None:
+        """Write the cluster file."""
+        write_whole(self.out, dump_measured(self.cluster))
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        return {
+            "out": str(self.out),
+            "rounds": self.rounds,
+            "kept_samples": self.kept_samples,
+            "cluster": strict_yaml.plain(self.cluster),
+        }
+
+    def text(self) -> str:
+        """The curves, and what is in doubt."""
+        wrote = f"{counted(self.rounds, 'round')}; wrote {self.out}"
+        return "\n".join([*lines(self.cluster), "", wrote, *doubt_lines(self.cluster)])
 
 
 def lines(cluster: Cluster) -> list[str]:

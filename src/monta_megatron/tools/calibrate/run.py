@@ -44,11 +44,11 @@ from monta_megatron.planner.calibration.points import (
     choose_pairs,
     series_of_cluster,
 )
-from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.layer import build_experts, initialize_groups
 from monta_megatron.tools.bench.settings import LayerShape
 from monta_megatron.tools.calibrate.experts import expert_operations, sizes_of
 from monta_megatron.tools.calibrate.record import Record
+from monta_megatron.tools.calibrate.report import Calibration
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 from monta_megatron.tools.new.hardware import SYS, find_interfaces, nics_of_nodes
 
@@ -95,6 +95,7 @@ class Settings:
     """Settings of a calibration.
 
     Attributes:
+        out: the cluster file.
         partial: file in which samples are kept.
         budget_s: time for everything; one round is always run.
         name: name of the cluster, or None.
@@ -105,6 +106,7 @@ class Settings:
         ctas: the budgets of rails and nodes.
     """
 
+    out: Path
     partial: Path
     budget_s: float
     name: str | None
@@ -112,21 +114,6 @@ class Settings:
     nics_per_node: int | None
     layer: LayerShape | None = None
     ctas: Ctas = DEFAULT_CTAS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """The result.
-
-    Attributes:
-        cluster: the cluster to write.
-        rounds: the fewest samples of any task.
-        kept_samples: number of samples that an earlier, killed calibration had taken.
-    """
-
-    cluster: Cluster
-    rounds: int
-    kept_samples: int
 
 
 def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibration:
@@ -205,6 +192,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
         cluster=make_cluster(machine, points, pairs, record.samples, experts=experts),
         rounds=min(counts.values()),
         kept_samples=taken.total(),
+        out=settings.out,
     )
 
 

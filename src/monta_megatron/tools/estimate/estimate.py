@@ -40,7 +40,7 @@ PIPELINED = "monta, experts in the pipeline"
 OVERLAPPED = ", 1F1B overlap"
 # A 1F1B overlap in a pipeline needs virtual stages.
 LEAST_VIRTUAL_STAGES = 2
-# What --mfu replaces.
+# Assumptions that --mfu replaces.
 MFU_SETS = ("gemm_efficiency", "attention_efficiency")
 # Fields of `TrainingSettings` that flags may change.
 SIZES = ("world_size", "tp", "ep", "etp", "cp", "pp")
@@ -201,7 +201,7 @@ def _run_of_model(request: EstimateRequest) -> tuple[str, Merged]:
         nodes=request.sizes.get("world_size", cluster.num_ranks),
         ranks_per_node=1,
         name=None,
-        # What it names is read from where the model's file lies.
+        # Relative paths start at the model's file.
         folder=Path(request.model).parent,
     )
     config = strict_yaml.build(RunConfig, yaml.safe_load(template.text), request.model)

@@ -133,7 +133,7 @@ def _alltoall_time(
 
 @lru_cache(maxsize=1024)
 def _price_alltoall(workload: Workload, cluster: Cluster) -> ChainPrice:
-    # What stock's own code takes the host is part of a layer's `host_layer_us`.
+    # Host time of stock's own code is part of a layer's `host_layer_us`.
     without_host = replace(cluster, launch=NO_HOST)
     return price_chain(workload, without_host, ALLTOALL, 1, "forward_backward")
 

@@ -358,7 +358,7 @@ def _with_host(
             hidden = (1 - 1 / exchange.num_chunks) * min(took, times["experts"])
         if settings.overlap:
             hidden = max(hidden, assumed["overlap_share"] * min(took, sum(times.values())))
-        # What is recomputed has no other micro-batch beside it.
+        # A recomputed exchange has no other micro-batch beside it.
         again_us = exchange.forward_us if settings.recompute == "full" else 0.0
         parts[EXCHANGE], parts[HIDDEN] = took - hidden + again_us, hidden
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.text import check_printable
+from monta_megatron.common.units import counted
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Plan
@@ -70,6 +71,25 @@ class Run:
     def lacks_to_resume(self) -> tuple[str, ...]:
         """The arguments without which a requeued job would start over."""
         return tuple(name for name in RESUMES_WITH if name not in self.arguments)
+
+    def lines(self) -> Iterator[str]:
+        """Layout, plan, notes and directory, a line each."""
+        layout, plan = self.config.layout, self.plan
+        sizes = ", ".join(
+            f"{name.upper()} {getattr(layout, name)}" for name in ("tp", "ep", "etp", "pp", "cp")
+        )
+        nodes = counted(layout.nodes, "node")
+        yield f"{nodes} x {counted(layout.ranks_per_node, 'rank')}: {sizes}"
+        if plan is not None:
+            yield (
+                f"plan: {plan.chain} in {counted(plan.num_chunks, 'chunk')}, "
+                f"{plan.predicted_us or 0:,.0f} us per layer and micro-batch, predicted"
+            )
+            if self.benefit is not None:
+                yield f"benefit: {self.benefit.text}"
+            yield from (f"rate: {rate}" for rate in plan.rates)
+        yield from (f"note: {note}" for note in self.notes)
+        yield f"directory: {self.directory}"
 
     def document(self) -> dict[str, Any]:
         """The run for JSON."""

@@ -23,14 +23,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from monta_megatron.common import presets
 from monta_megatron.common.presets import commit, versions
+from monta_megatron.common.ranks import why_ended
 from monta_megatron.common.text import command_line, quoted
-from monta_megatron.tools.launch.prepare import PRETRAIN_GPT, Run, to_run_file
+from monta_megatron.tools.launch.log import Summary, summary_of
+from monta_megatron.tools.launch.prepare import PRETRAIN_GPT, Run, checked, prepare, to_run_file
 
 
 def run_script(run: Run) -> str:
@@ -224,6 +227,118 @@ Start = Literal["torchrun", "srun", "sbatch", "none"]
 
 # torchrun kills ranks that have not ended 30 s after it was told to end.
 GRACE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """A run to start.
+
+    Attributes:
+        file: the run file, or a preset.
+        megatron: words of Megatron's arguments, which go before those of the file.
+        directory: of the run, new or empty; None for runs/NAME.
+        start: how; None for the usual way.
+        dry_run: write and start nothing.
+        force: go on where Megatron's own validation refuses the arguments.
+        ignore_memory: go on where a rank has too little memory.
+    """
+
+    file: str
+    megatron: Sequence[str]
+    directory: Path | None
+    start: Start | None
+    dry_run: bool
+    force: bool
+    ignore_memory: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchReport:
+    """Result of `monta launch`.
+
+    Attributes:
+        run: the run.
+        command: that starts it; empty for none.
+        exit_status: of the run, or of its submission; None in a dry run.
+        job: number of the job; None where none was submitted.
+        summary: of the run that has ended.
+    """
+
+    run: Run
+    command: list[str]
+    exit_status: int | None = None
+    job: str | None = None
+    summary: Summary | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        document = {**self.run.document(), "command": self.command}
+        if self.job is not None:
+            document["job"] = self.job
+        if self.summary is not None:
+            document["summary"] = self.summary.document()
+        if self.exit_status is not None:
+            document["exit_status"] = self.exit_status
+        return document
+
+    def text(self) -> str:
+        """The script that starts the run."""
+        return run_script(self.run).rstrip()
+
+
+def launch(request: LaunchRequest, tell: Callable[[str], None], output: BinaryIO) -> LaunchReport:
+    """Prepare a run, write its directory, and start it.
+
+    Args:
+        request: the run.
+        tell: called with each line for the user.
+        output: gets what the ranks print.
+
+    Raises:
+        ValueError: one line; nothing was started.
+    """
+    # Step 1: check and plan.
+    run = prepare(
+        request.file, request.megatron, request.directory, request.dry_run, request.ignore_memory
+    )
+    start = choose_start(request.start, run, request.dry_run)
+    run = self_contained(checked(run, request.force))
+    if start == "sbatch" and run.lacks_to_resume:
+        note = (
+            "the job ends at its time limit and is not requeued, since it would start over "
+            f"without --{', --'.join(run.lacks_to_resume)}"
+        )
+        run = replace(run, notes=(*run.notes, note))
+    command = start_command(start, run)
+    for line in run.lines():
+        tell(line)
+    if command:
+        tell(f"start: {command_line(command)}")
+    report = LaunchReport(run=run, command=command)
+    if request.dry_run:
+        return report
+
+    # Step 2: write and start.
+    write(run)
+    if start == "none":
+        return replace(report, exit_status=0)
+    if start == "sbatch":
+        job = submit(command)
+        tell(f"submitted job {job}; it writes {run.directory}/logs")
+        return replace(report, exit_status=0, job=job)
+    interrupted = False
+    try:
+        status = run_and_log(command, run.directory / "logs" / "run.log", output)
+    except KeyboardInterrupt as interrupt:
+        interrupted = True
+        tell("interrupted; every rank has ended")
+        status = 128 + int(interrupt.args[0])
+    summary = summary_of(run)
+    for line in summary.lines():
+        tell(line)
+    if status != 0 and not interrupted:
+        tell(f"failed, {why_ended(status, Path(summary.log))}")
+    return replace(report, exit_status=status, summary=summary)
 
 
 def choose_start(given: Start | None, run: Run, dry_run: bool) -> Start:

@@ -9,6 +9,7 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import FASTEST_NIC, Cluster
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.tools.new import hardware
 from monta_megatron.tools.new.hardware import Gpus, Interfaces
 from monta_megatron.tools.new.template import Template, flags_of, make_template
 
@@ -96,6 +97,15 @@ class Machine:
     gpus: Gpus | None = None
     interfaces: Interfaces | None = None
     num_nodes: int | None = None
+
+
+def find_machine() -> Machine:
+    """This machine."""
+    return Machine(
+        gpus=hardware.find_gpus(),
+        interfaces=hardware.find_interfaces(hardware.SYS),
+        num_nodes=hardware.find_num_nodes(),
+    )
 
 
 def cluster_template(

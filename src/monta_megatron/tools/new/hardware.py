@@ -249,10 +249,15 @@ class NetworkEnvironment:
     proposed: dict[str, str] = field(default_factory=dict)
 
 
+def find_network() -> NetworkEnvironment:
+    """The environment for the network of this machine."""
+    return network_environment(find_interfaces(SYS), find_socket_interface(ROUTES))
+
+
 def network_environment(
     interfaces: Interfaces | None, socket_interface: str | None
 ) -> NetworkEnvironment:
-    """The environment for the network of this machine.
+    """The environment for a network.
 
     On InfiniBand NCCL needs none; where other ports are up, the fastest are named. Where this
     machine has no ports with RDMA, as a login node, all that RoCE and EFA need is proposed.

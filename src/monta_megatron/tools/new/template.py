@@ -37,6 +37,10 @@ class Template:
     remarks: Mapping[str, str]
     warnings: tuple[str, ...] = ()
 
+    def document(self) -> dict[str, Any]:
+        """The JSON document, without the file's name."""
+        return {"text": self.text, "to_fill_in": self.to_fill_in, "remarks": self.remarks}
+
 
 def make_template(
     cls: type[Any],
@@ -140,7 +144,7 @@ class _Writer:
             yield from self.fields(entry.inner, value, f"{key}.", f"{indent}  ", explain)
         else:
             for position, item in enumerate(value):
-                # What holds for all of them is said at the first one.
+                # Comments that hold for all of them stand at the first one.
                 lines = self.fields(
                     *(entry.inner, item, f"{key}[{position}].", f"{indent}    "),
                     explain=explain and position == 0,

@@ -167,9 +167,30 @@ def _moved(key: Any, offsets: list[int]) -> Any:
 TRACKER, INDEX = "latest_checkpointed_iteration.txt", ".metadata"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlacedCheckpoint:
+    """Result of `monta place --apply`.
+
+    Attributes:
+        folder: of the iteration that was written.
+        layers: whose experts were placed.
+    """
+
+    folder: Path
+    layers: list[int]
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        return {"written": str(self.folder), "layers": self.layers}
+
+    def text(self) -> str:
+        """The same in words."""
+        return f"wrote {self.folder}: the experts of {len(self.layers)} layers"
+
+
 def apply_placement(
     checkpoint: Path, placement: Placement, out: Path | None, without_optimizer: bool = False
-) -> Path:
+) -> PlacedCheckpoint:
     """Write a checkpoint whose experts are placed, whole or not at all.
 
     Args:
@@ -177,9 +198,6 @@ def apply_placement(
         placement: order of the experts of each layer.
         out: folder that --load will take, not there yet; None to replace the iteration's folder.
         without_optimizer: leave out an optimizer's state in flat shards.
-
-    Returns:
-        The folder of the iteration.
 
     Raises:
         ValueError: one line; nothing was written.
@@ -192,16 +210,16 @@ def apply_placement(
     folder = unfinished if out is None else unfinished / source.name
     try:
         folder.mkdir(parents=True)
-        # What a later training writes into the files of one checkpoint must not reach the other.
+        # Later writes into the files of one checkpoint must not reach the other.
         _fill(folder, source, placement, without_optimizer, os.link if out is None else _copy)
         if out is None:
             _replace_folder(source, unfinished)
-            return source
+            return PlacedCheckpoint(folder=source, layers=sorted(placement.layers))
         iteration = source.name.removeprefix("iter_")
         tracked = str(int(iteration)) if iteration.isdecimal() else source.name
         (unfinished / TRACKER).write_text(tracked)
         unfinished.rename(out)
-        return out / source.name
+        return PlacedCheckpoint(folder=out / source.name, layers=sorted(placement.layers))
     except OSError as error:
         raise ValueError(f"{out or source}: cannot be written: {error.strerror}") from error
     finally:

@@ -209,7 +209,7 @@ def _with_swaps(
         load = np.bincount(part_of, weights=pairs, minlength=num_parts)
         saved = _saved_by_swap(needs, part_of, num_parts)
         relief = _relief_by_swap(pairs, part_of, load, most_pairs)
-        # Load comes first. What no swap relieves any more is left to whoever asked.
+        # Load comes first. Load that no swap relieves any more is left to the caller.
         is_over = bool(relief.max(initial=0) > LEAST_GAIN)
         gain = relief if is_over else np.where(relief < -LEAST_GAIN, 0, saved)
         gain[part_of[:, None] == part_of[None, :]] = 0

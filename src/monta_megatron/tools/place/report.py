@@ -150,7 +150,7 @@ def collaboration_lines(layers: Mapping[int, Mapping[str, Collaboration]]) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceRequest:
-    """What is placed.
+    """A placement that is asked for.
 
     Attributes:
         trace: folder of Megatron's `--moe-routing-trace-path`.

@@ -37,7 +37,7 @@ def read_layers(folder: str, model: Model, pp: int) -> dict[int, tuple[Routings,
         ValueError: one line that names the folder, or the file and its line, and the rule.
     """
     router = router_of(model)
-    # What is kept of a file is shared by the layers of its stage, what of a layer by its files.
+    # The tokens kept of a file are shared by its layers, those of a layer by its files.
     num_files = len(list(Path(folder).glob("router_trace_rank*.jsonl")))
     trace = read_trace(folder, router, TOKENS_OF_LAYER * model.num_layers // max(num_files, pp))
     layers = {}

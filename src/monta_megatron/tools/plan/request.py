@@ -44,7 +44,7 @@ from monta_megatron.planner.routing.recorded import traced_routing
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.layout_ranking import RankedLayout, rank_layouts
 
-# What may stand for a layout's file where Python calls.
+# A layout in place of its file, where Python calls.
 LAYOUTS = ParallelLayout | Mapping | None
 
 

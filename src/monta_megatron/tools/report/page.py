@@ -14,11 +14,12 @@ from string import Template
 from typing import Any
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.files import read
+from monta_megatron.common.files import read, write_whole
 from monta_megatron.common.presets import versions
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.tools import pictures
 from monta_megatron.tools.bench import report as bench_report
 from monta_megatron.tools.bench.report import plot_report
@@ -161,6 +162,99 @@ class Section:
 
     title: str
     body: str
+
+
+# Part -> what gives it.
+PARTS = {
+    "plan": "--model and --cluster",
+    "timeline": "--model and --cluster",
+    "recorded timeline": "--recording PATH, of a run or a training",
+    "benchmark": "--bench FILE, of monta bench --json",
+    "calibration": "--cluster FILE",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageRequest:
+    """A page to write, from what there is.
+
+    Attributes:
+        out: the page.
+        title: of it; None for one by its plan.
+        plan: request and inputs of a plan.
+        recording: of a timeline.
+        stock: the recording's counterpart with alltoall.
+        bench: what `monta bench --json` printed.
+        cluster: a cluster file, or a preset.
+    """
+
+    out: Path
+    title: str | None
+    plan: tuple[PlanRequest, PlanInputs] | None
+    recording: Path | None
+    stock: Path | None
+    bench: Path | None
+    cluster: str | None
+
+    def sections(self) -> dict[str, Section]:
+        """Parts of `PARTS` that are given, in that order."""
+        sections = dict[str, Section]()
+        if self.plan is not None:
+            sections["plan"] = plan_section(*self.plan)
+            predicted = drawing.of_prediction(*self.plan)
+            sections["timeline"] = timeline_section("Timeline (predicted)", predicted)
+        if self.recording is not None:
+            recorded = drawing.of_path(self.recording, stock=self.stock)
+            sections["recorded timeline"] = timeline_section("Timeline (recorded)", recorded)
+        if self.bench is not None:
+            sections["benchmark"] = bench_section(self.bench)
+        if self.cluster is not None:
+            sections["calibration"] = calibration_section(load_cluster(self.cluster))
+        return sections
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageReport:
+    """Result of `monta report`.
+
+    Attributes:
+        out: the page.
+        parts: that it has.
+    """
+
+    out: Path
+    parts: list[str]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Other parts."""
+        return [part for part in PARTS if part not in self.parts]
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        return {"out": str(self.out), "parts": self.parts, "left_out": self.left_out}
+
+    def text(self) -> str:
+        """The parts, and what would give the others."""
+        left_out = (f"left out {part}: {PARTS[part]}" for part in self.left_out)
+        return "\n".join([f"wrote {self.out}: {', '.join(self.parts)}", *left_out])
+
+
+def write_page(request: PageRequest) -> PageReport:
+    """Write the page.
+
+    Raises:
+        ValueError: one line: a file or value is wrong.
+    """
+    sections = request.sections()
+    title = request.title or "monta"
+    if request.title is None and request.plan is not None:
+        inputs = request.plan[1]
+        title = f"{inputs.model.name} on {inputs.cluster.name}"
+    report = PageReport(out=request.out, parts=list(sections))
+    left_out = [f"{part}: {PARTS[part]}" for part in report.left_out]
+    write_whole(request.out, page(title, list(sections.values()), left_out))
+    return report
 
 
 def page(title: str, sections: Sequence[Section], left_out: Sequence[str]) -> str:

@@ -80,7 +80,7 @@ def link(run: RunFigures, least: float) -> Iterator[Finding]:
     yield Finding(
         name=NAMES[resource],
         kind="measured" if of.link_ms else "predicted",
-        # What it lacks of its rate is another finding.
+        # A rate below its own is another finding.
         held_ms=ms * _rate_left(run, resource, BAND),
         says=f"the {NAMES[resource]} ({WHERE[resource]}) is busy for {ms / of.exchange_ms:.0%} of "
         f"the exchange{rate}; {each_alone(of)}",

@@ -71,7 +71,7 @@ def diagnose(run: RunFigures) -> list[Finding]:
         least_ms = LEAST_OF_ITERATION * run.iteration_ms
     held_ms = [math.inf if each.held_ms is None else each.held_ms for each in findings]
     order = sorted(range(len(findings)), key=lambda number: -held_ms[number])
-    # What holds nothing is worth knowing, or was asked for.
+    # A finding that holds nothing is worth knowing, or was asked for.
     return [findings[number] for number in order if not 0 < held_ms[number] < least_ms]
 
 

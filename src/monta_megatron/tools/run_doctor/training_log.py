@@ -71,14 +71,14 @@ OF_YAML = frozenset(
         "world_size",
     ]
 )
-# What `emulation.cpu_ranks` says.
+# A line of `emulation.cpu_ranks`.
 ON_CPU_RANKS = f"{CPU_RANKS} stand in for CUDA"
 UNSET = ("None", "null", "False", "false", "none", "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord:
-    """What a log tells of its last training.
+    """The last training of a log.
 
     Attributes:
         file: the log.

@@ -183,6 +183,18 @@ def of_path(path: Path, cluster: Cluster | None = None, stock: Path | None = Non
     return of_recording(path, cluster, stock)
 
 
+def of_recordings(
+    recordings: Sequence[Recording], folder: Path, cluster: Cluster | None
+) -> Drawing:
+    """Recordings of one run, which are kept in a folder: the last, below stock's if it is there."""
+    paths = {}
+    for recording in recordings:
+        paths[recording.chain] = folder / f"{recording.chain}_x{recording.num_chunks}.json"
+        recording.save(paths[recording.chain])
+    stock = paths.get("alltoall") if len(paths) > 1 else None
+    return of_recording(paths[recordings[-1].chain], cluster if stock is None else None, stock)
+
+
 def of_recording(path: Path, cluster: Cluster | None = None, stock: Path | None = None) -> Drawing:
     """A recording: below that of stock's chain, or below the cost model's view, or alone.
 

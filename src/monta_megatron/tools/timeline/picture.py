@@ -244,7 +244,7 @@ def _scale(axis: Any, rows: Sequence[Row], limits: tuple[float, float]) -> None:
 
 
 COMPARED_ROW_INCHES, ZOOM_ROW_INCHES = 0.17, 0.24
-# What titles, axes and the legend take besides the rows.
+# Height of titles, axes and the legend.
 FRAME_INCHES = 1.9
 # Above a track's resources, in heights of a row: its name, and the names of its passes.
 LINES_ABOVE = 3.4

@@ -42,7 +42,7 @@ def predict(
     spans: list[Span] = []
     start_us = 0.0
     for priced in price.passes:
-        # What the host does ahead of a pass lies beside an earlier one, or another layer.
+        # Host work ahead of a pass lies beside an earlier one, or another layer.
         spans += (
             span for span in _spans_of(priced, start_us) if span.start_us > start_us - TOLERANCE_US
         )

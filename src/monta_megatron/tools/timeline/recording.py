@@ -145,7 +145,7 @@ def read_document(path: Path, file_format: str, advice: str) -> dict[str, Any]:
 
 
 ADVICE = "must be of a training with --moe-monta-record DIR"
-# What all ranks of an exchange have in common.
+# Keys that all ranks of an exchange have in common.
 SHARED = ("iteration", "exchange", "nodes", "chain", "num_chunks")
 
 
