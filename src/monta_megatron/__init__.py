@@ -5,7 +5,7 @@ Importing this package imports neither torch nor Megatron; `docs/python_api.md` 
 
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.version import __version__
+from monta_megatron.common import __version__
 
 if TYPE_CHECKING:
     from monta_megatron.api import forget_groups, plan, register, statistics, timeline, with_monta

@@ -26,8 +26,7 @@ from monta_megatron.cli import (
     timeline,
 )
 from monta_megatron.cli.parser import Parser
-from monta_megatron.common import first_rank
-from monta_megatron.common.version import __version__
+from monta_megatron.common import __version__, first_rank
 
 COMMANDS = (
     bench,

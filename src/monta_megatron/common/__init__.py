@@ -1,0 +1,3 @@
+"""Below all other rooms."""
+
+__version__ = "0.1.0"

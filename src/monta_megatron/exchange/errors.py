@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import BoundProgram, Operation
+from monta_megatron.common import __version__
 from monta_megatron.common.presets import version_of
-from monta_megatron.common.version import __version__
 from monta_megatron.exchange.collectives import PeerGroup
 
 Groups = Mapping[str, PeerGroup]

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from monta_megatron.common import strict_yaml
+from monta_megatron.common import __version__, strict_yaml
 from monta_megatron.common.files import make_folder, write_whole
 from monta_megatron.common.units import counted
-from monta_megatron.common.version import __version__
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.controller import ChainController, deciding_controllers
 from monta_megatron.planner.online.decision import DecisionState

@@ -14,9 +14,9 @@ from monta_megatron.chains.layout import (
     node_here,
     number_nodes,
 )
+from monta_megatron.common import __version__
 from monta_megatron.common.text import shown
 from monta_megatron.common.units import counted
-from monta_megatron.common.version import __version__
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.planner.benefit import Iteration

@@ -37,9 +37,9 @@ from monta_megatron.chains.calibration_tasks import (
 )
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
+from monta_megatron.common import __version__
 from monta_megatron.common.files import cache_folder, make_folder, write_whole
 from monta_megatron.common.units import counted, size_text
-from monta_megatron.common.version import __version__
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.calibration.memory_operations import routing_map, rows_of
 from monta_megatron.exchange.calibration.operations import starts_of

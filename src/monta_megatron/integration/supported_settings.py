@@ -28,7 +28,7 @@ def check_megatron_version() -> None:
 
     if os.environ.get(OVERRIDE_VARIABLE, "0") == "1" or is_supported(version):
         return
-    from monta_megatron.common.version import __version__ as our_version
+    from monta_megatron.common import __version__ as our_version
 
     (first, end) = (".".join(map(str, bound)) for bound in SUPPORTED)
     raise ValueError(

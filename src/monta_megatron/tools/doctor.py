@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from monta_megatron.common import presets
+from monta_megatron.common import __version__, presets
 from monta_megatron.common.presets import version_of
 from monta_megatron.common.tables import WIDTH, table
-from monta_megatron.common.version import __version__
 
 WITH_TRAINING = "pip install 'megatron-core[training]'"
 

@@ -49,7 +49,7 @@ class Settings(LayerShape):
 
     Attributes:
         tokens: tokens of each rank.
-        routing: one of `routing.names.ROUTINGS`, or a folder of Megatron's router traces.
+        routing: one of `planner.routing.names.ROUTINGS`, or a folder of Megatron's router traces.
         chains: names of our chains, and "auto" for what the planner chooses.
         skip_incompatible: a chain that cannot run on this layout is left out and reported, instead
             of being an error; true where the chains were not asked for by name.

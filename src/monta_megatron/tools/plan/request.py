@@ -78,7 +78,7 @@ class PlanSettings:
         tokens: of a rank; None for the model's batch.
         seq_length: tokens of a sequence; None for the model file's.
         micro_batch_size: sequences of a micro-batch; likewise.
-        routing: one of `routing.names.ROUTINGS`, or a folder of Megatron's router traces.
+        routing: one of `planner.routing.names.ROUTINGS`, or a folder of Megatron's router traces.
         phase: what has to be fast.
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
         ignore_memory: plan what does not fit into the memory of a rank, too.

@@ -1,10 +1,9 @@
-"""`monta doctor --run`: causes that hold a training back, from the files in its folder.
+"""`monta doctor --run` and `--log`: causes that hold a training back, from what it left.
 
-figures    what the rules are given: numbers, and where they come from
-watched    the lines of watched iterations, read and summed up
-reading    the folder: which files there are, and the figures in them
-what_if    what the planner expects of other choices, where model and cluster are there
-rules      figures in, findings out: the table, over
-           memory, bound, imbalance, experts, in the words of `wording`
-report     findings as text
+reading         the folder of a run: its files, medians of watched iterations, other choices
+figures         plain data that the causes are judged by
+causes          figures in, findings out
+report          the findings of a run, as text and JSON
+training_log    arguments and iterations of a log
+iteration       an iteration by part, predicted beside measured, and changes to it
 """

@@ -8,28 +8,35 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from monta_megatron.chains import check_chain
+from monta_megatron.chains import CHAINS, check_chain
 from monta_megatron.chains.program import Resource
+from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_json_lines
 from monta_megatron.common.rules import NonNegativeFloat
 from monta_megatron.common.units import counted
-from monta_megatron.integration.options import DISPATCHER_TYPE
+from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
+from monta_megatron.planner.chain_price import ChainPrice, price_chain
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import with_experts
 from monta_megatron.planner.online.drift import BUSY, Change, MeasuredIteration
 from monta_megatron.planner.plan import Plan
-from monta_megatron.tools.launch.arguments import DISPATCHER
-from monta_megatron.tools.launch.exchanges import exchanges_of_run, iteration_of_run
+from monta_megatron.planner.select import select_chain
+from monta_megatron.planner.workload import Workload
+from monta_megatron.tools.launch.arguments import DISPATCHER, Arguments
+from monta_megatron.tools.launch.exchanges import RunExchanges, exchanges_of_run, iteration_of_run
 from monta_megatron.tools.launch.log import ITERATION, TrainingLog, not_repeated, read_log
 from monta_megatron.tools.launch.planning import memory_limit_bytes
 from monta_megatron.tools.launch.prepare import read_run
 from monta_megatron.tools.run_doctor.figures import (
+    Choice,
     ExchangeFigures,
     LinkChange,
     MemoryFigures,
     RunFigures,
+    WhatIf,
 )
 from monta_megatron.tools.run_doctor.training_log import TrainingRecord, read_training_log
-from monta_megatron.tools.run_doctor.what_if import what_if
 
 # A thousand iterations with one in 50 watched: long enough for a median, short enough to be now.
 MOST_LINES = 20
@@ -334,4 +341,72 @@ def _of_plan(plan: Plan) -> ExchangeFigures | None:
             / 1e3
             for resource in BUSY
         },
+    )
+
+
+# Arguments that leave auto nothing to choose.
+NAMING = ("moe-monta-chain", "moe-monta-num-chunks", "moe-monta-plan")
+
+
+def what_if(
+    exchanges: RunExchanges, arguments: Arguments, ran: tuple[str, int], experts_pipelined: bool
+) -> tuple[WhatIf, ChainPrice]:
+    """Predictions of other choices, and the price of the run's own.
+
+    Args:
+        exchanges: what the run exchanges.
+        arguments: Megatron's arguments of the run.
+        ran: chain and number of chunks.
+        experts_pipelined: whether the experts ran in the pipeline.
+    """
+    model, kernels = exchanges.model, arguments.get("moe-monta-kernels")
+    # As the training prices them, which runs fused kernels on a GPU unless it is told not to.
+    fused = kernels is None or kernels.value != "torch"
+    cluster = exchanges.cluster.with_kernels(fused)
+    workloads = [
+        replace(
+            workload,
+            quantized_passes=quantized_passes(
+                "moe-monta-wire-dtype" in arguments, "moe-monta-wire-backward" in arguments
+            ),
+            keeps_sums="moe-monta-combine-dtype" in arguments,
+        )
+        for workload in exchanges.workloads
+    ]
+    price, workload = max(
+        ((_price(workload, cluster, ran), workload) for workload in workloads),
+        key=lambda priced: priced[0].total_us,
+    )
+    in_eight_bits = replace(workload, quantized_passes=quantized_passes(True))
+    layers = select_chain(with_experts(workload, model, cluster), cluster).prices
+    split = next((layer for layer in layers if layer.experts_pipelined), None)
+    unsplit = next(layer for layer in layers if not layer.experts_pipelined)
+    found = WhatIf(
+        basis="model and cluster file, the model's own router",
+        ran=_choice(price),
+        fastest=_choice(select_chain(workload, cluster).price),
+        eight_bits=None
+        if workload.quantized_passes
+        else _choice(_price(in_eight_bits, cluster, ran)),
+        experts_us=unsplit.busy_us("compute"),
+        unsplit=_choice(unsplit),
+        split=None if split is None else _choice(split),
+        is_named=any(name in arguments and arguments[name].value != AUTO for name in NAMING),
+        experts_asked="moe-monta-overlap-experts" in arguments,
+        experts_pipelined=experts_pipelined,
+    )
+    return found, price
+
+
+def _price(workload: Workload, cluster: Cluster, ran: tuple[str, int]) -> ChainPrice:
+    chain, num_chunks = ran
+    return price_chain(workload, cluster, CHAINS[chain], num_chunks, "forward_backward")
+
+
+def _choice(price: ChainPrice) -> Choice:
+    return Choice(
+        chain=price.chain.name,
+        num_chunks=price.num_chunks,
+        us=price.total_us,
+        peak_bytes=price.peak_bytes,
     )
