@@ -182,8 +182,8 @@ def closing_text(summary: dict[str, Any]) -> str:
             f"with alltoall: {times['ratio']:.2f} times as fast",
         ]
     lines += [
-        f"loss        largest relative difference {difference:.2g}; last "
-        f"{summary['loss_last_over_first']:.2f}x the first",
+        f"loss        largest relative difference {difference:.2g}; "
+        f"{summary['loss_last_over_first'] - 1:+.0%} from first to last",
         f"summary     {(FOLDER / 'summary.json').relative_to(ROOT)}",
     ]
     return "\n" + "\n".join(lines)
