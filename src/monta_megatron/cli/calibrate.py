@@ -84,7 +84,12 @@ def run(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.first_rank import is_first_rank
     from monta_megatron.common.ranks import find_this_rank
-    from monta_megatron.tools.calibrate.record import alone, ctas_of_environment, expert_layer
+    from monta_megatron.tools.calibrate.record import (
+        alone,
+        ctas_of_environment,
+        expert_layer,
+        partial_of,
+    )
     from monta_megatron.tools.pictures import check_can_plot
 
     # Step 1: what the flags say.
@@ -97,19 +102,17 @@ def _run(parsed: argparse.Namespace) -> int:
     this_rank = find_this_rank("calibrate --out FILE")
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
-    partial = out.with_name(f"{out.name}.partial")
     layer = expert_layer(parsed.model, parsed.ep, parsed.etp, this_rank.world_size)
     ctas = ctas_of_environment({"rail": parsed.rail_ctas, "node": parsed.node_ctas})
 
     # Step 2: measure, and write.
-    mine = alone(partial) if this_rank.rank == 0 else nullcontext()
+    mine = alone(partial_of(out)) if this_rank.rank == 0 else nullcontext()
     with mine, only_the_report():
         from monta_megatron.tools.calibrate.report import plot_curves
         from monta_megatron.tools.calibrate.run import Settings, calibrate
 
         settings = Settings(
             out=out,
-            partial=partial,
             budget_s=parsed.budget_seconds,
             name=parsed.name,
             ranks_per_node=parsed.ranks_per_node,
@@ -121,7 +124,6 @@ def _run(parsed: argparse.Namespace) -> int:
             report = calibrate(settings, this_rank.local_rank, progress)
         if this_rank.rank == 0:
             report.save()
-            partial.unlink(missing_ok=True)
     if this_rank.rank != 0:
         return 0
 

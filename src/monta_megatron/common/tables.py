@@ -166,7 +166,7 @@ def _lines(command: str) -> Show:
         if done == 0 or time.monotonic() - said_s > SECONDS_BETWEEN_LINES:
             said_s = time.monotonic()
             state = f"{text}: {done} of {total}" if done else text
-            print(f"monta {command}: {state}", file=sys.stderr, flush=True)
+            tell(command, state)
 
     return show
 

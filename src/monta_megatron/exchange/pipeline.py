@@ -83,21 +83,20 @@ def run_pipeline(
         chunk_rows, chunk_probs = tokens[chunk]
         return experts(chunk_rows, pipeline.tokens_per_expert(chunk), chunk_probs)
 
-    def start_dispatch(chunk: int) -> Any:
-        start = partial(pipeline.start, DISPATCH, chunk)
-        return _Step.apply(start, partial(pipeline.finish, DISPATCH_BACKWARD, chunk), tokens[chunk])
-
-    def end_combine(chunk: int) -> Any:
-        finish = partial(pipeline.finish, COMBINE, chunk)
-        return _Step.apply(finish, partial(pipeline.start, COMBINE_BACKWARD, chunk), tokens[chunk])
+    def without_tensors(step: Callable[[int], object], back: Callable[[int], object]) -> Any:
+        return lambda chunk: _Step.apply(step, back, chunk, tokens[chunk])
 
     steps: dict[Step, Callable[[int], Any]] = {
-        "start first": start_dispatch,
+        "start first": without_tensors(
+            partial(pipeline.start, DISPATCH), partial(pipeline.finish, DISPATCH_BACKWARD)
+        ),
         "end first": lambda chunk: _Arrive.apply(pipeline, chunk, tokens[chunk]),
         "start experts": compute,
         "end experts": lambda chunk: tokens[chunk] if wait is None else wait(tokens[chunk]),
         "start second": lambda chunk: _Leave.apply(pipeline, chunk, tokens[chunk]),
-        "end second": end_combine,
+        "end second": without_tensors(
+            partial(pipeline.finish, COMBINE), partial(pipeline.start, COMBINE_BACKWARD)
+        ),
     }
     for step, chunk in pipelined_steps(len(chunks), in_background=wait is not None):
         tokens[chunk] = steps[step](chunk)
@@ -194,17 +193,21 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: Callable[[], object], back: Callable[[], object], token: torch.Tensor
+        ctx: Any,
+        step: Callable[[int], object],
+        back: Callable[[int], object],
+        chunk: int,
+        token: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.back = back
-        step()
+        ctx.back, ctx.chunk = back, chunk
+        step(chunk)
         return torch.empty_like(token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, token: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        ctx.back()
-        return None, None, token
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
+        ctx.back(ctx.chunk)
+        return None, None, None, token
 
 
 class _Arrive(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Measurements so far, on disk, so that a killed calibration can be resumed. No torch.
+"""Settings of a calibration, and its samples on disk: a killed one can be resumed. No torch.
 
 `FILE.partial` holds one JSON object per line. The first one says what is measured; each of the
 others holds the time of a point's first runs, or of one run of one task:
@@ -23,6 +23,11 @@ from monta_megatron.common.files import add_json_line, read_json_lines
 from monta_megatron.common.flags import torch_name
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.tools.bench.settings import LayerShape
+
+
+def partial_of(out: Path) -> Path:
+    """The file of samples beside a cluster file."""
+    return out.with_name(f"{out.name}.partial")
 
 
 def ctas_of_environment(

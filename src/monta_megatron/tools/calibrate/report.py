@@ -18,6 +18,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import dump_measured
 from monta_megatron.planner.curves import Curve
 from monta_megatron.tools import pictures
+from monta_megatron.tools.calibrate.record import partial_of
 
 COLUMNS = (
     *("operation", "resource", ">ranks", ">start us", ">GB/s", ">off by"),
@@ -44,8 +45,9 @@ class Calibration:
     out: Path
 
     def save(self) -> None:
-        """Write the cluster file."""
+        """Write the cluster file, and remove its samples."""
         write_whole(self.out, dump_measured(self.cluster))
+        partial_of(self.out).unlink(missing_ok=True)
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""

@@ -47,7 +47,7 @@ from monta_megatron.planner.calibration.points import (
 from monta_megatron.tools.bench.layer import build_experts, initialize_groups
 from monta_megatron.tools.bench.settings import LayerShape
 from monta_megatron.tools.calibrate.experts import expert_operations, sizes_of
-from monta_megatron.tools.calibrate.record import Record
+from monta_megatron.tools.calibrate.record import Record, partial_of
 from monta_megatron.tools.calibrate.report import Calibration
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 from monta_megatron.tools.new.hardware import SYS, find_interfaces, nics_of_nodes
@@ -95,8 +95,7 @@ class Settings:
     """Settings of a calibration.
 
     Attributes:
-        out: the cluster file.
-        partial: file in which samples are kept.
+        out: the cluster file; samples are kept beside it.
         budget_s: time for everything; one round is always run.
         name: name of the cluster, or None.
         ranks_per_node: ranks joined by the node link, or None where the launcher knows.
@@ -107,7 +106,6 @@ class Settings:
     """
 
     out: Path
-    partial: Path
     budget_s: float
     name: str | None
     ranks_per_node: int | None
@@ -146,7 +144,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     identity = _identity(machine, ranks_per_core)
     if experts is not None:
         identity["experts"] = asdict(experts)
-    record = on_first_rank(lambda: Record.open(settings.partial, identity))
+    record = on_first_rank(lambda: Record.open(partial_of(settings.out), identity))
 
     # Step 3: first runs, whose times also decide which points are paired.
     progress.phase(f"first runs of {counted(len(points), 'point')}", len(points))

@@ -226,17 +226,22 @@ class PageReport:
     parts: list[str]
 
     @property
-    def left_out(self) -> list[str]:
-        """Other parts."""
-        return [part for part in PARTS if part not in self.parts]
+    def left_out(self) -> dict[str, str]:
+        """The other parts, and what gives them."""
+        return {part: flags for part, flags in PARTS.items() if part not in self.parts}
+
+    @property
+    def notes(self) -> list[str]:
+        """The same as lines."""
+        return [f"{part}: {flags}" for part, flags in self.left_out.items()]
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        return {"out": str(self.out), "parts": self.parts, "left_out": self.left_out}
+        return {"out": str(self.out), "parts": self.parts, "left_out": list(self.left_out)}
 
     def text(self) -> str:
         """The parts, and what would give the others."""
-        left_out = (f"left out {part}: {PARTS[part]}" for part in self.left_out)
+        left_out = (f"left out {note}" for note in self.notes)
         return "\n".join([f"wrote {self.out}: {', '.join(self.parts)}", *left_out])
 
 
@@ -247,13 +252,13 @@ def write_page(request: PageRequest) -> PageReport:
         ValueError: one line: a file or value is wrong.
     """
     sections = request.sections()
-    title = request.title or "monta"
-    if request.title is None and request.plan is not None:
-        inputs = request.plan[1]
-        title = f"{inputs.model.name} on {inputs.cluster.name}"
+    name = "monta"
+    if request.plan is not None:
+        _, inputs = request.plan
+        name = f"{inputs.model.name} on {inputs.cluster.name}"
+    title = request.title or name
     report = PageReport(out=request.out, parts=list(sections))
-    left_out = [f"{part}: {PARTS[part]}" for part in report.left_out]
-    write_whole(request.out, page(title, list(sections.values()), left_out))
+    write_whole(request.out, page(title, list(sections.values()), report.notes))
     return report
 
 

@@ -208,8 +208,8 @@ def explain(
     model = architecture_of(arguments, file)
     settings = _settings(record)
     cluster = _cluster(record, settings, cluster_name)
+    is_cpu = record.gpu == CPU_RANKS
     try:
-        is_cpu = record.gpu == CPU_RANKS
         gpu = CPU_RANKS if is_cpu else gpu_of(cluster.name, None if cluster_name else record.gpu)
     except ValueError:
         raise ValueError(

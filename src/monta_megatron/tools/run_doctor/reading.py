@@ -353,6 +353,9 @@ def what_if(
 ) -> tuple[WhatIf, ChainPrice]:
     """Predictions of other choices, and the price of the run's own.
 
+    For the model's own router and the tokens of a rank. Of exchanges that lie on the nodes in
+    several ways, the one that is slowest as it ran counts.
+
     Args:
         exchanges: what the run exchanges.
         arguments: Megatron's arguments of the run.
