@@ -7,8 +7,8 @@ import pytest
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Curve
+from monta_megatron.tools.calibrate.interfaces import nics_of_nodes
 from monta_megatron.tools.calibrate.report import lines, nccl_lines
-from monta_megatron.tools.new.hardware import nics_of_nodes
 
 
 def calibrated(num_nodes: int, curve: Curve) -> Cluster:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from monta_megatron.tools.new.run import run_template
 from slurm_cluster import DEFAULT_MEMORY_MB, MEMORY_MB, Cluster, missing, running_cluster
 
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import prepare
 from monta_megatron.tools.launch.start import start_command
-from monta_megatron.tools.new.run import run_template
 from monta_megatron.tools.plan.request import PlanRequest
 
 if reason := missing():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from monta_megatron.tools.new.run import run_template
 from preloaded import Preloaded
 
 from monta_megatron.common import strict_yaml
@@ -22,7 +23,6 @@ from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import state_bytes
 from monta_megatron.tools.launch.prepare import Run, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
-from monta_megatron.tools.new.run import run_template
 from monta_megatron.tools.plan.request import PlanRequest
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from monta_megatron.tools.launch.start import START
 from monta_megatron.tools.run_doctor.reading import read_run_folder
 from monta_megatron.tools.run_doctor.report import diagnose
+
+from monta_megatron.tools.launch.start import START
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 LAUNCH = [sys.executable, "-m", "monta_megatron.cli", "launch"]

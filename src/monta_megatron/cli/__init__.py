@@ -16,13 +16,9 @@ from monta_megatron.cli import (
     compare,
     doctor,
     emulate,
-    estimate,
     launch,
-    new,
     place,
     plan,
-    report,
-    simulate,
     timeline,
 )
 from monta_megatron.cli.parser import Parser
@@ -34,18 +30,11 @@ COMMANDS = (
     compare,
     doctor,
     emulate,
-    estimate,
     launch,
-    new,
     place,
     plan,
-    report,
-    simulate,
     timeline,
 )
-
-# Command that has left -> the script of the repository that does it.
-MOVED = {"validate": "python benchmarks/validate.py"}
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141
@@ -64,14 +53,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the sub-commands of `build_parser()` by name, and of theirs: "new model"."""
-    found: dict[str, argparse.ArgumentParser] = {}
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
-                inner = sub_parsers(command)
-                found |= {name: command, **{f"{name} {kind}": of for kind, of in inner.items()}}
-    return found
+    """The parsers of the sub-commands of `build_parser()` by name."""
+    return next(
+        dict(action.choices)
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
 
 
 def _run(parsed: argparse.Namespace) -> tuple[int, ValueError | None]:
@@ -91,9 +78,6 @@ def main(
         parser: another one than that of `monta`, with `run` and `command` among its defaults.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    if parser is None and words and words[0] in MOVED:
-        first_rank.report(f"monta {words[0]}: is a script now, run {MOVED[words[0]]}")
-        return 2
     parsed = (parser or build_parser()).parse_args(words)
     try:
         status, mistake = _run(parsed)

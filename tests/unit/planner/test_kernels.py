@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from clusters import preset, workload_of
+from monta_megatron.planner.flex import predict_flex, why_not
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.cli import main
-from monta_megatron.planner.flex import predict_flex, why_not
 from monta_megatron.planner.plan import Plan, plan
 
 FLAGS = (

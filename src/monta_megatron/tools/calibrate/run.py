@@ -47,10 +47,10 @@ from monta_megatron.planner.calibration.points import (
 from monta_megatron.tools.bench.layer import build_experts, initialize_groups
 from monta_megatron.tools.bench.settings import LayerShape
 from monta_megatron.tools.calibrate.experts import expert_operations, sizes_of
+from monta_megatron.tools.calibrate.interfaces import SYS, find_interfaces, nics_of_nodes
 from monta_megatron.tools.calibrate.record import Record, partial_of
 from monta_megatron.tools.calibrate.report import Calibration
 from monta_megatron.tools.joined_ranks import join, on_first_rank
-from monta_megatron.tools.new.hardware import SYS, find_interfaces, nics_of_nodes
 
 
 def make_groups(

@@ -1,15 +1,13 @@
 """Questions of `monta plan` beside the plan itself, and its report as text and JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.text import command_line
 from monta_megatron.common.units import bytes_of_gb
 from monta_megatron.planner.benefit import Benefit
-from monta_megatron.planner.flex import FlexPrediction, predict_flex
 from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Candidate, Plan
 from monta_megatron.planner.select import MARGIN
@@ -20,7 +18,6 @@ from monta_megatron.tools.plan.report import (
     plan_lines,
     program_lines,
     program_of,
-    ranked_by_lines,
     rate_lines,
     standing_lines,
 )
@@ -99,7 +96,6 @@ class PlanReport:
         plan: the decision.
         memory: of a training on a rank.
         benefit: over stock; None where that was not priced.
-        flex: what other dispatchers are predicted to take.
         programs: pass -> its operations; empty unless asked for.
         asked: the candidate that was asked for, or None.
         collaboration: of a trace, for JSON and as text; None without one.
@@ -110,7 +106,6 @@ class PlanReport:
     plan: Plan
     memory: TrainingMemory
     benefit: Benefit | None
-    flex: Sequence[FlexPrediction]
     programs: Mapping[str, list[Row]]
     asked: Candidate | None
     collaboration: tuple[Any, list[str]] | None
@@ -120,7 +115,6 @@ class PlanReport:
         ranking = self.inputs.ranking
         document: dict[str, Any] = strict_yaml.plain(self.plan)
         document["memory"] = self.memory.document()
-        document["flex"] = [vars(entry) for entry in self.flex]
         document["benefit"] = None if self.benefit is None else self.benefit.document()
         document["layouts"] = None if ranking is None else strict_yaml.plain(ranking)
         if self.collaboration is not None:
@@ -135,14 +129,13 @@ class PlanReport:
         """Tables of 80 columns."""
         plan, inputs = self.plan, self.inputs
         if inputs.ranking is None:
-            lines = plan_lines(plan, self.memory, self.benefit, self.flex)
+            lines = plan_lines(plan, self.memory, self.benefit)
         else:
             lines = [
                 *rate_lines(plan),
                 *note_lines(plan),
                 "",
                 *layout_lines(inputs.ranking, self.memory, self.benefit),
-                *ranked_by_lines(self._estimate_command()),
             ]
         if self.asked is not None:
             lines = [*standing_lines(plan, self.asked), "", *lines]
@@ -151,15 +144,6 @@ class PlanReport:
         if self.programs:
             lines += ["", *program_lines(dict(self.programs))]
         return "\n".join([f"{inputs.model.name} on {inputs.cluster.name}", "", *lines])
-
-    def _estimate_command(self) -> list[str]:
-        """The command that ranks the same layouts by their whole iteration, and its flags."""
-        flags = {
-            "--model": str(self.request.model),
-            "--cluster": str(self.request.cluster),
-            "--world-size": str(self.inputs.layout.world_size),
-        }
-        return ["monta estimate", *map(command_line, flags.items())]
 
 
 def answer(request: PlanRequest, inputs: PlanInputs, questions: Questions) -> PlanReport:
@@ -174,15 +158,12 @@ def answer(request: PlanRequest, inputs: PlanInputs, questions: Questions) -> Pl
     if questions.chain is not None:
         asked = candidate_of(request, inputs, plan, questions.chain, questions.num_chunks, **beside)
     benefit = benefit_of_plan(request, inputs, plan)
-    # The other dispatchers have no price with their experts.
-    flex = [] if request.overlap_experts else predict_flex(workload, inputs.cluster, request.phase)
     report = PlanReport(
         request=request,
         inputs=inputs,
         plan=plan,
         memory=memory,
         benefit=benefit,
-        flex=flex,
         programs=program_of(plan, workload, inputs.cluster) if questions.program else {},
         asked=asked,
         collaboration=_collaboration(request.routing, inputs),

@@ -15,7 +15,6 @@ from monta_megatron.common.units import counted, size_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.flex import FlexPrediction
 from monta_megatron.planner.layer_price import bound_layers
 from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
@@ -145,7 +144,6 @@ def plan_lines(
     plan: Plan,
     memory: TrainingMemory | None = None,
     benefit: Benefit | None = None,
-    flex: Sequence[FlexPrediction] = (),
 ) -> list[str]:
     """The choice, its gain and the training's memory, then all chains, the chosen one by stages.
 
@@ -153,10 +151,9 @@ def plan_lines(
         plan: the choice.
         memory: of the training.
         benefit: gain in an iteration.
-        flex: the same exchange with stock's other dispatcher.
     """
     lines = [line for field in plan_fields(plan, memory, benefit) for line in _field(*field)]
-    lines += ["", *_candidate_lines(plan), *_flex_lines(flex)]
+    lines += ["", *_candidate_lines(plan)]
     if plan.stages:
         lines += ["", *_stage_lines(plan.stages)]
     return lines
@@ -246,19 +243,6 @@ def layout_lines(
     ]
 
 
-def ranked_by_lines(command: Sequence[str]) -> list[str]:
-    """Limits of a ranking by the exchange, and the command that ranks by the iteration.
-
-    Args:
-        command: the command, and each flag with its value; a line for each.
-    """
-    text = (
-        "Ranked by the exchange alone. Attention, pipeline bubble and recompute differ between "
-        "layouts too; ranked by the whole iteration:"
-    )
-    return ["", *_wrapped(text), "  " + " \\\n      ".join(command)]
-
-
 def standing_lines(plan: Plan, entry: Candidate) -> list[str]:
     """Rank of one candidate beside the choice."""
     if entry.predicted_us is None or plan.predicted_us is None:
@@ -329,16 +313,6 @@ def _candidate_lines(plan: Plan) -> Iterable[str]:
     hidden = len(plan.candidates) - len(shown)
     if hidden > 0:
         yield f"and {hidden} more in other numbers of chunks, all of them with --json or --out"
-
-
-def _flex_lines(flex: Sequence[FlexPrediction]) -> Iterable[str]:
-    for entry in flex:
-        time = "-" if entry.predicted_us is None else f"{entry.predicted_us:,.0f}"
-        yield f"{f'flex, {entry.backend}':<23}{'-':>6}{time:>12}"
-        ends = "" if entry.range_us is None else "; {:,.0f} to {:,.0f} us".format(*entry.range_us)
-        yield from _wrapped(
-            entry.why_not or f"Megatron's, by its published figures{ends}", indent="    "
-        )
 
 
 def stage_rows(stages: Sequence[StageCost]) -> list[tuple[str, ...]]:

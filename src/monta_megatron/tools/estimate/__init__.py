@@ -1,1 +1,0 @@
-"""Is it worth it: an iteration by part, predicted, and held against published figures."""
