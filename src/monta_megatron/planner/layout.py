@@ -69,22 +69,22 @@ class ParallelLayout:
     def incompatibility(self, model: Model) -> str | None:
         """Why this layout cannot train the model, or None if it can."""
         for field, size, name, whole in (
-            ("ep", self.ep, "num_experts", model.num_experts),
-            ("etp", self.etp, "moe_ffn_hidden_size", model.moe_ffn_hidden_size),
-            ("tp", self.tp, "num_attention_heads", model.num_attention_heads),
+            ("ep", self.ep, "num-experts", model.num_experts),
+            ("etp", self.etp, "moe-ffn-hidden-size", model.moe_ffn_hidden_size),
+            ("tp", self.tp, "num-attention-heads", model.num_attention_heads),
         ):
             if whole % size != 0:
                 return f"{field}: got {size}, must divide {name} of {model.name} ({whole})"
         if self.pp > model.num_layers:
             return (
-                f"pp: got {self.pp}, must be at most num_layers of {model.name} "
+                f"pp: got {self.pp}, must be at most num-layers of {model.name} "
                 f"({model.num_layers})"
             )
         # Sequence parallelism divides the sequence; context parallelism gives each rank two pieces.
         parts = self.tp * self.cp * (2 if self.cp > 1 else 1)
         if model.seq_length % parts != 0:
             return (
-                f"tp: got {self.tp}, must divide seq_length of {model.name} ({model.seq_length}) "
+                f"tp: got {self.tp}, must divide seq-length of {model.name} ({model.seq_length}) "
                 f"together with cp ({self.cp})"
             )
         return None
@@ -205,7 +205,7 @@ def workload_of_model(
     """A model's exchange, with the model's own router unless a routing is given."""
     return Workload(
         layout=layout,
-        hidden_size=model.hidden_size,
+        hidden_size=model.row_size,
         value_bytes=model.value_bytes,
         prob_bytes=model.prob_bytes,
         routing=uniform_routing(model) if routing is None else routing,

@@ -52,7 +52,7 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
     """
     if DISPATCHER not in arguments or arguments[DISPATCHER].value != DISPATCHER_TYPE:
         return PlannedRun(notes=(f"no plan: {DISPATCHER} is not {DISPATCHER_TYPE}",))
-    if config.model is None or "moe-monta-cluster" not in arguments:
+    if "num-experts" not in arguments or "moe-monta-cluster" not in arguments:
         return PlannedRun(notes=("no plan: the file names no model and cluster",))
 
     # Step 1: check that model, cluster and layout fit together.
