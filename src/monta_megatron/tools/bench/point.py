@@ -17,12 +17,9 @@ from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.collectives import find_nodes
-from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.controller import deciding_controllers
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import uncalibrated
-from monta_megatron.planner.experts import with_expert_curves, with_timer
 from monta_megatron.planner.routing.expected import Routing
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
@@ -52,7 +49,6 @@ from monta_megatron.tools.bench.report import (
 )
 from monta_megatron.tools.bench.settings import Hooks, Point, Settings
 from monta_megatron.tools.bench.traffic import Traffic, exchange_of, predict
-from monta_megatron.tools.calibrate.experts import sizes_of, time_experts
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 # Iterations of a tuning in which no candidate has its turn: before the first, and until what the
@@ -297,8 +293,6 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
     if cluster is None and task.emulated is not None and settings.calibrate_seconds == 0:
         # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
         costs = default_costs(task.emulated)
-    if (AUTO, None) in settings.overlap_keys:
-        costs = costs_with_experts(settings, costs or uncalibrated(layout, gpu_name()), device)
     candidates, skipped = build(settings, costs, layout, batches)
     if settings.calibrate_seconds > 0:
         (auto,) = (candidate for candidate in candidates if candidate.requested == AUTO)
@@ -311,15 +305,6 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
         candidates=candidates,
         skipped=skipped,
     )
-
-
-def costs_with_experts(settings: Settings, costs: Cluster, device: torch.device) -> Cluster:
-    """Costs with those of the layer's experts, by which `auto` splits them or does not."""
-    sizes = sizes_of(settings)
-    if settings.expert_ms is not None:
-        rows = settings.tokens * settings.topk * settings.etp
-        return with_timer(costs, sizes, settings.expert_ms, rows // sizes.num_local_experts)
-    return with_expert_curves(costs, [time_experts(build_experts(settings), settings, device)])
 
 
 def _run_repeat(candidate: Candidate, experts: Experts, backward: bool, repeat: int) -> None:
