@@ -98,7 +98,6 @@ class PlanReport:
         benefit: over stock; None where that was not priced.
         programs: pass -> its operations; empty unless asked for.
         asked: the candidate that was asked for, or None.
-        collaboration: of a trace, for JSON and as text; None without one.
     """
 
     request: PlanRequest
@@ -108,7 +107,6 @@ class PlanReport:
     benefit: Benefit | None
     programs: Mapping[str, list[Row]]
     asked: Candidate | None
-    collaboration: tuple[Any, list[str]] | None
 
     def document(self) -> dict[str, Any]:
         """The JSON document; `docs/plans.md` has its fields."""
@@ -117,8 +115,6 @@ class PlanReport:
         document["memory"] = self.memory.document()
         document["benefit"] = None if self.benefit is None else self.benefit.document()
         document["layouts"] = None if ranking is None else strict_yaml.plain(ranking)
-        if self.collaboration is not None:
-            document["collaboration"] = self.collaboration[0]
         if self.programs:
             document["operations"] = self.programs
         if self.asked is not None:
@@ -139,8 +135,6 @@ class PlanReport:
             ]
         if self.asked is not None:
             lines = [*standing_lines(plan, self.asked), "", *lines]
-        if self.collaboration is not None:
-            lines += ["", *self.collaboration[1]]
         if self.programs:
             lines += ["", *program_lines(dict(self.programs))]
         return "\n".join([f"{inputs.model.name} on {inputs.cluster.name}", "", *lines])
@@ -166,24 +160,7 @@ def answer(request: PlanRequest, inputs: PlanInputs, questions: Questions) -> Pl
         benefit=benefit,
         programs=program_of(plan, workload, inputs.cluster) if questions.program else {},
         asked=asked,
-        collaboration=_collaboration(request.routing, inputs),
     )
     if questions.out is not None:
         plan.save(questions.out)
     return report
-
-
-def _collaboration(routing: str, inputs: PlanInputs) -> tuple[Any, list[str]] | None:
-    """Of a trace: which experts tokens choose together, for JSON and as text."""
-    if not Path(routing).is_dir():
-        return None
-    from monta_megatron.tools.place.report import (
-        collaboration_document,
-        collaboration_lines,
-        collaboration_of_trace,
-    )
-
-    layers = collaboration_of_trace(routing, inputs.model, inputs.cluster, inputs.layout)
-    if isinstance(layers, str):
-        return {"unknown": layers}, [f"collaboration of experts: not shown: {layers}"]
-    return collaboration_document(layers), collaboration_lines(layers)
