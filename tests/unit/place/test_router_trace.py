@@ -89,3 +89,28 @@ def test_a_file_that_cannot_be_read_is_one_line(
     with pytest.raises(ValueError) as error:
         read_trace(str(tmp_path), model, 1, 8)
     assert str(error.value) == f"{path}: cannot be read: {reason}; must be a file of the tracer"
+
+
+RECORD = '{"layer": 2, "hs_shape": [1, 64], "top_indices": [[0]]}'
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("not json", "line 1: is no record of the tracer"),
+        ('{"layer": 1}', "line 1: is no record of the tracer (KeyError: 'top_indices')"),
+        ('{"top_indices": [[9]]}', "line 1: top_indices: must be a list of experts from 0 to 3"),
+        ('{"top_indices": [0, 1]}', "line 1: top_indices: must be a list"),
+        ('{"top_indices": [[0, 1]]}', "line 1: topk: got 2, must be 1, moe_router_topk of"),
+        (RECORD.replace("2,", "3,"), "line 1: layer: got 3, must be at most 2, num_layers of"),
+        (RECORD.replace("64", "32"), "line 1: hs_shape: got 32, must be 64, hidden_size of"),
+        ('{"top_indices": []}', "got 0 layers with experts"),
+        (RECORD, "got 1 layers with experts, must be the 2 of"),
+    ],
+)
+def test_a_bad_trace_is_one_line(tmp_path: Path, model: Model, line: str, rule: str) -> None:
+    (tmp_path / "router_trace_rank0.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError) as error:
+        read_layers(str(tmp_path), model, 1)
+    assert str(tmp_path) in str(error.value) and rule in str(error.value)
+    assert "\n" not in str(error.value)

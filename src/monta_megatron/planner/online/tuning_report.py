@@ -8,7 +8,7 @@ from typing import Any
 from monta_megatron.chains import CHAINS
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.rules import PositiveInt, require
-from monta_megatron.common.tables import plain_table
+from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
 from monta_megatron.planner.online.tuning import Key, Tuning, TuningCandidate, TuningStep
 from monta_megatron.planner.plan import Plan, plan_of
@@ -52,7 +52,7 @@ def tuning_table(tuning: Tuning) -> list[str]:
             )
         )
     head = ["chain", ">chunks", ">predicted us", ">measured us", ""]
-    return plain_table(
+    return table(
         [*head, *([">exposed us"] if is_overlapped else []), ">runs", ">imbalance", ""],
         [cells for _, cells in sorted(rows, key=lambda row: row[0])],
         title=f"tuned over {counted(tuning.num_steps, 'iteration')}: dispatch + combine, forward + "

@@ -287,7 +287,7 @@ def shown_candidates(plan: Plan) -> list[Candidate]:
 def _candidate_lines(plan: Plan) -> Iterable[str]:
     """The best number of chunks of every chain, and why it was not chosen.
 
-    Not by `tables`: a line over all columns follows each row, which no table of rich's has.
+    Not by `tables`: a line over all columns follows each row, which no table there has.
     """
     # 80 columns hold a fifth number.
     has_beside = plan.key.overlapped_compute_us > 0
