@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout, number_nodes
 from monta_megatron.chains.program import Phase
-from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import plan
@@ -206,5 +205,5 @@ def workload_of(settings: Settings, layout: Layout) -> Workload:
         prob_bytes=PROBS_BYTES,
         routing=routing_of(settings, layout),
         tokens_per_rank=settings.tokens,
-        quantized_passes=quantized_passes(settings.wire_dtype is not None),
+        quantized=settings.wire_dtype is not None,
     )
