@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.flags import num_tokens, positive, whole
-from monta_megatron.planner.routing.names import ROUTING_HELP, routing_or_folder
+from monta_megatron.common.flags import ROUTINGS, num_tokens, positive, whole
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
@@ -53,10 +52,9 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
     add_sizes(parser, BATCH)
     parser.add_argument(
         "--routing",
-        metavar="NAME|FOLDER",
-        type=routing_or_folder,
+        choices=ROUTINGS,
         default="uniform",
-        help=f"{ROUTING_HELP} (default: %(default)s, by the model's router)",
+        help="of the tokens (default: %(default)s, by the model's router)",
     )
     parser.add_argument(
         "--phase",

@@ -285,31 +285,6 @@ def test_a_bad_flag(
     assert_one_line(capsys, run(tmp_path, flags), words)
 
 
-RECORD = '{"layer": 3, "hs_shape": [1, 7168], "top_indices": [[0, 1, 2, 3, 4, 5, 6, 7]]}'
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("not json", ["line 1: is no record of the tracer"]),
-        ('{"layer": 1}', ["line 1: is no record of the tracer", "top_indices"]),
-        ('{"top_indices": [[0, 999]]}', ["line 1: top_indices", "0 to 255"]),
-        ('{"top_indices": [0, 1]}', ["line 1: top_indices", "for every token"]),
-        ('{"top_indices": []}', ["got 0 tokens"]),
-        (RECORD, ["got 1 token, ", "at least 3,200 for top-8 of 256 experts", "trace more"]),
-        ('{"top_indices": [[0, 1]]}', ["line 1: topk: got 2", "8, moe_router_topk of DeepSeek"]),
-        (RECORD.replace("3,", "62,"), ["line 1: layer: got 62", "at most 61, num_layers of"]),
-        (RECORD.replace("7168", "64"), ["line 1: hs_shape: got 64", "7168, hidden_size of"]),
-    ],
-)
-def test_a_bad_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: list[str]
-) -> None:
-    (tmp_path / "router_trace_rank0.jsonl").write_text(line + "\n")
-    status = run(tmp_path, ("--routing", str(tmp_path)))
-    assert_one_line(capsys, status, [str(tmp_path), *words])
-
-
 def test_no_layout_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: tmp_path / f"{name}.yaml" for name in ("model", "cluster")}
     for name, path in files.items():
