@@ -56,5 +56,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _of_run(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
     model = data.get("model")
-    of_model = {} if model is None else load_arguments(Path(path.parent, str(model)))
+    of_model = (
+        {} if model is None else load_arguments(presets.find("models", str(model), path.parent))
+    )
     return {**of_model, **data["megatron"]}

@@ -1,14 +1,10 @@
 """Exchanges of a run from Megatron's arguments: model, layout, MoE layers, micro-batches."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import cast, get_args
 
-from monta_megatron.common.flags import whole
-from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, workloads_of
@@ -16,11 +12,6 @@ from monta_megatron.planner.models.model import Model, model_of
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
 from monta_megatron.tools.launch.run_config import RunConfig
-
-FIRST_STAGE = "decoder-first-pipeline-num-layers"
-LAST_STAGE = "decoder-last-pipeline-num-layers"
-# Arguments that name the layers of each stage, in a language of their own.
-WRITTEN_OUT = ("pipeline-model-parallel-layout", "hybrid-layer-pattern")
 
 
 def num_micro_batches(arguments: Arguments, dp: int) -> int:
@@ -33,74 +24,6 @@ def num_micro_batches(arguments: Arguments, dp: int) -> int:
     micro, batch = (arguments.get(name) for name in ("micro-batch-size", "global-batch-size"))
     samples = (1 if micro is None else micro.read(SIZE)) * dp
     return 1 if batch is None else math.ceil(batch.read(SIZE) / samples)
-
-
-def iteration_of_run(model: Model, arguments: Arguments, layout: ParallelLayout) -> Iteration:
-    """Exchanges that an iteration of a run waits for.
-
-    Args:
-        model: the trained model.
-        arguments: Megatron's arguments.
-        layout: how the ranks are grouped.
-    """
-    micro_batches = num_micro_batches(arguments, layout.dp)
-    stages = stages_of_layers(arguments, model.num_layers, layout.pp)
-    if stages is None:
-        layers, is_lower_bound = math.ceil(model.num_moe_layers / layout.pp), layout.pp > 1
-    else:
-        of_stages = Counter(compress(stages, model.moe_layers))
-        layers, is_lower_bound = max(of_stages.values(), default=0), False
-    return Iteration(
-        num_moe_layers=layers,
-        is_lower_bound=is_lower_bound,
-        num_stages=layout.pp,
-        num_micro_batches=micro_batches,
-    )
-
-
-def stages_of_layers(arguments: Arguments, num_layers: int, pp: int) -> list[int] | None:
-    """The pipeline stage of every layer, as Megatron splits them: [number of layers].
-
-    A stage has a part in every virtual stage. The embedding and the loss may count as layers.
-
-    Args:
-        arguments: Megatron's arguments.
-        num_layers: of the model.
-        pp: pipeline parallel size.
-
-    Returns:
-        None where the stages are written out, or no such split is possible.
-    """
-    if pp == 1:
-        return [0] * num_layers
-    if not arguments.keys().isdisjoint(WRITTEN_OUT):
-        return None
-
-    # Step 1: layers of every stage.
-    embedding = "account-for-embedding-in-pipeline-split" in arguments
-    loss = "account-for-loss-in-pipeline-split" in arguments
-    num_slots = num_layers + embedding + loss
-    given = {
-        stage: arguments[name].read(whole(0))
-        for stage, name in ((0, FIRST_STAGE), (pp - 1, LAST_STAGE))
-        if name in arguments
-    }
-    rest, num_even = num_slots - sum(given.values()), pp - len(given)
-    sizes = [given.get(stage, rest // max(num_even, 1)) for stage in range(pp)]
-
-    # Step 2: deal them out, virtual stage by virtual stage.
-    num_virtual = 1
-    if "num-virtual-stages-per-pipeline-rank" in arguments:
-        num_virtual = arguments["num-virtual-stages-per-pipeline-rank"].read(SIZE)
-    elif "num-layers-per-virtual-pipeline-stage" in arguments:
-        num_virtual = sizes[0] // arguments["num-layers-per-virtual-pipeline-stage"].read(SIZE)
-    if sum(sizes) != num_slots or min(sizes) < 0 or num_virtual == 0:
-        return None
-    if any(size % num_virtual for size in sizes):
-        return None
-    in_turn = [stage for stage, size in enumerate(sizes) for _ in range(size // num_virtual)]
-    slots = in_turn * num_virtual
-    return slots[embedding : num_slots - loss]
 
 
 KERNELS = "moe-monta-kernels"
@@ -138,6 +61,10 @@ def exchanges_of_run(config: RunConfig, arguments: Arguments, file: str) -> RunE
     # The dispatcher's cluster file: the run file's, unless the command line names another.
     cluster_file = str(arguments["moe-monta-cluster"].value)
     cluster = load_cluster(cluster_file).with_kernel_choice(kernels_of_run(arguments))
+    try:
+        cluster = cluster.of_job(config.layout.ranks_per_node)
+    except ValueError as error:
+        raise ValueError(f"{file}: layout.{error}") from error
     layout = layout_of_run(config, model, file)
     if layout.world_size > cluster.num_ranks:
         raise ValueError(
