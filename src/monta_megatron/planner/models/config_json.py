@@ -142,7 +142,9 @@ def model_of_config(data: Any, file: str) -> Model:
     for name, keys in ALIASES.items():
         value = _first(flat, keys)
         if value is not None:
-            arguments[name] = value
+            # Megatron takes no 1e6 for an integer.
+            is_whole = isinstance(value, float) and value.is_integer() and name == "rotary-base"
+            arguments[name] = int(value) if is_whole else value
     if "num-experts" not in arguments:
         known = ", ".join(ALIASES["num-experts"])
         raise ValueError(

@@ -38,18 +38,8 @@ SIZES = {
 # Names that are read where they stand in YAML, and their endings; other lines may be anything.
 OF_YAML = {"bf16", "fp16", "seq_length", "num_moe_experts", "multi_latent_attention"}
 OF_YAML |= {"gated_linear_unit", "attention_output_gate", "moe_shared_expert_overlap"}
-OF_YAML |= {"overlap_moe_expert_parallel_comm", "moe_router_topk", "moe_token_dispatcher_type"}
-ENDINGS: tuple[str, ...] = (
-    "_size",
-    "_layers",
-    "_heads",
-    "_groups",
-    "_group_topk",
-    "_rank",
-    "_dim",
-    "_freq",
-)
-ENDINGS += ("_dtype", "_channels")
+OF_YAML |= {"overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type", "kv_channels"}
+ENDINGS = ("_size", "_layers", "_heads", "_groups", "_topk", "_rank", "_dim", "_freq", "_dtype")
 # One of these is in every line that says something, which is found faster than by expressions.
 MARKS = ("iteration", " ..", ": ")
 LONGEST_LINE = 4096
