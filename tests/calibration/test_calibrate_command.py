@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from monta_megatron.planner.experts import experts_on
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
@@ -17,7 +18,6 @@ from monta_megatron.integration.options import Options
 from monta_megatron.integration.policy import policy_for
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.experts import experts_on
 from monta_megatron.tools.calibrate.record import alone
 
 # Seconds; a launch takes 20 where nothing else runs.

@@ -19,6 +19,7 @@ from layers import (
     knows_batch_invariant_sums,
     replay_cuda_graph_attributes,
 )
+from monta_megatron.planner.experts import ExpertSizes, with_timer
 from overlap import (
     compare_bits,
     compare_chosen,
@@ -46,7 +47,6 @@ from monta_megatron.integration.options import Options
 from monta_megatron.integration.supported_settings import OUT_OF_REACH, RUNS, check_supported
 from monta_megatron.planner.chain_policy import ChainChoice
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.experts import ExpertSizes, with_timer
 from monta_megatron.planner.layout import ParallelLayout, with_experts, workloads_of
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan

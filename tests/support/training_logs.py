@@ -17,27 +17,11 @@ QWEN3_30B = {
     "vocab_size": 151936,
     "multi_latent_attention": False,
     "kv_lora_rank": 32,
-}
-# The 14 layers of H1 to H4 in the published figures.
-DEEPSEEK_14 = {
-    "num_layers": 14,
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
-    "multi_latent_attention": True,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "ffn_hidden_size": 18432,
-    "num_experts": 256,
-    "moe_layer_freq": "[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]",
-    "moe_router_topk": 8,
-    "moe_router_num_groups": 8,
-    "moe_router_group_topk": 4,
-    "moe_ffn_hidden_size": 2048,
-    "moe_shared_expert_intermediate_size": 2048,
-    "vocab_size": 129280,
+    "swiglu": True,
+    "bf16": True,
+    "moe_router_dtype": "fp32",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
 }
 TRAINING = {
     "micro_batch_size": 1,
@@ -54,39 +38,6 @@ TRAINING = {
     "cuda_graph_impl": "none",
     "virtual_pipeline_model_parallel_size": None,
 }
-
-
-_ON_16 = {**QWEN3_30B, "world_size": 16, "expert_model_parallel_size": 16}
-_ON_64 = {
-    **QWEN3_30B,
-    "world_size": 64,
-    "tensor_model_parallel_size": 8,
-    "pipeline_model_parallel_size": 4,
-    "expert_model_parallel_size": 16,
-}
-# Rows of configs/estimate/published.yaml: arguments, and ms of an iteration, which follows in H2
-# from its 184.2 TFLOP/s.
-PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
-    "A1": ({**_ON_64, "micro_batch_size": 4}, 8600),
-    "A2": ({**_ON_64, "micro_batch_size": 1}, 27890),
-    "F4": ({**_ON_16, "global_batch_size": 1024, "moe_permute_fusion": False}, 41250),
-    "H2": (
-        {
-            **DEEPSEEK_14,
-            "world_size": 64,
-            "pipeline_model_parallel_size": 4,
-            "expert_model_parallel_size": 16,
-            "seq_length": 2048,
-            "recompute_granularity": "full",
-        },
-        2589,
-    ),
-}
-
-
-def published_log(row: str) -> str:
-    """The log that a published row would have had."""
-    return training_log(*PUBLISHED[row])
 
 
 def arguments_block(arguments: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import test_stream_safety
 import torch
+from monta_megatron.planner.layer_price import layer_peak_bytes
 from stream_recorder import Recorder
 from test_pipeline_streams import TOKEN_CASES, exchanges_of, layers_of
 from test_stream_safety import LAYOUTS, Routing, make_exchange, make_inputs
@@ -20,7 +21,6 @@ from monta_megatron.integration.experts import (
     with_one_placeholder,
 )
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layer_price import layer_peak_bytes
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.select import select_chain
 from monta_megatron.planner.workload import Workload

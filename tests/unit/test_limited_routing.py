@@ -11,14 +11,14 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import torch
 from equal import assert_equal
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-
-from monta_megatron.chains.layout import Layout
 from monta_megatron.integration.limited_routing import (
     LimitedTopk,
     groups_of,
     limit_routing,
     limits_of,
 )
+
+from monta_megatron.chains.layout import Layout
 from monta_megatron.integration.supported_settings import check_supported
 
 pytestmark = pytest.mark.old_end

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import test_stream_safety
 import torch
+from monta_megatron.planner.layer_price import DIRECTIONS
 from stream_recorder import Recorder
 from test_stream_safety import (
     CASES,
@@ -28,7 +29,6 @@ from monta_megatron.chains.program import RowFormat
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
 from monta_megatron.exchange.state import Exchange, State
-from monta_megatron.planner.layer_price import DIRECTIONS
 
 TOKEN_CASES = [(chain, layout) for chain, layout in CASES if CHAINS[chain].rows == "tokens"]
 

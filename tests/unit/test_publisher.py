@@ -9,12 +9,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from monta_megatron.planner.online.drift import Change
 from watched_iteration import CHANGE, WATCHED
 
 from monta_megatron.integration import metrics
 from monta_megatron.integration.metrics import Publisher, scalars_of
 from monta_megatron.integration.options import Options
-from monta_megatron.planner.online.drift import Change
 
 global_vars = pytest.importorskip(
     "megatron.training.global_vars", reason="needs megatron-core[training]"

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from clusters import layout_of, preset, workload_of
+from monta_megatron.planner.routing.observed import ObservedRouting, Traffic, expected_traffic
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
@@ -13,7 +14,6 @@ from monta_megatron.planner.chain_policy import PlannedPolicy, chains_for
 from monta_megatron.planner.online.decision import LOOK_EVERY, Decision, DecisionState, Outcome
 from monta_megatron.planner.routing.drawn import expected_routing
 from monta_megatron.planner.routing.expected import ExpectedRouting, UniformRouting
-from monta_megatron.planner.routing.observed import ObservedRouting, Traffic, expected_traffic
 from monta_megatron.planner.select import NUM_CHUNKS
 
 UNIFORM = UniformRouting(num_experts=64, topk=8)

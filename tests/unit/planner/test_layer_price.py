@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from clusters import preset
+from monta_megatron.planner.experts import Experts, ExpertSizes, experts_of, with_expert_curves
+from monta_megatron.planner.layer_price import bound_layers, layer_peak_bytes
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Policy
 from monta_megatron.planner.calibration.fitting import expert_curve, expert_points
 from monta_megatron.planner.cluster import Cluster, Contention
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster
-from monta_megatron.planner.experts import Experts, ExpertSizes, experts_of, with_expert_curves
-from monta_megatron.planner.layer_price import bound_layers, layer_peak_bytes
 from monta_megatron.planner.plan import plan, plan_of
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.schedule import Work, simulate

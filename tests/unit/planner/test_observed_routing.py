@@ -5,6 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from clusters import layout_of, preset, workload_of
+from monta_megatron.planner.routing.observed import (
+    ObservedRouting,
+    Traffic,
+    expected_traffic,
+    observed_routing,
+)
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.chain_policy import PlannedPolicy, chains_for
@@ -12,12 +18,6 @@ from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.routing.drawn import expected_routing
 from monta_megatron.planner.routing.expected import ExpectedRouting, UniformRouting
-from monta_megatron.planner.routing.observed import (
-    ObservedRouting,
-    Traffic,
-    expected_traffic,
-    observed_routing,
-)
 from monta_megatron.planner.select import NUM_CHUNKS
 
 LAYOUT = layout_of(8, 1, 4, 64)

@@ -6,12 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from monta_megatron.chains.layout import Layout
-from monta_megatron.planner.chain_policy import PlannedPolicy
-from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import uncalibrated
-from monta_megatron.planner.online.decision import Decision, Outcome
 from monta_megatron.planner.online.drift import (
     BAND,
     NUM_IN_A_ROW,
@@ -21,6 +15,12 @@ from monta_megatron.planner.online.drift import (
     DriftMonitor,
     lasting_change,
 )
+
+from monta_megatron.chains.layout import Layout
+from monta_megatron.planner.chain_policy import PlannedPolicy
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import uncalibrated
+from monta_megatron.planner.online.decision import Decision, Outcome
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
 
