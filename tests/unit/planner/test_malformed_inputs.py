@@ -317,7 +317,3 @@ def test_a_bad_plan(
     assert "\n" not in str(error.value)
     for word in [str(path), *words]:
         assert word in str(error.value)
-
-
-def test_there_are_at_least_40() -> None:
-    assert len(VALUES) + len(FILES) >= 40
