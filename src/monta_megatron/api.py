@@ -35,11 +35,10 @@ def plan(
         layout: sizes by name (world_size, tp, ep, etp, cp, pp), a file of them, or a
             `ParallelLayout`. Without tp, ep and etp: the best of all layouts that fit.
         settings: fields of `tools.plan.request.PlanSettings`: tokens, seq_length,
-            micro_batch_size, routing, phase, inter_rate_ratio, ignore_memory.
+            micro_batch_size, routing, phase, inter_rate_ratio, kernels, wire_dtype.
 
     Raises:
-        ValueError: an argument is wrong, no chain can run, or the training does not fit into the
-            memory of a rank.
+        ValueError: an argument is wrong, or no chain can run.
     """
     from monta_megatron.tools.plan.request import plan_request, read_inputs, request_of
 
@@ -72,8 +71,7 @@ def timeline(
         The timelines with their spans, and a title.
 
     Raises:
-        ValueError: an argument is wrong, no chain can run, the training does not fit into the
-            memory of a rank, or a file cannot be written.
+        ValueError: an argument is wrong, no chain can run, or a file cannot be written.
     """
     from monta_megatron.common.files import make_folder
     from monta_megatron.tools.plan.request import read_inputs, request_of

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from monta_megatron.chains.chain import Chain
 from monta_megatron.chains.layout import GroupName
-from monta_megatron.chains.program import LINKS, PricedOperation, ResourceOrCompute
+from monta_megatron.chains.program import LINKS, PricedOperation, Resource
 from monta_megatron.chains.stages import AllGather, AllToAll
 
 Collective: TypeAlias = Literal["alltoall", "allgather"]
@@ -23,10 +23,6 @@ NUM_EXPERTS = 64
 TOPK = 8
 # Copies of a row that a sum adds up.
 NUM_COPIES = 2
-
-
-# A call of a rank's experts: forward, or forward and backward.
-ExpertCall: TypeAlias = Literal["experts", "experts_both"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +38,8 @@ class Point:
         num_bytes: bytes per rank that it sends through it, or that it reads and writes.
     """
 
-    operation: PricedOperation | ExpertCall
-    resource: ResourceOrCompute
+    operation: PricedOperation
+    resource: Resource
     group_size: int
     ranks_on_node: int
     num_rows: int
@@ -82,7 +78,7 @@ class Repeated:
 
     point: Point
     repeats: int
-    other: ResourceOrCompute
+    other: Resource
 
     @property
     def name(self) -> str:

@@ -75,30 +75,27 @@ def starts_of(lengths: RowCounts) -> RowCounts:
     return (np.cumsum(flat) - flat).reshape(lengths.shape)
 
 
-def expert_order(runs: RowCounts, source_order: NDArray[np.int64], classes: int) -> Segments:
+def expert_order(runs: RowCounts, source_order: NDArray[np.int64]) -> Segments:
     """Places of each chunk's rows in stock's order on the experts' side.
 
     Args:
         runs: [C, L, S] rows of each chunk, as they lie in it: by expert, then by source.
         source_order: the sources in stock's order, (ETP rank, EP rank), as positions in S.
-        classes: kinds of permuted tokens, see `TokenCounts`.
 
     Returns:
-        Runs in the order (expert, source in stock's order, class, chunk): each after those of the
-        earlier chunks.
+        Runs in the order (expert, source in stock's order, chunk): each after those of the earlier
+        chunks.
     """
     return Segments(
         lengths=runs.reshape(len(runs), -1),
-        find_starts=partial(_expert_starts, runs, source_order, classes),
+        find_starts=partial(_expert_starts, runs, source_order),
     )
 
 
-def _expert_starts(runs: RowCounts, source_order: NDArray[np.int64], classes: int) -> RowCounts:
-    num_chunks, num_experts, num_sources = runs.shape
-    by_class = runs.reshape(num_chunks, num_experts // classes, classes, num_sources)
-    # K = classes. [C, L/K, K, S] -> [L/K, S in stock's order, K, C], laid end to end, and back
-    starts = starts_of(by_class[..., source_order].transpose(1, 3, 2, 0)).transpose(3, 0, 2, 1)
-    return starts[..., np.argsort(source_order)].reshape(num_chunks, -1)
+def _expert_starts(runs: RowCounts, source_order: NDArray[np.int64]) -> RowCounts:
+    # [C, L, S] -> [L, S in stock's order, C], laid end to end, and back
+    starts = starts_of(runs[..., source_order].transpose(1, 2, 0)).transpose(2, 0, 1)
+    return starts[..., np.argsort(source_order)].reshape(len(runs), -1)
 
 
 Rows: TypeAlias = Literal["permuted tokens", "tokens"]
@@ -115,7 +112,7 @@ class ChainCounts(Protocol):
         """Rows of a rank on the source side; an integer at run time."""
 
     def rows_per_local_expert(self, stages: "Sequence[BoundStage]") -> RowCounts:
-        """[L / classes] rows on the expert side of the bound stages."""
+        """[L] rows on the expert side of the bound stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +159,6 @@ class TokenCounts:
         sent_to_nodes: [B, nodes] tokens of this rank for each node.
         for_node: [S, B] tokens of every source for this node.
         for_node_ranks: [S, B, R] tokens of every source for each rank of this node.
-        classes: kinds of permuted tokens, which an expert takes from each source one kind after the
-            other: 2 where experts are padded to capacity (routed tokens, then padding), else 1.
-            Each kind counts as an expert, here and in the layout that is bound.
     """
 
     tokens: RowCounts
@@ -174,7 +168,6 @@ class TokenCounts:
     sent_to_nodes: RowCounts | None = None
     for_node: RowCounts | None = None
     for_node_ranks: RowCounts | None = None
-    classes: int = 1
 
     def check_chunks(self, num_chunks: int) -> None:
         """See `ChainCounts`: a chunk is made of whole blocks."""
@@ -193,7 +186,7 @@ class TokenCounts:
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
         """See `ChainCounts`; the last two stages copy for each expert, [C, L], and order them."""
         rows: RowCounts = stages[-2].receive.sum(axis=0)
-        return rows.reshape(-1, self.classes).sum(axis=1) if self.classes > 1 else rows
+        return rows
 
     def of_blocks(self, first: int, end: int) -> "TokenCounts":
         """Counts of the token blocks from `first` to before `end`."""
@@ -298,7 +291,7 @@ class BoundChain:
         num_chunks: C.
         stages: one entry per stage of the chain, in its order.
         num_source_rows: rows of the whole tensor on the source side; an integer at run time.
-        rows_per_local_expert: [L / classes] rows on the expert side, by the layer's local expert.
+        rows_per_local_expert: [L] rows on the expert side, by the layer's local expert.
     """
 
     chain: Chain

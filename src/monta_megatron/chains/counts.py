@@ -173,6 +173,6 @@ def bind_experts(
             stage=ORDER,
             send=total[:, None],
             receive=total[:, None],
-            segments=expert_order(runs, order.stock_order, counts.classes),
+            segments=expert_order(runs, order.stock_order),
         ),
     )

@@ -5,9 +5,7 @@ runs; the ranks of an exchange share this once. A host is a node, unless a clust
 many consecutive ranks are one, MONTA_NODE names the nodes, or `--moe-monta-ranks-per-node`
 overrides all of that.
 
-Rails and nodes have communicators of ours, each with a budget of CTAs (thread blocks): a CTA keeps
-an SM busy and drives a channel. The defaults follow NCCL's rule for sends and receives
-(docs/calibration.md).
+Rails and nodes have communicators of ours.
 
 Notation: S = source ranks = EP * ETP, L = local experts per EP rank.
 """
@@ -18,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from monta_megatron.common.text import check_printable
 
@@ -202,13 +200,3 @@ def mixed_node(nodes: Sequence[int], hosts: Sequence[str]) -> tuple[int, int] | 
 
 
 OWN_GROUPS = ("node", "rail")
-
-
-class Ctas(NamedTuple):
-    """The budgets of the communicators of a rail and of a node."""
-
-    rail: int
-    node: int
-
-
-DEFAULT_CTAS = Ctas(rail=4, node=16)

@@ -94,19 +94,9 @@ def one_chunk(
     sum_width = min(row.hidden_size, SUM_COLUMNS) if is_rounded else row.hidden_size
     operations: list[Operation] = []
     buffers: list[Buffer] = []
-    unrounded_sums = Column("rows", row.hidden_size, row.sum_bytes)
 
     def boundary_after(at: int) -> int:
         return num_stages - 1 - at if back else at + 1
-
-    hops = [
-        at
-        for at, shape in enumerate(shapes)
-        if isinstance(shape.stage, AllToAll | AllGather) and shape.group_size > 1
-    ]
-    if row.keeps_sums and back and rows == "tokens" and hops:
-        boundary = boundary_after(hops[-1] - 1)
-        columns[boundary] = (unrounded_sums, *columns[boundary][1:])
 
     def buffer(
         name: str,
@@ -251,7 +241,8 @@ def one_chunk(
             rounds = is_narrow(writes[0])
             if isinstance(following.stage, AllGather) and following.group_size > 1 and rounds:
                 group = following.stage.group
-                unrounded = [buffer(f"{name}, unrounded", boundary - 1, (unrounded_sums,))]
+                sums = Column("rows", row.hidden_size, row.sum_bytes)
+                unrounded = [buffer(f"{name}, unrounded", boundary - 1, (sums,))]
             before_it = boundary_after(at - 1)
             writes += [*unrounded, *scratch(at, before_it, 1, boundary)]
             if is_rounded and not is_fused and current == 0 and shapes[0].placement == "index":

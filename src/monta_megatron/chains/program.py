@@ -30,7 +30,7 @@ Policy: TypeAlias = Literal["host", "streams", "fused"]
 Resource: TypeAlias = Literal["inter", "intra", "memory"]
 # Those of collectives.
 LINKS: tuple[Resource, ...] = ("inter", "intra")
-# A resource, or the compute units: of experts, or of work beside an exchange.
+# A resource, or the compute units: of experts.
 ResourceOrCompute: TypeAlias = Literal[Resource, "compute"]
 Kind: TypeAlias = Literal[
     "pack",
@@ -102,7 +102,6 @@ class RowFormat(NamedTuple):
         sum_bytes: bytes of each hidden value in a sum, before it is rounded for the wire.
         quantized_bytes: bytes of all hidden values where they travel quantized (`wire_format`); 0
             where they travel as they are.
-        keeps_sums: the last hop of a transposed pass carries partial sums as they are, unrounded.
     """
 
     hidden_size: int
@@ -110,7 +109,6 @@ class RowFormat(NamedTuple):
     prob_bytes: int
     sum_bytes: int
     quantized_bytes: int = 0
-    keeps_sums: bool = False
 
 
 class Column(NamedTuple):

@@ -15,15 +15,7 @@ rounds nothing, and values of four bits, such as small integers, come through as
     an infinity or NaN in a group              the whole group arrives as NaN
 """
 
-from collections.abc import Collection
-
-from monta_megatron.chains.program import (
-    ALIGNMENT_BYTES,
-    COMBINE_BACKWARD,
-    DISPATCH,
-    Pass,
-    round_up,
-)
+from monta_megatron.chains.program import ALIGNMENT_BYTES, round_up
 
 GROUP_SIZE = 128
 SCALE_BYTES = 4
@@ -43,21 +35,3 @@ def row_bytes(hidden_size: int) -> int:
     """Bytes of a row's hidden values and their scales: 7,392 for 7,168 values."""
     end = scales_offset_bytes(hidden_size) + SCALE_BYTES * num_groups(hidden_size)
     return round_up(end, ALIGNMENT_BYTES)
-
-
-def quantized_passes(dispatches: bool, backward: bool = False) -> frozenset[str]:
-    """The passes whose rows are quantized.
-
-    Args:
-        dispatches: tokens on their way to the experts.
-        backward: the gradients of the experts' outputs, on the same way, too.
-    """
-    if not dispatches:
-        return frozenset()
-    return frozenset({DISPATCH.name, COMBINE_BACKWARD.name} if backward else {DISPATCH.name})
-
-
-def quantized_bytes(passes: Collection[str], pass_: Pass, hidden_size: int) -> int:
-    """`RowFormat.quantized_bytes` of a pass, if rows travel quantized in these."""
-    assert not (pass_.transpose and pass_.name in passes), "partial sums are not quantized"
-    return row_bytes(hidden_size) if pass_.name in passes else 0

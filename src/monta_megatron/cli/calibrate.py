@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli.parser import add_json, only_the_report
-from monta_megatron.cli.planning import add_ctas
 from monta_megatron.common.flags import positive, printable, whole
 from monta_megatron.common.tables import print_report, show_progress, tell
 
@@ -56,19 +55,6 @@ def add_parser(commands: Any) -> None:
         type=whole(1),
         help="network interfaces that they share (default: the fastest that the nodes show)",
     )
-    add_ctas(parser, "a training's here, by the environment")
-    experts = parser.add_argument_group("experts, for --moe-monta-overlap-experts")
-    experts.add_argument(
-        "--model",
-        metavar="FILE",
-        help="time its experts too, alone and beside the exchange: a file, or a preset by its name",
-    )
-    experts.add_argument(
-        "--ep", metavar="N", type=whole(1), help="expert parallel size (default: all ranks)"
-    )
-    experts.add_argument(
-        "--etp", metavar="N", type=whole(1), help="expert tensor parallel size (default: 1)"
-    )
     parser.add_argument("--plot", metavar="DIR", help="draw the curves there; needs matplotlib")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -84,12 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.first_rank import is_first_rank
     from monta_megatron.common.ranks import find_this_rank
-    from monta_megatron.tools.calibrate.record import (
-        alone,
-        ctas_of_environment,
-        expert_layer,
-        partial_of,
-    )
+    from monta_megatron.tools.calibrate.record import alone, partial_of
     from monta_megatron.tools.pictures import check_can_plot
 
     # Step 1: what the flags say.
@@ -102,8 +83,6 @@ def _run(parsed: argparse.Namespace) -> int:
     this_rank = find_this_rank("calibrate --out FILE")
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
-    layer = expert_layer(parsed.model, parsed.ep, parsed.etp, this_rank.world_size)
-    ctas = ctas_of_environment({"rail": parsed.rail_ctas, "node": parsed.node_ctas})
 
     # Step 2: measure, and write.
     mine = alone(partial_of(out)) if this_rank.rank == 0 else nullcontext()
@@ -117,8 +96,6 @@ def _run(parsed: argparse.Namespace) -> int:
             name=parsed.name,
             ranks_per_node=parsed.ranks_per_node,
             nics_per_node=parsed.nics_per_node,
-            layer=layer,
-            ctas=ctas,
         )
         with show_progress("calibrate", this_rank.rank == 0) as progress:
             report = calibrate(settings, this_rank.local_rank, progress)

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
         "compare",
         usage="monta compare [-h] [--config] FILE [--iterations N] [--pairs N]\n"
         "                     [--start HOW] [--run-directory DIR] [--force]\n"
-        "                     [--ignore-memory] [--json] [-- MEGATRON ARGUMENTS]",
+        "                     [--json] [-- MEGATRON ARGUMENTS]",
         help="train with monta, alltoall and flex, and compare",
         description="Train some iterations of a run file with monta and with Megatron's alltoall "
         "(and with flex where what its backend needs is installed), from the same seed and without "
@@ -74,7 +74,6 @@ def run(parsed: argparse.Namespace) -> int:
         start=parsed.start,
         directory=parsed.run_directory,
         force=parsed.force,
-        ignore_memory=parsed.ignore_memory,
     )
     for name, reason in trainings.left_out.items():
         say(f"{name} is left out: {reason}")

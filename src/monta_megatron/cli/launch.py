@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli.parser import add_json
-from monta_megatron.cli.planning import IGNORE_MEMORY
 from monta_megatron.common.tables import print_report, tell
 
 EXAMPLE = """\
@@ -38,7 +37,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
         usage="monta launch [-h] [--config] FILE [--dry-run] [--start HOW] [--json]\n"
-        "                    [--run-directory DIR] [--force] [--ignore-memory]\n"
+        "                    [--run-directory DIR] [--force]\n"
         "                    [-- MEGATRON ARGUMENTS]",
         help="start a Megatron training from one YAML",
         description="Check a run file and its Megatron arguments against Megatron's own parser, "
@@ -61,7 +60,6 @@ def add_run_file(parser: Any) -> None:
     parser.add_argument(
         "--force", action="store_true", help="go on where Megatron's own validation refuses it"
     )
-    parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
 
 
 def add_config(parser: Any) -> None:
@@ -121,7 +119,6 @@ def run(parsed: argparse.Namespace) -> int:
         start=parsed.start,
         dry_run=parsed.dry_run,
         force=parsed.force,
-        ignore_memory=parsed.ignore_memory,
     )
     output = sys.stderr.buffer if parsed.json else sys.stdout.buffer
     report = launch(request, partial(tell, "launch"), output)

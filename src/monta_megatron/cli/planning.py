@@ -33,7 +33,6 @@ BATCH = {
     "seq-length": "tokens of a sequence (default: the model's)",
     "micro-batch-size": "sequences of a micro-batch (default: the model's)",
 }
-IGNORE_MEMORY = "go on where a rank's memory is too small for the training"
 
 
 def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True) -> None:
@@ -79,15 +78,13 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
             help="sequences of an iteration, for what it gains",
         )
     add_kernels(parser)
-    add_ctas(parser, "the cluster file's")
     parser.add_argument(
         "--wire-dtype",
         choices=("fp8",),
         help="tokens travel to their experts in eight bits (default: in their own dtype)",
     )
-    parser.add_argument("--ignore-memory", action="store_true", help=IGNORE_MEMORY)
-    # Of the request, where no flag says otherwise.
-    parser.set_defaults(overlap_experts=False, **({} if says_gain else {"global_batch_size": None}))
+    if not says_gain:
+        parser.set_defaults(global_batch_size=None)
 
 
 def add_kernels(parser: Any) -> None:
@@ -99,18 +96,6 @@ def add_kernels(parser: Any) -> None:
         help="what copies and sums rows, as --moe-monta-kernels: PyTorch's operations or Triton "
         "kernels (default: auto, fused where the ranks are GPUs)",
     )
-
-
-def add_ctas(parser: Any, default: str) -> None:
-    """Add the flags for the budgets of rails and nodes; `default` describes their default."""
-    for name in ("rail", "node"):
-        parser.add_argument(
-            f"--{name}-ctas",
-            metavar="N",
-            type=whole(1),
-            help=f"SMs that the NCCL communicator of a {name} may keep busy, as "
-            f"--moe-monta-{name}-ctas (default: {default})",
-        )
 
 
 def add_sizes(parser: Any, sizes: Mapping[str, str]) -> None:
@@ -144,30 +129,16 @@ def world_size_of(parsed: argparse.Namespace, ranks_per_node: Callable[[], int])
     return in_nodes
 
 
-def add_overlap_experts(parser: Any) -> None:
-    """Add the flag that plans a layer, not its exchange alone."""
-    parser.add_argument(
-        "--overlap-experts",
-        action="store_true",
-        help="plan a layer whose experts may run in the pipeline, as --moe-monta-overlap-experts "
-        "does, by what the cluster file says of them or else by their FLOPs",
-    )
-
-
 def has_layout(parsed: argparse.Namespace) -> bool:
     """Whether a layout is given; without one, all are ranked."""
     return any((parsed.layout, parsed.tp, parsed.ep, parsed.etp))
 
 
-def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, PlanInputs]":
+def read(parsed: argparse.Namespace) -> "tuple[PlanRequest, PlanInputs]":
     """The request that the flags make, and the inputs that it names.
 
-    Args:
-        parsed: the command line.
-        settings: arguments of `planner.select.select_chain`, for the ranking of layouts.
-
     Raises:
-        ValueError: a file or flag is wrong, or the layout does not fit.
+        ValueError: a file or flag is wrong, or the layout does not fit the model.
     """
     from monta_megatron.common.tables import show_progress
     from monta_megatron.planner.cluster_file import load_cluster
@@ -190,13 +161,9 @@ def read(parsed: argparse.Namespace, **settings: Any) -> "tuple[PlanRequest, Pla
         routing=parsed.routing,
         phase=parsed.phase,
         inter_rate_ratio=parsed.inter_rate_ratio,
-        ignore_memory=parsed.ignore_memory,
-        overlap_experts=parsed.overlap_experts,
         kernels=parsed.kernels,
-        rail_ctas=parsed.rail_ctas,
-        node_ctas=parsed.node_ctas,
         wire_dtype=parsed.wire_dtype,
     )
     # A terminal shows progress, a log does not need it.
     progress = partial(show_progress, parsed.command, sys.stderr.isatty())
-    return request, read_inputs(request, progress, **settings)
+    return request, read_inputs(request, progress)

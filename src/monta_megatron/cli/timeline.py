@@ -43,7 +43,7 @@ RECORD_FLAGS = {
 
 # The flags that each way takes, besides those for the output.
 OUTPUT = {"out", "max_ranks", "json", "run", "command"}
-COSTS = {"cluster", "inter_rate_ratio", "kernels", "rail_ctas", "node_ctas"}
+COSTS = {"cluster", "inter_rate_ratio", "kernels"}
 WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks", "alone"}
 TAKES = {
     "recording": COSTS | {"stock"},
@@ -51,14 +51,12 @@ TAKES = {
     "model": COSTS
     | WHAT
     | {name.replace("-", "_") for name in (*planning.JOB, *planning.BATCH)}
-    | {*("layout", "cp", "pp", "ignore_memory", "overlap_experts")},
+    | {"layout", "cp", "pp"},
 }
 WAYS = {"recording": "RECORDING", "record": "--record", "model": "--model"}
 DEFAULTS = {
     "routing": "uniform",
     "phase": "forward_backward",
-    "ignore_memory": False,
-    "overlap_experts": False,
     "alone": False,
     "kernels": "auto",
 }
@@ -79,7 +77,7 @@ def add_parser(commands: Any) -> None:
         "recording",
         metavar="RECORDING",
         nargs="?",
-        help="file of an earlier --record, or folder of a training's --moe-monta-record",
+        help="file of an earlier --record",
     )
     parser.add_argument(
         "--stock",
@@ -87,7 +85,6 @@ def add_parser(commands: Any) -> None:
         help="RECORDING's counterpart with the chain alltoall, drawn above it",
     )
     planning.add_arguments(parser, needs_model=False, says_gain=False)
-    planning.add_overlap_experts(parser)
     parser.add_argument("--chain", metavar="NAME", help="default: the planner's choice")
     parser.add_argument("--num-chunks", metavar="N", type=whole(1), help="of --chain (default: 4)")
     record = parser.add_argument_group("with --record")
@@ -148,21 +145,16 @@ def _way(parsed: argparse.Namespace) -> str:
 
 
 def _read(parsed: argparse.Namespace) -> "Drawing":
-    from monta_megatron.tools.timeline.drawing import of_path
+    from monta_megatron.tools.timeline.drawing import of_recording
 
     stock = None if parsed.stock is None else Path(parsed.stock)
-    return of_path(Path(parsed.recording), _cluster(parsed), stock)
+    return of_recording(Path(parsed.recording), _cluster(parsed), stock)
 
 
 def _predict(parsed: argparse.Namespace) -> "Drawing":
-    from monta_megatron.tools.plan.request import check_has_layout
     from monta_megatron.tools.timeline.drawing import of_prediction
 
-    chain = _chain(parsed)
-    if parsed.overlap_experts:
-        reason = "how long experts take depends on the tokens of a rank"
-        check_has_layout(planning.has_layout(parsed), "--overlap-experts: given", reason)
-    return of_prediction(*planning.read(parsed), chain, parsed.alone)
+    return of_prediction(*planning.read(parsed), _chain(parsed), parsed.alone)
 
 
 def _record(parsed: argparse.Namespace) -> "Drawing | None":
@@ -204,9 +196,7 @@ def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
 
     if parsed.cluster is None:
         return None
-    return priced_cluster(
-        parsed.cluster, parsed.inter_rate_ratio, parsed.kernels, parsed.rail_ctas, parsed.node_ctas
-    )
+    return priced_cluster(parsed.cluster, parsed.inter_rate_ratio, parsed.kernels)
 
 
 def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int] | None":

@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.layout import (
-    DEFAULT_CTAS,
     OWN_GROUPS,
     Layout,
     check_named_alike,
@@ -139,11 +138,9 @@ class _Made(NamedTuple):
     times: int
 
 
-# By default group, which is another after a restart of torch.distributed; then by members and
-# budget. Layers share them.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], int], _Made]] = (
-    WeakKeyDictionary()
-)
+# By default group, which is another after a restart of torch.distributed; then by members.
+# Layers share them.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Made]] = WeakKeyDictionary()
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -175,7 +172,6 @@ def peer_groups(
     chains: Sequence[Chain],
     layout: Layout,
     megatron_groups: dict[str, dist.ProcessGroup],
-    ctas: Mapping[str, int | None] | None = None,
 ) -> dict[str, PeerGroup]:
     """The process group for every group name that one of the chains uses.
 
@@ -185,22 +181,18 @@ def peer_groups(
     Args:
         chains: the chains whose stages name groups.
         layout: this rank's position; gives the node of every rank of the exchange.
-        megatron_groups: "ep", "etp" and "tp_ep".
-        ctas: "rail", "node" -> the budget of such a communicator; without one, what Megatron gave
-            its expert parallel group, or else our default.
+        megatron_groups: "ep", "etp" and "tp_ep"; ours take over the settings of the first.
     """
     ranks = dist.get_process_group_ranks(megatron_groups["tp_ep"])
     node_of = dict(zip(ranks, layout.nodes, strict=True))
     names = {name for chain in chains for name in chain.groups}
     groups: dict[str, dist.ProcessGroup] = dict(megatron_groups)
     like = megatron_groups["ep"]
-    configured = nccl_settings(like).get("max_ctas")
     # The same order on every rank.
     for name in OWN_GROUPS:
         if name in names:
             members = tuple(ranks[member] for member in layout.members(name, layout.rank))
-            budget = (ctas or {}).get(name) or configured or getattr(DEFAULT_CTAS, name)
-            groups[name] = _own_group(members, f"monta {name}", like, budget)
+            groups[name] = _own_group(members, f"monta {name}", like)
     return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
 
 
@@ -221,17 +213,15 @@ def close_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _own_group(
-    members: tuple[int, ...], name: str, like: dist.ProcessGroup, budget: int
-) -> dist.ProcessGroup:
+def _own_group(members: tuple[int, ...], name: str, like: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group of ours that was made before, or made now if there is none that is open."""
     groups = _made.setdefault(_world(), {})
-    before = groups.get((members, budget))
+    before = groups.get(members)
     if before is not None and is_open(before.group):
         return before.group
     times = 1 if before is None else before.times + 1
-    made = _Made(new_local_group(members, name, like, budget, times), times)
-    groups[members, budget] = made
+    made = _Made(new_local_group(members, name, like, times), times)
+    groups[members] = made
     return made.group
 
 
@@ -245,26 +235,24 @@ def new_local_group(
     ranks: Sequence[int],
     name: str,
     like: dist.ProcessGroup | None = None,
-    max_ctas: int | None = None,
     times: int = 1,
 ) -> dist.ProcessGroup:
     """A group made by its members alone, whatever groups other ranks make meanwhile.
 
     Args:
         ranks: in ascending order, this one among them.
-        name: for NCCL's logs; together with ranks, budget and `times` it is unique to the group.
+        name: for NCCL's logs; together with ranks and `times` it is unique to the group.
         like: a group whose time limit and NCCL settings the new one takes over.
-        max_ctas: in place of that setting of its; None to take it over too.
         times: how often the group was made with this one. The store still holds what members of
             one that was closed have told each other under its name.
     """
     members = "_".join(map(str, ranks))
     return new_named_group(
         ranks,
-        name=f"{name}, max_ctas {max_ctas}, ranks {members}, made {times} times",
+        name=f"{name}, ranks {members}, made {times} times",
         description=name,
         timeout=None if like is None else timeout_of(like),
-        options=None if like is None else _nccl_options_like(like, max_ctas),
+        options=None if like is None else _nccl_options_like(like),
     )
 
 
@@ -281,7 +269,7 @@ def nccl_settings(group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
-def _nccl_options_like(group: dist.ProcessGroup, max_ctas: int | None) -> Any:
+def _nccl_options_like(group: dist.ProcessGroup) -> Any:
     """NCCL settings for our group: those of Megatron's; None if that is not an NCCL group."""
     # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
     given = options_of(group)
@@ -294,10 +282,6 @@ def _nccl_options_like(group: dist.ProcessGroup, max_ctas: int | None) -> Any:
         # None is skipped: torch would try to copy a string that does not exist.
         if value is not None:
             setattr(options.config, name, value)
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
-        # NCCL refuses a lower limit above the upper one.
-        options.config.min_ctas = min(options.config.min_ctas, max_ctas)
     return options
 
 

@@ -164,17 +164,15 @@ class CountTable:
 
     Attributes:
         chains: the candidates.
-        layout: this rank's position; an expert counts once for each class.
+        layout: this rank's position.
         num_blocks: B, the number of token blocks; 1 if all chains' rows are permuted
             tokens.
-        classes: of permuted tokens, see `TokenCounts`.
         kernels: what counts, see `kernel_choice`.
     """
 
     chains: tuple[Chain, ...]
     layout: Layout
     num_blocks: int
-    classes: int = 1
     kernels: str = "torch"
 
     @cached_property
@@ -296,7 +294,6 @@ class CountTable:
             tokens=np.minimum(np.maximum(left, 0), block),
             experts=received["experts"],
             for_node_ranks=to_each,
-            classes=self.classes,
             **first,
             **{
                 f"sent_to_{part}s": sent[part].reshape(self.num_blocks, -1)
@@ -321,13 +318,12 @@ def expert_ids_of(
     """Each token's experts in ascending order, and their probabilities, with no sync.
 
     Args:
-        routing_map: [T, E] bool; [T, E * classes] if there are several, see `TokenCounts`.
+        routing_map: [T, E] bool.
         probs: [T, E].
         max_experts_per_token: W, on any rank.
 
     Returns:
-        Probabilities [T, W], padded with 0, and experts [T, W] int32, with one number per expert
-        and class, padded with E * classes.
+        Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E.
     """
     return _ExpertIds.apply(routing_map, probs, max_experts_per_token)
 
@@ -339,13 +335,12 @@ class _ExpertIds(torch.autograd.Function):
     def forward(
         ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, max_experts_per_token: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_experts, classes = routing_map.shape[1], routing_map.shape[1] // probs.shape[1]
+        num_experts = routing_map.shape[1]
         descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)
         scores = (routing_map * descending).topk(max_experts_per_token, dim=1).values
         ids = num_experts - scores
-        experts = (ids // classes).clamp(max=probs.shape[1] - 1)
+        experts = ids.clamp(max=num_experts - 1)
         ctx.save_for_backward(routing_map)
-        ctx.classes = classes
         ctx.mark_non_differentiable(ids)
         return probs.gather(1, experts.long()).masked_fill_(scores == 0, 0), ids
 
@@ -355,9 +350,6 @@ class _ExpertIds(torch.autograd.Function):
         ctx: Any, gradient: torch.Tensor, _: torch.Tensor
     ) -> tuple[None, torch.Tensor, None]:
         (routing_map,) = ctx.saved_tensors
-        # [T, E * classes] the position of each expert among its token's
+        # [T, E] the position of each expert among its token's
         positions = (routing_map.cumsum(dim=1) - 1).clamp_(min=0)
-        by_class = gradient.gather(1, positions).masked_fill_(~routing_map, 0)
-        if ctx.classes > 1:
-            by_class = by_class.unflatten(1, (-1, ctx.classes)).sum(dim=2)
-        return None, by_class, None
+        return None, gradient.gather(1, positions).masked_fill_(~routing_map, 0), None

@@ -39,7 +39,7 @@ def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
     Raises:
         ExchangeError: a collective failed or timed out.
     """
-    with exchange.monitor.timed_pass(columns.rows.device, pass_.name):
+    with exchange.monitor.timed_pass(columns.rows.device):
         state = State(exchange, pass_, columns)
         program = state.bound.program
         state.streams.fork(program.num_streams)

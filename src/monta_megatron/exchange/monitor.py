@@ -87,22 +87,15 @@ class Monitor:
             return works
         return self.recorder.watch(works, pass_name, operation.number)
 
-    def timed_pass(self, device: torch.device, pass_name: str) -> AbstractContextManager[object]:
+    def timed_pass(self, device: torch.device) -> AbstractContextManager[object]:
         """Context around a pass on this device."""
         times = self._times
-        return NOTHING if times is None else times.of_pass(device, pass_name, self)
+        return NOTHING if times is None else times.of_pass(device)
 
     def timed_copies(self, device: torch.device) -> AbstractContextManager[object]:
         """Context around copies that a chain needs beside its passes, in the forward."""
         times = self._times
         return NOTHING if times is None else times.of_copies(device)
-
-    def timed_shared_experts(
-        self, stream: "torch.cuda.Stream | None", pass_name: str
-    ) -> AbstractContextManager[object]:
-        """Context around the forward of shared experts beside a pass."""
-        times = self._times
-        return NOTHING if times is None else times.of_shared_experts(stream, pass_name)
 
     @property
     def _times(self) -> "PassTimes | None":

@@ -12,8 +12,8 @@ import torch
 
 from monta_megatron.chains.chain import BoundChain, Order, order_of_issue
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import COMBINE, Buffer, Operation, Pass, Policy, RowFormat
-from monta_megatron.chains.wire_format import SCALE_BYTES, quantized_bytes
+from monta_megatron.chains.program import DISPATCH, Buffer, Operation, Pass, Policy, RowFormat
+from monta_megatron.chains.wire_format import SCALE_BYTES, row_bytes
 from monta_megatron.exchange import errors
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.copies import Indices, Parts
@@ -35,8 +35,7 @@ class Exchange:
         max_experts_per_token: W; 0 where rows are permuted tokens.
         order: the order of issue; see `lower`.
         fused: Triton kernels do the work; see `kernel_choice`.
-        quantized_passes: names of the passes, not transposed, whose rows travel in eight bits.
-        keeps_sums: the last hop of combine carries partial sums in `sum_dtype`.
+        quantized: tokens travel to their experts in eight bits.
         shared: by device, the indices that all passes share; made by the first one.
     """
 
@@ -47,8 +46,7 @@ class Exchange:
     max_experts_per_token: int = 0
     order: Order = order_of_issue
     fused: bool = False
-    quantized_passes: frozenset[str] = frozenset()
-    keeps_sums: bool = False
+    quantized: bool = False
     shared: dict[torch.device, Indices] = field(default_factory=dict)
 
 
@@ -87,8 +85,9 @@ class State:
             value_bytes=rows.itemsize,
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
-            quantized_bytes=quantized_bytes(exchange.quantized_passes, pass_, rows.shape[1]),
-            keeps_sums=exchange.keeps_sums and pass_ == COMBINE,
+            quantized_bytes=row_bytes(rows.shape[1])
+            if exchange.quantized and pass_ == DISPATCH
+            else 0,
         )
         policy: Policy = "fused" if exchange.fused else self.streams.policy
         self.bound = lower(exchange.bound, pass_, row, width, policy, order=exchange.order)

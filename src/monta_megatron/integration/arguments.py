@@ -12,7 +12,6 @@ comparison and how it is handled.
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.common.first_rank import linger, report
 from monta_megatron.common.text import shown
 from monta_megatron.integration.options import (
-    AUTO,
     DISPATCHER_TYPE,
     OPTION_NAMES,
     OptionFields,
@@ -213,34 +211,6 @@ def check_arguments(args: Any) -> None:
             "--num-experts or leave --moe-token-dispatcher-type out"
         )
     check_config(args)
-    _check_plan(args)
-
-
-def _check_plan(args: Any) -> None:
-    """A plan file, against all that the command line says of its exchange; not of its nodes."""
-    options = Options.of(args)
-    plan, kernels = options.plan, options.kernels
-    if plan is None:
-        return
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    batch = (args.seq_length, args.micro_batch_size)
-    here = {
-        "ep": args.expert_model_parallel_size,
-        "etp": args.expert_tensor_parallel_size or tp,
-        "num_experts": args.num_experts,
-        "topk": args.moe_router_topk,
-        "hidden_size": getattr(args, "moe_latent_size", None) or args.hidden_size,
-        "value_bytes": 2 if args.bf16 or args.fp16 else 4,
-        "tokens_per_rank": None if None in batch else math.prod(batch) // (tp * cp),
-        # The meaning of "auto" depends on the ranks.
-        "kernels": None if kernels == AUTO else kernels,
-    }
-    # Megatron itself refuses what is missing.
-    incompatibility = plan.incompatibility(
-        {name: value for name, value in here.items() if value is not None}
-    )
-    if incompatibility is not None:
-        raise ValueError(f"moe_monta_plan: {incompatibility}")
 
 
 def refuse(error: ValueError, reports: bool) -> NoReturn:

@@ -36,8 +36,9 @@ from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.controller import ChainController
 from monta_megatron.planner.chain_policy import FixedPolicy
-from monta_megatron.planner.chain_price import CHECK_TOKENS
 
+# Tokens of a rank in the check of a chain's first use, at most.
+CHECK_TOKENS = 256
 # Most ranks have so many fewer than `CHECK_TOKENS`, at most, so that their numbers differ.
 FEWER_TOKENS = 8
 # Rows hold integers from 0 to this, fewer where their sums would not be exact.

@@ -2,8 +2,8 @@
 
 One `ChainController` belongs to a dispatcher with a fixed policy, or to all layers of one shape on
 an exchange with a planned one. A decision (`planner.online.decision`) then holds for all
-micro-batches of an iteration, those layers, and their recomputes; it rests on the figures of
-earlier iterations (`iteration_figures`).
+micro-batches of an iteration, those layers, and their recomputes; it rests on the times of earlier
+iterations (`iteration_figures`).
 
 An iteration ends with the step of an optimizer that follows a forward pass whose gradient is
 recorded. So evaluation changes nothing, the steps of several optimizers count once, and one that is
@@ -24,13 +24,13 @@ from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.counts import ExchangeCounts
-from monta_megatron.integration.options import SCHEDULE, Options
+from monta_megatron.integration.options import Options
 from monta_megatron.integration.ranks import Report, agree
 from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy, PlannedPolicy, bucket_of
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.pass_times import PassTimes
-    from monta_megatron.planner.online.decision import Decision, DecisionState
+    from monta_megatron.planner.online.decision import Decision
 
 
 class ChainController:
@@ -44,7 +44,7 @@ class ChainController:
     Attributes:
         agreement: hash of the values that the ranks agree on now.
         decision: that of the iteration under way; None where the policy is fixed.
-        pass_times: times the passes; None where no times are wanted.
+        pass_times: times the passes; None where there is no tuning.
     """
 
     def __init__(
@@ -68,25 +68,18 @@ class ChainController:
         """
         from monta_megatron.exchange.pass_times import PassTimes
         from monta_megatron.integration.iteration_figures import IterationFigures
-        from monta_megatron.integration.metrics import Publisher, time_waits
         from monta_megatron.planner.online.decision import Decision
-        from monta_megatron.planner.online.drift import DriftMonitor
 
         policy = self.policy
         assert isinstance(policy, PlannedPolicy)
-        self.replicas, self.report, self.layout = replicas, report, policy.workload.layout
-        self._publisher = watching = None
-        if options.watch_steps:
-            ranks = dist.get_process_group_ranks(self.group)
-            watching = DriftMonitor(options.watch_steps, ranks, self.layout)
-            self._publisher = Publisher(watching, self.group, options, report)
-        self.decision = Decision(policy, options.tune_steps, watching)
-        self._advice, self._plan_out = _advice(options), options.plan_out
-        if options.tune_steps or watching is not None:
+        self.replicas, self.report = replicas, report
+        self.decision = Decision(policy, options.tune_steps)
+        self._figures: IterationFigures | None = None
+        if options.tune_steps:
             self.pass_times = PassTimes(with_copies=len({each.rows for each in policy.chains}) > 1)
-            if SCHEDULE in options.overlaps and not options.overlapped_compute_us:
-                time_waits()
-        self._figures = IterationFigures(self.group, self.layout, self.pass_times)
+            self._figures = IterationFigures(self.group, self.pass_times)
+        # Numbers of tokens of each rank, in the iteration under way.
+        self._numbers_of_tokens: set[int] = set()
         # Most tokens and experts of the last micro-batch; tokens of a rank if always the same.
         self._most = 1, 0
         self._fixed_tokens: int | None = None
@@ -125,10 +118,11 @@ class ChainController:
         most = counts.max_tokens, counts.max_experts_per_token
         if self.decision is None:
             return self.policy.choose(*most)
-        if self._figures.start_gathering(device, side_stream) and self.decision.has_to_settle:
+        is_new = self._figures is not None and self._figures.start_gathering(device, side_stream)
+        if is_new and self.decision.has_to_settle:
             self._settle()
         if torch.is_grad_enabled():
-            self._figures.received.add(counts)
+            self._numbers_of_tokens.update(counts.num_tokens.tolist())
             self._most = most
         return self.decision.choose(*most)
 
@@ -159,8 +153,7 @@ class ChainController:
             return ""
         self._said[buckets] = key
         since = f"; after {counted(self.decision.number, 'iteration')}"
-        advice, self._advice = self._advice, ""
-        return choice.reason + since * (before is not None) + advice
+        return choice.reason + since * (before is not None)
 
     def agreed_now(self) -> dict[str, Any]:
         """Values that all ranks of the exchange agree on in this iteration."""
@@ -170,50 +163,29 @@ class ChainController:
     def end_iteration(self) -> None:
         """End the iteration, if there was one: an optimizer has made a step."""
         assert self.decision is not None, "only decisions change"
-        numbers = self._figures.received.numbers_of_tokens
+        numbers, self._numbers_of_tokens = self._numbers_of_tokens, set()
         if not numbers:
             return
         self.has_ended = True
         self._fixed_tokens = next(iter(numbers)) if len(numbers) == 1 else None
-        outcome = self._figures.end_iteration(self.decision.number, self.decision.is_watched)
-        self.decision.end_iteration(outcome, *self._most)
-        if self._publisher is not None:
-            self._publisher.after_iteration(self.decision.number - 1)
-        self._agree_on_decision()
-
-    def state(self) -> "DecisionState":
-        """State of the decision, for `resume`."""
-        assert self.decision is not None, "only decisions are stored"
-        return self.decision.state()
-
-    def check_state(self, state: "DecisionState") -> None:
-        """Check that a state fits.
-
-        Raises:
-            ValueError: it is of another tuning.
-        """
-        assert self.decision is not None, "only decisions are stored"
-        self.decision.beginning().resume(state)
-
-    def resume(self, state: "DecisionState") -> None:
-        """Go on where a decision was stored; `state` fits."""
-        assert self.decision is not None, "only decisions are stored"
-        self._figures.drop()
-        self.has_ended = False
-        self.decision.resume(state)
+        pass_us = None
+        if self._figures is not None:
+            pass_us = self._figures.end_iteration(self.decision.number)
+        self.decision.end_iteration(pass_us, *self._most)
+        if self.decision.is_settled:
+            self._figures = None
         self._agree_on_decision()
 
     def _settle(self) -> None:
         """End the tuning together with the replicas of this exchange."""
+        from monta_megatron.planner.online.tuning_report import tuning_table
+
         assert self.decision is not None and self.decision.tuning is not None
         tuning = self.decision.tuning
         alone = self.replicas is None or dist.get_world_size(self.replicas) == 1
         summary = tuning.summary()
-        summaries = [summary] if alone else gather_objects(summary, self.replicas)
-        selection = self.decision.settle(summaries)
-        from monta_megatron.integration.metrics import report_tuning
-
-        report_tuning(tuning, selection, self._most[0], self.report, self._plan_out)
+        self.decision.settle([summary] if alone else gather_objects(summary, self.replicas))
+        self.report(*tuning_table(tuning))
         self._agree_on_decision()
 
     def _agree_on_decision(self) -> None:
@@ -222,8 +194,6 @@ class ChainController:
         self.agreement = hash_of(self.agreed_now())
         if self.pass_times is not None:
             self.pass_times.is_on = self.decision.is_timed
-            if self.decision.is_watched:
-                self.pass_times.watch()
 
 
 # One for all layers of a shape on an exchange; it goes with the last of them.
@@ -262,18 +232,6 @@ def controller_of(
         controller.decide_by_iteration(replicas, options, report)
         _shared[key] = controller
     return controller
-
-
-def _advice(options: Options) -> str:
-    """Note on overlapped work that the choice does not take into account."""
-    if options.named_chain is None and options.overlap_experts:
-        return "; there is no tuning, which would time exchanges alone"
-    if options.overlapped_compute_us > 0 or not options.overlaps or options.named_chain is not None:
-        return ""
-    part = f"its part that {options.overlaps[0]} leaves exposed"
-    if options.tune_steps or options.watch_steps:
-        return f"; {part} is measured from here on"
-    return f"; minimizes the exchange, not {part}, which --moe-monta-watch-steps measures"
 
 
 def deciding_controllers() -> Iterator[ChainController]:

@@ -19,7 +19,6 @@ EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N =
 """
 
 import functools
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +57,12 @@ from monta_megatron.integration.strategies import (
     PermutedTokens,
     WholeTokens,
     counts_are_patched,
-    fill_to_capacity,
 )
 from monta_megatron.integration.supported_settings import check_supported
 from monta_megatron.planner.chain_policy import ChainChoice, ChainPolicy
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.pipeline import Experts
-    from monta_megatron.planner.online.drift import MeasuredIteration
 
 # Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
 # and run their second layer in token_combine; earlier releases run it in combine_postprocess.
@@ -83,7 +80,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         num_chunks: its number of chunks.
         experts_pipelined: whether its experts run in the pipeline.
         layout: this rank's position in the exchange.
-        counted_layout: the same, in which an expert counts once for each class of permuted tokens.
         groups: the process group for each group name of the chains.
         monitor: bytes by resource; starts and waits go to its recorder, if it has one.
         exchange_counts: [K] what this rank needs of all ranks' counts, which CUDA graphs replay by
@@ -122,43 +118,30 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._report = Report(reports_for_stage(self.tp_ep_group, pg_collection))
         replicas = getattr(pg_collection, "expt_dp", None)
         self.layout, self.chain_policy, rule = on_every_exchange(
-            # The exchanges end their tuning together, and watch the same iterations.
+            # The exchanges end their tuning together.
             self._set_up,
             replicas,
-            {
-                "moe_monta_overlapped_compute_us": self.options.overlapped_compute_us,
-                "moe_monta_tune_steps": self.options.tune_steps,
-                "moe_monta_watch_steps": self.options.watch_steps,
-            },
+            {"moe_monta_tune_steps": self.options.tune_steps},
         )
         self.controller = controller_of(
             self.chain_policy, rule, self.tp_ep_group, replicas, self.options, self._report
         )
         if self.options.wire_dtype is not None:
-            also = " and the gradients of their outputs" * self.options.wire_backward
-            self._report(f"tokens{also} travel in eight bits: results differ from alltoall's")
+            self._report("tokens travel in eight bits: results differ from alltoall's")
         chains = self.chain_policy.chains
         self.groups: dict[str, PeerGroup] = {}
         self._make_groups()
         self.monitor = Monitor(pass_times=self.controller.pass_times)
-        if self.options.record is not None:
-            from monta_megatron.integration.metrics import record_iteration
-
-            record_iteration(self)
         self._kinds_of_rows = {chain.rows for chain in chains}
-        # Routed tokens and padding, see `fill_to_capacity`.
-        classes = 2 if self.drop_and_pad and "tokens" in self._kinds_of_rows else 1
-        self.counted_layout = replace(self.layout, num_local_experts=num_local_experts * classes)
         self._counts: CountExchange | CapacityCounts
-        if self.drop_and_pad and classes == 1:
+        if self.drop_and_pad:
             self._counts = CapacityCounts(layout=self.layout, config=config)
         else:
             self._counts = CountExchange(
                 count_table=CountTable(
                     chains=chains,
-                    layout=self.counted_layout,
+                    layout=self.layout,
                     num_blocks=num_counted_blocks(chains, self.chain_policy.num_blocks),
-                    classes=classes,
                     kernels=self.options.kernels,
                 ),
                 config=config,
@@ -249,16 +232,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         columns = self._strategy.columns(self, self._exchange, row_probs)
         rows, row_probs = dispatch(self._exchange, rows, *columns)
         if self.shared_experts is not None:
-            with self._timed_shared_experts("dispatch"):
-                self.shared_experts.linear_fc1_forward_and_act(rows)
+            self.shared_experts.linear_fc1_forward_and_act(rows)
         return rows, row_probs
-
-    @property
-    def watched(self) -> "MeasuredIteration | None":
-        """Of the last watched iteration that is known."""
-        decision = self.controller.decision
-        watching = None if decision is None else decision.watching
-        return None if watching is None else watching.latest
 
     @property
     def computes(self) -> bool:
@@ -308,8 +283,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self._exchange = None
         # Before 0.18, Megatron's own last phase does this, which only permuted tokens go through.
         if self.shared_experts is not None and (SHARED_EXPERTS_WAIT or self.chain.rows == "tokens"):
-            with self._timed_shared_experts("combine"):
-                self.shared_experts.linear_fc2_forward(rows)
+            self.shared_experts.linear_fc2_forward(rows)
             self.shared_experts.post_forward_comm()
         return rows
 
@@ -318,7 +292,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return self._strategy.leave(self, permutated_local_input_tokens)
 
     def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Count by [T, E] or, with padding in separate columns, [T, 2E]; with no sync.
+        """Count by [T, E], with no sync.
 
         The counts are waited for before the permutation if they decide whether there is one, or
         how many rows it makes. Where each token should have top-k experts, so many rows are
@@ -354,10 +328,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """Strategy of the first and the last phase for the chain of the micro-batch under way."""
         return STRATEGIES[self.chain.rows]
 
-    def _timed_shared_experts(self, pass_name: str) -> AbstractContextManager[object]:
-        stream = self.shared_experts.stream if self.probs.is_cuda else None
-        return self.monitor.timed_shared_experts(stream, pass_name)
-
     def _maybe_dtoh_and_synchronize(self, point: str) -> None:
         """Copy the counts to the host at `cuda_dtoh_point`; use them at `cuda_sync_point`."""
         if point == self.cuda_dtoh_point:
@@ -385,10 +355,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _take(self, choice: ChainChoice, message: str) -> None:
         """Run a choice from here on, and report why if there is a message."""
         self.chain, self.num_chunks = choice.chain, choice.num_chunks
-        if self.options.overlap_experts:
-            from monta_megatron.integration.experts import is_pipelined
-
-            self.experts_pipelined = is_pipelined(choice, self.options.plan)
+        self.experts_pipelined = (
+            self.options.overlap_experts and self.num_chunks > 1 and self.chain.rows == "tokens"
+        )
         if not message or not self._report.reports:
             return
         line = (
@@ -401,23 +370,18 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self._report(replace(choice.benefit, iteration=iteration_here(self)).text)
 
     def _padded(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """The map that is counted: [T, E], padded where Megatron pads it, or [T, 2E]."""
+        """The map that is counted, padded where Megatron pads it: [T, E]."""
         if self.config.moe_router_padding_for_quantization:
             is_fused = stock.is_experimental_enabled() and self.config.moe_permute_fusion
             pad = stock.fused_pad_routing_map if is_fused else stock.pad_routing_map
             routing_map = pad(routing_map, stock.get_align_size_for_quantization(self.config))
-        if self.drop_and_pad and self.chain.rows == "tokens":
-            # Megatron's permute does it for permuted tokens.
-            return fill_to_capacity(routing_map, self.config)
         return routing_map
 
     def _make_groups(self) -> None:
         """Make those of our groups that are not open; all ranks of the exchange call this."""
         before, self.groups = (
             self.groups,
-            peer_groups(
-                self.chain_policy.chains, self.layout, self._megatron_groups, self.options.ctas
-            ),
+            peer_groups(self.chain_policy.chains, self.layout, self._megatron_groups),
         )
         # Megatron changes the time limit of the groups in this list after the first iterations
         # (--distributed-timeout-seconds-after-init): that of ours together with its own.
@@ -449,11 +413,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if note is not None:
             self._report(note)
         self.options = options = replace(self.options, kernels=kernels)
-        if options.calibrate_seconds > 0 and layout.num_nodes > 1:
-            from monta_megatron.integration.self_calibration import self_calibrated
-
-            costs = self_calibrated(options, layout, self._megatron_groups, self._report)
-            options = replace(options, cluster=costs)
         chain_policy, rule = agreed_policy(
             options, self.config, layout, permuted_only, self._megatron_groups
         )

@@ -14,7 +14,6 @@ module's first call, which here is that of the first chunk, whose backward comes
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +21,6 @@ import torch
 from monta_megatron.chains import CHAINS
 from monta_megatron.common.rules import Unsupported
 from monta_megatron.exchange.pipeline import Experts
-from monta_megatron.exchange.streams import gpu_name
-from monta_megatron.planner.chain_policy import ChainChoice
-from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.workload import Workload
 
 _MARK = "grad_added_to_main_grad"
 
@@ -211,7 +205,7 @@ UNSUPPORTED_WITH_OVERLAP = (
 
 
 def check_options(given: Mapping[str, Any], chain: str) -> None:
-    """Check that the other options go with moe_monta_overlap_experts, or need it.
+    """Check that the other options go with moe_monta_overlap_experts.
 
     Args:
         given: the options, without "moe_monta_", as far as they are given.
@@ -221,80 +215,17 @@ def check_options(given: Mapping[str, Any], chain: str) -> None:
         ValueError: names what is wrong.
     """
     option = "moe_monta_overlap_experts"
-    plan: Plan | None = given.get("plan")
-    if not given.get("overlap_experts"):
-        raise ValueError(
-            f"{option}: not given, must be with a plan whose experts are in the pipeline "
-            "(moe_monta_plan)"
-        )
     of_tokens = ", ".join(name for name, chain in CHAINS.items() if chain.rows == "tokens")
-    name = chain if plan is None else plan.chain
-    if name in CHAINS and CHAINS[name].rows != "tokens" and (plan is None or _splits(plan)):
+    if chain in CHAINS and CHAINS[chain].rows != "tokens":
         raise ValueError(
-            f"{option}: given with {name}, must be with one of {of_tokens}; rows of the other "
+            f"{option}: given with {chain}, must be with one of {of_tokens}; rows of the other "
             "chains are permuted by expert before they are split into chunks"
-        )
-    if "record" in given:
-        raise ValueError(
-            f"{option}: given, must be left out beside moe_monta_record, which records no compute"
         )
     if given["tune_steps"] > 0:
         raise ValueError(
             f"moe_monta_tune_steps: got {given['tune_steps']}, must be 0 or left out with "
             f"{option}: the tuning times exchanges, not layers"
         )
-
-
-def is_pipelined(choice: ChainChoice, plan: Plan | None) -> bool:
-    """Whether experts run in the pipeline, where they may.
-
-    Args:
-        choice: of a policy.
-        plan: that names its chain, or None.
-    """
-    if choice.experts_pipelined is not None:
-        return choice.experts_pipelined
-    return choice.num_chunks > 1 and (plan is None or _splits(plan))
-
-
-def _splits(plan: Plan) -> bool:
-    """Whether a plan lets experts run in the pipeline; one without their prices does."""
-    return plan.experts_pipelined or plan.key.experts is None
-
-
-def priced_experts(
-    workload: Workload, config: Any, cluster: Cluster, permuted_only: bool
-) -> Workload:
-    """A workload with the price of its experts, by which `auto` splits them or does not.
-
-    Args:
-        workload: what a layer exchanges.
-        config: its TransformerConfig.
-        cluster: the cluster; without a measurement of such experts, their FLOPs on this GPU count.
-        permuted_only: `auto` may choose only chains whose rows are permuted tokens.
-
-    Raises:
-        ValueError: none of the chains that `auto` may choose could be split.
-    """
-    from monta_megatron.planner.experts import ExpertSizes, experts_of
-
-    if permuted_only:
-        raise ValueError(
-            "moe_monta_chain: got auto, must name a chain of tokens with moe_monta_overlap_experts "
-            "where experts are padded to capacity or CUDA graphs capture the permutation: auto "
-            "would split nothing there"
-        )
-    layout = workload.layout
-    sizes = ExpertSizes(
-        num_local_experts=layout.num_local_experts,
-        hidden_size=workload.hidden_size,
-        ffn_hidden_size=(config.moe_ffn_hidden_size or config.ffn_hidden_size) // layout.etp,
-        value_bytes=workload.value_bytes,
-    )
-    experts = experts_of(sizes, cluster, gpu_name())
-    if not config.gradient_accumulation_fusion:
-        experts = replace(experts, gradient_bytes=sizes.weight_bytes)
-    return replace(workload, experts=experts)
 
 
 def check_experts(experts: torch.nn.Module) -> None:

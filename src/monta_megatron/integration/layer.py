@@ -47,7 +47,7 @@ def build_with_monta(
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from monta_megatron.integration.dispatcher import MontaTokenDispatcher
-    from monta_megatron.integration.ranks import Report, reports_for_stage
+    from monta_megatron.integration.ranks import reports_for_stage
 
     if not is_monta(config) and getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise ValueError(
@@ -68,11 +68,6 @@ def build_with_monta(
         )
     except ValueError as error:
         refuse(error, reports_for_stage(groups.tp_ep, groups))
-    if dispatcher.options.limits_routing:
-        from monta_megatron.integration.limited_routing import limit_routing
-
-        report = Report(reports_for_stage(groups.tp_ep, groups))
-        limit_routing(layer.router, config, dispatcher.layout, report)
     if layer.token_dispatcher.shared_experts is not None:
         dispatcher.set_shared_experts(layer.token_dispatcher.shared_experts)
     if hasattr(layer, "_training_token_dispatcher"):

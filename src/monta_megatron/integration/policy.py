@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
 from monta_megatron.chains.layout import Layout
-from monta_megatron.common.units import bytes_of_gb, counted
+from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import nccl_settings
 from monta_megatron.exchange.kernel_choice import device_type, is_fused
 from monta_megatron.integration.options import AUTO, Options
@@ -19,6 +18,9 @@ from monta_megatron.integration.ranks import agree
 from monta_megatron.planner.chain_policy import ChainPolicy, FixedPolicy, PlannedPolicy, chains_for
 from monta_megatron.planner.routing.expected import UniformRouting
 from monta_megatron.planner.workload import Workload
+
+# Chunks into which auto splits a layer with its experts.
+CHUNKS_WITH_EXPERTS = 4
 
 
 def policy_for(options: Options, config: Any, layout: Layout, permuted_only: bool) -> ChainPolicy:
@@ -33,23 +35,11 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
     Raises:
         ValueError: the chain cannot run here, or a plan is for another layout.
     """
-    chain, num_chunks, reason = options.named_chain, options.num_chunks, "as asked for"
-    fused = is_fused(options.kernels, device_type())
-    if options.plan is not None:
-        from monta_megatron.planner.plan import exchange_of
-
-        # The number of tokens is no part of the configuration; Megatron's arguments are checked.
-        here = exchange_of(_workload(config, layout))
-        del here["tokens_per_rank"]
-        here["kernels"] = "fused" if fused else "torch"
-        incompatibility = options.plan.incompatibility(here)
-        if incompatibility is not None:
-            raise ValueError(f"moe_monta_plan: {incompatibility}")
-        num_chunks, reason = options.plan.num_chunks, options.plan.reason
+    chain, num_chunks = options.named_chain, options.num_chunks
     check_chain_runs(options, config, layout)
-    if chain is not None and not options.watch_steps:
+    if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
-        return FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason=reason)
+        return FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason="as asked for")
     cluster = options.cluster
     if cluster is None:
         from monta_megatron.exchange.streams import gpu_name
@@ -57,38 +47,35 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
 
         cluster = uncalibrated(layout, gpu_name())
     # Priced as they run, so ranks have to agree on the kernels here; elsewhere the bits are alike.
-    cluster = cluster.with_kernels(fused).with_ctas(options.priced_ctas())
+    cluster = cluster.with_kernels(is_fused(options.kernels, device_type()))
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
             f"moe_monta_cluster: {cluster.name} has {counted(cluster.num_nodes, 'node')}, must "
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
         )
-    workload = replace(
-        _workload(config, layout),
-        quantized_passes=options.quantized_passes,
-        keeps_sums=options.combine_dtype is not None,
-    )
-    if options.overlap_experts:
-        from monta_megatron.integration.experts import priced_experts
-
-        workload = priced_experts(workload, config, cluster, permuted_only)
-    chains = (
+    workload = replace(_workload(config, layout), quantized=options.wire_dtype is not None)
+    chains = tuple(
         each
         for each in chains_for(layout)
         if each.rows == "permuted tokens"
-        or not (permuted_only or _adds_in_other_order(each, options, config))
+        or not (permuted_only or _adds_in_other_order(each, config))
     )
     from monta_megatron.planner.select import NUM_CHUNKS
 
+    of_tokens = tuple(each for each in chains if each.rows == "tokens")
+    if options.overlap_experts and of_tokens:
+        return _planned_policy(
+            cluster=cluster,
+            workload=workload,
+            chains=of_tokens,
+            num_chunks=(num_chunks or CHUNKS_WITH_EXPERTS,),
+        )
     return _planned_policy(
         cluster=cluster,
         workload=workload,
-        chains=tuple(chains) if chain is None else (chain,),
+        chains=chains,
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
-        memory_limit_bytes=bytes_of_gb(options.memory_limit_gb),
-        overlapped_compute_us=options.overlapped_compute_us,
-        named="" if chain is None else reason,
     )
 
 
@@ -96,23 +83,30 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
 _planned_policy = cache(PlannedPolicy)
 
 
-def _adds_in_other_order(chain: Chain, options: Options, config: Any) -> str | None:
+def _adds_in_other_order(chain: Chain, config: Any) -> str | None:
     """Why a chain cannot run in batch-invariant mode; None if it can, or in another mode.
 
     Megatron's unpermute adds by EP rank, then by expert, in fp32, and rounds once.
-    `alltoall_dedup` adds so, too, where its partial sums travel unrounded.
     """
     if chain.rows == "permuted tokens" or not getattr(config, "batch_invariant_mode", False):
         return None
     from monta_megatron.integration.strategies import demands_order
 
-    adds_so = chain.name == ALLTOALL_DEDUP.name and options.combine_dtype is not None
-    if adds_so or not demands_order(config):
+    if not demands_order(config):
         return None
     return (
         "batch_invariant_mode wants the rows of a token added by EP rank, then by expert, and "
-        "rounded once; alltoall, alltoall_allgather, and alltoall_dedup with "
-        "moe_monta_combine_dtype fp32 do so"
+        "rounded once; alltoall and alltoall_allgather do so"
+    )
+
+
+def _is_padded(chain: Chain, config: Any) -> str | None:
+    """Why a chain cannot run with experts padded to capacity; None if it can, or without."""
+    if chain.rows == "permuted tokens" or not config.moe_pad_expert_input_to_capacity:
+        return None
+    return (
+        "its rows are tokens, and moe_pad_expert_input_to_capacity pads permuted tokens; take "
+        "auto, alltoall or alltoall_allgather, or leave the padding out"
     )
 
 
@@ -125,10 +119,13 @@ def check_chain_runs(options: Options, config: Any, layout: Layout) -> None:
     chain = options.named_chain
     reason = None
     if chain is not None:
-        reason = chain.incompatibility(layout) or _adds_in_other_order(chain, options, config)
+        reason = (
+            chain.incompatibility(layout)
+            or _is_padded(chain, config)
+            or _adds_in_other_order(chain, config)
+        )
     if chain is not None and reason is not None:
-        option = "moe_monta_chain" if options.plan is None else "moe_monta_plan"
-        raise ValueError(f"{option}: {chain.name} cannot run here: {reason}")
+        raise ValueError(f"moe_monta_chain: {chain.name} cannot run here: {reason}")
 
 
 def agreed_policy(
@@ -163,30 +160,16 @@ def agreed_config_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[s
     """Configuration that all ranks of an exchange agree on: policy and format of rows."""
     workload, options = _workload(config, layout), Options.of(config)
     return {
-        # Before what is priced under these budgets, so that they are named.
-        "moe_monta_max_ctas": getattr(config, "moe_monta_max_ctas", None),
-        "moe_monta_rail_ctas": getattr(config, "moe_monta_rail_ctas", None),
-        "moe_monta_node_ctas": getattr(config, "moe_monta_node_ctas", None),
         **policy.agreed_config(),
-        "moe_monta_overlapped_compute_us": options.overlapped_compute_us,
         "moe_monta_tune_steps": options.tune_steps,
-        "moe_monta_plan_out": options.plan_out,
-        "moe_monta_watch_steps": options.watch_steps,
         "moe_monta_overlap_experts": options.overlap_experts,
         "moe_monta_wire_dtype": options.wire_dtype,
-        "moe_monta_wire_backward": options.wire_backward,
-        "moe_monta_combine_dtype": options.combine_dtype,
         "hidden_size": workload.hidden_size,
         "moe_router_topk": config.moe_router_topk,
         "moe_router_num_groups": config.moe_router_num_groups,
         "moe_router_group_topk": config.moe_router_group_topk,
-        "moe_monta_max_nodes_per_token": options.max_nodes_per_token,
-        "moe_monta_max_ranks_per_token": options.max_ranks_per_token,
         "value_bytes": workload.value_bytes,
         "prob_bytes": workload.prob_bytes,
-        # All ranks compare their clocks in the iteration that is recorded.
-        "moe_monta_record": getattr(config, "moe_monta_record", None) is not None,
-        "moe_monta_record_iteration": getattr(config, "moe_monta_record_iteration", None),
     }
 
 
@@ -203,11 +186,6 @@ def _workload(config: Any, layout: Layout) -> Workload:
     """Workload of a layer by its configuration, all but the number of tokens."""
     value_bytes = torch.empty(0, dtype=config.params_dtype).element_size()
     router_dtype = getattr(config, "moe_router_dtype", None)
-    groups, group_topk = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
-    if Options.of(config).limits_routing:
-        from monta_megatron.integration.limited_routing import groups_of
-
-        groups, group_topk = groups_of(config, layout)
     return Workload(
         layout=layout,
         hidden_size=getattr(config, "moe_latent_size", None) or config.hidden_size,
@@ -216,8 +194,8 @@ def _workload(config: Any, layout: Layout) -> Workload:
         routing=UniformRouting(
             num_experts=config.num_moe_experts,
             topk=config.moe_router_topk,
-            num_groups=groups,
-            group_topk=group_topk,
+            num_groups=config.moe_router_num_groups or 1,
+            group_topk=config.moe_router_group_topk or 1,
         ),
         tokens_per_rank=1,
     )

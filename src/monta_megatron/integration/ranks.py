@@ -18,7 +18,7 @@ from monta_megatron.common import __version__
 from monta_megatron.common.text import shown
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import gather_objects
-from monta_megatron.integration.options import AUTO, Options
+from monta_megatron.integration.options import Options
 from monta_megatron.planner.benefit import Iteration
 
 _layers: WeakSet[Any] = WeakSet()
@@ -184,9 +184,7 @@ def nodes_of_exchange(
         ranks_per_node = cluster.ranks_per_node
     rule = {
         "monta_megatron": __version__,
-        # Those that calibrate do it together, before they agree on how they choose.
-        "chain": AUTO if options.named_chain is None else options.named_chain.name,
-        "moe_monta_calibrate_seconds": options.calibrate_seconds,
+        "chain": options.chain,
         "ranks_per_node": ranks_per_node,
         # Only its nodes are held against the hosts, which all ranks do or none does.
         "the cluster of ranks_per_node": None if cluster is None else cluster.name,

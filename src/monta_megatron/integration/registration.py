@@ -23,7 +23,6 @@ PATCHES = (
     ("megatron.core.models.common.utils", "arguments:patch_should_free_input"),
     ("megatron.core.models.gpt.fine_grained_callables", "arguments:patch_should_free_input"),
     ("megatron.training.arguments", "arguments:patch_arguments"),
-    ("megatron.training.checkpointing", "checkpoints:patch_checkpointing"),
 )
 
 _ways_in: list[str] = []

@@ -96,8 +96,13 @@ class CapacityCounts:
         self, routing_map: torch.Tensor, agreement: int
     ) -> tuple[torch.Tensor | None, int | None]:
         """Find the capacity, by [T, E]; returns None, and the number of permuted tokens."""
-        self.capacity = capacity_of(routing_map, self.config)
-        return None, self.capacity * routing_map.shape[1]
+        num_tokens, num_experts = routing_map.shape
+        self.capacity = get_capacity(
+            num_tokens=num_tokens * self.config.moe_router_topk,
+            num_experts=num_experts,
+            capacity_factor=self.config.moe_expert_capacity_factor,
+        )
+        return None, self.capacity * num_experts
 
     def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Do nothing: the capacity is on the host."""
@@ -117,17 +122,6 @@ class CapacityCounts:
             max_experts_per_token=0,
             hashes=np.empty(0, dtype=np.int64),
         )
-
-
-def capacity_of(routing_map: torch.Tensor, config: Any) -> int:
-    """Tokens that an expert takes from this rank at most, by [T, E]."""
-    num_tokens, num_experts = routing_map.shape
-    capacity: int = get_capacity(
-        num_tokens=num_tokens * config.moe_router_topk,
-        num_experts=num_experts,
-        capacity_factor=config.moe_expert_capacity_factor,
-    )
-    return capacity
 
 
 def counts_are_patched() -> bool:
@@ -160,8 +154,7 @@ def _as_asked_for(dispatcher: Any) -> dict[str, Any]:
     options = dispatcher.options
     return {
         "fused": is_fused(options.kernels, dispatcher.probs.device.type),
-        "quantized_passes": options.quantized_passes,
-        "keeps_sums": options.combine_dtype is not None,
+        "quantized": options.wire_dtype is not None,
     }
 
 
@@ -296,7 +289,7 @@ class WholeTokens:
         self, dispatcher: Any, counts: ExchangeCounts, tokens: TokenCounts, num_chunks: int
     ) -> Exchange:
         return Exchange(
-            bound=dispatcher.chain.bind(dispatcher.counted_layout, tokens, num_chunks),
+            bound=dispatcher.chain.bind(dispatcher.layout, tokens, num_chunks),
             groups=dispatcher.groups,
             sum_dtype=torch.float32,
             monitor=dispatcher.monitor,
@@ -349,21 +342,3 @@ STRATEGIES: dict[str, PermutedTokens | WholeTokens] = {
     "permuted tokens": PermutedTokens(),
     "tokens": WHOLE_TOKENS,
 }
-
-
-def fill_to_capacity(routing_map: torch.Tensor, config: Any) -> torch.Tensor:
-    """The token-expert pairs that fill each expert to its capacity: [T, E] -> [T, 2E].
-
-    Chosen as Megatron's permute does: an expert's routed tokens first, then tokens that were not
-    routed to it, each kind in order. An expert has two columns, one for each kind.
-    """
-    num_tokens, num_experts = routing_map.shape
-    capacity = capacity_of(routing_map, config)
-    # [T, E] -> [E, T] -> [E, capacity]
-    by_expert = routing_map.to(torch.int8).T.contiguous()
-    chosen = by_expert.argsort(dim=1, descending=True, stable=True)[:, :capacity]
-    is_padding = 1 - by_expert.gather(1, chosen).long()
-    # [E, capacity] -> [E, 2, T] -> [T, 2E]
-    pairs = routing_map.new_zeros(num_experts, 2 * num_tokens)
-    pairs.scatter_(1, is_padding * num_tokens + chosen, True)
-    return pairs.view(2 * num_experts, num_tokens).T.contiguous()

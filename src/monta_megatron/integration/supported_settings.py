@@ -116,7 +116,7 @@ UNSUPPORTED = (
         )
         for name, instead in (
             ("moe_dispatch_fwd_dtype", "moe_monta_wire_dtype sends tokens in eight bits here"),
-            ("moe_combine_bwd_dtype", "moe_monta_wire_backward sends gradients in eight bits here"),
+            ("moe_combine_bwd_dtype", "gradients travel in their own dtype here"),
         )
     ),
     Unsupported(
@@ -138,11 +138,6 @@ def check_supported(config: Any) -> None:
         from monta_megatron.integration.experts import UNSUPPORTED_WITH_OVERLAP
 
         _check(config, UNSUPPORTED_WITH_OVERLAP, "moe_monta_overlap_experts")
-    for option in ("moe_monta_max_nodes_per_token", "moe_monta_max_ranks_per_token"):
-        if getattr(config, option, None) is not None:
-            from monta_megatron.integration.limited_routing import UNSUPPORTED_WITH_LIMITS
-
-            _check(config, UNSUPPORTED_WITH_LIMITS, option)
 
 
 def _check(config: Any, settings: tuple[Unsupported, ...], asked_for: str) -> None:

@@ -7,6 +7,7 @@ in the exchanged counts.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.chains import CHAINS, Chain
@@ -16,15 +17,11 @@ from monta_megatron.common.rules import hash_of
 from monta_megatron.common.units import counted, gb_text
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.routing.expected import Routing
 from monta_megatron.planner.workload import Workload
 
 if TYPE_CHECKING:
     from monta_megatron.planner.chain_price import ChainPrice
     from monta_megatron.planner.select import Selection
-
-# That are kept; a routing that has come and gone may come again.
-MOST_TABLES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +33,12 @@ class ChainChoice:
         num_chunks: its number of chunks.
         reason: why.
         benefit: what is gained over stock; None where nothing was priced.
-        experts_pipelined: whether the experts run in the pipeline; None where nobody has chosen.
     """
 
     chain: Chain
     num_chunks: int
     reason: str
     benefit: Benefit | None = None
-    experts_pipelined: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,53 +87,38 @@ class FixedPolicy(ChainPolicy):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedPolicy(ChainPolicy):
-    """A selection for every range of tokens and routing, made when it is first needed.
+    """A selection for every range of tokens, made when it is first needed.
 
     Attributes:
         cluster: the cluster whose costs are used.
         workload: what is exchanged; its number of tokens is replaced.
-        memory_limit_bytes: limit on what an exchange holds on a rank. Where every chain is expected
-            to hold more, the one that holds the least is chosen: a training that has come to larger
-            batches goes on.
-        overlapped_compute_us: computation that overlaps the exchange; see `select.select_chain`.
-        named: why there is but one chain in one number of chunks, whose prices are only watched.
     """
 
     cluster: Cluster
     workload: Workload
-    memory_limit_bytes: float | None = None
-    overlapped_compute_us: float = 0.0
-    named: str = ""
-    _tables: dict[Routing, "ChoiceTable"] = field(default_factory=dict)
 
     def agreed_config(self) -> dict[str, Any]:
         """See `ChainPolicy`."""
         return {
-            "chain": self.chains[0].name if self.named else "auto",
+            "chain": "auto",
             "chains": [chain.name for chain in self.chains],
             "num_chunks": list(self.num_chunks),
-            "memory_limit_bytes": self.memory_limit_bytes,
             "cluster": self.cluster.name,
             "kernels": self.cluster.kernels,
             # A hash, because the costs are kilobytes, too much to show in a message.
-            "hash of the costs": hash_of({"costs": repr((self.cluster, self.workload.experts))}),
+            "hash of the costs": hash_of({"costs": repr(self.cluster)}),
         }
 
     def choose(self, max_tokens: int, max_experts_per_token: int = 0) -> ChainChoice:
-        """See `ChainPolicy`: for the routing that is expected."""
-        return self.table(self.workload.routing).choose(max_tokens, max_experts_per_token)
+        """See `ChainPolicy`."""
+        return self.table.choose(max_tokens, max_experts_per_token)
 
-    def table(self, routing: Routing) -> "ChoiceTable":
-        """Table of choices for a routing; made once."""
-        if routing not in self._tables:
-            if len(self._tables) == MOST_TABLES:
-                del self._tables[next(iter(self._tables))]
-            self._tables[routing] = ChoiceTable(policy=self, routing=routing)
-        return self._tables[routing]
+    @cached_property
+    def table(self) -> "ChoiceTable":
+        """Table of choices; made once."""
+        return ChoiceTable(policy=self)
 
-    def selection(
-        self, tokens: int, max_experts_per_token: int = 0, routing: Routing | None = None
-    ) -> "Selection":
+    def selection(self, tokens: int, max_experts_per_token: int = 0) -> "Selection":
         """Selection for `tokens` tokens per rank; see `Workload`."""
         # A named chain prices nothing.
         from monta_megatron.planner.select import select_chain
@@ -148,14 +128,10 @@ class PlannedPolicy(ChainPolicy):
                 self.workload,
                 tokens_per_rank=tokens,
                 max_experts_per_token=max_experts_per_token,
-                routing=routing or self.workload.routing,
             ),
             self.cluster,
             chains=[chain.name for chain in self.chains],
             num_chunks=self.num_chunks,
-            memory_limit_bytes=self.memory_limit_bytes,
-            or_least=True,
-            overlapped_compute_us=self.overlapped_compute_us,
         )
 
 
@@ -165,16 +141,14 @@ def _as_selected(selection: "Selection") -> "tuple[ChainPrice, str]":
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChoiceTable:
-    """Choices by range of tokens, for one routing; entries are made when first needed.
+    """Choices by range of tokens; entries are made when first needed.
 
     Attributes:
         policy: which selects.
-        routing: where tokens go.
         pick: what is run of a selection, and why.
     """
 
     policy: PlannedPolicy
-    routing: Routing
     pick: "Callable[[Selection], tuple[ChainPrice, str]]" = _as_selected
     _choices: dict[tuple[int, int], ChainChoice] = field(default_factory=dict)
 
@@ -187,39 +161,25 @@ class ChoiceTable:
 
     def key(self, max_tokens: int, max_experts_per_token: int) -> tuple[int, int]:
         """The most tokens of a rank and experts of a token for which the entry is made."""
-        if max_experts_per_token <= self.routing.max_experts_per_token:
+        routing = self.policy.workload.routing
+        if max_experts_per_token <= routing.max_experts_per_token:
             max_experts_per_token = 0
-        most_experts = min(bucket_of(max_experts_per_token), self.routing.num_experts)
+        most_experts = min(bucket_of(max_experts_per_token), routing.num_experts)
         return bucket_of(max_tokens), most_experts
 
     def _choose(self, tokens: int, most_experts: int) -> ChainChoice:
-        cluster, named = self.policy.cluster, self.policy.named
-        if named:
-            (chain,), (num_chunks,) = self.policy.chains, self.policy.num_chunks
-            return ChainChoice(chain=chain, num_chunks=num_chunks, reason=named)
-        selection = self.policy.selection(tokens, most_experts, self.routing)
+        cluster, selection = self.policy.cluster, self.policy.selection(tokens, most_experts)
         price, why = self.pick(selection)
         of_token = f" with up to {counted(most_experts, 'expert')} each" if most_experts > 1 else ""
         doubtful = ", whose calibration is doubtful," if cluster.doubts else ""
-        is_usual = self.routing is self.policy.workload.routing
-        routing = "" if is_usual else f" and the {self.routing.name} routing"
-        overlapped_compute_us = self.policy.overlapped_compute_us
-        experts = self.policy.workload.experts
-        by = "" if experts is None else f"; experts {experts.note}"
-        beside = (
-            f" beside {overlapped_compute_us:,.0f} us of computation"
-            if overlapped_compute_us > 0
-            else ""
-        )
         return ChainChoice(
             chain=price.chain,
             num_chunks=price.num_chunks,
             reason=f"planned on {cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank{of_token}{routing}{beside}: "
-            f"{price.total_us:,.0f} us, {why}; holds up to {gb_text(price.peak_bytes)}{by}",
+            f"{counted(tokens, 'token')} per rank{of_token}: {price.total_us:,.0f} us, {why}; "
+            f"holds up to {gb_text(price.peak_bytes)}",
             # It says what is predicted.
             benefit=selection.benefit if self.pick is _as_selected else None,
-            experts_pipelined=price.experts_pipelined,
         )
 
 

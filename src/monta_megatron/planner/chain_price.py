@@ -1,16 +1,6 @@
 """Price of a chain in a number of chunks: its passes, their bytes and their memory.
 
-The memory of a pass is the liveness of its program's buffers. That of rails' and nodes'
-communicators follows NCCL's source (2.30, default buffer sizes), by the peers of a stage's sends:
-
-    to peers on the node link    for each peer and channel, the buffers of the protocols Simple (4
-                                 MiB), LL128 (4.7 MiB) and LL (0.5 MiB), with their headers in whole
-                                 pages of 2 MiB on both sides: 12 MiB (src/transport/p2p.cc)
-    around a ring, to gather     the same for each channel, since there is one peer
-    to peers on the network      for each channel, 16 steps of 128 KiB in each direction, shared by
-                                 all peers: 4 MiB (src/transport/net.cc)
-
-A communicator has as many channels as its budget allows; sends and receives use a power of two.
+The memory of a pass is the liveness of its program's buffers.
 """
 
 from collections.abc import Hashable
@@ -19,7 +9,6 @@ from functools import cached_property
 
 from monta_megatron.chains.chain import Chain, blocks_for
 from monta_megatron.chains.counts import message_size
-from monta_megatron.chains.layout import DEFAULT_CTAS, OWN_GROUPS, Ctas, Layout
 from monta_megatron.chains.program import (
     DISPATCH,
     DISPATCH_BACKWARD,
@@ -30,16 +19,12 @@ from monta_megatron.chains.program import (
     Pass,
     Phase,
 )
-from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.common.units import counted
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.pricing import PassPrice, price_pass, with_leads
 from monta_megatron.planner.traffic import PassTraffic, pass_traffic
 from monta_megatron.planner.workload import Workload
-
-# Tokens of a rank in the check of a chain's first use, at most.
-CHECK_TOKENS = 256
 
 
 def peak_bytes(bound: BoundProgram) -> float:
@@ -75,40 +60,6 @@ def peak_bytes(bound: BoundProgram) -> float:
     return peak
 
 
-_NODE_LINK_BYTES = 12 << 20
-_NETWORK_BYTES = 4 << 20
-
-
-def communicator_bytes(chain: Chain, layout: Layout, ctas: Ctas = DEFAULT_CTAS) -> float:
-    """Bytes of a rank's memory that the rail and node communicators of a chain take.
-
-    Args:
-        chain: the chain; 0 for one that cannot run on the layout.
-        layout: the rank's place.
-        ctas: the budgets of the communicators.
-    """
-    if chain.incompatibility(layout) is not None:
-        return 0.0
-    total = 0.0
-    for stage in chain.stages:
-        if not isinstance(stage, AllToAll | AllGather) or stage.group not in OWN_GROUPS:
-            continue
-        budget = ctas.rail if stage.group == "rail" else ctas.node
-        # The power of two that is not below it.
-        channels = 1 << (budget - 1).bit_length()
-        num_peers = len(layout.members(stage.group, layout.rank)) - 1
-        if num_peers == 0:
-            continue
-        if stage.group in layout.crossing_groups:
-            total += channels * _NETWORK_BYTES
-        else:
-            total += channels * num_peers * _NODE_LINK_BYTES
-        if isinstance(stage, AllGather):
-            # Transposed it is an AllToAll, counted above.
-            total += budget * _NODE_LINK_BYTES
-    return total
-
-
 # The passes that hold most, one per direction, where all rows travel in their own dtype: the other
 # two move the same rows with fewer columns.
 HEAVIEST: dict[Phase, tuple[Pass, ...]] = {
@@ -119,7 +70,6 @@ RESOURCE_NAMES = {
     "inter": "network",
     "intra": "node link",
     "memory": "memory",
-    "compute": "compute",
 }
 
 
@@ -134,9 +84,6 @@ class ChainPrice:
         traffic: what they move, in each pass.
         num_represented: [ranks] number of ranks that each of them stands for.
         peak_bytes: the most that the executor holds at once on one rank.
-        beside_bytes: what the chain takes there beside its exchange, within the same limit.
-        overlapped_compute_us: compute beside the exchange, in equal parts beside its passes.
-        experts_pipelined: whether the experts run in the pipeline: a pass is one direction then.
     """
 
     chain: Chain
@@ -145,30 +92,16 @@ class ChainPrice:
     traffic: tuple[PassTraffic, ...]
     num_represented: tuple[int, ...]
     peak_bytes: float
-    beside_bytes: float = 0.0
-    overlapped_compute_us: float = 0.0
-    experts_pipelined: bool = False
-
-    @property
-    def held_bytes(self) -> float:
-        """Bytes that a limit applies to."""
-        return self.peak_bytes + self.beside_bytes
 
     @property
     def name(self) -> str:
         """The chain and its chunks, for messages."""
-        with_experts = " with their experts" * self.experts_pipelined
-        return f"{self.chain.name} in {counted(self.num_chunks, 'chunk')}{with_experts}"
+        return f"{self.chain.name} in {counted(self.num_chunks, 'chunk')}"
 
     @cached_property
     def total_us(self) -> float:
         """All passes, one after the other."""
         return sum(pass_.total_us for pass_ in self.passes)
-
-    @cached_property
-    def exposed_us(self) -> float:
-        """Exposed time: the total less the part hidden by overlapped compute."""
-        return sum(pass_.exposed_us for pass_ in self.passes)
 
     @property
     def work(self) -> Hashable:
@@ -184,9 +117,9 @@ class ChainPrice:
         return works, self.peak_bytes
 
     @property
-    def plainness(self) -> tuple[bool, bool, int, int]:
+    def plainness(self) -> tuple[bool, int, int]:
         """Sort key: smaller is plainer."""
-        return self.experts_pipelined, *plainness(self.chain, self.num_chunks)
+        return self.chain.name != "alltoall", len(self.chain.stages), self.num_chunks
 
     def busy_us(self, resource: str) -> float:
         """Time for which all passes occupy a resource; see `PassPrice.busy_us`."""
@@ -199,11 +132,6 @@ class ChainPrice:
         return RESOURCE_NAMES[resource], busy[resource]
 
 
-def plainness(chain: Chain, num_chunks: int) -> tuple[bool, int, int]:
-    """Sort key of chains: smaller is plainer."""
-    return chain.name != "alltoall", len(chain.stages), num_chunks
-
-
 def price_chain(
     workload: Workload,
     cluster: Cluster,
@@ -211,7 +139,6 @@ def price_chain(
     num_chunks: int,
     phase: Phase,
     num_exchanged_counts: int | None = None,
-    overlapped_compute_us: float = 0.0,
 ) -> ChainPrice:
     """Price one chain in a given number of chunks.
 
@@ -223,7 +150,6 @@ def price_chain(
         phase: whether the backward passes are priced too.
         num_exchanged_counts: integers to each rank in the exchange of counts; None for what
             the chain needs.
-        overlapped_compute_us: compute beside the exchange, in equal parts beside its passes.
     """
     ranks = priced_ranks(workload.layout, workload.routing, cluster.ranks_per_nic)
     bound = [workload.bind(chain, num_chunks, layout) for layout in ranks.layouts]
@@ -237,9 +163,8 @@ def price_chain(
         pass_traffic(of_pass, workload.tokens_per_rank, num_exchanged_counts)
         for of_pass in programs
     )
-    # Rows of eight bits and sums of fp32 are those of single passes.
-    all_alike = not (workload.quantized_passes or workload.keeps_sums)
-    heaviest = HEAVIEST[phase] if all_alike else PASSES[phase]
+    # Rows of eight bits are those of one pass.
+    heaviest = PASSES[phase] if workload.quantized else HEAVIEST[phase]
     passes = [
         price_pass(of_pass[0].program, moved, cluster, ranks.nic_starts)
         for of_pass, moved in zip(programs, traffic, strict=True)
@@ -247,7 +172,7 @@ def price_chain(
     return ChainPrice(
         chain=chain,
         num_chunks=num_chunks,
-        passes=with_leads(passes, cluster.factor, overlapped_compute_us / len(programs)),
+        passes=with_leads(passes, cluster.factor),
         traffic=traffic,
         num_represented=ranks.num_represented,
         peak_bytes=max(
@@ -256,5 +181,4 @@ def price_chain(
             if pass_ in heaviest
             for program in of_pass
         ),
-        overlapped_compute_us=overlapped_compute_us,
     )

@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
-from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
-from monta_megatron.chains.program import COLLECTIVES, Policy, Resource, ResourceOrCompute
+from monta_megatron.chains.program import COLLECTIVES, Policy, Resource
 from monta_megatron.common.rules import (
     NonNegativeFloat,
     PositiveFloat,
@@ -18,7 +17,7 @@ from monta_megatron.common.rules import (
     require,
 )
 from monta_megatron.common.units import Rate, bytes_of_gb
-from monta_megatron.planner.curves import OLD_RATE, RESOURCES, Curve, HostCosts, Kind, Operation
+from monta_megatron.planner.curves import RESOURCES, Curve, HostCosts, Kind, Operation
 
 # If a cluster has no curve for an operation, this similar operation stands in for it.
 # 800 Gb/s, of the newest interfaces.
@@ -62,7 +61,6 @@ class Link:
         conservative_rate: the lowest that was published, where `rate` is the likely one; none for
             the same.
         optimistic_rate: the highest; likewise.
-        rate_of_cta: of intra, what one CTA of a communicator carries; none for no limit.
     """
 
     resource: Resource
@@ -73,9 +71,6 @@ class Link:
     cross_rail_rate: Rate | None = None
     conservative_rate: Rate | None = None
     optimistic_rate: Rate | None = None
-    rate_of_cta: Rate | None = None
-
-    OLD_KEYS: ClassVar[dict[str, str]] = OLD_RATE
 
     def __post_init__(self) -> None:
         if self.resource != "inter":
@@ -85,8 +80,6 @@ class Link:
             is_less = self.resource == "inter" and across.gbytes_per_s <= self.rate.gbytes_per_s
             rule = f"be of inter and at most rate, {self.rate.in_both_units}"
             require(is_less, "cross_rail_rate", f"{across} of {self.resource}", rule)
-        is_fit = self.rate_of_cta is None or self.resource == "intra"
-        require(is_fit, "rate_of_cta", f"that of {self.resource}", "be of intra")
 
     def check_ends(self) -> None:
         """Refuse ends that do not lie on their sides of the likely rate."""
@@ -148,8 +141,7 @@ class Contention:
     """Factor by which two operations slow each other while both run.
 
     Attributes:
-        pair: two resources; the same one twice for two operations on one resource. "compute" is
-            that of work beside an exchange.
+        pair: two resources; the same one twice for two operations on one resource.
         factor: slowdown of the first one: 1 if the other does not affect it, 2 if it runs at
             half its rate.
         factor_of_second: slowdown of the second one; without it the same.
@@ -157,7 +149,7 @@ class Contention:
         source: what it was measured with, or where it was published.
     """
 
-    pair: tuple[ResourceOrCompute, ResourceOrCompute]
+    pair: tuple[Resource, Resource]
     factor: Slowdown
     kind: Kind
     source: Text
@@ -188,8 +180,6 @@ class Cluster:
             otherwise: so far such numbers are bits.
         network_faster_than_node_link: whether a rank's share of the network may have a higher rate
             than its node link, which is refused otherwise: most such numbers are bits.
-        rail_ctas, node_ctas: budgets of these communicators when the curves were measured; without
-            them the defaults.
         calibrated_node: for which the curves of inter hold; bytes of other nodes are converted to
             those that load a network interface as much. None for this cluster's nodes.
     """
@@ -211,8 +201,6 @@ class Cluster:
     nic_faster_than_800_gbit: bool = False
     network_faster_than_node_link: bool = False
     calibrated_node: NodeSizes | None = None
-    rail_ctas: PositiveInt | None = None
-    node_ctas: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         _refuse_twice("links", (link.resource for link in self.links))
@@ -350,26 +338,6 @@ class Cluster:
         return optimistic, conservative
 
     @property
-    def ctas(self) -> Ctas:
-        """The budgets of the communicators for which it prices."""
-        rail, node = self.rail_ctas or DEFAULT_CTAS.rail, self.node_ctas or DEFAULT_CTAS.node
-        return Ctas(rail=rail, node=node)
-
-    def with_ctas(self, ctas: Ctas) -> "Cluster":
-        """These costs, to price communicators with other budgets."""
-        if ctas == self.ctas:
-            return self
-        doubts = self.doubts
-        for name, resource in (("rail", "inter"), ("node", "intra")):
-            measured, here = getattr(self.ctas, name), getattr(ctas, name)
-            if measured != here and any(curve.resource == resource for curve in self.curves):
-                doubts += (
-                    f"measured with {measured} CTAs for a {name}, and {here} are given: "
-                    "calibrate again",
-                )
-        return replace(self, rail_ctas=ctas.rail, node_ctas=ctas.node, doubts=doubts)
-
-    @property
     def num_ranks(self) -> int:
         """Ranks of the whole cluster."""
         return self.num_nodes * self.ranks_per_node
@@ -390,7 +358,7 @@ class Cluster:
         kinds = curves or [link.kind for link in self.links if link.resource == resource]
         return set(kinds) == {"measured"}
 
-    def factor(self, first: ResourceOrCompute, second: ResourceOrCompute) -> float:
+    def factor(self, first: Resource, second: Resource) -> float:
         """Factor by which an operation on `first` is slowed while one on `second` runs."""
         return self._factors[first, second]
 
@@ -436,8 +404,6 @@ class Cluster:
             if operation == "alltoall":
                 gbytes_per_s = link.mean_rate(ranks_on_node)
             num_bytes *= self._node.load(operation, ranks_on_node)
-        elif link.rate_of_cta is not None:
-            gbytes_per_s = min(gbytes_per_s, self.ctas.node * link.rate_of_cta.gbytes_per_s)
         return Time(link.alpha_us + num_bytes / (gbytes_per_s * 1e3))
 
     @cached_property
@@ -456,9 +422,8 @@ class Cluster:
         return by_size
 
     @cached_property
-    def _factors(self) -> dict[tuple[ResourceOrCompute, ResourceOrCompute], float]:
-        resources: tuple[ResourceOrCompute, ...] = (*RESOURCES, "compute")
-        factors = {(a, b): 2.0 if a == b else 1.0 for a in resources for b in resources}
+    def _factors(self) -> dict[tuple[Resource, Resource], float]:
+        factors = {(a, b): 2.0 if a == b else 1.0 for a in RESOURCES for b in RESOURCES}
         for entry in self.contention:
             factors[entry.pair] = factors[entry.pair[::-1]] = entry.factor
             if entry.factor_of_second is not None:

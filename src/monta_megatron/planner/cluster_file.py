@@ -23,8 +23,6 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCES, Curve, Operation
 
 MEASURED = ("launch", "links", "curves", "contention")
-# Part of the checksum where it is given.
-ALSO_MEASURED = "experts"
 EDITED = "edited"
 
 
@@ -40,10 +38,6 @@ def load_cluster(path: str | Path) -> Cluster:
         checksum = data.pop("checksum", None)
         if data.get("kind") == "measured" and checksum != EDITED:
             _check(checksum, data, path)
-    if isinstance(data, dict) and ALSO_MEASURED in data:
-        from monta_megatron.planner.experts import ClusterWithExperts
-
-        return strict_yaml.build(ClusterWithExperts, data, str(path))
     return strict_yaml.build(Cluster, data, str(path))
 
 
@@ -69,8 +63,7 @@ def _check(checksum: Any, data: dict[str, Any], path: str | Path) -> None:
 
 
 def _checksum_of(data: dict[str, Any]) -> str:
-    measured = [*MEASURED, *([ALSO_MEASURED] if data.get(ALSO_MEASURED) else [])]
-    return f"{hash_of({name: data.get(name) for name in measured}):016x}"
+    return f"{hash_of({name: data.get(name) for name in MEASURED}):016x}"
 
 
 # For a GPU of another family than those of the presets.

@@ -23,7 +23,6 @@ from functools import lru_cache
 from monta_megatron.chains.layout import FLAT_GROUPS, Layout
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.planner.benefit import Iteration
-from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.routing.expected import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload
@@ -212,19 +211,6 @@ def workload_of_model(
         routing=uniform_routing(model) if routing is None else routing,
         tokens_per_rank=tokens_per_rank,
     )
-
-
-def with_experts(workload: Workload, model: Model, cluster: Cluster) -> Workload:
-    """A workload with the times of the model's experts on a cluster."""
-    from monta_megatron.planner.experts import ExpertSizes, experts_of
-
-    sizes = ExpertSizes(
-        num_local_experts=workload.layout.num_local_experts,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.moe_ffn_hidden_size // workload.layout.etp,
-        value_bytes=model.value_bytes,
-    )
-    return replace(workload, experts=experts_of(sizes, cluster))
 
 
 def workloads_of(

@@ -3,35 +3,33 @@
 Likely figures price a plan; both ends of the published figures bound its times.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from monta_megatron.chains import CHAINS, check_chain, chunks_of
-from monta_megatron.chains.layout import Ctas
-from monta_megatron.chains.program import Phase, Resource, ResourceOrCompute
-from monta_megatron.common import strict_yaml
-from monta_megatron.common.files import write_whole
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.program import Phase, Resource
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
-from monta_megatron.common.units import gb_text
 from monta_megatron.planner.benefit import Benefit, benefit_of
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster, Kernels
 from monta_megatron.planner.cluster_file import ResourceRate, resource_rates
 from monta_megatron.planner.pricing import AROUND_STAGES, pass_lower_bound_us
 from monta_megatron.planner.schedule import serial_us
-from monta_megatron.planner.select import Selection, num_exchanged_counts, percent, select_chain
+from monta_megatron.planner.select import (
+    MARGIN,
+    Selection,
+    num_exchanged_counts,
+    percent,
+    select_chain,
+)
 from monta_megatron.planner.traffic import StageTraffic
 from monta_megatron.planner.workload import Workload
-
-# Keys of older files.
-RENAMED = {"beside_us": "overlapped_compute_us"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanKey:
-    """Key of a plan; the exchange is checked at its use (`Plan.incompatibility`).
+    """The exchange, phase and costs that a plan was made for.
 
     Attributes:
         ep: expert parallel size.
@@ -45,11 +43,7 @@ class PlanKey:
         routing: where tokens go.
         phase: the phase that the choice was made for.
         cluster: name of the cluster whose costs were used.
-        overlapped_compute_us: compute that was assumed to run beside the exchange.
-        experts: where the prices of experts come from that may run in the pipeline; None where the
-            exchange alone was planned.
-        kernels: that copy and sum rows in what was priced; None in files that do not say.
-        rail_ctas, node_ctas: budgets of these communicators; None likewise, and for CPU ranks.
+        kernels: that copy and sum rows in what was priced.
     """
 
     ep: PositiveInt
@@ -63,12 +57,7 @@ class PlanKey:
     routing: Text
     phase: Phase
     cluster: Text
-    overlapped_compute_us: NonNegativeFloat = 0.0
-    experts: str | None = None
-    kernels: Kernels | None = None
-    rail_ctas: PositiveInt | None = None
-    node_ctas: PositiveInt | None = None
-    RENAMED_KEYS: ClassVar[dict[str, str]] = RENAMED
+    kernels: Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +75,7 @@ class StageCost:
 
     pass_name: Text
     stage: Text
-    resource: Literal[ResourceOrCompute, "host"]
+    resource: Literal[Resource, "host"]
     alone_us: NonNegativeFloat
     inter_bytes: NonNegativeFloat
     intra_bytes: NonNegativeFloat
@@ -100,7 +89,6 @@ class Candidate:
         chain: its name.
         num_chunks: None where the chain cannot run in any number of chunks.
         predicted_us: time of the phase; None where it cannot run.
-        exposed_us: its exposed part; all of it without overlapped compute.
         lower_bound_us: a time that no schedule beats; see `lower_bound`.
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
@@ -109,14 +97,11 @@ class Candidate:
             None where times were measured, and for all but the best of each chain.
         rejected: why it was not chosen; None for the choice.
         same_as: the plainer candidate that does the same at this layout, and so no rival; or None.
-        experts_pipelined: whether the experts run in the pipeline; the time is the layer's where
-            they have a price.
     """
 
     chain: Text
     num_chunks: PositiveInt | None
     predicted_us: NonNegativeFloat | None = None
-    exposed_us: NonNegativeFloat | None = None
     range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     lower_bound_us: NonNegativeFloat | None = None
     inter_bytes: NonNegativeFloat | None = None
@@ -124,7 +109,6 @@ class Candidate:
     peak_bytes: NonNegativeFloat | None = None
     rejected: str | None = None
     same_as: str | None = None
-    experts_pipelined: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,48 +118,38 @@ class Plan:
     Attributes:
         chain: key of `chains.CHAINS`.
         num_chunks: number of chunks of the chosen chain.
-        predicted_us: time of the phase; None for a choice by hand that is no candidate.
-        exposed_us: as in `Candidate`; None for any choice by hand.
-        range_us: likewise.
+        predicted_us: time of the phase.
+        range_us: as in `Candidate`.
         reason: why this one.
         key: what it was made for.
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
         notes: assumptions.
         rates: by which large messages were priced, for each resource of the cluster.
-        experts_pipelined: whether the experts run in the pipeline.
     """
 
     chain: Text
     num_chunks: PositiveInt
-    predicted_us: NonNegativeFloat | None
+    predicted_us: NonNegativeFloat
     reason: Text
     key: PlanKey
-    exposed_us: NonNegativeFloat | None = None
     range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     stages: tuple[StageCost, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
     rates: tuple[ResourceRate, ...] = ()
-    experts_pipelined: bool = False
-
-    def __post_init__(self) -> None:
-        check_chain(self.chain, "chain")
-        chunks_of(CHAINS[self.chain], self.num_chunks, "num_chunks")
 
     @property
-    def chosen(self) -> Candidate | None:
-        """The candidate that is not rejected; None if the file of a plan was edited so."""
-        return next((entry for entry in self.candidates if entry.rejected is None), None)
+    def chosen(self) -> Candidate:
+        """The candidate that is not rejected."""
+        return next(entry for entry in self.candidates if entry.rejected is None)
 
     def best_us(self) -> dict[str, float | None]:
         """The time of each chain in its best number of chunks, of the chosen one in the chosen.
 
         None where a chain cannot run.
         """
-        best: dict[str, float | None] = {}
-        if self.predicted_us is not None:
-            best[self.chain] = self.predicted_us
+        best: dict[str, float | None] = {self.chain: self.predicted_us}
         # The fastest candidates come first.
         for candidate in self.candidates:
             best.setdefault(candidate.chain, candidate.predicted_us)
@@ -183,12 +157,7 @@ class Plan:
 
     @property
     def benefit(self) -> Benefit | None:
-        """Benefit over plain `alltoall`; None where one of the two was not priced.
-
-        None also with overlapped compute, where only part of that time is exposed.
-        """
-        if self.key.overlapped_compute_us > 0 or self.key.experts is not None:
-            return None
+        """Benefit over plain `alltoall`; None where that was not priced."""
         benefit = benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)
         stock = next((entry for entry in self.candidates if entry.chain == "alltoall"), None)
         if benefit is None or stock is None or stock.range_us is None or self.range_us is None:
@@ -198,73 +167,6 @@ class Plan:
             for chosen_us, alltoall_us in zip(self.range_us, stock.range_us, strict=True)
         )
         return replace(benefit, ends=ends)
-
-    def incompatibility(self, here: Mapping[str, Any]) -> str | None:
-        """Why this plan does not fit an exchange: the first reason, or None if it fits.
-
-        Args:
-            here: what is known of the exchange that is to use the plan, by the fields of
-                `PlanKey`; see `exchange_of`.
-        """
-        for field, value in here.items():
-            planned = getattr(self.key, field)
-            if field == "kernels" and planned is None:
-                continue
-            if planned != value:
-                made = f" --kernels {value}" if field == "kernels" else ""
-                shown = [
-                    list(entry) if isinstance(entry, tuple) else entry for entry in (planned, value)
-                ]
-                return (
-                    f"key.{field}: the plan is for {shown[0]}, used with {shown[1]}; "
-                    f"make one for this model, batch and layout with `monta plan{made}`"
-                )
-        return None
-
-    def doubts_under(self, ctas: Ctas) -> tuple[str, ...]:
-        """Doubts where the chain's communicators have these budgets."""
-        doubts = []
-        for name, here in ctas._asdict().items():
-            planned = getattr(self.key, f"{name}_ctas")
-            if name in CHAINS[self.chain].groups and planned not in (None, here):
-                doubts.append(
-                    f"doubt: planned with {planned} CTAs for a {name}, and {here} are given: plan "
-                    f"again with --{name}-ctas {here}"
-                )
-        return tuple(doubts)
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan to a file that can be read, edited and given to --moe-monta-plan.
-
-        Raises:
-            ValueError: the file cannot be written.
-        """
-        write_whole(Path(path), strict_yaml.dump(self))
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Plan":
-        """Read a plan; if its choice was edited, its reason says so.
-
-        Raises:
-            ValueError: one line that names the file, the key, the value and the rule.
-        """
-        plan = strict_yaml.load(cls, path)
-        choice, chosen = _choice_of(plan), plan.chosen
-        if chosen is not None and _choice_of(chosen) == choice:
-            return plan
-        priced = {_choice_of(entry): entry.predicted_us for entry in plan.candidates}
-        return replace(
-            plan,
-            predicted_us=priced.get(choice),
-            exposed_us=None,
-            range_us=None,
-            reason=f"chosen by hand in {path}",
-            stages=(),
-        )
-
-
-def _choice_of(chosen: Plan | Candidate) -> tuple[str, int | None, bool]:
-    return chosen.chain, chosen.num_chunks, chosen.experts_pipelined
 
 
 def exchange_of(workload: Workload) -> dict[str, Any]:
@@ -292,7 +194,7 @@ def plan(workload: Workload, cluster: Cluster, **settings: Any) -> Plan:
         settings: passed to `select.select_chain`.
 
     Raises:
-        ValueError: no chain can run, or keeps to the limit.
+        ValueError: no chain can run.
     """
     return plan_of(select_chain(workload, cluster, **settings))
 
@@ -305,18 +207,13 @@ def plan_of(selection: Selection) -> Plan:
         chain=price.chain.name,
         num_chunks=price.num_chunks,
         predicted_us=price.total_us,
-        exposed_us=price.exposed_us,
         reason=selection.reason,
         key=PlanKey(
             **exchange_of(workload),
             routing=workload.routing.name,
             phase=selection.phase,
             cluster=cluster.name,
-            overlapped_compute_us=selection.overlapped_compute_us,
-            experts=None if workload.experts is None else workload.experts.note,
             kernels=cluster.kernels,
-            rail_ctas=None if cluster.copies_block_host else cluster.ctas.rail,
-            node_ctas=None if cluster.copies_block_host else cluster.ctas.node,
         ),
         stages=stage_costs(price),
         candidates=(
@@ -331,7 +228,6 @@ def plan_of(selection: Selection) -> Plan:
         ),
         notes=tuple(dict.fromkeys(notes)),
         rates=resource_rates(cluster),
-        experts_pipelined=price.experts_pipelined,
     )
 
 
@@ -349,7 +245,7 @@ def slowest_plan(
         ValueError: no chain can run.
     """
     plans = [(plan(workload, cluster, **settings), workload) for workload in workloads]
-    slowest, workload = max(plans, key=lambda planned: planned[0].exposed_us or 0.0)
+    slowest, workload = max(plans, key=lambda planned: planned[0].predicted_us)
     if len(plans) > 1:
         note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
         slowest = replace(slowest, notes=(*slowest.notes, note))
@@ -368,7 +264,6 @@ def _candidate(price: ChainPrice, plainest: ChainPrice, selection: Selection) ->
         chain=price.chain.name,
         num_chunks=price.num_chunks,
         predicted_us=price.total_us,
-        exposed_us=price.exposed_us,
         lower_bound_us=sum(
             pass_lower_bound_us(pass_, selection.cluster.factor) for pass_ in price.passes
         ),
@@ -377,7 +272,6 @@ def _candidate(price: ChainPrice, plainest: ChainPrice, selection: Selection) ->
         peak_bytes=price.peak_bytes,
         rejected=_why_rejected(price, plainest, selection),
         same_as=None if price is plainest else plainest.name,
-        experts_pipelined=price.experts_pipelined,
     )
 
 
@@ -389,19 +283,15 @@ def _why_rejected(price: ChainPrice, plainest: ChainPrice, selection: Selection)
         return None
     if plainest is selected:
         return same
-    if selection.is_over_limit(price):
-        return f"needs {gb_text(price.held_bytes)} on a rank, {selection.limit}"
-    if price.exposed_us == selected.exposed_us:
+    if price.total_us == selected.total_us:
         return f"as fast as {selected.name}, which is plainer"
-    if price.exposed_us < selected.exposed_us:
+    if price.total_us < selected.total_us:
         return (
-            f"{percent(selected, price)} faster, within the margin of {selection.margin:.0%} for a "
+            f"{percent(selected, price)} faster, within the margin of {MARGIN:.0%} for a "
             "plainer chain"
         )
     resource, busy_us = price.busiest()
     why = f"{resource} {busy_us:,.0f} us" if price is plainest else same
-    if selection.overlapped_compute_us > 0:
-        return f"{price.exposed_us - selected.exposed_us:,.0f} us more exposed; {why}"
     return f"{percent(price, selected)} slower; {why}"
 
 
@@ -484,7 +374,7 @@ def with_ranges(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
         for candidate in plan.candidates
     )
     ranged = replace(plan, candidates=candidates)
-    return replace(ranged, range_us=None if ranged.chosen is None else ranged.chosen.range_us)
+    return replace(ranged, range_us=ranged.chosen.range_us)
 
 
 def _range_us(
@@ -493,33 +383,12 @@ def _range_us(
     """The time of a candidate at both ends, the less first."""
     if candidate.num_chunks is None or cluster.ends is None:
         return None
-    optimistic_us, conservative_us = (
-        _price_at(end, candidate, plan, workload).total_us for end in cluster.ends
-    )
-    return min(optimistic_us, conservative_us), max(optimistic_us, conservative_us)
-
-
-def _price_at(cluster: Cluster, candidate: Candidate, plan: Plan, workload: Workload) -> ChainPrice:
-    assert candidate.num_chunks is not None, "it can run"
-    phase = plan.key.phase
     chains = {entry.chain for entry in plan.candidates}
     chunks = [entry.num_chunks for entry in plan.candidates if entry.num_chunks is not None]
     num_counts = num_exchanged_counts(workload, chains, chunks)
-    price = price_chain(
-        workload,
-        cluster,
-        CHAINS[candidate.chain],
-        candidate.num_chunks,
-        phase,
-        num_counts,
-        plan.key.overlapped_compute_us,
+    chain, phase = CHAINS[candidate.chain], plan.key.phase
+    optimistic_us, conservative_us = (
+        price_chain(workload, end, chain, candidate.num_chunks, phase, num_counts).total_us
+        for end in cluster.ends
     )
-    if workload.experts is None:
-        return price
-    from monta_megatron.planner.layer_price import with_experts
-
-    return next(
-        of_layer
-        for of_layer in with_experts([price], workload, cluster, phase)
-        if of_layer.experts_pipelined == candidate.experts_pipelined
-    )
+    return min(optimistic_us, conservative_us), max(optimistic_us, conservative_us)

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast, get_args
 
 import numpy as np
 
-from monta_megatron.chains.program import Kind, Program, Resource, ResourceOrCompute
+from monta_megatron.chains.program import Kind, Program, Resource
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import FINDS
 from monta_megatron.planner.schedule import Factor, Schedule, Work, serial_us, simulate
@@ -27,7 +27,7 @@ from monta_megatron.planner.traffic import (
 # Host work of a pass besides its stages.
 AROUND_STAGES = "around the stages"
 # Of a pass that is priced and not yet scheduled.
-NOT_YET = Schedule(times=(), host_us=0.0, total_us=0.0, exposed_us=0.0)
+NOT_YET = Schedule(times=(), host_us=0.0, total_us=0.0)
 # Rounds in which the leads of backward passes settle where the host takes longer than the device.
 LEAD_ROUNDS = 4
 
@@ -60,7 +60,6 @@ class PassPrice:
         schedule: when the operations of the program run.
         notes: assumptions.
         lead_us: by how much the host is ahead of the device at the start; see `schedule`.
-        overlapped_compute_us: compute beside the program.
     """
 
     program: Program
@@ -71,7 +70,6 @@ class PassPrice:
     schedule: Schedule
     notes: tuple[str, ...]
     lead_us: float = 0.0
-    overlapped_compute_us: float = 0.0
 
     @property
     def pass_name(self) -> str:
@@ -80,7 +78,7 @@ class PassPrice:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is a backward pass, or the backward direction of a layer."""
+        """Whether it is a backward pass."""
         return self.program.pass_.name.endswith("backward")
 
     @property
@@ -91,14 +89,14 @@ class PassPrice:
     @property
     def total_us(self) -> float:
         """Time from the first to the last operation."""
-        return self._end(self.schedule.total_us).device_us
+        return self._end.device_us
 
     @property
     def left_us(self) -> float:
         """Lead of the host at the end, for the next pass."""
         if self.waits:
             return 0.0
-        end = self._end(self.schedule.total_us)
+        end = self._end
         return max(end.device_us - end.host_us, 0.0)
 
     @property
@@ -111,15 +109,6 @@ class PassPrice:
         """When the program starts, at the earliest."""
         return max(self._before)
 
-    @property
-    def exposed_us(self) -> float:
-        """Exposed time: the total less the part hidden by overlapped compute.
-
-        Only the program can be hidden: the host's time and the works around the program are spent
-        on the thread that issues the compute and on the stream that it runs on.
-        """
-        return self._end(self.schedule.exposed_us, self.overlapped_compute_us).device_us
-
     def busy_us(self, resource: str) -> float:
         """Time for which it occupies a resource; "host" for the time to start all of it."""
         works = self.works
@@ -127,17 +116,14 @@ class PassPrice:
             return self.host_us + sum(work.launch_us * len(work.times_us) for work in works)
         return sum(sum(work.times_us) for work in works if work.resource == resource)
 
-    def scheduled(
-        self, factor: Factor, overlapped_compute_us: float, lead_us: float
-    ) -> "PassPrice":
+    def scheduled(self, factor: Factor, lead_us: float) -> "PassPrice":
         """The same pass with another lead."""
-        led = replace(self, lead_us=lead_us, overlapped_compute_us=overlapped_compute_us)
+        led = replace(self, lead_us=lead_us)
         reached = led._before
         schedule = simulate(
             self.program.operations,
             self.pipeline,
             factor,
-            overlapped_compute_us,
             lead_us=max(reached.device_us - reached.host_us, 0.0),
         )
         return replace(led, schedule=schedule)
@@ -151,44 +137,40 @@ class PassPrice:
             return Reached(before_us, before_us)
         return Reached(self.host_us - self.lead_us, 0.0).after(self.before)
 
-    def _end(self, program_us: float, hidden_us: float = 0.0) -> Reached:
-        """Times at the end, if the program takes so long beside computation."""
-        device_us = self.start_us + program_us
+    @cached_property
+    def _end(self) -> Reached:
+        """Times of host and device at the end."""
+        device_us = self.start_us + self.schedule.total_us
         if self.waits:
             device_us += serial_us(self.after)
             return Reached(device_us, device_us)
-        host_us = self.start_us + self.schedule.host_us - hidden_us
+        host_us = self.start_us + self.schedule.host_us
         return Reached(host_us, device_us).after(self.after)
 
 
-def with_leads(
-    passes: Sequence[PassPrice], factor: Factor, overlapped_compute_us: float = 0.0
-) -> tuple[PassPrice, ...]:
+def with_leads(passes: Sequence[PassPrice], factor: Factor) -> tuple[PassPrice, ...]:
     """Passes in their order, scheduled with the leads that they have in a training; see `schedule`.
 
     Args:
         passes: of one layer; backward passes last.
         factor: see `schedule.simulate`.
-        overlapped_compute_us: compute beside each of them.
     """
     led: list[PassPrice] = []
     backward: list[PassPrice] = []
     for of_pass in passes:
         if of_pass.waits:
-            led.append(of_pass.scheduled(factor, overlapped_compute_us, 0.0))
+            led.append(of_pass.scheduled(factor, 0.0))
         elif of_pass.is_backward:
-            backward.append(
-                of_pass.scheduled(factor, overlapped_compute_us, of_pass.busy_us("host"))
-            )
+            backward.append(of_pass.scheduled(factor, of_pass.busy_us("host")))
         else:
             lead_us = led[-1].left_us if led else 0.0
-            led.append(of_pass.scheduled(factor, overlapped_compute_us, lead_us))
+            led.append(of_pass.scheduled(factor, lead_us))
     host_us = sum(of_pass.busy_us("host") for of_pass in backward)
     if host_us > sum(of_pass.total_us for of_pass in backward):
         lead_us = 0.0
         for _ in range(LEAD_ROUNDS):
             for place, of_pass in enumerate(backward):
-                backward[place] = of_pass.scheduled(factor, overlapped_compute_us, lead_us)
+                backward[place] = of_pass.scheduled(factor, lead_us)
                 lead_us = backward[place].left_us
     return (*led, *backward)
 
@@ -317,7 +299,7 @@ def pass_lower_bound_us(price: PassPrice, factor: Factor) -> float:
 def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
     """A time that no schedule beats: the busiest resource, the host, the longest stage."""
     bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
-    for resource in get_args(ResourceOrCompute):
+    for resource in get_args(Resource):
         times = [sum(work.times_us) for work in works if work.resource == resource]
         if times:
             # n operations on one resource run together at n / slowdown of its rate.

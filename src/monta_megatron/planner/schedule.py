@@ -12,12 +12,6 @@ run at 1/k each, which is what sharing means; a product would give 1/2**(k - 1),
 one after the other. The cap ensures this for factors above 2 too, so no schedule is slower than
 the serial one, and none is faster than its busiest resource.
 
-Overlapped compute may run beside a program from its start: experts, shared experts, another
-micro-batch. Neither waits for the other. The exposed time is the time until both have ended, less
-the compute's own. With all factors 1 it is the larger of 0 and the program's time less the
-compute's. However long the compute, its slowdown by the program, by factors of "compute", stays
-exposed.
-
 A device does what is queued while its host goes on, so a pass does not begin with an idle device
 and an idle host: the host is ahead of it by the lead, the time until all that was queued before the
 pass has ended, when the host gets to the pass. A launch is exposed only where the lead is used up.
@@ -47,9 +41,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from monta_megatron.chains.program import Operation, ResourceOrCompute
+from monta_megatron.chains.program import Operation, Resource
 
-Factor = Callable[[ResourceOrCompute, ResourceOrCompute], float]
+Factor = Callable[[Resource, Resource], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +58,7 @@ class Work:
     """
 
     stage: str
-    resource: ResourceOrCompute
+    resource: Resource
     times_us: tuple[float, ...]
     launch_us: float = 0.0
 
@@ -85,20 +79,17 @@ class Schedule:
         times: of each operation, in the order of issue.
         host_us: when the last one was launched; below 0 where the lead was not used up.
         total_us: when the last one ends.
-        exposed_us: likewise, less the overlapped compute; more if that ends later.
     """
 
     times: tuple[Times, ...]
     host_us: float
     total_us: float
-    exposed_us: float
 
 
 def simulate(
     operations: Sequence[Operation],
     works: Sequence[Work],
     factor: Factor,
-    overlapped_compute_us: float = 0.0,
     lead_us: float = 0.0,
 ) -> Schedule:
     """Run the operations of one pass.
@@ -107,17 +98,14 @@ def simulate(
         operations: in the order of issue.
         works: [series] what each operation costs, its chunks in the order of issue.
         factor: how much an operation on one resource is slowed by one on another.
-        overlapped_compute_us: overlapped compute, from the start on.
         lead_us: by how much the host is ahead of the device at the start.
     """
     times = [iter(work.times_us) for work in works]
     times_us = [next(times[operation.series]) for operation in operations]
     # [kind of task][likewise]: what a running task of the second adds to the slowdown of one of the
-    # first; the kinds are the series, then the launches of each series, then the work beside them.
-    resources: list[ResourceOrCompute] = [work.resource for work in works]
+    # first; the kinds are the series, then the launches of each series.
+    resources: list[Resource] = [work.resource for work in works]
     resources += ["memory"] * len(works)
-    if overlapped_compute_us > 0:
-        resources.append("compute")
     of_resource = {
         first: [factor(first, second) - 1 for second in resources] for first in set(resources)
     }
@@ -126,8 +114,8 @@ def simulate(
         for kind, row in enumerate(of_resource[resource] for resource in resources)
     ]
     kinds = [operation.series for operation in operations]
-    # The work beside the operations has the next number, a launch ~n, which counts from the end.
-    kinds += [2 * len(works), *(len(works) + kind for kind in reversed(kinds))]
+    # A launch has the number ~n, which counts from the end.
+    kinds += [len(works) + kind for kind in reversed(kinds)]
     waits_for = [len(operation.after) for operation in operations]
     followers: list[list[int]] = [[] for _ in operations]
     for operation in operations:
@@ -139,9 +127,7 @@ def simulate(
     ends_us: dict[int, float] = {}
     # Running task -> the time left if it ran alone: an operation, or ~number for its launch by a
     # host whose launches are work like copies.
-    left_us: dict[int, float] = (
-        {len(operations): overlapped_compute_us} if overlapped_compute_us > 0 else {}
-    )
+    left_us: dict[int, float] = {}
     # Operations that wait for nothing but their launch -> when that is over.
     until_us: dict[int, float] = {}
 
@@ -179,15 +165,12 @@ def simulate(
         # Step 1: the next event is the first end, or the first start before it.
         step_us, ends, starts = float("inf"), None, None
         slowdowns = {}
-        num_running, has_beside = len(left_us), len(operations) in left_us
         for task, left in left_us.items():
             # The 1 in the formula is the task itself, counted with the tasks of its kind.
             slowdown, added = 0.0, excess[kinds[task]]
             for other in left_us:
                 slowdown += added[kinds[other]]
-            # Work beside it that does not slow a task lets no others slow it more.
-            most = num_running - (has_beside and added[-1] == 0.0)
-            slowdowns[task] = slowdown = min(slowdown, most)
+            slowdowns[task] = slowdown = min(slowdown, len(left_us))
             if left * slowdown < step_us:
                 step_us, ends = left * slowdown, task
         for number, until in until_us.items():
@@ -211,7 +194,7 @@ def simulate(
             host_free_us = now_us
             launched_us.append(now_us)
             start(~ends)
-        elif ends < len(operations):
+        else:
             ends_us[ends] = now_us
             for number in followers[ends]:
                 waits_for[number] -= 1
@@ -225,10 +208,6 @@ def simulate(
         ),
         host_us=host_free_us,
         total_us=max(ends_us.values(), default=0.0),
-        # Rounded, so that what is as long to the last digits is as long.
-        exposed_us=max(round(now_us - overlapped_compute_us, 6), 0.0)
-        if overlapped_compute_us > 0
-        else now_us,
     )
 
 

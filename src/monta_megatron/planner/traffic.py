@@ -29,7 +29,6 @@ from monta_megatron.chains.program import (
     Pass,
     Policy,
     Resource,
-    ResourceOrCompute,
     RowFormat,
 )
 from monta_megatron.chains.program import Operation as ProgramOperation
@@ -198,7 +197,7 @@ class StageTraffic:
 
     stage: str
     operation: Operation
-    resource: ResourceOrCompute
+    resource: Resource
     moved: Mapping[Resource, Moved]
     message_bytes: tuple[int, ...] = (1,)
     messages_overlap: bool = False
@@ -287,7 +286,7 @@ def _exchanges(
     programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]
 ) -> StageTraffic:
     first = series[0]
-    assert first.group is not None, f"{first.kind} is no collective"
+    assert first.group is not None and first.resource != "compute", f"{first.kind}: no collective"
     chunks = [operation.chunk for operation in series]
     message_bytes = programs[0].message_bytes(programs[0].program.buffers[first.writes[0]])
     peers = [peers_of(program.bound.layout, first.group) for program in programs]
@@ -362,7 +361,7 @@ def peers_of(layout: Layout, group: GroupName) -> Peers:
 
 
 def _by_resource(
-    peers: Sequence[Peers], sides: Sequence[Sequence[RowCounts]], resource: ResourceOrCompute
+    peers: Sequence[Peers], sides: Sequence[Sequence[RowCounts]], resource: Resource
 ) -> dict[Resource, Moved]:
     """Bytes to and from each peer, by resource.
 

@@ -1,18 +1,14 @@
 """Workload of an exchange: its layout, its rows, and where they go."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import COMBINE, BoundProgram, Pass, Policy, RowFormat
-from monta_megatron.chains.wire_format import quantized_bytes
+from monta_megatron.chains.program import DISPATCH, BoundProgram, Pass, Policy, RowFormat
+from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.planner.routing.expected import Routing
-
-if TYPE_CHECKING:
-    from monta_megatron.planner.experts import Experts
 
 # Of fp32, in which copies of a row are summed at least.
 LEAST_SUM_BYTES = 4
@@ -30,9 +26,7 @@ class Workload:
         routing: where tokens go.
         tokens_per_rank: tokens that each rank brings.
         max_experts_per_token: the most experts of a token, where they are more than the routing's.
-        experts: what experts take that may run in the pipeline; None where they may not.
-        quantized_passes: names of the passes whose rows travel in eight bits.
-        keeps_sums: the last hop of combine carries partial sums unrounded.
+        quantized: tokens travel to their experts in eight bits.
     """
 
     layout: Layout
@@ -42,9 +36,7 @@ class Workload:
     routing: Routing
     tokens_per_rank: int
     max_experts_per_token: int = 0
-    experts: "Experts | None" = None
-    quantized_passes: frozenset[str] = frozenset()
-    keeps_sums: bool = False
+    quantized: bool = False
 
     def bind(self, chain: Chain, num_chunks: int, layout: Layout | None = None) -> BoundChain:
         """The chain bound to the expected rows of one rank.
@@ -72,7 +64,8 @@ class Workload:
             value_bytes=self.value_bytes,
             prob_bytes=self.prob_bytes,
             sum_bytes=sum_bytes,
-            quantized_bytes=quantized_bytes(self.quantized_passes, pass_, self.hidden_size),
-            keeps_sums=self.keeps_sums and pass_ == COMBINE,
+            quantized_bytes=row_bytes(self.hidden_size)
+            if self.quantized and pass_ == DISPATCH
+            else 0,
         )
         return lower(bound, pass_, row, max_experts_per_token, policy)

@@ -161,27 +161,6 @@ def _launch_queues() -> Iterator[Finding]:
     )
 
 
-def _communicators() -> Iterator[Finding]:
-    from monta_megatron.tools.calibrate.record import ctas_of_environment
-
-    if "NCCL_MAX_CTAS" in os.environ:
-        yield Finding(
-            "communicators",
-            "note",
-            f"at most {os.environ['NCCL_MAX_CTAS']} SMs for any, by NCCL_MAX_CTAS",
-            "unset it, so that --moe-monta-rail-ctas and --moe-monta-node-ctas hold",
-        )
-    else:
-        rail, node = ctas_of_environment({})
-        yield Finding(
-            "communicators",
-            "ok",
-            f"at most {rail} SMs for a rail and {node} for a node, where neither "
-            "--moe-monta-rail-ctas, --moe-monta-node-ctas, --moe-monta-max-ctas nor "
-            "--nccl-communicator-config-path says otherwise",
-        )
-
-
 def _launch_order() -> Iterator[Finding]:
     name = "NCCL_LAUNCH_ORDER_IMPLICIT"
     value = os.environ.get(name)
@@ -223,7 +202,6 @@ CHECKS = (
     _kernels,
     _private_names,
     _launch_queues,
-    _communicators,
     _launch_order,
     _topology,
 )

@@ -8,7 +8,7 @@
 Bytes: the map is read once, each list and each routed probability read and written once.
 Grid: [T / tokens of a tile], in both directions.
 
-Notation: T = tokens, E = experts, K = classes of each, W = most experts of any token.
+Notation: T = tokens, E = experts, W = most experts of any token.
 """
 
 from typing import Any
@@ -30,12 +30,12 @@ def expert_ids_of(
     """Each token's experts in ascending order, and their probabilities; differentiable.
 
     Args:
-        routing_map: [T, E * K] bool.
+        routing_map: [T, E] bool.
         probs: [T, E].
         max_experts_per_token: W, on any rank.
 
     Returns:
-        Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E * K.
+        Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E.
     """
     return _ExpertIds.apply(routing_map, probs, max_experts_per_token)
 
@@ -51,7 +51,6 @@ class _ExpertIds(torch.autograd.Function):
         lists = probs.new_empty(num_tokens, width)
         ids = torch.empty(num_tokens, width, dtype=torch.int32, device=probs.device)
         ctx.save_for_backward(routing_map)
-        ctx.probs_shape = probs.shape
         ctx.mark_non_differentiable(ids)
         all_experts, tokens = _tile(num_experts)
         launch(
@@ -66,7 +65,6 @@ class _ExpertIds(torch.autograd.Function):
             width,
             routing_map.stride(0),
             probs.stride(0),
-            num_experts // probs.shape[1],
             tokens,
             all_experts,
         )
@@ -80,7 +78,7 @@ class _ExpertIds(torch.autograd.Function):
         (routing_map,) = ctx.saved_tensors
         num_tokens, num_experts = routing_map.shape
         gradient = gradient.contiguous()
-        into = gradient.new_empty(ctx.probs_shape)
+        into = gradient.new_empty(num_tokens, num_experts)
         all_experts, tokens = _tile(num_experts)
         launch(
             _unlist,
@@ -92,7 +90,6 @@ class _ExpertIds(torch.autograd.Function):
             num_experts,
             gradient.shape[1],
             routing_map.stride(0),
-            num_experts // into.shape[1],
             tokens,
             all_experts,
         )
@@ -132,7 +129,6 @@ def _list(
     width: tl.int32,
     map_stride: tl.int32,
     probs_stride: tl.int32,
-    CLASSES: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
@@ -140,7 +136,7 @@ def _list(
         routing_map, num_tokens, num_experts, map_stride, TOKENS, EXPERTS
     )
     is_listed = (routed > 0) & (position < width)
-    prob = tl.load(probs + token * probs_stride + expert // CLASSES, is_listed)
+    prob = tl.load(probs + token * probs_stride + expert, is_listed)
     tl.store(lists + token * width + position, prob, is_listed)
     tl.store(ids + token * width + position, expert + tl.zeros_like(position), is_listed)
     num_routed = tl.sum(routed, 1)[:, None]
@@ -161,7 +157,6 @@ def _unlist(
     num_experts: tl.int32,
     width: tl.int32,
     map_stride: tl.int32,
-    CLASSES: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
@@ -170,10 +165,5 @@ def _unlist(
     )
     is_listed = (routed > 0) & (position < width)
     value = tl.load(gradient + token * width + position, is_listed, other=0)
-    if CLASSES > 1:
-        # [TOKENS, EXPERTS] -> [TOKENS, EXPERTS / CLASSES]: a token is in one class, or none.
-        by_class = value.to(tl.float32).reshape(TOKENS, EXPERTS // CLASSES, CLASSES)
-        value = tl.sum(by_class, 2).to(into.dtype.element_ty)
-    expert = tl.arange(0, EXPERTS // CLASSES)[None, :]
-    is_there = (token < num_tokens) & (expert < num_experts // CLASSES)
-    tl.store(into + token * (num_experts // CLASSES) + expert, value, is_there)
+    is_there = (token < num_tokens) & (expert < num_experts)
+    tl.store(into + token * num_experts + expert, value, is_there)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import linear_regression, median
-from typing import cast, get_args
+from typing import cast
 
 import numpy as np
 
@@ -16,12 +16,10 @@ from monta_megatron.chains.calibration_tasks import (
     PASSES,
     PASSES_IN_CHUNKS,
     Contenders,
-    ExpertCall,
     Pair,
     Point,
     Sample,
 )
-from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.chains.program import (
     COLLECTIVES,
     DISPATCH,
@@ -36,7 +34,6 @@ from monta_megatron.common.units import Rate, counted
 from monta_megatron.planner.calibration.points import BYTES_PER_ROW
 from monta_megatron.planner.cluster import Cluster, Contention, Link, NodeSizes
 from monta_megatron.planner.curves import FINDS, Curve, Fit, HostCosts, Operation
-from monta_megatron.planner.experts import ExpertCurve, ExpertSizes, with_expert_curves
 from monta_megatron.planner.traffic import Around, num_host_operations
 
 
@@ -93,64 +90,8 @@ def _fault_of(curve: Curve) -> str | None:
     return None
 
 
-# Rows of each expert, in steps of 4x: few on CPU ranks, where they take long.
-NUM_SIZES = {"cpu": 4, "cuda": 7}
 # A curve may hold no time of 0.
 LEAST_US = 0.1
-
-
-def expert_points(sizes: ExpertSizes, device_type: str) -> list[Point]:
-    """The calls of a rank's experts that are timed, each for several numbers of rows."""
-    return [
-        Point(
-            operation=call,
-            resource="compute",
-            group_size=1,
-            ranks_on_node=1,
-            num_rows=sizes.num_local_experts * 4**step,
-            num_bytes=sizes.num_local_experts * 4**step * sizes.hidden_size * sizes.value_bytes,
-        )
-        for call in get_args(ExpertCall)
-        for step in range(NUM_SIZES[device_type])
-    ]
-
-
-def expert_curve(
-    sizes: ExpertSizes,
-    points: Sequence[Point],
-    times_us: Mapping[str, float],
-    launches_us: Mapping[str, float] | None,
-    source: str,
-) -> ExpertCurve:
-    """Curve of experts, from times of calls forward, and forward and backward.
-
-    Args:
-        sizes: the experts of a rank.
-        points: that were timed, ascending.
-        times_us: of each, by its name.
-        launches_us: until the host was free again; None where it computes itself.
-        source: what it was measured with.
-    """
-    forward, both = (
-        [point for point in points if point.operation == call] for call in get_args(ExpertCall)
-    )
-    launch_us = 0.0
-    if launches_us is not None:
-        launch_us = min(launches_us[point.name] for point in forward)
-    forward_us, both_us = ([times_us[point.name] for point in of] for of in (forward, both))
-    return ExpertCurve(
-        **vars(sizes),
-        rows_per_expert=tuple(point.num_rows // sizes.num_local_experts for point in forward),
-        forward_us=tuple(max(round(us - launch_us, 1), LEAST_US) for us in forward_us),
-        backward_us=tuple(
-            max(round(with_backward - us - launch_us, 1), LEAST_US)
-            for us, with_backward in zip(forward_us, both_us, strict=True)
-        ),
-        launch_us=round(launch_us, 1),
-        kind="measured",
-        source=source,
-    )
-
 
 # Operations that the executor runs as a point does; the rows are those of `operations`.
 AS_EXECUTED: dict[Operation, tuple[Kind | Around, Pass]] = {
@@ -184,7 +125,6 @@ class Machine:
         counts_to_host_us: time of a copy of some integers to the host, with the wait for it.
         source: when and with what it was measured.
         fused_kernels: Triton kernels did the work of an exchange.
-        ctas: the budgets that rails and nodes had.
     """
 
     name: str
@@ -196,7 +136,6 @@ class Machine:
     counts_to_host_us: float
     source: str
     fused_kernels: bool = False
-    ctas: Ctas = DEFAULT_CTAS
 
 
 def make_cluster(
@@ -205,7 +144,6 @@ def make_cluster(
     pairs: Sequence[Contenders],
     samples: Sequence[Sample],
     links: tuple[Link, ...] = (),
-    experts: ExpertSizes | None = None,
 ) -> Cluster:
     """A cluster from the medians of all samples.
 
@@ -215,17 +153,14 @@ def make_cluster(
         pairs: likewise.
         samples: of all tasks.
         links: of resources without points.
-        experts: whose calls are among the points; None for none.
     """
     by_task: dict[str, list[Sample]] = {}
     for sample in samples:
         by_task.setdefault(sample.task, []).append(sample)
     times_us = {task: median(run.us for run in runs) for task, runs in by_task.items()}
     launches_us = {task: median(run.launch_us for run in runs) for task, runs in by_task.items()}
-    computed = [point for point in points if point.resource == "compute"]
-    points = [point for point in points if point.resource != "compute"]
     curves = _curves(machine, points, times_us, launches_us)
-    cluster = Cluster(
+    return Cluster(
         name=machine.name,
         num_nodes=machine.num_nodes,
         ranks_per_node=machine.ranks_per_node,
@@ -236,19 +171,12 @@ def make_cluster(
         memory_gb_per_rank=machine.memory_gb_per_rank,
         copies_block_host=machine.on_cpu,
         fused_kernels=machine.fused_kernels,
-        rail_ctas=None if machine.on_cpu else machine.ctas.rail,
-        node_ctas=None if machine.on_cpu else machine.ctas.node,
         links=links,
         curves=curves,
         contention=tuple(_contention(machine, contenders, by_task) for contenders in pairs),
         doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),
         calibrated_node=NodeSizes(ranks=machine.ranks_per_node, nics=machine.nics_per_node),
     )
-    if experts is None:
-        return cluster
-    starts_us = None if machine.on_cpu else launches_us
-    curve = expert_curve(experts, computed, times_us, starts_us, machine.source)
-    return with_expert_curves(cluster, [curve])
 
 
 def _launch(
@@ -339,7 +267,6 @@ def _curves(
     curves = []
     for group in (by_curve[key] for key in sorted(by_curve)):
         first = group[0]
-        assert first.resource != "compute", "the curve of experts is another one"
         if first.is_collective:
             start_us, peer_us = _collective_start(machine, points, launches_us)
             launch_us = start_us + peer_us * (first.group_size - 1)

@@ -27,7 +27,7 @@ from monta_megatron.chains.calibration_tasks import (
     collectives_of,
 )
 from monta_megatron.chains.layout import GroupName, Layout
-from monta_megatron.chains.program import Resource, ResourceOrCompute
+from monta_megatron.chains.program import Resource
 from monta_megatron.planner.curves import FINDS, Operation
 from monta_megatron.planner.traffic import (
     COUNT_MAP_BYTES,
@@ -104,13 +104,10 @@ class Shape:
 
 
 # Pairs of resources whose mutual slowdown is measured, with operations that chains run at once.
-PAIRS: tuple[tuple[ResourceOrCompute, ResourceOrCompute], ...] = (
+PAIRS: tuple[tuple[Resource, Resource], ...] = (
     ("inter", "intra"),
     ("inter", "memory"),
     ("intra", "memory"),
-    ("inter", "compute"),
-    ("intra", "compute"),
-    ("memory", "compute"),
 )
 # About how long a pair's collective takes; the other half takes this many times less, or longer.
 PAIR_US = 60_000.0
@@ -203,14 +200,14 @@ def choose_pairs(times_us: Mapping[Point, float], pair_us: float = PAIR_US) -> l
     """
     largest = max(point.ranks_on_node for point in times_us)
 
-    def nearest(resource: ResourceOrCompute, wanted_us: float) -> tuple[Point, float] | None:
-        """The nearest in time among rails, gathers of a whole node, copies, or calls of experts."""
+    def nearest(resource: Resource, wanted_us: float) -> tuple[Point, float] | None:
+        """The nearest in time among rails, gathers of a whole node, or copies."""
         operation = {"inter": "alltoall", "intra": "allgather", "memory": "copy"}
         ranks_on_node = largest if resource == "intra" else 1
         candidates = [
             (abs(math.log(time_us / wanted_us)), point.num_bytes, point, time_us)
             for point, time_us in times_us.items()
-            if (point.resource, point.operation) == (resource, operation.get(resource, "experts"))
+            if (point.resource, point.operation) == (resource, operation[resource])
             and point.ranks_on_node == ranks_on_node
         ]
         return min(candidates)[2:] if candidates else None

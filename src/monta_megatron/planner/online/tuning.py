@@ -19,11 +19,6 @@ Whose turn it is:
 
 In the end the planner's pick stays, unless another one beats it by more than the margin.
 
-Where computation overlaps the exchange, candidates are compared by the exposed part of their times:
-as it was measured, or as the `overlapped_compute` that the user states leaves it. Of those within
-the margin of the best the plainest is taken, as in a plan: where most of every candidate is hidden,
-many leave about the same exposed.
-
 The time of a step is that of its passes together on the rank that was the fastest: the one that has
 waited least for the others. The time of a single pass would mislead where messages are buffered,
 since the last rank to arrive finds them there, as if the network had taken no time.
@@ -32,28 +27,20 @@ Notation: S = ranks of the exchange, P = passes of an iteration, of all micro-ba
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import exp, inf, log
-from typing import Any, ClassVar, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import FORWARD_BACKWARD, NOT_TIMED_US
 from monta_megatron.common.rules import PositiveFloat, PositiveInt, hash_of
 from monta_megatron.common.units import counted
-from monta_megatron.planner.chain_price import ChainPrice, plainness
-from monta_megatron.planner.select import (
-    MARGIN,
-    OverlappedCompute,
-    Selection,
-    exposed_of,
-    overlapped_compute_of,
-)
+from monta_megatron.planner.chain_price import ChainPrice
+from monta_megatron.planner.select import MARGIN, Selection
 
-# Candidates predicted to take more than so many times as long as the fastest are not tried; beside
-# computation, those that would leave as much more exposed.
+# Candidates predicted to take more than so many times as long as the fastest are not tried.
 HOPELESS = 3.0
 STOCK_ORDER = "alltoall"
 
@@ -61,23 +48,13 @@ STOCK_ORDER = "alltoall"
 Key: TypeAlias = tuple[str, int]
 
 
-# Keys of older checkpoints.
-RENAMED = {"other_work": "overlapped_compute"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TuningCandidate:
-    """A chain in a number of chunks, and the time that was predicted for its four passes.
-
-    The prediction of overlapped computation, if any, is that of the tuning's start for good, so
-    that what was chosen stays chosen.
-    """
+    """A chain in a number of chunks, and the time that was predicted for its four passes."""
 
     chain: str
     num_chunks: PositiveInt
     predicted_us: PositiveFloat
-    overlapped_compute: OverlappedCompute | None = None
-    RENAMED_KEYS: ClassVar[dict[str, str]] = RENAMED
 
     @property
     def key(self) -> Key:
@@ -89,56 +66,39 @@ class TuningCandidate:
         """The same, for messages."""
         return f"{self.chain} in {counted(self.num_chunks, 'chunk')}"
 
-    def exposed_of(self, us: float) -> float:
-        """Exposed time where the four passes take `us`."""
-        return exposed_of(us, self.overlapped_compute)
-
 
 def tuning_candidates(selection: Selection) -> tuple[TuningCandidate, ...]:
     """Candidates to measure: the selected one, stock's order, the best of each other chain, others.
 
-    Nothing that does the same as a plainer candidate, holds too much memory, or is predicted to be
-    hopeless, stock's order apart.
+    Nothing that does the same as a plainer candidate, or is predicted to be hopeless, stock's order
+    apart.
     """
-    least = selection.allowed[0]
-    most_us = least.exposed_us + (HOPELESS - 1) * least.total_us
-    stock = [price for price in selection.allowed if price.chain.name == STOCK_ORDER]
-    others = [price for price in selection.allowed if price.exposed_us <= most_us]
+    most_us = HOPELESS * selection.rivals[0].total_us
+    stock = [price for price in selection.rivals if price.chain.name == STOCK_ORDER]
+    others = [price for price in selection.rivals if price.total_us <= most_us]
     best_of_chain: dict[str, ChainPrice] = {}
     for price in others:
         best_of_chain.setdefault(price.chain.name, price)
     candidates = (
         TuningCandidate(
-            chain=price.chain.name,
-            num_chunks=price.num_chunks,
-            predicted_us=price.total_us,
-            overlapped_compute=overlapped_compute_of(price),
+            chain=price.chain.name, num_chunks=price.num_chunks, predicted_us=price.total_us
         )
         for price in (selection.price, *stock, *best_of_chain.values(), *others)
     )
     return tuple(dict.fromkeys(candidates))
 
 
-def best_key(
-    exposed_us: Mapping[Key, float], current: Key, is_overlapped: bool, margin_us: float = 0.0
-) -> Key:
-    """Candidate with the least exposed time; the current one stays unless beaten by the margin.
+def best_key(times_us: Mapping[Key, float], current: Key) -> Key:
+    """Fastest candidate; the current one stays unless beaten by the margin.
 
     Args:
-        exposed_us: of each, maybe of all others than `current`.
+        times_us: of each, maybe of all others than `current`.
         current: runs now.
-        is_overlapped: whether computation hides a part. Many then have about the same exposed, and
-            of those within the margin the plainest, which disturbs it least, is the best.
-        margin_us: the least margin.
     """
-    least_us = min(exposed_us.values())
-    most_us = max(least_us * (1 + MARGIN), least_us + margin_us)
-    near = [key for key, us in exposed_us.items() if us <= most_us]
-    if current in near:
+    least_us = min(times_us.values())
+    if times_us.get(current, inf) <= least_us * (1 + MARGIN):
         return current
-    if is_overlapped:
-        return min(near, key=lambda key: plainness(CHAINS[key[0]], key[1]))
-    return min(near, key=exposed_us.__getitem__)
+    return min(times_us, key=times_us.__getitem__)
 
 
 # After so many steps the result of a step is known to all ranks.
@@ -160,14 +120,12 @@ class TuningStep:
         us: mean time of a pass, times the four passes of an exchange, on the fastest rank; 0 if
             it was not timed.
         slowest_us: the same on the slowest rank.
-        exposed_us: its exposed part, on the rank that waits least; None where it was not measured.
     """
 
     candidate: int
     counts: bool
     us: int
     slowest_us: int
-    exposed_us: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -187,14 +145,12 @@ class Tuning:
         steps: those that were added.
         settled_us: [candidates] what the replicas have settled on, 0 for what one of them has not
             measured; None before.
-        settled_exposed_us: likewise, of their exposed parts; None where these were not measured.
     """
 
     candidates: tuple[TuningCandidate, ...]
     num_steps: int
     steps: list[TuningStep] = field(default_factory=list)
     settled_us: tuple[int, ...] | None = None
-    settled_exposed_us: tuple[int, ...] | None = None
     # Candidates, and whether their runs count.
     _started: list[tuple[int, bool]] = field(init=False)
     # Communicators are made anew in every process.
@@ -224,19 +180,12 @@ class Tuning:
         self._chains_ran.add(chain)
         return turn
 
-    def add(
-        self,
-        candidate: int,
-        pass_us: NDArray[np.int64],
-        exposed_us: NDArray[np.int64] | None = None,
-    ) -> None:
+    def add(self, candidate: int, pass_us: NDArray[np.int64]) -> None:
         """Add the time of the oldest step that was not added yet; the same on all ranks.
 
         Args:
             candidate: the number of the candidate that ran in it.
             pass_us: [S, P] us of each pass on each rank; `NOT_TIMED_US` where it was not timed.
-            exposed_us: [S] the exposed part of all passes; None, or `NOT_TIMED_US` for a rank,
-                where it was not measured.
         """
         started, counts = self._started[len(self.steps)]
         assert candidate == started, f"in step {len(self.steps)} ran {started}, not {candidate}"
@@ -247,17 +196,8 @@ class Tuning:
             _exchange_us(int(total_us), int(is_timed.sum()))
             for total_us in (rank_us.min(), rank_us.max())
         )
-        exposed = None
-        if exposed_us is not None and (exposed_us != NOT_TIMED_US).all():
-            exposed = min(_exchange_us(int(exposed_us.min()), pass_us.shape[1]), us)
         self.steps.append(
-            TuningStep(
-                candidate=candidate,
-                counts=counts,
-                us=us,
-                slowest_us=slowest_us,
-                exposed_us=exposed,
-            )
+            TuningStep(candidate=candidate, counts=counts, us=us, slowest_us=slowest_us)
         )
 
     @property
@@ -276,61 +216,20 @@ class Tuning:
         return [[step.us for step in steps] for steps in self._runs]
 
     @property
-    def measures_exposed(self) -> bool:
-        """Whether the exposed part of the exchange is measured."""
-        return any(step.exposed_us is not None for step in self.steps)
-
-    @property
-    def exposed_us(self) -> tuple[float | None, ...]:
-        """[candidates] exposed part of `measured_us`."""
-        if self.settled_exposed_us is not None:
-            settled = zip(self.measured_us, self.settled_exposed_us, strict=True)
-            return tuple(None if us is None else exposed for us, exposed in settled)
-        times = [
-            [step.exposed_us for step in steps if step.exposed_us is not None]
-            for steps in self._runs
-        ]
-        return tuple(
-            None if us is None else trimmed_mean(exposed) if exposed else candidate.exposed_of(us)
-            for candidate, us, exposed in zip(self.candidates, self.measured_us, times, strict=True)
-        )
-
-    @property
-    def hidden_us(self) -> float:
-        """Longest part of an exchange that was hidden; 0 where that is not measured."""
-        if not self.measures_exposed:
-            return 0.0
-        pairs = zip(self.measured_us, self.exposed_us, strict=True)
-        return max(
-            (us - exposed for us, exposed in pairs if us is not None and exposed is not None),
-            default=0.0,
-        )
-
-    @property
     def winner(self) -> int:
         """Number of the best candidate so far: the pick, or one that beats it."""
         keys = [candidate.key for candidate in self.candidates]
-        exposed_us = {
-            key: us for key, us in zip(keys, self.exposed_us, strict=True) if us is not None
+        times_us = {
+            key: us for key, us in zip(keys, self.measured_us, strict=True) if us is not None
         }
-        if keys[0] not in exposed_us:
+        if keys[0] not in times_us:
             return 0
-        margin_us = 0.0
-        if self.measures_exposed:
-            # An exposed part near zero varies by as much as the exchange does.
-            best = keys.index(min(exposed_us, key=exposed_us.__getitem__))
-            margin_us = MARGIN * (self.measured_us[best] or 0.0)
-        return keys.index(best_key(exposed_us, keys[0], self.is_overlapped, margin_us))
+        return keys.index(best_key(times_us, keys[0]))
 
     def summary(self) -> list[int]:
-        """Summary for replicas: a hash, then [candidates] us or 0, and exposed us if measured."""
-        # Replicas compare alike if the same overlap was predicted, too.
-        names = [
-            f"{candidate.name}, {candidate.overlapped_compute}" for candidate in self.candidates
-        ]
-        hash_here = hash_of({"candidates": [*names, self.measures_exposed]})
-        exposed_us = self.exposed_us if self.measures_exposed else ()
-        return [hash_here, *(round(us or 0) for us in (*self.measured_us, *exposed_us))]
+        """Summary for replicas: a hash, then [candidates] us, 0 for one that was not measured."""
+        hash_here = hash_of({"candidates": [candidate.name for candidate in self.candidates]})
+        return [hash_here, *(round(us or 0) for us in self.measured_us)]
 
     def settle(self, summaries: Sequence[Sequence[int]]) -> None:
         """Decide together with the replicas of this exchange, by the mean of all measurements.
@@ -342,11 +241,8 @@ class Tuning:
         """
         hash_here = self.summary()[0]
         rows = np.array([summary[1:] for summary in summaries if summary[0] == hash_here])
-        num_candidates, means = len(self.candidates), rows.mean(axis=0).round().astype(int)
-        is_measured = rows[:, :num_candidates].all(axis=0)
-        self.settled_us = tuple((means[:num_candidates] * is_measured).tolist())
-        if self.measures_exposed:
-            self.settled_exposed_us = tuple((means[num_candidates:] * is_measured).tolist())
+        means, is_measured = rows.mean(axis=0).round().astype(int), rows.all(axis=0)
+        self.settled_us = tuple((means * is_measured).tolist())
 
     def factor(self, key: Key) -> float:
         """Measured over predicted time of a chain in a number of chunks.
@@ -365,35 +261,15 @@ class Tuning:
         return exp(sum(logs) / len(logs)) if logs else 1.0
 
     def select(self, prices: Sequence[ChainPrice], current: Key) -> ChainPrice:
-        """Candidate for other traffic, by the exposed part of predicted time times `factor`.
+        """Candidate for another number of tokens, by predicted time times `factor`.
 
         Args:
-            prices: what may run on it, see `Selection.allowed`.
+            prices: what may run, see `Selection.rivals`.
             current: what runs now: it stays where nothing beats it by more than the margin.
         """
         of_key = {(price.chain.name, price.num_chunks): price for price in prices}
-        exposed_us = {
-            key: exposed_of(price.total_us * self.factor(key), overlapped_compute_of(price))
-            for key, price in of_key.items()
-        }
-        return of_key[best_key(exposed_us, current, self.is_overlapped)]
-
-    def state(self) -> dict[str, Any]:
-        """The state, as plain JSON values; see `tuning_report.resumed`."""
-        return {
-            "num_steps": self.num_steps,
-            "candidates": [asdict(candidate) for candidate in self.candidates],
-            "steps": [asdict(step) for step in self.steps],
-            "settled_us": None if self.settled_us is None else list(self.settled_us),
-            "settled_exposed_us": (
-                None if self.settled_exposed_us is None else list(self.settled_exposed_us)
-            ),
-        }
-
-    @property
-    def is_overlapped(self) -> bool:
-        """Whether computation hides a part of the exchange."""
-        return self.candidates[0].overlapped_compute is not None or self.measures_exposed
+        times_us = {key: price.total_us * self.factor(key) for key, price in of_key.items()}
+        return of_key[best_key(times_us, current)]
 
     @property
     def _runs(self) -> list[list[TuningStep]]:
@@ -403,12 +279,6 @@ class Tuning:
             if step.counts and step.us > 0:
                 runs[step.candidate].append(step)
         return runs
-
-    def _exposed_of(self, candidate: TuningCandidate, us: float) -> float:
-        """Exposed part of an exchange that takes `us`, by what was measured or predicted."""
-        if self.measures_exposed:
-            return max(us - self.hidden_us, 0.0)
-        return candidate.exposed_of(us)
 
     @property
     def _num_due(self) -> int:
@@ -426,23 +296,9 @@ class Tuning:
             num_runs[number] += 1
             num_counted[number] += counts
         chains = [candidate.chain for candidate in self.candidates]
-        # Exposed parts; margins are of whole times, since they are as uncertain.
-        expected_us = [
-            self._exposed_of(each, each.predicted_us * self.factor(each.key))
-            for each in self.candidates
-        ]
-        times_us = [
-            [
-                each.exposed_of(step.us) if step.exposed_us is None else step.exposed_us
-                for step in steps
-            ]
-            for each, steps in zip(self.candidates, self._runs, strict=True)
-        ]
-        pairs = zip(self.exposed_us, self.measured_us, strict=True)
-        least_us, of_us = min(
-            ((exposed, us) for exposed, us in pairs if exposed is not None and us is not None),
-            default=(inf, inf),
-        )
+        expected_us = [each.predicted_us * self.factor(each.key) for each in self.candidates]
+        times_us = self.times_us
+        least_us = min((us for us in self.measured_us if us is not None), default=inf)
         kinds = [(each.chain, each.num_chunks > 1) for each in self.candidates]
         kinds_ran = {kinds[number] for number, runs in enumerate(num_runs) if runs}
 
@@ -457,9 +313,9 @@ class Tuning:
             if not times and is_first_of_chain(number):
                 return False
             if kinds[number] not in kinds_ran:
-                return first_us(number) > least_us + FAR_BEHIND_OTHERWISE * of_us
+                return first_us(number) > (1 + FAR_BEHIND_OTHERWISE) * least_us
             us = min(times, default=expected_us[number])
-            return us > least_us + FAR_BEHIND / max(len(times), 1) * of_us
+            return us > (1 + FAR_BEHIND / max(len(times), 1)) * least_us
 
         # Step 1: once begun, a candidate runs until it was measured.
         near = [number for number in numbers if not is_far_behind(number)]

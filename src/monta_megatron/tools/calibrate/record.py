@@ -11,93 +11,19 @@ others holds the time of a point's first runs, or of one run of one task:
 import errno
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from monta_megatron.chains.calibration_tasks import Sample
-from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.common.files import add_json_line, read_json_lines
-from monta_megatron.common.flags import torch_name
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.tools.bench.settings import LayerShape
 
 
 def partial_of(out: Path) -> Path:
     """The file of samples beside a cluster file."""
     return out.with_name(f"{out.name}.partial")
-
-
-def ctas_of_environment(
-    given: Mapping[str, int | None], environ: Mapping[str, str] = os.environ
-) -> Ctas:
-    """The budgets of a training that is started here.
-
-    Args:
-        given: "rail", "node" -> a budget that goes before the environment's; None for none.
-        environ: MOE_MONTA_RAIL_CTAS, MOE_MONTA_NODE_CTAS, and MOE_MONTA_MAX_CTAS for both.
-
-    Raises:
-        ValueError: a variable is no integer >= 1.
-    """
-
-    def read(name: str) -> int | None:
-        variable = f"MOE_MONTA_{name.upper()}_CTAS"
-        text = environ.get(variable)
-        if not text:
-            return None
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"{variable}: got {text!r}, must be an integer >= 1")
-        return int(text)
-
-    both = read("max")
-    rail, node = (
-        given.get(name) or read(name) or both or default
-        for name, default in DEFAULT_CTAS._asdict().items()
-    )
-    return Ctas(rail=rail, node=node)
-
-
-def expert_layer(
-    path: str | None, ep: int | None, etp: int | None, world_size: int
-) -> LayerShape | None:
-    """The layer whose experts are timed; None where no model is given.
-
-    Args:
-        path: a model file, or a preset.
-        ep: expert parallel size; None for all ranks.
-        etp: expert tensor parallel size; None for 1.
-        world_size: ranks of this launch.
-
-    Raises:
-        ValueError: a size comes without a model, or does not divide it.
-    """
-    if path is None:
-        for name, size in (("ep", ep), ("etp", etp)):
-            if size is not None:
-                raise ValueError(f"--{name}: got {size}, must come with --model")
-        return None
-    model = load_model(path)
-    etp = etp or 1
-    ep = ep or max(world_size // etp, 1)
-    if world_size % (ep * etp) or model.num_experts % ep or model.moe_ffn_hidden_size % etp:
-        raise ValueError(
-            f"--ep: got {ep} with --etp {etp}, must be such that both divide the {world_size} "
-            f"ranks of this launch, and that they divide {model.num_experts} experts and their "
-            f"intermediate size of {model.moe_ffn_hidden_size}"
-        )
-    return LayerShape(
-        num_experts=model.num_experts,
-        topk=model.moe_router_topk,
-        hidden=model.hidden_size,
-        ffn_hidden=model.moe_ffn_hidden_size,
-        dtype=torch_name(model.dtype),
-        tp=etp,
-        ep=ep,
-        etp=etp,
-    )
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def nccl_lines(cluster: Cluster) -> list[str]:
     on_node = cluster.ranks_per_node
     test = f"alltoall_perf -b {sizes[0]} -e {sizes[-1]} -f {SIZE_FACTOR}"
     if cluster.num_nodes == 1:
-        command = f"NCCL_MAX_CTAS={cluster.node_ctas} {test} -g {on_node}"
+        command = f"{test} -g {on_node}"
     else:
         where = f"--nodes {cluster.num_nodes} --ntasks-per-node {on_node}"
         command = f"srun {where} --gpus-per-node {on_node} {test} -g 1"

@@ -1,12 +1,9 @@
-"""One calibration on one rank: groups, estimates, rounds, and the cluster they give.
-
-Rails and nodes get the SMs that they have in a training by default, others NCCL's default.
-"""
+"""One calibration on one rank: groups, estimates, rounds, and the cluster they give."""
 
 import platform
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Task
-from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.chains.program import Resource
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
@@ -29,14 +25,13 @@ from monta_megatron.exchange.collectives import (
     new_local_group,
 )
 from monta_megatron.exchange.kernel_choice import are_all_fused
-from monta_megatron.integration.ranks import agree
-from monta_megatron.integration.self_calibration import (
+from monta_megatron.integration.calibration import (
     PERMUTATION,
     counts_to_host_us,
     find_ranks_per_core,
     hardware_name,
 )
-from monta_megatron.planner.calibration.fitting import Machine, expert_points, make_cluster
+from monta_megatron.planner.calibration.fitting import Machine, make_cluster
 from monta_megatron.planner.calibration.points import (
     NUM_SIZES,
     Shape,
@@ -44,24 +39,18 @@ from monta_megatron.planner.calibration.points import (
     choose_pairs,
     series_of_cluster,
 )
-from monta_megatron.tools.bench.layer import build_experts, initialize_groups
-from monta_megatron.tools.bench.settings import LayerShape
-from monta_megatron.tools.calibrate.experts import expert_operations, sizes_of
 from monta_megatron.tools.calibrate.interfaces import SYS, find_interfaces, nics_of_nodes
 from monta_megatron.tools.calibrate.record import Record, partial_of
 from monta_megatron.tools.calibrate.report import Calibration
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 
-def make_groups(
-    shape: Shape, nodes: tuple[int, ...], ctas: Ctas
-) -> dict[tuple[Resource, int], PeerGroup]:
+def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[Resource, int], PeerGroup]:
     """(resource, ranks) -> the group of this rank, made by all ranks in the same order.
 
     Args:
         shape: nodes and ranks.
         nodes: node of every rank, in order.
-        ctas: the budgets of rails and nodes.
     """
     rank, on_node = dist.get_rank(), shape.ranks_per_node
     node, position = divmod(rank, on_node)
@@ -73,16 +62,10 @@ def make_groups(
             "inter": [r for r in range(len(nodes)) if r % on_node % stride == position % stride],
             "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
         }
-        budgets = {
-            "inter": ctas.rail if part == 1 else None,
-            "intra": ctas.node if part == on_node else None,
-        }
         for resource, ranks in members.items():
             groups[resource, len(ranks)] = PeerGroup(
                 name=f"{resource} {len(ranks)}",
-                process_group=new_local_group(
-                    ranks, f"monta {resource} {part}", dist.group.WORLD, budgets[resource]
-                ),
+                process_group=new_local_group(ranks, f"monta {resource} {part}", dist.group.WORLD),
                 size=len(ranks),
                 rank=ranks.index(rank),
                 nodes=tuple(nodes[other] for other in ranks),
@@ -101,8 +84,6 @@ class Settings:
         ranks_per_node: ranks joined by the node link, or None where the launcher knows.
         nics_per_node: network interfaces of a node; None takes the emulated cluster's number, or
             the fastest that every node shows.
-        layer: whose experts are timed too; None for none.
-        ctas: the budgets of rails and nodes.
     """
 
     out: Path
@@ -110,8 +91,6 @@ class Settings:
     name: str | None
     ranks_per_node: int | None
     nics_per_node: int | None
-    layer: LayerShape | None = None
-    ctas: Ctas = DEFAULT_CTAS
 
 
 def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibration:
@@ -125,33 +104,24 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     # Step 1: the machine.
     world = dist.group.WORLD
     assert world is not None, "it has been joined"
-    agree({f"{name} CTAs": number for name, number in settings.ctas._asdict().items()}, world)
     nodes = find_nodes(world, settings.ranks_per_node)
     shape = shape_of(nodes)
     nics_per_node = settings.nics_per_node or _find_nics_per_node(nodes, world)
     machine = _machine(settings, shape, nics_per_node, device, world)
     fused = machine.fused_kernels
     points = all_points(series_of_cluster(shape), NUM_SIZES[device.type], fused)
-    layer, operations, experts = settings.layer, dict(PERMUTATION), None
-    if layer is not None:
-        initialize_groups(layer)
-        experts = sizes_of(layer)
-        points += expert_points(experts, device.type)
-        operations |= expert_operations(build_experts(layer), layer)
     ranks_per_core = find_ranks_per_core(world)
 
     # Step 2: what an earlier calibration has left.
     identity = _identity(machine, ranks_per_core)
-    if experts is not None:
-        identity["experts"] = asdict(experts)
     record = on_first_rank(lambda: Record.open(partial_of(settings.out), identity))
 
     # Step 3: first runs, whose times also decide which points are paired.
     progress.phase(f"first runs of {counted(len(points), 'point')}", len(points))
     # Where operations are mixed, others run between two runs of one and leave its buffers cold.
     cold_bytes = COLD_BYTES[device.type] if ranks_per_core == 1 else 0
-    groups = make_groups(shape, nodes, settings.ctas)
-    start_of = starts_of(groups, nodes, device, cold_bytes, operations, fused)
+    groups = make_groups(shape, nodes)
+    start_of = starts_of(groups, nodes, device, cold_bytes, PERMUTATION, fused)
     timer = Timer(world, device, start_of, ranks_per_core, begin_s)
 
     def keep_first(point: Point, us: float | None) -> None:
@@ -187,7 +157,7 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     # Step 5: the cluster.
     counts = Counter(sample.task for sample in record.samples)
     return Calibration(
-        cluster=make_cluster(machine, points, pairs, record.samples, experts=experts),
+        cluster=make_cluster(machine, points, pairs, record.samples),
         rounds=min(counts.values()),
         kept_samples=taken.total(),
         out=settings.out,
@@ -245,7 +215,6 @@ def _machine(
         counts_to_host_us=counts_to_host_us(device),
         source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
         fused_kernels=are_all_fused("auto", device.type, world),
-        ctas=settings.ctas,
     )
 
 
@@ -261,6 +230,5 @@ def _identity(machine: Machine, ranks_per_core: float) -> dict[str, Any]:
         "ranks_per_core": ranks_per_core,
         "torch": torch.__version__,
         "fused_kernels": machine.fused_kernels,
-        "ctas": None if on_cpu else list(machine.ctas),
         "machine": platform.node() if on_cpu else torch.cuda.get_device_name(),
     }

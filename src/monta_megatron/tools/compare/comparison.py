@@ -257,7 +257,6 @@ def prepare_trainings(
     start: Start | None,
     directory: Path | None,
     force: bool,
-    ignore_memory: bool,
 ) -> Trainings:
     """Read the run file once per dispatcher and check it; nothing is written or started.
 
@@ -269,7 +268,6 @@ def prepare_trainings(
         start: how; None for torchrun on one node and srun on several.
         directory: of the comparison; None for runs/NAME-compare.
         force: go on where Megatron's validation refuses the arguments taken together.
-        ignore_memory: whether a run may hold more than a rank has.
 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
@@ -286,9 +284,7 @@ def prepare_trainings(
         chosen = arguments_for(config, path, given, dispatcher, iterations)
         directory_of_run = folder / f"{dispatcher}-{pair + 1}"
         words_of_run = _words(chosen)
-        return prepare(
-            file, words_of_run, directory_of_run, dry_run=False, ignore_memory=ignore_memory
-        )
+        return prepare(file, words_of_run, directory_of_run, dry_run=False)
 
     # Step 2: a run of each dispatcher, checked by Megatron.
     runs: dict[str, Run] = {}

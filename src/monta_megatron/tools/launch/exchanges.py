@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any, cast, get_args
 
-from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas
 from monta_megatron.common.flags import whole
 from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.cluster import Cluster, KernelChoice
@@ -77,13 +76,6 @@ def moe_layers(arguments: Arguments) -> list[bool] | None:
         refuses a wrong one.
     """
     return _layers(arguments, "moe-layer-freq", lambda layer, every: layer % every == 0)
-
-
-def linear_layers(arguments: Arguments) -> list[bool] | None:
-    """Layers with linear attention; likewise. One layer of so many has full attention."""
-    if "linear-attention-freq" not in arguments:
-        return []
-    return _layers(arguments, "linear-attention-freq", lambda layer, every: (layer + 1) % every > 0)
 
 
 def _layers(
@@ -280,18 +272,6 @@ def kernels_of_run(arguments: Arguments) -> KernelChoice:
     if choice not in get_args(KernelChoice):
         raise ValueError(f"{given.source}: got {choice}, must be auto, torch or fused")
     return cast("KernelChoice", choice)
-
-
-def ctas_of_run(arguments: Arguments) -> Ctas:
-    """The budgets of a run's own communicators."""
-    both = {
-        name: size_of(arguments, "moe-monta-max-ctas", default)
-        for name, default in DEFAULT_CTAS._asdict().items()
-    }
-    rail, node = (
-        size_of(arguments, f"moe-monta-{name}-ctas", budget) for name, budget in both.items()
-    )
-    return Ctas(rail=rail, node=node)
 
 
 def size_of(arguments: Arguments, name: str, default: int) -> int:

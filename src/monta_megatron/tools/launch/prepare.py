@@ -48,7 +48,7 @@ class Run:
         script_arguments: the script's own arguments, which follow them.
         directory: the run's own directory.
         plan: what the planner expects, or None.
-        memory: what the run holds on a rank, or None without a plan.
+        memory: of a rank, by the formula that ranks layouts; None without a plan.
         benefit: gain of an iteration over stock, or None where that is not known.
         megatron: version of the Megatron-Core that has checked the arguments; None if unchecked.
         notes: for the user, one line each.
@@ -83,7 +83,7 @@ class Run:
         if plan is not None:
             yield (
                 f"plan: {plan.chain} in {counted(plan.num_chunks, 'chunk')}, "
-                f"{plan.predicted_us or 0:,.0f} us per layer and micro-batch, predicted"
+                f"{plan.predicted_us:,.0f} us per layer and micro-batch, predicted"
             )
             if self.benefit is not None:
                 yield f"benefit: {self.benefit.text}"
@@ -126,7 +126,6 @@ def prepare(
     words: Sequence[str],
     directory: Path | None,
     dry_run: bool,
-    ignore_memory: bool = False,
 ) -> Run:
     """Read, merge and plan.
 
@@ -135,14 +134,13 @@ def prepare(
         words: arguments of Megatron from the command line.
         directory: directory of the run, or None for runs/NAME.
         dry_run: whether the script may be missing.
-        ignore_memory: whether the run may hold more than a rank has.
 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
     file = str(presets.find("runs", file))
     directory, merged = read_run(file, words, directory)
-    planned = plan_run(merged.config, merged.arguments, file, ignore_memory)
+    planned = plan_run(merged.config, merged.arguments, file)
     check_batch(merged.arguments, merged.config.layout.parallel.dp)
     script, script_notes = _script(merged.config.script, file, dry_run)
     return Run(

@@ -3,7 +3,7 @@
 config.yaml     everything resolved; a run file itself
 model.yaml      the model that was planned for; model.json if that is a config.json
 cluster.yaml    the costs by which the planner chooses, in the run too
-plan.yaml       what the planner expects of the exchange, or the plan that the run was given
+plan.json       what the planner expects of the exchange
 versions.json   versions, commits, when and how the run was made
 run.sh          starts it, under bash, srun or sbatch
 start.sh        one process per rank, for run.sh
@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from monta_megatron.common import presets
+from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.presets import commit, versions
 from monta_megatron.common.ranks import why_ended
 from monta_megatron.common.text import command_line, quoted
@@ -47,7 +47,6 @@ def run_script(run: Run) -> str:
         "RUN_DIRECTORY": str(run.directory),
         # start.sh runs the ranks with this interpreter, whose Megatron has checked the arguments.
         "PYTHON": sys.executable,
-        "MOE_MONTA_WATCH_OUT": str(run.directory / "logs"),
         **{name: str(value) for name, value in run.config.environment.items()},
     }
     start = f"--ranks-per-node {layout.ranks_per_node} --nodes {layout.nodes}"
@@ -139,7 +138,7 @@ START = Path(__file__).with_name("start.sh")
 
 
 # Megatron's arguments that name a file of ours -> its copy in the run's directory.
-COPIED_ARGUMENTS = {"moe-monta-cluster": "cluster.yaml", "moe-monta-plan": "plan.yaml"}
+COPIED_ARGUMENTS = {"moe-monta-cluster": "cluster.yaml"}
 
 
 def self_contained(run: Run) -> Run:
@@ -152,7 +151,6 @@ def self_contained(run: Run) -> Run:
     files = {
         names["model"]: config.model,
         "cluster.yaml": megatron.get("moe-monta-cluster") or config.cluster,
-        "plan.yaml": megatron.get("moe-monta-plan"),
     }
     if files["cluster.yaml"]:
         files["cluster.yaml"] = presets.find("clusters", str(files["cluster.yaml"]))
@@ -167,8 +165,6 @@ def self_contained(run: Run) -> Run:
     beside: dict[str, Any] = {key: name for key, name in names.items() if name in copies}
     if megatron.get("moe-monta-cluster"):
         del megatron["moe-monta-cluster"]
-    if megatron.get("moe-monta-plan"):
-        megatron["moe-monta-plan"] = str(run.directory / "plan.yaml")
     return replace(
         run, config=replace(config, **beside, megatron=megatron), arguments=arguments, copies=copies
     )
@@ -196,7 +192,8 @@ def _fill(folder: Path, run: Run) -> None:
     (folder / "logs").mkdir()
     (folder / "config.yaml").write_text(to_run_file(run.config), encoding="utf-8")
     if run.plan is not None:
-        run.plan.save(folder / "plan.yaml")
+        text = json.dumps(strict_yaml.plain(run.plan), indent=2)
+        (folder / "plan.json").write_text(text + "\n", encoding="utf-8")
     for name, file in run.copies.items():
         try:
             shutil.copyfile(file, folder / name)
@@ -240,7 +237,6 @@ class LaunchRequest:
         start: how; None for the usual way.
         dry_run: write and start nothing.
         force: go on where Megatron's own validation refuses the arguments.
-        ignore_memory: go on where a rank has too little memory.
     """
 
     file: str
@@ -249,7 +245,6 @@ class LaunchRequest:
     start: Start | None
     dry_run: bool
     force: bool
-    ignore_memory: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,9 +293,7 @@ def launch(request: LaunchRequest, tell: Callable[[str], None], output: BinaryIO
         ValueError: one line; nothing was started.
     """
     # Step 1: check and plan.
-    run = prepare(
-        request.file, request.megatron, request.directory, request.dry_run, request.ignore_memory
-    )
+    run = prepare(request.file, request.megatron, request.directory, request.dry_run)
     start = choose_start(request.start, run, request.dry_run)
     run = self_contained(checked(run, request.force))
     if start == "sbatch" and run.lacks_to_resume:

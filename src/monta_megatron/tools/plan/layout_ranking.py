@@ -1,7 +1,7 @@
 """Every layout that fits the model and the cluster, ranked by the cost of its exchange."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from monta_megatron.chains.program import Phase
@@ -11,12 +11,11 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import (
+    HEADROOM,
     TrainingMemory,
-    plan_within_memory,
     training_memory,
 )
-from monta_megatron.planner.plan import Plan
-from monta_megatron.planner.select import MARGIN
+from monta_megatron.planner.plan import Plan, slowest_plan
 from monta_megatron.planner.workload import Workload
 
 
@@ -62,9 +61,6 @@ def rank_layouts(
     pp: int = 1,
     phase: Phase = "forward_backward",
     workloads: Callable[[ParallelLayout], Sequence[Workload]],
-    memory_limit_bytes: float | None = None,
-    margin: float = MARGIN,
-    ignore_memory: bool = False,
     progress: Progress | None = None,
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
@@ -78,8 +74,6 @@ def rank_layouts(
         world_size, cp, pp: the same for all layouts.
         phase: the phase to choose for.
         workloads: layout -> its exchanges; see `planner.layout.workloads_of`.
-        memory_limit_bytes, margin: for the plan of each layout; see `select.select_chain`.
-        ignore_memory: keep the layouts that do not fit.
         progress: gets a step for every layout.
 
     Raises:
@@ -93,26 +87,21 @@ def rank_layouts(
     for layout in layouts:
         progress.step()
         of_layout = workloads(layout)
-        memory = training_memory(model, cluster, layout, of_layout, ignore_memory=ignore_memory)
+        tokens = of_layout[0].tokens_per_rank
+        memory = training_memory(model, cluster, layout, tokens, 0.0)
+        if memory.fits:
+            plan, _ = slowest_plan(of_layout, cluster, phase=phase)
+            memory = replace(memory, exchange_bytes=plan.chosen.peak_bytes or 0.0)
         least = min(least or memory.needed_bytes, memory.needed_bytes)
-        if memory.left_bytes is not None and memory.left_bytes < 0:
-            continue
-        try:
-            plan, _, memory = plan_within_memory(
-                of_layout,
-                cluster,
-                memory,
-                where="layout",
-                phase=phase,
-                memory_limit_bytes=memory_limit_bytes,
-                margin=margin,
-            )
-        except ValueError:
-            # No chain fits into the memory that is left.
-            continue
-        ranked.append(_ranked(layout, plan, memory))
+        if memory.fits:
+            ranked.append(_ranked(layout, plan, memory))
     if not ranked:
-        needs = "" if least is None else f"; the least that one needs is {least / GB_BYTES:.0f} GB"
+        needs = ""
+        if least is not None:
+            needs = (
+                f"; the least that one needs is {least / GB_BYTES:.0f} GB, with {HEADROOM:.0%} "
+                "of headroom"
+            )
         raise ValueError(
             f"world_size: got {world_size}, no (tp, ep, etp) fits {model.name} on {cluster.name} "
             f"with cp {cp} and pp {pp}{needs}; more ranks or pipeline stages may help"
@@ -138,7 +127,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _ranked(layout: ParallelLayout, plan: Plan, memory: TrainingMemory) -> RankedLayout:
-    predicted_us = plan.predicted_us or 0.0
+    predicted_us = plan.predicted_us
     tokens = plan.key.tokens_per_rank
     return RankedLayout(
         tp=layout.tp,

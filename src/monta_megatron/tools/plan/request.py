@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Ctas, Layout
+from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Phase
-from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.rules import NonNegativeInt, PositiveFloat, PositiveInt
 from monta_megatron.common.tables import Progress
@@ -26,17 +25,12 @@ from monta_megatron.planner.layout import (
     exchanges,
     iteration_of,
     uniform_routing,
-    with_experts,
     workloads_of,
 )
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model, with_batch
-from monta_megatron.planner.models.training_memory import (
-    TrainingMemory,
-    plan_within_memory,
-    training_memory,
-)
-from monta_megatron.planner.plan import Candidate, Plan, with_ranges
+from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
+from monta_megatron.planner.plan import Candidate, Plan, slowest_plan, with_ranges
 from monta_megatron.planner.routing.drawn import expected_routing, imbalance_routing, skewed_routing
 from monta_megatron.planner.routing.expected import Routing
 from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS, routing_or_folder
@@ -81,10 +75,7 @@ class PlanSettings:
         routing: one of `planner.routing.names.ROUTINGS`, or a folder of Megatron's router traces.
         phase: what has to be fast.
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
-        ignore_memory: plan what does not fit into the memory of a rank, too.
-        overlap_experts: plan a layer whose experts may run in the pipeline.
         kernels: what copies and sums rows; "auto" is "fused" where the ranks are GPUs.
-        rail_ctas, node_ctas: budgets of these communicators; None for those of the cluster file.
         wire_dtype: "fp8" where tokens travel to their experts in eight bits, else None.
     """
 
@@ -94,11 +85,7 @@ class PlanSettings:
     routing: str = "uniform"
     phase: Phase = "forward_backward"
     inter_rate_ratio: PositiveFloat | None = None
-    ignore_memory: bool = False
-    overlap_experts: bool = False
     kernels: KernelChoice = "auto"
-    rail_ctas: PositiveInt | None = None
-    node_ctas: PositiveInt | None = None
     wire_dtype: Literal["fp8"] | None = None
 
 
@@ -154,16 +141,6 @@ def request_of(model: Any, cluster: Any, layout: Any, settings: Mapping[str, Any
 SIZES = tuple(entry.name for entry in fields(ParallelLayout))
 
 
-def check_has_layout(has_layout: bool, flag: str, reason: str) -> None:
-    """Refuse a flag that needs a layout where none is given.
-
-    Raises:
-        ValueError: none is.
-    """
-    if not has_layout:
-        raise ValueError(f"{flag}, must be with a layout (--ep N): {reason}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
     """The files and sizes of a request, read.
@@ -184,27 +161,19 @@ class PlanInputs:
 def read_inputs(
     request: PlanRequest,
     progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(Progress()),
-    **settings: Any,
 ) -> PlanInputs:
     """Read the inputs of a request, and rank the layouts where it names none.
 
     Args:
         request: to plan.
         progress: opened around the ranking, which takes seconds.
-        settings: arguments of `planner.select.select_chain`, for the ranking.
 
     Raises:
         ValueError: a file or a size is wrong, or the layout does not fit.
     """
     model = request.model if isinstance(request.model, Model) else load_model(request.model)
     model = with_batch(model, request.seq_length, request.micro_batch_size)
-    cluster = priced_cluster(
-        request.cluster,
-        request.inter_rate_ratio,
-        request.kernels,
-        request.rail_ctas,
-        request.node_ctas,
-    )
+    cluster = priced_cluster(request.cluster, request.inter_rate_ratio, request.kernels)
     ranking, sizes = None, {}
     if (request.layout, request.tp, request.ep, request.etp) == (None, None, None, None):
         world_size = cluster.num_ranks if request.world_size is None else request.world_size
@@ -223,9 +192,7 @@ def read_inputs(
                 pp=request.pp or 1,
                 phase=request.phase,
                 workloads=lambda layout: _workloads(request, model, cluster, layout),
-                ignore_memory=request.ignore_memory,
                 progress=shown,
-                **settings,
             )
         sizes = {name: getattr(ranking[0], name) for name in ("tp", "ep", "etp")}
     layout = _layout(request, cluster, sizes)
@@ -239,8 +206,6 @@ def priced_cluster(
     given: str | Path | Cluster,
     rate_ratio: float | None,
     kernels: KernelChoice = "auto",
-    rail_ctas: int | None = None,
-    node_ctas: int | None = None,
 ) -> Cluster:
     """A cluster, that of a file or a preset, its network `rate_ratio` times as fast.
 
@@ -248,43 +213,33 @@ def priced_cluster(
         given: see `PlanRequest`.
         rate_ratio: None for its own rate.
         kernels: that run on it.
-        rail_ctas, node_ctas: budgets of these communicators; None for its own.
 
     Raises:
         ValueError: the file is wrong, or the kernels cannot run there.
     """
     cluster = given if isinstance(given, Cluster) else load_cluster(given)
     cluster = cluster.with_kernel_choice(kernels)
-    ctas = cluster.ctas
-    cluster = cluster.with_ctas(Ctas(rail=rail_ctas or ctas.rail, node=node_ctas or ctas.node))
     return cluster if rate_ratio is None else with_inter_rate(cluster, rate_ratio)
 
 
 def plan_request(
-    request: PlanRequest, inputs: PlanInputs, where: str | None = None, **settings: Any
+    request: PlanRequest, inputs: PlanInputs, **settings: Any
 ) -> tuple[Plan, Workload, TrainingMemory]:
     """The plan of a layout, its workload, and a training's memory on a rank.
 
     Args:
-        request: tokens, routing, phase and memory.
+        request: tokens, routing and phase.
         inputs: model, cluster and layout.
-        where: origin of the layout, for messages; None for the request or its file.
         settings: arguments of `planner.select.select_chain`.
 
     Raises:
-        ValueError: no chain can run, or the training does not fit into the memory of a rank.
+        ValueError: no chain can run.
     """
     model, cluster, layout = inputs.model, inputs.cluster, inputs.layout
     workloads = _workloads(request, model, cluster, layout)
-    memory = training_memory(model, cluster, layout, workloads, ignore_memory=request.ignore_memory)
-    plan, workload, memory = plan_within_memory(
-        workloads,
-        cluster,
-        memory,
-        where=where or _place_of(request),
-        phase=request.phase,
-        **settings,
-    )
+    plan, workload = slowest_plan(workloads, cluster, phase=request.phase, **settings)
+    exchange_bytes = plan.chosen.peak_bytes or 0.0
+    memory = training_memory(model, cluster, layout, workload.tokens_per_rank, exchange_bytes)
     plan = with_ranges(plan, workload, cluster)
     notes = (*plan.notes, *cluster.notes_on(layout.world_size), *model.notes)
     return replace(plan, notes=notes), workload, memory
@@ -296,7 +251,6 @@ def candidate_of(
     plan: Plan,
     chain: str,
     num_chunks: int | None,
-    **settings: Any,
 ) -> Candidate:
     """A candidate of a plan, in so many chunks or in the number that is best for the chain.
 
@@ -307,7 +261,6 @@ def candidate_of(
         plan: what came of it.
         chain: key of `chains.CHAINS`.
         num_chunks: None for the best.
-        settings: arguments of `planner.select.select_chain`, without limits.
 
     Raises:
         ValueError: the chain does not run in so many chunks.
@@ -322,9 +275,7 @@ def candidate_of(
         of_chain = [entry for entry in of_chain if entry.num_chunks == num_chunks]
     if not of_chain:
         considered = {entry.num_chunks for entry in plan.candidates if entry.num_chunks}
-        anyway = replace(request, ignore_memory=True)
-        settings |= {"chains": (chain,), "num_chunks": (num_chunks,)}
-        alone = plan_request(anyway, inputs, **settings)[0]
+        alone = plan_request(request, inputs, chains=(chain,), num_chunks=(num_chunks,))[0]
         reason = f"the planner considers {', '.join(map(str, sorted(considered)))} chunks"
         of_chain = [replace(alone.candidates[0], rejected=reason)]
     # The choice, else the fastest of those that are not the same as another chain.
@@ -339,10 +290,7 @@ def _workloads(
     routings = [_routing(request.routing, model, place, tokens) for place in places]
     workloads = workloads_of(model, layout, cluster.ranks_per_node, tokens, routings)
     if request.wire_dtype is not None:
-        passes = quantized_passes(True)
-        workloads = [replace(workload, quantized_passes=passes) for workload in workloads]
-    if request.overlap_experts:
-        return [with_experts(workload, model, cluster) for workload in workloads]
+        return [replace(workload, quantized=True) for workload in workloads]
     return workloads
 
 

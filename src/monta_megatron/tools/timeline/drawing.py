@@ -30,10 +30,6 @@ from monta_megatron.tools.timeline.picture import Comparison
 from monta_megatron.tools.timeline.predicted import predict
 from monta_megatron.tools.timeline.recording import (
     Recording,
-    about_training,
-    load_training,
-    median_timeline,
-    whole_timeline,
 )
 from monta_megatron.tools.timeline.spans import (
     RESOURCES_AND_HOST,
@@ -111,7 +107,6 @@ class Drawing:
         title: title of the picture.
         timelines: the timelines, drawn one above the other, or pass by pass.
         comparison: of two of them, stock alltoall and a chain; None where a chain is drawn alone.
-        traced: the timelines in the trace, where they are not those that are drawn.
         recorded: files of recordings: what each is -> its path.
         notes: what the text says besides.
         about: metadata for the trace and for --json.
@@ -122,7 +117,6 @@ class Drawing:
     title: str
     timelines: list[Timeline]
     comparison: Comparison | None = None
-    traced: list[Timeline] | None = None
     recorded: Mapping[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any]
@@ -164,25 +158,6 @@ class DrawingReport:
         return "\n".join([*lines, "", *files])
 
 
-def of_path(path: Path, cluster: Cluster | None = None, stock: Path | None = None) -> Drawing:
-    """Drawing of a recording: the file of --record, or the folder of a training.
-
-    Args:
-        path: the file or the folder.
-        cluster: with a file, by whose costs to predict beside it.
-        stock: the same as `path`, of the chain `alltoall`.
-
-    Raises:
-        ValueError: a file is missing or wrong, or the arguments do not belong together.
-    """
-    if cluster is not None and (stock is not None or path.is_dir()):
-        beside = "--stock" if stock is not None else f"{path}, a folder"
-        raise ValueError(f"--cluster: got {cluster.name}, must be left out beside {beside}")
-    if path.is_dir():
-        return of_training(path, stock)
-    return of_recording(path, cluster, stock)
-
-
 def of_recordings(
     recordings: Sequence[Recording], folder: Path, cluster: Cluster | None
 ) -> Drawing:
@@ -204,8 +179,10 @@ def of_recording(path: Path, cluster: Cluster | None = None, stock: Path | None 
         stock: the file of the same exchange recorded with the chain `alltoall`, or None.
 
     Raises:
-        ValueError: a file is missing or wrong.
+        ValueError: a file is missing or wrong, or both `cluster` and `stock` are given.
     """
+    if cluster is not None and stock is not None:
+        raise ValueError(f"--cluster: got {cluster.name}, must be left out beside --stock")
     recording = Recording.load(path)
     ours = recording.timeline
     compared, timelines, recorded = None, [ours], {"recording": path}
@@ -234,42 +211,6 @@ def of_recording(path: Path, cluster: Cluster | None = None, stock: Path | None 
     )
 
 
-def of_training(folder: Path, stock_folder: Path | None) -> Drawing:
-    """An iteration of a training, below one of stock alltoall's where there is one.
-
-    Args:
-        folder: what the ranks of a training have recorded.
-        stock_folder: the same for a training with the chain `alltoall`, or None.
-
-    Raises:
-        ValueError: a file is missing, wrong, or of another run.
-    """
-    ranks = load_training(folder)
-    ours, whole = median_timeline(ranks), whole_timeline(ranks)
-    lines = about_training(ranks)
-    compared, timelines, traced = None, [ours], [whole]
-    if stock_folder is not None:
-        stock_ranks = load_training(stock_folder)
-        _check_stock(stock_folder, stock_ranks[0].chain)
-        stock = median_timeline(stock_ranks)
-        compared = Comparison(stock=stock, ours=ours, about=lines)
-        timelines.insert(0, stock)
-        traced.insert(0, whole_timeline(stock_ranks))
-    return Drawing(
-        name=f"{ranks[0].chain}_x{ranks[0].num_chunks}",
-        folder=folder,
-        title=f"{ours.name}, {', '.join(lines)}",
-        timelines=timelines,
-        comparison=compared,
-        traced=traced,
-        about={
-            "clock": ranks[0].clock,
-            "clock_error_us": ranks[0].clock_error_us,
-            "versions": ranks[0].versions,
-        },
-    )
-
-
 def _check_stock(path: Path, chain: str) -> None:
     rule = f"be {ALLTOALL.name}, which does what stock does"
     require(chain == ALLTOALL.name, f"--stock: {path}: chain", chain, rule)
@@ -284,13 +225,13 @@ def of_prediction(
     """Drawing of a layout's prediction, below that of stock alltoall there.
 
     Args:
-        request: tokens, routing, phase and memory.
+        request: tokens, routing and phase.
         inputs: model, cluster and layout.
         given: a chain and its number of chunks; None for the planner's choice.
         is_alone: leave stock alltoall out.
 
     Raises:
-        ValueError: no chain can run, or the training does not fit into the memory of a rank.
+        ValueError: no chain can run.
     """
     cluster, layout = inputs.cluster, inputs.layout
     settings: dict[str, Any] = {}
@@ -301,8 +242,7 @@ def of_prediction(
     chain = CHAINS[plan.chain]
     if given is None:
         num_counts = num_exchanged_counts(workload, CHAINS, NUM_CHUNKS)
-    pipelined = plan.experts_pipelined
-    ours = predict(workload, cluster, chain, plan.num_chunks, request.phase, pipelined, num_counts)
+    ours = predict(workload, cluster, chain, plan.num_chunks, request.phase, num_counts)
     where = f"{inputs.model.name} on {cluster.name}"
     sizes = (
         f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}, PP {layout.pp} on "
@@ -310,7 +250,7 @@ def of_prediction(
     )
     comparison = None
     if chain is not ALLTOALL and not is_alone:
-        stock = predict(workload, cluster, ALLTOALL, 1, request.phase, False, num_counts)
+        stock = predict(workload, cluster, ALLTOALL, 1, request.phase, num_counts)
         about = (f"predicted: {where}", f"{sizes}; {PHASES[request.phase]}")
         comparison = Comparison(stock=stock, ours=ours, about=about)
     return Drawing(
@@ -319,7 +259,7 @@ def of_prediction(
         title=f"{ours.name}, predicted: {where}, {sizes}",
         timelines=[ours] if comparison is None else [comparison.stock, ours],
         comparison=comparison,
-        notes=[f"needs {memory.describe()}", *(f"note: {note}" for note in inputs.model.notes)],
+        notes=[f"needs {memory.text}", *(f"note: {note}" for note in inputs.model.notes)],
         about={
             "cluster": cluster.name,
             "model": inputs.model.name,
@@ -361,8 +301,7 @@ def write(drawing: Drawing, folder: Path, max_ranks: int) -> DrawingReport:
         max_ranks: ranks in a picture of one chain; the trace has all.
     """
     trace, png = folder / f"{drawing.name}.trace.json", folder / f"{drawing.name}.png"
-    traced = drawing.traced or drawing.timelines
-    write_whole(trace, json.dumps(chrome_trace(traced, drawing.about)) + "\n")
+    write_whole(trace, json.dumps(chrome_trace(drawing.timelines, drawing.about)) + "\n")
     files = {"trace": str(trace)}
     files |= {what: str(path) for what, path in drawing.recorded.items()}
     if pictures.can_draw():

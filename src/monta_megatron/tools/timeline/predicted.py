@@ -8,7 +8,6 @@ from monta_megatron.chains.program import Operation, Phase
 from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layer_price import with_experts
 from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
@@ -24,21 +23,14 @@ def predict(
     chain: Chain,
     num_chunks: int,
     phase: Phase,
-    experts_pipelined: bool = False,
     num_counts: int | None = None,
 ) -> Timeline:
-    """Predict the timeline of a chain, and of the experts where they have a price.
+    """Predict the timeline of a chain.
 
     It prices the busiest rank of every stage, so one track stands for all ranks. `num_counts` are
     the integers to each rank in the exchange of counts, None for those that the chain needs.
     """
     price = price_chain(workload, cluster, chain, num_chunks, phase, num_counts)
-    if workload.experts is not None:
-        price = next(
-            each
-            for each in with_experts([price], workload, cluster, phase)
-            if each.experts_pipelined == experts_pipelined
-        )
     spans: list[Span] = []
     start_us = 0.0
     for priced in price.passes:
@@ -49,8 +41,6 @@ def predict(
         start_us += priced.total_us
     track = Track(name="busiest rank, predicted", spans=tuple(spans))
     name = pipeline_name(chain.name, num_chunks)
-    if experts_pipelined:
-        name = f"{chain.name} x{num_chunks} with experts"
     return Timeline(source="predicted", name=name, tracks=(track,))
 
 

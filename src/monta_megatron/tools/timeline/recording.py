@@ -1,11 +1,7 @@
-"""Recorded runs as files, and an iteration of a training from the files of its ranks.
-
-Of a training the exchange of the lowest rank is shown. A pass runs once for every micro-batch: the
-run of median time is drawn, since a picture of a disturbed run says nothing.
-"""
+"""Recorded runs as files."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -16,8 +12,7 @@ from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import PositiveInt, Text
-from monta_megatron.common.units import counted
-from monta_megatron.exchange.recording import RANK_FORMAT, RankRecording, Span, name_of
+from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.bench.traffic import workload_of
@@ -117,17 +112,14 @@ class Recording:
         Raises:
             ValueError: one line that names the file and what is wrong with it.
         """
-        advice = "must be a recording: monta timeline --record DIR makes one"
-        return strict_yaml.build(cls, read_document(Path(path), FORMAT, advice), str(path))
+        return strict_yaml.build(cls, _read_document(Path(path)), str(path))
 
 
-def read_document(path: Path, file_format: str, advice: str) -> dict[str, Any]:
-    """The JSON object in a file of a format.
+ADVICE = "must be a recording: monta timeline --record DIR makes one"
 
-    Args:
-        path: the file.
-        file_format: what its `format` has to be.
-        advice: what to do if it is none.
+
+def _read_document(path: Path) -> dict[str, Any]:
+    """The JSON object in a recording's file.
 
     Raises:
         ValueError: one line that names the file and what is wrong with it.
@@ -135,102 +127,10 @@ def read_document(path: Path, file_format: str, advice: str) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes())
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
+        raise ValueError(f"{path}: cannot be read: {error.strerror}; {ADVICE}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is no whole JSON file, {advice}") from error
-    if not isinstance(data, dict) or data.get("format") != file_format:
+        raise ValueError(f"{path}: is no whole JSON file, {ADVICE}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         got = data.get("format") if isinstance(data, dict) else None
-        raise ValueError(f"{path}: format: got {got!r}, must be {file_format!r}; {advice}")
+        raise ValueError(f"{path}: format: got {got!r}, must be {FORMAT!r}; {ADVICE}")
     return data
-
-
-ADVICE = "must be of a training with --moe-monta-record DIR"
-# Keys that all ranks of an exchange have in common.
-SHARED = ("iteration", "exchange", "nodes", "chain", "num_chunks")
-
-
-def load_training(folder: Path) -> list[RankRecording]:
-    """Load the recordings of one exchange's ranks, in the order of the exchange.
-
-    Raises:
-        ValueError: a file is missing, wrong, or of another run.
-    """
-    paths = sorted(folder.glob("rank_*.json"))
-    if not paths:
-        raise ValueError(f"{folder}: holds no rank_*.json, {ADVICE}")
-    first = _load(paths[0])
-    ranks = [_load(folder / name_of(rank)) for rank in first.exchange]
-    for rank, other in zip(first.exchange, ranks, strict=True):
-        for name in SHARED:
-            here, there = getattr(other, name), getattr(first, name)
-            if here != there:
-                raise ValueError(
-                    f"{folder / name_of(rank)}: {name}: got {here}, must be {there} as in "
-                    f"{paths[0].name}"
-                )
-    return ranks
-
-
-def about_training(ranks: Sequence[RankRecording]) -> tuple[str, str]:
-    """Machine and exchange of a recording: two lines."""
-    first = ranks[0]
-    devices = first.device if first.device == "CPU ranks" else f"x {first.device}"
-    rate = "" if first.inter_mbit is None else f" at {first.inter_mbit:g} Mbit/s"
-    return (
-        f"recorded in iteration {first.iteration} of a training: an exchange of {len(ranks)} "
-        f"{devices} on {counted(len(set(first.nodes)), 'node')}{rate}",
-        f"TP {first.tp}, EP {first.ep}, ETP {first.etp}, top-{first.topk} of {first.num_experts} "
-        f"experts, H {first.hidden_size}, {counted(first.tokens, 'token')} each, {first.dtype}",
-    )
-
-
-def median_timeline(ranks: Sequence[RankRecording]) -> Timeline:
-    """Every pass once: the run of it that took the median time, the same on all ranks."""
-    ends_us: dict[str, dict[int, tuple[float, float]]] = {}
-    for rank in ranks:
-        for run in rank.passes:
-            runs = ends_us.setdefault(run.spans[0].pass_name, {})
-            start_us, end_us = runs.get(run.turn, (run.spans[0].start_us, run.spans[0].end_us))
-            runs[run.turn] = (
-                min(start_us, *(span.start_us for span in run.spans)),
-                max(end_us, *(span.end_us for span in run.spans)),
-            )
-    turns = {}
-    for name, runs in ends_us.items():
-        by_time = sorted(runs, key=lambda turn: runs[turn][1] - runs[turn][0])
-        turns[name] = by_time[len(by_time) // 2]
-    return _timeline(ranks, turns)
-
-
-def whole_timeline(ranks: Sequence[RankRecording]) -> Timeline:
-    """All micro-batches."""
-    return _timeline(ranks, None)
-
-
-def _timeline(ranks: Sequence[RankRecording], turns: dict[str, int] | None) -> Timeline:
-    """The runs of passes with these turns, from the first span on; all of them for None."""
-    by_rank = [
-        [
-            span
-            for run in rank.passes
-            if turns is None or turns[run.spans[0].pass_name] == run.turn
-            for span in run.spans
-        ]
-        for rank in ranks
-    ]
-    start_us = min(span.start_us for spans in by_rank for span in spans)
-    return Timeline(
-        source="recorded",
-        name=pipeline_name(ranks[0].chain, ranks[0].num_chunks),
-        tracks=tuple(
-            Track(
-                name=f"rank {rank.rank} (node {node})",
-                spans=tuple(span.shifted(-start_us) for span in spans),
-            )
-            for rank, node, spans in zip(ranks, ranks[0].nodes, by_rank, strict=True)
-        ),
-    )
-
-
-def _load(path: Path) -> RankRecording:
-    return strict_yaml.build(RankRecording, read_document(path, RANK_FORMAT, ADVICE), str(path))
