@@ -25,13 +25,14 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 def test_options_commands_and_variables_are_named() -> None:
-    sources = [
-        path.read_text(encoding="utf-8")
+    patterns = {".py": r"""["'](MONTA_[A-Z_]+)["']""", ".sh": r"\bMONTA_[A-Z_]+\b"}
+    variables = {
+        name
         for folder in ("src", "scripts")
         for path in (REPOSITORY / folder).rglob("*.*")
-        if path.suffix in (".py", ".sh")
-    ]
-    variables = {name for text in sources for name in re.findall(r"\bMONTA_[A-Z_]+\b", text)}
+        if path.suffix in patterns
+        for name in re.findall(patterns[path.suffix], path.read_text(encoding="utf-8"))
+    }
     options = {f"--moe-monta-{field.name.replace('_', '-')}" for field in fields(Options)}
     commands = {f"monta {name}" for name in sub_parsers(build_parser())}
     assert (
