@@ -46,10 +46,6 @@ class CountedRouting:
         """Every rank has counts of its own."""
         return False
 
-    def kinds(self, layout: Layout) -> range:
-        """Likewise."""
-        return range(len(layout.nodes))
-
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
     ) -> ChainCounts:

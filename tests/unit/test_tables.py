@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from monta_megatron.common import tables
-from monta_megatron.common.tables import show_progress, table
+from monta_megatron.common.tables import Progress, table
 
 COLUMNS = ["chain", ">us", "why"]
 ROWS: list[Sequence[object]] = [
@@ -40,13 +40,13 @@ def test_a_table_has_columns() -> None:
 def test_progress_is_lines_of_the_first_rank(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for is_first_rank in (False, True):
-        with show_progress("bench", is_first_rank) as progress:
-            progress.phase("first", 2)
+    for command in (None, "bench"):
+        progress = Progress(command)
+        progress.phase("first", 2)
+        progress.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(tables, "SECONDS_BETWEEN_LINES", -1.0)
             progress.step()
-            monkeypatch.setattr(tables, "SECONDS_BETWEEN_LINES", -1.0)
-            progress.step()
-            monkeypatch.undo()
     assert capsys.readouterr().err == "monta bench: first\nmonta bench: first: 2 of 2\n"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.parser import add_json, only_the_report
-from monta_megatron.common.tables import show_progress, tell
+from monta_megatron.common.tables import Progress, tell
 from monta_megatron.tools.bench.flags import FLAGS, Flag
 
 if TYPE_CHECKING:
@@ -134,9 +134,9 @@ def measure(
         from monta_megatron.tools.bench.point import MismatchError, run_benchmarks
 
         try:
-            with show_progress("bench", this_rank.rank == 0) as progress:
-                for report in run_benchmarks(points, this_rank, cluster, progress, **options):
-                    keep(report)
+            progress = Progress("bench" if this_rank.rank == 0 else None)
+            for report in run_benchmarks(points, this_rank, cluster, progress, **options):
+                keep(report)
         except MismatchError as error:
             if this_rank.rank == 0:
                 print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)

@@ -1,9 +1,8 @@
-"""The flags of `plan`, `timeline` and `simulate`: model, cluster, layout, tokens, routing."""
+"""The flags of `plan` and `timeline`: model, cluster, layout, tokens, routing."""
 
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.common.flags import ROUTINGS, num_tokens, positive, whole
@@ -176,7 +175,8 @@ def inputs_of(parsed: argparse.Namespace, request: "PlanRequest") -> "PlanInputs
     Raises:
         ValueError: a file is wrong, or the layout does not fit the model.
     """
-    from monta_megatron.common.tables import show_progress
+    from monta_megatron.common.tables import Progress
     from monta_megatron.tools.plan.request import read_inputs
 
-    return read_inputs(request, partial(show_progress, parsed.command, sys.stderr.isatty()))
+    # A terminal shows progress, a log does not need it.
+    return read_inputs(request, Progress(parsed.command if sys.stderr.isatty() else None))

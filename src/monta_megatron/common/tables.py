@@ -6,8 +6,7 @@ A training imports this only for the table of its tuning.
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from monta_megatron.common.text import shown
@@ -78,7 +77,8 @@ class Progress:
     """Progress of a long piece of work, phase by phase.
 
     Args:
-        command: the sub-command of `monta` that prints lines; None where nothing is shown.
+        command: the sub-command of `monta` that prints lines; None where nothing is shown, as on
+            all ranks but the first.
     """
 
     def __init__(self, command: str | None = None) -> None:
@@ -99,14 +99,3 @@ class Progress:
         self._told_s = time.monotonic()
         if self._command is not None:
             tell(self._command, line)
-
-
-@contextmanager
-def show_progress(command: str, is_first_rank: bool) -> Iterator[Progress]:
-    """Progress as this rank shows it.
-
-    Args:
-        command: the sub-command of `monta`.
-        is_first_rank: whether this rank shows it; the others are silent.
-    """
-    yield Progress(command if is_first_rank else None)

@@ -1,17 +1,14 @@
 """Whatever is wrong with a file or a flag: one line with file, key, value and rule; status 2."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from clusters import CONFIGS, preset, workload_of
+from clusters import CONFIGS
 
 from monta_megatron.cli import main
-from monta_megatron.common import strict_yaml
-from monta_megatron.planner.plan import Plan, plan
 
 MODEL = yaml.safe_load((CONFIGS / "models" / "deepseek_v3.yaml").read_text())
 CLUSTER = yaml.safe_load((CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_text())
@@ -45,8 +42,7 @@ def edited(data: dict[str, Any], path: tuple[str | int, ...], value: object) -> 
 
 def run(tmp_path: Path, flags: tuple[str, ...] = (), **files: object) -> int:
     """`monta plan` on the good files, but for those that are given: data, text or bytes."""
-    # DeepSeek-V3 on 16 ranks: what is tried here is not whether it fits.
-    arguments = ["plan", "--ignore-memory"]
+    arguments = ["plan"]
     for name, data in {**DATA, **files}.items():
         path = tmp_path / f"{name}.yaml"
         if isinstance(data, bytes):
@@ -120,7 +116,7 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ("cluster", ("links", 0, "rate"), 100, ["links[0].rate: got 100", "such as 100 Gb/s"]),
     ("cluster", ("links", 0, "rate"), {"gbit": 1}, ["links[0].rate: got {'gbit': 1}", "a rate"]),
     ("cluster", ("links", 0, "rate"), None, ["links[0].rate: got None", "a rate with its unit"]),
-    ("cluster", ("links", 0, "gbps"), 100, ["gbps: is not a key any more", "rate: 100 Gb/s"]),
+    ("cluster", ("links", 0, "gbps"), 100, ["links[0].gbps: unknown key"]),
     (
         "cluster",
         ("links", 0, "rate"),
@@ -266,17 +262,13 @@ def test_a_bad_file(
         (("--ep", "0"), ["--ep", "got '0'", "an integer >= 1"]),
         (("--ep", "two"), ["--ep", "got 'two'", "an integer >= 1"]),
         (("--ep", "5"), ["world_size: got 16", "(5)"]),
-        (("--margin", "nan"), ["--margin", "got 'nan'", "from 0 to 1"]),
-        (("--margin", "3"), ["--margin", "got '3'", "from 0 to 1"]),
         (("--inter-rate-ratio", "-1"), ["--inter-rate-ratio", "got '-1'", "> 0"]),
-        (("--memory-limit-gb", "0.001"), ["memory_limit: got 0.001 GB", "must be at least"]),
         (("--routing", "zipf"), ["--routing: got 'zipf'", "uniform"]),
         (("--routing", "node-limited", "--ep", "8"), ["--routing: got node-limited", "on 1 node"]),
         (("--phase", "backward"), ["--phase", "invalid choice: 'backward'"]),
         (("--eep", "8"), ["unrecognized arguments: --eep"]),
         (("--model", "missing.yaml"), ["missing.yaml: cannot be read: No such file"]),
         (("--model", "."), [".: cannot be read"]),
-        (("--out", "/nowhere/plan.yaml"), ["/nowhere/plan.yaml: cannot be written"]),
     ],
 )
 def test_a_bad_flag(
@@ -291,33 +283,3 @@ def test_no_layout_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         path.write_text(yaml.safe_dump(DATA[name]))
     status = main(["plan", "--model", str(files["model"]), "--cluster", str(files["cluster"])])
     assert_one_line(capsys, status, ["no (tp, ep, etp) fits DeepSeek-V3 on", "GB"])
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda data: data.update(chain="fastest"), ["chain: got 'fastest'", "one of alltoall"]),
-        (lambda data: data.update(chain="alltoal"), ["chain: got", "(did you mean alltoall?)"]),
-        (lambda data: data.update(chain="alltoall", num_chunks=2), ["num_chunks: got 2", "serial"]),
-        (lambda data: data.update(num_chunks=0), ["num_chunks: got 0", ">= 1"]),
-        (lambda data: data.pop("key"), ["key: missing"]),
-        (lambda data: data["key"].update(nodes="all"), ["key.nodes: got 'all'"]),
-        (lambda data: data["candidates"].append(1), ["candidates[", "got 1", "a mapping"]),
-    ],
-)
-def test_a_bad_plan(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], words: list[str]
-) -> None:
-    data = strict_yaml.plain(plan(workload_of(16), preset("a800_2x8_ib200")))
-    change(data)
-    path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump(data))
-    with pytest.raises(ValueError) as error:
-        Plan.load(path)
-    assert "\n" not in str(error.value)
-    for word in [str(path), *words]:
-        assert word in str(error.value)
-
-
-def test_there_are_at_least_40() -> None:
-    assert len(VALUES) + len(FILES) >= 40

@@ -219,7 +219,7 @@ def build_dispatcher(
         cluster=cluster,
         tune_steps=settings.tune_steps if chain == AUTO and not options else 0,
         wire_dtype=settings.wire_dtype,
-        # The benchmark compares more, see `checks`.
+        # The benchmark compares more, see `measure`.
         check=0,
         **options,
     )

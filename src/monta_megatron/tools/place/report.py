@@ -1,7 +1,6 @@
 """Report of `monta place`: experts chosen together and their placement, as text and picture."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -259,9 +258,7 @@ class PlacementReport:
         return [*table(columns, rows, title).splitlines(), *notes, "", verdict]
 
 
-def place(
-    request: PlaceRequest, progress: Callable[[], AbstractContextManager[Progress]]
-) -> PlacementReport:
+def place(request: PlaceRequest, progress: Progress) -> PlacementReport:
     """Place the experts of every layer of a trace, and write the placement if it saves enough.
 
     Raises:
@@ -276,9 +273,8 @@ def place(
     places = places_of(model, cluster, request.ep or cluster.num_ranks, request.etp)
     check_can_plot(request.plot)
     layers = read_layers(request.trace, model, request.pp)
-    with progress() as shown:
-        shown.phase("layers placed", len(layers))
-        placed = place_model(layers, model, places, max_load, shown.step)
+    progress.phase("layers placed", len(layers))
+    placed = place_model(layers, model, places, max_load, progress.step)
     if request.plot is not None:
         draw_most_won(Path(request.plot), layers, placed, places)
     least = MIN_GAIN_PCT if request.min_gain_pct is None else request.min_gain_pct

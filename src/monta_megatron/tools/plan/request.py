@@ -1,8 +1,7 @@
 """Plan requests: a model on a cluster, in one layout or the best of all that fit; their gain."""
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -153,15 +152,12 @@ class PlanInputs:
     ranking: list[RankedLayout] | None
 
 
-def read_inputs(
-    request: PlanRequest,
-    progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(Progress()),
-) -> PlanInputs:
+def read_inputs(request: PlanRequest, progress: Progress | None = None) -> PlanInputs:
     """Read the inputs of a request, and rank the layouts where it names none.
 
     Args:
         request: to plan.
-        progress: opened around the ranking, which takes seconds.
+        progress: of the ranking, which takes seconds; None where it is not shown.
 
     Raises:
         ValueError: a file or a size is wrong, or the layout does not fit.
@@ -179,17 +175,16 @@ def read_inputs(
                 "--routing: got node-limited, must be beside a layout (--ep N): it depends on the "
                 "nodes of an exchange"
             )
-        with progress() as shown:
-            ranking = rank_layouts(
-                model,
-                cluster,
-                world_size=world_size,
-                cp=request.cp or 1,
-                pp=request.pp or 1,
-                phase=request.phase,
-                workloads=lambda layout: _workloads(request, model, cluster, layout),
-                progress=shown,
-            )
+        ranking = rank_layouts(
+            model,
+            cluster,
+            world_size=world_size,
+            cp=request.cp or 1,
+            pp=request.pp or 1,
+            phase=request.phase,
+            workloads=lambda layout: _workloads(request, model, cluster, layout),
+            progress=progress or Progress(),
+        )
         sizes = {name: getattr(ranking[0], name) for name in ("tp", "ep", "etp")}
     layout = _layout(request, cluster, sizes)
     incompatibility = layout.incompatibility(model)
