@@ -19,7 +19,6 @@ from preloaded import Preloaded
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import state_bytes
 from monta_megatron.tools.launch.prepare import Run, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -113,7 +112,7 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
     run = read(path)
     args = validated(megatron, run)
     assert run.config.model is not None
-    model = strict_yaml.load(Model, run.config.model)
+    model = load_model(run.config.model)
     num_layers, frequency = args["num_layers"], args["moe_layer_freq"]
     assert {
         "hidden_size": args["hidden_size"],
@@ -175,7 +174,7 @@ def test_megatron_takes_a_new_run(
 def test_it_fits_the_cluster(path: Path) -> None:
     run = read(path)
     assert run.plan is not None and run.config.model is not None and run.config.cluster is not None
-    model = strict_yaml.load(Model, run.config.model)
+    model = load_model(run.config.model)
     cluster = strict_yaml.load(Cluster, run.config.cluster)
     if cluster.memory_bytes_per_rank is None:
         return

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from monta_megatron.cli import main
-from monta_megatron.common import strict_yaml
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.training_memory import HeldState, state_bytes
 from monta_megatron.tools.launch.arguments import from_words
 from monta_megatron.tools.launch.planning import held_state
@@ -71,7 +70,7 @@ def test_inputs_of_layers(words: str, num_micro_batches: int, layers_per_input: 
 
 
 def test_a_part_of_the_model_is_a_part_of_its_state() -> None:
-    model = strict_yaml.load(Model, CONFIGS / "models" / "deepseek_v3.yaml")
+    model = load_model(CONFIGS / "models" / "deepseek_v3.yaml")
     layout = LAYOUT.parallel
     whole = state_bytes(model, layout, held_state(from_words(["--bf16"]), LAYOUT))
     part = held_state(from_words(["--bf16", "--num-layers", "2"]), LAYOUT)

@@ -11,6 +11,7 @@ import ast
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from monta_megatron.common.text import shown
@@ -81,7 +82,7 @@ class Model:
 
 
 class Reader:
-    """Reads typed values of arguments; remembers all that are missing.
+    """Reads typed values of arguments; remembers what it read, and all that are missing.
 
     Args:
         arguments: by name with dashes, without --.
@@ -91,9 +92,11 @@ class Reader:
     def __init__(self, arguments: Mapping[str, Any], where: str) -> None:
         self._arguments, self._where = arguments, where
         self.missing: list[str] = []
+        self._read: set[str] = set()
 
     def value(self, name: str) -> Any:
         """The value as it is; None where it is not given, or given as none."""
+        self._read.add(name)
         value = self._arguments.get(name)
         return None if value in ("None", "", False, "False") else value
 
@@ -118,6 +121,17 @@ class Reader:
     def optional(self, name: str) -> int | None:
         """An integer >= 1, or None where it is not given."""
         return None if self.value(name) is None else self.size(name)
+
+    def require_spelling(self) -> None:
+        """Refuse an argument whose name is nearly that of one that is read.
+
+        Raises:
+            ValueError: there is one; names it, and the one that may be meant.
+        """
+        for name in self._arguments.keys() - self._read:
+            # Closer than any two names of Megatron's that mean different things.
+            for meant in get_close_matches(name, self._read, 1, 0.93):
+                raise ValueError(f"{self._where}: {name}: unknown; did you mean {meant}?")
 
     def require(self, holds: bool, name: str, rule: str) -> None:
         """Refuse an argument that breaks a rule.
@@ -149,7 +163,7 @@ def model_of(
     read = Reader(arguments, where)
     hidden_size, heads = read.size("hidden-size"), read.size("num-attention-heads")
     experts, topk = read.size("num-experts"), read.size("moe-router-topk", 2)
-    layers = moe_layers_of(arguments, where)
+    layers = _moe_layers(read)
     if layers is None:
         read.missing.append("num-layers")
     seq_length, micro_batch_size = (read.size(size) for size in BATCH)
@@ -157,6 +171,7 @@ def model_of(
     moe_ffn = read.size("moe-ffn-hidden-size", ffn)
     groups, group_topk = (read.optional(f"moe-router-{x}") for x in ("num-groups", "group-topk"))
     if read.missing:
+        read.require_spelling()
         missing = ", ".join(dict.fromkeys(read.missing))
         raise ValueError(f"{where}: {missing}: missing, must be given (Megatron's arguments)")
     assert layers is not None
@@ -170,6 +185,8 @@ def model_of(
     row_size = read.size("moe-latent-size", hidden_size)
     gate = 3 if read.flag(*GATED) else 2
     num_expert_parameters = sum(layers) * experts * gate * row_size * moe_ffn
+    num_parameters = _num_parameters(read, hidden_size, layers, num_expert_parameters)
+    read.require_spelling()
     return Model(
         name=name,
         hidden_size=hidden_size,
@@ -187,7 +204,7 @@ def model_of(
         moe_router_num_groups=groups,
         moe_router_group_topk=group_topk,
         num_expert_parameters=num_expert_parameters,
-        num_parameters=_num_parameters(read, hidden_size, layers, num_expert_parameters),
+        num_parameters=num_parameters,
         notes=notes,
         arguments=arguments,
     )
@@ -277,20 +294,12 @@ def _attention_parameters(read: Reader, hidden_size: int, num_layers: int) -> in
     return num_linear * linear + (num_layers - num_linear) * full
 
 
-def moe_layers_of(arguments: Mapping[str, Any], where: str) -> list[bool] | None:
-    """Layers with experts: [number of layers], in the model's order.
-
-    Args:
-        arguments: by name with dashes.
-        where: the file or the command, for messages.
-
-    Returns:
-        None where no number of layers is given.
+def _moe_layers(read: Reader) -> list[bool] | None:
+    """Layers with experts: [number of layers], in the model's order; None without a number.
 
     Raises:
         ValueError: a pattern is none of Megatron's forms, or one of other layers.
     """
-    read = Reader(arguments, where)
     for name in HYBRID_PATTERNS:
         if read.value(name) is not None:
             # Parts of pipeline stages and of multi-token prediction are separated.
