@@ -124,8 +124,8 @@ def test_an_empty_environment_plans(wheel: Path, tmp_path: Path) -> None:
     # Step 2: from an empty folder it plans by names, without torch.
     here = tmp_path / "here"
     here.mkdir()
-    missing = "import importlib.util as u; print([u.find_spec(n) for n in ('torch', 'rich')])"
-    assert run(python, "-c", missing, folder=here).strip() == "[None, None]"
+    missing = "import importlib.util; print(importlib.util.find_spec('torch'))"
+    assert run(python, "-c", missing, folder=here).strip() == "None"
     monta = tmp_path / "venv" / "bin" / "monta"
     assert run(monta, "--version", folder=here) == f"monta-megatron {__version__}\n"
     sizes = ("--world-size", "128", "--tp", "2", "--ep", "16", "--pp", "4", "--json")

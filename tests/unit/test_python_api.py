@@ -100,7 +100,7 @@ def test_a_timeline_is_that_of_the_command(tmp_path: Path) -> None:
         ({"token": 1}, "token: unknown key; did you mean tokens?"),
         ({"micro_batch_size": True}, "micro_batch_size: got True, must be an integer >= 1"),
         ({"phase": "backward"}, "phase: got 'backward', must be one of forward, forward_backward"),
-        ({"routing": "unifrom"}, "routing: got 'unifrom', must be a folder of Megatron's --moe-"),
+        ({"routing": "unifrom"}, "routing: got 'unifrom', must be one of uniform"),
         ({"inter_rate_ratio": 0}, "inter_rate_ratio: got 0, must be a number > 0"),
         ({"model": "mix\nal"}, "model: got 'mix\\nal', must be one line of printable characters"),
     ],

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a file or a flag: one line with file, key, value and rule; status 2."""
+"""Whatever is wrong with a file: one line with file, key, value and rule; status 2."""
 
 import time
 from pathlib import Path
@@ -50,11 +50,7 @@ def run(tmp_path: Path, flags: tuple[str, ...] = (), **files: object) -> int:
         else:
             path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
         arguments += [f"--{name}", str(path)]
-    try:
-        return main([*arguments, *flags])
-    except SystemExit as error:
-        assert isinstance(error.code, int)
-        return error.code
+    return main([*arguments, *flags])
 
 
 def assert_one_line(capsys: pytest.CaptureFixture[str], status: int, words: list[str]) -> None:
@@ -253,52 +249,6 @@ def test_a_bad_file(
     begin_s = time.process_time()
     status = run(tmp_path, flags, **{file: data})
     assert time.process_time() - begin_s < 1
-    assert_one_line(capsys, status, [str(tmp_path), *words])
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--ep", "0"), ["--ep", "got '0'", "an integer >= 1"]),
-        (("--ep", "two"), ["--ep", "got 'two'", "an integer >= 1"]),
-        (("--ep", "5"), ["world_size: got 16", "(5)"]),
-        (("--inter-rate-ratio", "-1"), ["--inter-rate-ratio", "got '-1'", "> 0"]),
-        (("--routing", "zipf"), ["--routing: got 'zipf'", "uniform"]),
-        (("--routing", "node-limited", "--ep", "8"), ["--routing: got node-limited", "on 1 node"]),
-        (("--phase", "backward"), ["--phase", "invalid choice: 'backward'"]),
-        (("--eep", "8"), ["unrecognized arguments: --eep"]),
-        (("--model", "missing.yaml"), ["missing.yaml: cannot be read: No such file"]),
-        (("--model", "."), [".: cannot be read"]),
-    ],
-)
-def test_a_bad_flag(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: list[str]
-) -> None:
-    assert_one_line(capsys, run(tmp_path, flags), words)
-
-
-RECORD = '{"layer": 3, "hs_shape": [1, 7168], "top_indices": [[0, 1, 2, 3, 4, 5, 6, 7]]}'
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("not json", ["line 1: is no record of the tracer"]),
-        ('{"layer": 1}', ["line 1: is no record of the tracer", "top_indices"]),
-        ('{"top_indices": [[0, 999]]}', ["line 1: top_indices", "0 to 255"]),
-        ('{"top_indices": [0, 1]}', ["line 1: top_indices", "for every token"]),
-        ('{"top_indices": []}', ["got 0 tokens"]),
-        (RECORD, ["got 1 token, ", "at least 3,200 for top-8 of 256 experts", "trace more"]),
-        ('{"top_indices": [[0, 1]]}', ["line 1: topk: got 2", "8, moe_router_topk of DeepSeek"]),
-        (RECORD.replace("3,", "62,"), ["line 1: layer: got 62", "at most 61, num_layers of"]),
-        (RECORD.replace("7168", "64"), ["line 1: hs_shape: got 64", "7168, hidden_size of"]),
-    ],
-)
-def test_a_bad_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: list[str]
-) -> None:
-    (tmp_path / "router_trace_rank0.jsonl").write_text(line + "\n")
-    status = run(tmp_path, ("--routing", str(tmp_path)))
     assert_one_line(capsys, status, [str(tmp_path), *words])
 
 

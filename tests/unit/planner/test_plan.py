@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from clusters import CONFIGS, LAUNCH, layout_of, link, preset, with_link, workload_of
+from counted_routing import CountedRouting
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.counts import message_size
@@ -27,7 +28,6 @@ from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.plan import Plan, plan
 from monta_megatron.planner.pricing import pass_lower_bound_us
 from monta_megatron.planner.routing.drawn import skewed_routing
-from monta_megatron.planner.routing.recorded import RecordedRouting
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.report import plan_lines
@@ -353,7 +353,7 @@ def test_ranks_that_share_a_nic_are_priced_together() -> None:
         ranks_per_node=2,
         num_experts=4,
         topk=1,
-        routing=RecordedRouting(name="recorded", routing_maps=maps),
+        routing=CountedRouting(name="recorded", routing_maps=maps),
     )
     cluster = replace(
         H100,
