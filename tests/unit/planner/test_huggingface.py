@@ -276,7 +276,7 @@ def test_a_bad_config(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError) as error:
         model_of_config(config, "c")
     assert str(error.value).startswith(f"c: {expected}")
-    with pytest.raises(ValueError, match="^c: must be a mapping, as a config"):
+    with pytest.raises(ValueError, match=r"^c: must be a mapping, as a config"):
         model_of_config([config], "c")
 
 
