@@ -40,7 +40,6 @@ CASES = [
     ("launch dbrx --config dbrx", ["--config: got dbrx and dbrx"]),
     ("", ["COMMAND", "required"]),
     ("plann", ["'plann'", "plan", "did you mean plan?"]),
-    ("estimate", ["'estimate'", "one of bench, calibrate"]),
     (f"{PLAN} --tokens-per-rank 8", ["unrecognized", "did you mean --tokens?"]),
     (f"{PLAN} -ep 8", ["unrecognized", "did you mean --ep?"]),
     (f"{PLAN} --inter-rate-raito=2", ["unrecognized", "did you mean --inter-rate-ratio?"]),

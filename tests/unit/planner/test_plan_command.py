@@ -175,12 +175,6 @@ def test_cluster_presets(path: Path) -> None:
     assert inter > cluster.time_us("alltoall", "intra", 1e8, 8, 8).us
 
 
-def test_a_bad_routing_is_no_lack_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", *MIXTRAL, *A800, "--routing", "zipf"])
-    assert "--routing: invalid choice: 'zipf'" in capsys.readouterr().err
-
-
 def test_all_presets_are_there() -> None:
     assert len(list((CONFIGS / "models").glob("*.yaml"))) == 11
     names = {path.stem for path in (CONFIGS / "clusters").glob("*.yaml")}
