@@ -11,11 +11,8 @@ from published_configs import CONFIGS as PUBLISHED
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.benefit import Iteration
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.models.files import load_model
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.arguments import from_words
-from monta_megatron.tools.launch.exchanges import iteration_of_run, moe_layers, stages_of_layers
 from monta_megatron.tools.launch.log import summary_of
 from monta_megatron.tools.launch.prepare import Run, checked, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -234,78 +231,6 @@ def test_the_benefit_is_of_one_stage_and_all_micro_batches() -> None:
     named = ready(QUICKSTART).benefit
     assert named is not None and " loses " in named.text
     assert ready(QUICKSTART, *STOCK).benefit is None
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", None),
-        ("--num-layers 3", [1, 1, 1]),
-        ("--num-layers 5 --moe-layer-freq 3", [1, 0, 0, 1, 0]),
-        ("--num-layers 61 --moe-layer-freq ([0]*3+[1]*58)", [0] * 3 + [1] * 58),
-        ("--num-layers 4 --moe-layer-freq [1,0,1,1]", [1, 0, 1, 1]),
-        # What Megatron's parser will refuse, or would take long to build.
-        ("--num-layers 4 --moe-layer-freq [1,0,1]", None),
-        ("--num-layers 4 --moe-layer-freq [x]", None),
-        ("--num-layers 4 --moe-layer-freq 0", None),
-        ("--num-layers 4 --moe-layer-freq ([0]*9999*9999)", None),
-        ("--num-layers 999999999999", None),
-        ("--num-layers 4 --moe-layer-freq __import__('os')", None),
-    ],
-)
-def test_layers_with_experts(words: str, expected: list[int] | None) -> None:
-    assert moe_layers(from_words(words.split())) == expected
-
-
-VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
-UNEVEN = "--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 1"
-SPLIT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "pp", "words", "expected"),
-    [
-        (8, 2, "", [0, 0, 0, 0, 1, 1, 1, 1]),
-        (8, 1, "--pipeline-model-parallel-layout Et*8L", [0] * 8),
-        (8, 2, VIRTUAL, [0, 0, 1, 1, 0, 0, 1, 1]),
-        (8, 2, "--num-layers-per-virtual-pipeline-stage 1", [0, 1, 0, 1, 0, 1, 0, 1]),
-        (9, 3, UNEVEN, [0, 0, 0, 0, 1, 1, 1, 1, 2]),
-        (6, 2, SPLIT, [0, 0, 0, 1, 1, 1]),
-        # The embedding takes the first place of 8, the loss the last one.
-        (6, 2, f"{SPLIT} {VIRTUAL}", [0, 1, 1, 0, 0, 1]),
-        (61, 16, UNEVEN, [0] * 4 + [stage for stage in range(1, 15) for _ in range(4)] + [15]),
-        # Written out, or what Megatron refuses.
-        (8, 2, "--pipeline-model-parallel-layout Et*3|t*5L", None),
-        (61, 16, "", None),
-        (3, 3, UNEVEN, None),
-        (6, 2, VIRTUAL, None),
-        (8, 2, "--num-layers-per-virtual-pipeline-stage 9", None),
-    ],
-)
-def test_layers_of_pipeline_stages(
-    num_layers: int, pp: int, words: str, expected: list[int] | None
-) -> None:
-    assert stages_of_layers(from_words(words.split()), num_layers, pp) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "num_layers", "is_lower_bound"),
-    [
-        # The last 4 of 8 layers are those of the second stage.
-        ("--num-layers 8 --moe-layer-freq [0]*4+[1]*4", 4, False),
-        (f"--num-layers 8 --moe-layer-freq [0]*4+[1]*4 {VIRTUAL}", 2, False),
-        ("--num-layers 8 --moe-layer-freq 2", 2, False),
-        ("--num-layers 8 --moe-layer-freq [0]*8", 0, False),
-        ("--num-layers 8 --pipeline-model-parallel-layout Et*3|t*5L", 4, True),
-        # As the model has them: 58 of 61.
-        ("", 29, True),
-    ],
-)
-def test_the_stage_with_most_experts(words: str, num_layers: int, is_lower_bound: bool) -> None:
-    layout = ParallelLayout(world_size=4, pp=2)
-    run = iteration_of_run(load_model("deepseek_v3"), from_words(words.split()), layout)
-    assert (run.num_moe_layers, run.is_lower_bound) == (num_layers, is_lower_bound)
-    assert (run.num_stages, run.num_micro_batches) == (2, 1)
 
 
 def test_the_summary_is_what_the_log_says() -> None:
