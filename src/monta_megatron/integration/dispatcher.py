@@ -129,6 +129,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if self.options.wire_dtype is not None:
             self._report("tokens travel in eight bits: results differ from alltoall's")
         chains = self.chain_policy.chains
+        if self.options.overlap_experts and all(each.rows != "tokens" for each in chains):
+            self._report(
+                "moe_monta_overlap_experts: no layer is split, as no chain of tokens can run here"
+            )
         self.groups: dict[str, PeerGroup] = {}
         self._make_groups()
         self.monitor = Monitor(pass_times=self.controller.pass_times)

@@ -33,7 +33,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
         permuted_only: "auto" may choose only chains whose rows are permuted tokens.
 
     Raises:
-        ValueError: the chain cannot run here, or a plan is for another layout.
+        ValueError: the chain cannot run here, or the cluster has too few nodes.
     """
     chain, num_chunks = options.named_chain, options.num_chunks
     check_chain_runs(options, config, layout)
@@ -102,7 +102,9 @@ def _adds_in_other_order(chain: Chain, config: Any) -> str | None:
 
 def _is_padded(chain: Chain, config: Any) -> str | None:
     """Why a chain cannot run with experts padded to capacity; None if it can, or without."""
-    if chain.rows == "permuted tokens" or not config.moe_pad_expert_input_to_capacity:
+    if chain.rows == "permuted tokens" or not getattr(
+        config, "moe_pad_expert_input_to_capacity", False
+    ):
         return None
     return (
         "its rows are tokens, and moe_pad_expert_input_to_capacity pads permuted tokens; take "
