@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -763,15 +763,20 @@ def end_in_exchange_of_counts(case: Case, victim: int, stops: bool) -> tuple[str
     return failure_of_step(case, layer)
 
 
+def error_of(function: Callable[..., object], *args: Any) -> str:
+    """What a function says as it fails on a rank; empty if it does not fail."""
+    try:
+        function(*args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def refusal_of(case_of_rank: list[Case], environment_of_rank: list[dict[str, str]]) -> str:
     """What a dispatcher says as it is built; empty if it says nothing."""
     rank = dist.get_rank()
     with mock.patch.dict(os.environ, environment_of_rank[rank]):
-        try:
-            build_layer(case_of_rank[rank], "monta")
-        except ValueError as error:
-            return str(error)
-    return ""
+        return error_of(build_layer, case_of_rank[rank], "monta")
 
 
 def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any]) -> tuple[int, ...]:
@@ -847,11 +852,6 @@ def groups_with_megatrons_time_limit(case: Case) -> list[str]:
     changed = parallel_state._global_process_group_list
     # Twice would do no harm, but would grow with the layers.
     return [name for name, group in groups.items() if changed.count(group.process_group) == 1]
-
-
-def disagree(case: Case, options_of_rank: dict[int, dict[str, Any]]) -> None:
-    """Build a layer whose options differ on some ranks."""
-    build_layer(case, "monta", **options_of_rank.get(dist.get_rank(), {}))
 
 
 def disagree_in_communicators(case: Case, max_ctas_of_rank: list[int]) -> None:

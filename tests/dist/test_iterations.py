@@ -16,8 +16,8 @@ from iterations import (
     train,
     tuned,
 )
-from layers import Case, disagree
-from pool import Pool, PoolError
+from layers import Case, error_of, refusal_of
+from pool import Pool
 from test_auto import AUTO
 
 STEPS = 12
@@ -124,13 +124,14 @@ def test_replicas_of_an_exchange_settle_on_one_chain(pools: Pools) -> None:
 
 def test_replicas_with_another_number_of_steps_are_named(pools: Pools) -> None:
     steps = [{"moe_monta_tune_steps": number} for number in (12, 12, 5, 5)]
-    with pytest.raises(PoolError, match="ranks 0 and 2 differ in moe_monta_tune_steps: 12 and 5"):
-        pools[4].run(disagree, Case(ep=2, options=AUTO), dict(enumerate(steps)))
+    cases = [Case(ep=2, options=AUTO | each) for each in steps]
+    for refusal in pools[4].run(refusal_of, cases, [{}] * 4):
+        assert "differ in moe_monta_tune_steps: 12 and 5" in refusal
 
 
 def test_ranks_that_count_otherwise_are_named(pools: Pools) -> None:
-    with pytest.raises(PoolError, match=r"ranks 0 and 2 differ in iteration: 1 and 2"):
-        pools[4].run(end_more_often, CASE, 2)
+    for error in pools[4].run(error_of, end_more_often, CASE, 2):
+        assert "ranks 0 and 2 differ in iteration: 1 and 2" in error
 
 
 def test_a_rank_that_dies_between_iterations_is_named() -> None:
