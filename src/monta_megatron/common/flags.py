@@ -51,11 +51,6 @@ def not_negative(text: str) -> float:
     return _number(text, "a number >= 0", lambda value: 0 <= value < float("inf"))
 
 
-def fraction(text: str) -> float:
-    """Reads a number from 0 to 1."""
-    return _number(text, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-
-
 def _number(text: str, rule: str, holds: Callable[[float], bool]) -> float:
     try:
         value = float(text)

@@ -10,7 +10,6 @@ from linear_pipeline import Stage, operation_of, with_waits
 from monta_megatron.chains.program import Policy, Resource
 from monta_megatron.planner import schedule as program_schedule
 from monta_megatron.planner.curves import RESOURCES
-from monta_megatron.planner.pricing import lower_bound_us
 from monta_megatron.planner.schedule import Factor, Work, serial_us
 
 
@@ -54,6 +53,18 @@ def simulate(stages: Sequence[Stage], factor: Factor, copies_block_host: bool = 
 
 def works_of(stages: Sequence[Stage]) -> list[Work]:
     return [stage.work for stage in stages]
+
+
+def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
+    """A time that no schedule beats: the busiest resource, the host, the longest stage."""
+    bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
+    for resource in RESOURCES:
+        times = [sum(work.times_us) for work in works if work.resource == resource]
+        if times:
+            # n operations on one resource run together at n / slowdown of its rate.
+            slowdown = 1 + (len(times) - 1) * (min(factor(resource, resource), 2.0) - 1)
+            bounds += [sum(times) * slowdown / len(times), max(times)]
+    return max(bounds)
 
 
 def free(first: Resource, second: Resource) -> float:
