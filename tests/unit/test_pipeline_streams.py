@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import test_stream_safety
 import torch
-from monta_megatron.planner.layer_price import DIRECTIONS
 from stream_recorder import Recorder
 from test_stream_safety import (
     CASES,

@@ -71,7 +71,7 @@ def test_counted_parameters_are_the_published_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - NO_PRESET))
 def test_arguments_of_a_published_config_are_those_of_the_preset(name: str) -> None:
-    model, preset = model_of_config(CONFIGS[name], name), load_arguments(name)
+    model, preset = model_of_config(CONFIGS[name], name), load_arguments(name)[0]
     told = {key for key in model.arguments.keys() & preset.keys() if key not in CHOSEN}
     assert len(told) >= 15
     assert {key: model.arguments[key] for key in told} == {key: preset[key] for key in told}
@@ -170,9 +170,8 @@ def test_how_it_is_trained_is_assumed_and_said() -> None:
     model = model_of_config({**CONFIGS["olmoe_1b_7b"], "max_position_embeddings": 1024}, "c")
     assert (model.seq_length, model.micro_batch_size) == (1024, 1)
     (note,) = model.notes
-    assert note.endswith(
-        "assumed: seq-length 1024, micro-batch-size 1, bf16 True, moe-router-dtype fp32"
-    )
+    assert note.startswith("not in the config.json, assumed unless given: seq-length 1024, ")
+    assert note.endswith(" micro-batch-size 1, bf16 True, moe-router-dtype fp32")
 
 
 def test_groups_of_deepseek() -> None:

@@ -58,7 +58,7 @@ def test_every_preset_is_megatrons_arguments() -> None:
         data = strict_yaml.read(presets.find("models", name))
         assert "source" in data
         assert not [key for key in data if "_" in key and key not in OTHER_KEYS]
-        assert load_arguments(name).keys() == data.keys() - set(OTHER_KEYS)
+        assert load_arguments(name)[0].keys() == data.keys() - set(OTHER_KEYS)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # No config.json says how a model is trained.
 SEQ_LENGTH = 4096
 ASSUMED = {"micro-batch-size": 1, "bf16": True, "moe-router-dtype": "fp32"}
+AUX_LOSS = 1.0e-3
 
 
 def model_of_config(data: Any, file: str) -> Model:
@@ -169,7 +170,10 @@ def model_of_config(data: Any, file: str) -> Model:
         "seq-length": min(SEQ_LENGTH, arguments.get("max-position-embeddings", SEQ_LENGTH)),
         **ASSUMED,
     }
-    assumed = ", ".join(f"{name} {arguments[name]}" for name in ("seq-length", *ASSUMED))
+    assumed = ["seq-length", *ASSUMED]
+    if "moe-aux-loss-coeff" not in arguments:
+        arguments["moe-aux-loss-coeff"] = AUX_LOSS
+        assumed.append("moe-aux-loss-coeff")
     if family not in FAMILIES:
         notes.insert(
             0,
@@ -182,7 +186,8 @@ def model_of_config(data: Any, file: str) -> Model:
         notes.append(f"not read, though it changes the model: {', '.join(map(shown, unread))}")
     if _changes(data.get("vision_config")):
         notes.append("the text part alone: vision_config is not counted")
-    notes.append(f"how it is trained is not in its file, assumed: {assumed}")
+    values = ", ".join(f"{name} {arguments[name]}" for name in assumed)
+    notes.append(f"not in the config.json, assumed unless given: {values}")
     given = {name: value for name, value in arguments.items() if value is not False}
     model = model_of(given, family, file, tuple(notes))
     is_counted = not any(

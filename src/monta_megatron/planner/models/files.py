@@ -26,25 +26,30 @@ def load_model(path: str | Path) -> Model:
 
         return model_of_config(files.read(path), str(path))
     data = _read(path)
-    name, where, notes = path.stem, str(path), tuple(data.pop("not_expressed", ()))
     if isinstance(data.get("megatron"), Mapping):
         # A run file: its arguments win over its model's.
-        name, where, data = str(data.get("name", name)), f"{path}: megatron", _of_run(data, path)
-    notes = tuple(f"not expressed by Megatron's arguments: {note}" for note in notes)
-    return model_of(data, name, where, notes)
+        arguments, notes = _of_run(data, path)
+        return model_of(arguments, str(data.get("name", path.stem)), f"{path}: megatron", notes)
+    arguments, notes = load_arguments(path)
+    return model_of(arguments, path.stem, str(path), notes)
 
 
-def load_arguments(path: str | Path) -> dict[str, Any]:
-    """Megatron's arguments of a model file, a config.json or a preset.
+def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Megatron's arguments of a model file, a config.json or a preset, and notes on the model.
 
     Raises:
         ValueError: likewise.
     """
     path = presets.find("models", path)
     if path.suffix.lower() == ".json":
-        return dict(load_model(path).arguments)
+        model = load_model(path)
+        return dict(model.arguments), model.notes
     data = _read(path)
-    return {name: value for name, value in data.items() if name not in OTHER_KEYS}
+    notes = data.get("not_expressed") or ()
+    return (
+        {name: value for name, value in data.items() if name not in OTHER_KEYS},
+        tuple(f"not expressed by Megatron's arguments: {note}" for note in notes),
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -54,9 +59,8 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _of_run(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    model = data.get("model")
-    of_model = (
-        {} if model is None else load_arguments(presets.find("models", str(model), path.parent))
-    )
-    return {**of_model, **data["megatron"]}
+def _of_run(data: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    if data.get("model") is None:
+        return dict(data["megatron"]), ()
+    of_model, notes = load_arguments(presets.find("models", str(data["model"]), path.parent))
+    return {**of_model, **data["megatron"]}, notes

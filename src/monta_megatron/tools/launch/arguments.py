@@ -133,7 +133,7 @@ class Merged:
         config: the configuration with everything merged into it.
         arguments: Megatron's arguments.
         script_arguments: the arguments that the script adds.
-        notes: what was left out, and why.
+        notes: on the model, and what was left out and why.
     """
 
     config: RunConfig
@@ -170,8 +170,11 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
     # Step 3: our defaults, the model, the file over both, the command line over all.
     defaults = {DISPATCHER: DISPATCHER_TYPE, "moe-monta-cluster": config.cluster or False}
     of_model: Arguments = {}
+    notes: list[str] = []
     if config.model is not None:
-        of_model = from_mapping(load_arguments(config.model), config.model)
+        values, of_file = load_arguments(config.model)
+        of_model = from_mapping(values, config.model)
+        notes += of_file
     own = from_mapping(defaults, f"{file}: default of megatron") | given
     for key, argument in rest.items():
         if argument.value is False and key not in own | of_model:
@@ -191,7 +194,6 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
 
     # Step 4: drop our options for stock's dispatchers, which refuse them, so that one file serves
     # to compare with them.
-    notes = []
     if arguments[DISPATCHER].value != DISPATCHER_TYPE:
         unused = [
             key
