@@ -46,8 +46,6 @@ ROUTINGS = (
     "any_number",
     "every_expert",
 )
-# The passes that can be quantized.
-QUANTIZED = ("dispatch", "combine_backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,7 @@ class Case:
     the last expert alone; "one_rank" is the last EP rank alone; "limited" is one or two EP ranks
     per token; "capacity" drops pairs, so that some tokens have fewer experts or none;
     "any_number" is 0 to E experts per token; "every_expert" is all of them.
-    `num_quantized`: so many of `QUANTIZED` have rows that travel in eight bits. `keeps_sums`: the
-    last hop of combine carries unrounded sums.
+    `quantized`: rows of dispatch travel in eight bits.
     """
 
     chain: str
@@ -75,8 +72,7 @@ class Case:
     routing: str = "uniform"
     num_chunks: int = 1
     num_blocks: int = 1
-    num_quantized: int = 0
-    keeps_sums: bool = False
+    quantized: bool = False
     seed: int = 0
 
     @property
@@ -337,8 +333,7 @@ def make_source(
         sum_dtype=case.sum_dtype,
         monitor=Monitor(),
         max_experts_per_token=width,
-        quantized_passes=frozenset(QUANTIZED[: case.num_quantized]),
-        keeps_sums=case.keeps_sums,
+        quantized=case.quantized,
     )
     return Source(
         exchange=exchange, counts=counts, rank=rank, token=token, expert=expert, probs=row_probs
@@ -415,12 +410,9 @@ def check(case: Case) -> list[str]:
         ours = run_passes(case, data)
     shape = (case.ep, case.etp)
     maps = data.routing_maps
-    tokens, gradients = (
-        [travelled(rows) if at < case.num_quantized else rows for rows in of_ranks]
-        for at, of_ranks in enumerate((data.tokens, data.gradients))
-    )
+    tokens = [travelled(rows) if case.quantized else rows for rows in data.tokens]
     expected = reference.dispatch(tokens, maps, data.probs, *shape)[rank]
-    expected_gradient = reference.dispatch(gradients, maps, data.probs, *shape)[rank]
+    expected_gradient = reference.dispatch(data.gradients, maps, data.probs, *shape)[rank]
 
     # Step 1: what only moves is equal to the bit.
     mismatches = []

@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -121,15 +120,6 @@ def train(
     return losses, [sorted(ran) for ran in model.ran]
 
 
-def train_recorded(case: Case, training: Training) -> list[list[float]]:
-    """The losses of each iteration, where the first dispatcher of this process may be recorded."""
-    from monta_megatron.integration import metrics
-
-    with mock.patch.object(metrics, "_recorders", []):
-        metrics._num_published = 0
-        return train(case, "monta", training)[0]
-
-
 def numbers_of_iterations(case: Case, training: Training) -> list[int]:
     """The number of the decision after each iteration."""
     model = Model(case, "monta", training)
@@ -177,83 +167,30 @@ def tuned(case: Case, training: Training) -> dict[str, Any]:
     }
 
 
-def checked_in_each_use(
-    case: Case, training: Training, resumed_after: int
-) -> tuple[list[int], list[bool]]:
-    """Chains that are checked in each forward pass of a layer, and whether all candidates were.
-
-    The training starts anew after `resumed_after` iterations, as in another process, from what was
-    decided in the first one.
+def checked_in_each_use(case: Case, training: Training) -> tuple[list[int], bool]:
+    """Chains that are checked in each forward pass of a layer.
 
     Returns:
-        numbers of chains checked, one for each pass; whether the candidates of both beginnings are
-        among the chains that were checked in its first pass.
+        numbers of chains; whether all candidates are among those of the first pass.
     """
     from monta_megatron.integration import checks
 
-    check, numbers, of_first = checks.check_chains, [], []
+    check, numbers, of_first = checks.check_chains, [], set[tuple[str, int]]()
 
     def counting(*args: Any) -> None:
         before = len(checks._checked_chains)
         check(*args)
         numbers.append(len(checks._checked_chains) - before)
         if before == 0:
-            of_first.append({(name, chunks) for _, _, name, chunks in checks._checked_chains})
+            of_first.update((name, chunks) for _, _, name, chunks in checks._checked_chains)
 
-    def run(model: Model, first: int, last: int) -> set[tuple[str, int]]:
-        checks._checked_chains.clear()
-        for number in range(first, last):
-            model.iterate(number)
-        return {candidate.key for candidate in model.choices.decision.tuning.candidates}
-
+    checks._checked_chains.clear()
+    model = Model(case, "monta", training)
     with mock.patch.object(checks, "check_chains", counting):
-        before = Model(case, "monta", training)
-        candidates = [run(before, 0, resumed_after)]
-        state = before.choices.decision.state()
-        after = Model(case, "monta", training)
-        after.choices.resume(state)
-        candidates.append(run(after, resumed_after, training.num_iterations))
-    complete = [keys <= checked for keys, checked in zip(candidates, of_first, strict=True)]
-    return numbers, complete
-
-
-def resume_while_tuning(
-    case: Case, training: Training, folder: str, num_before: int, change: dict[str, Any]
-) -> dict[str, Any]:
-    """A training that is stopped after some iterations, and goes on in other layers.
-
-    Args:
-        case, training: as `train` takes them.
-        folder: where what was decided is stored.
-        num_before: iterations before it is stopped.
-        change: options that are others when it goes on.
-
-    Returns:
-        its losses, what it says as it goes on, and how many steps the tuning made before and in
-        all.
-    """
-    from monta_megatron.integration import checkpoints, ranks
-
-    ranks._reported.clear()
-    before = Model(case, "monta", training)
-    losses = [before.iterate(number) for number in range(num_before)]
-    checkpoints.store(Path(folder), num_before)
-    dist.barrier()
-    steps_before = len(before.choices.decision.tuning.steps)
-    after = Model(dataclasses.replace(case, options=case.options | change), "monta", training)
-    for mine, theirs in zip(after.layers, before.layers, strict=True):
-        mine.load_state_dict(theirs.state_dict())
-    for mine, theirs in zip(after.optimizers, before.optimizers, strict=True):
-        mine.load_state_dict(theirs.state_dict())
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        checkpoints.resume(Path(folder), num_before)
-    losses += [after.iterate(number) for number in range(num_before, training.num_iterations)]
-    return {
-        "losses": losses,
-        "said": said.getvalue().splitlines(),
-        "steps": (steps_before, len(after.choices.decision.tuning.steps)),
-        "settled_us": after.choices.decision.tuning.settled_us,
-    }
+        for number in range(training.num_iterations):
+            model.iterate(number)
+    candidates = model.choices.decision.tuning.candidates
+    return numbers, {candidate.key for candidate in candidates} <= of_first
 
 
 def end_more_often(case: Case, rank: int) -> None:
@@ -261,7 +198,7 @@ def end_more_often(case: Case, rank: int) -> None:
     model = Model(case, "monta", Training(num_iterations=3))
     model.iterate(0)
     if dist.get_rank() == rank:
-        model.choices._figures.received.numbers_of_tokens.add(1)
+        model.choices._numbers_of_tokens.add(1)
         model.choices.end_iteration()
     model.iterate(1)
 
@@ -351,20 +288,4 @@ def replay_between_decisions(case: Case, num_iterations: int) -> list[tuple[int,
         optimizer.step()
         number = dispatcher.controller.decision.number
         seen.append((number, dispatcher.chain.name, dispatcher.num_chunks))
-    return seen
-
-
-def watched(case: Case, training: Training) -> list[dict[str, Any]]:
-    """What the statistics of both layers say after each iteration of what was watched."""
-    import monta_megatron
-
-    model = Model(case, "monta", training)
-    numbers = {id(layer): number for number, layer in enumerate(model.layers)}
-    seen = []
-    for number in range(training.num_iterations):
-        model.iterate(number)
-        statistics = monta_megatron.statistics()
-        assert len({id(each.watched) for each in statistics[-len(numbers) :]}) == 1
-        latest = model.choices.decision.watching.latest
-        seen.append({} if latest is None else dataclasses.asdict(latest))
     return seen

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -152,7 +152,7 @@ def build_layer(case: Case, dispatcher: str, **options: Any) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs
 
     initialize(case)
-    if dispatcher == "monta" and not {"moe_monta_chain", "moe_monta_plan"} & case.options.keys():
+    if dispatcher == "monta" and "moe_monta_chain" not in case.options:
         options.setdefault("moe_monta_chain", DEFAULT_CHAIN)
     config = transformer_config(case, dispatcher, **options)
     if config.moe_grouped_gemm:
@@ -537,7 +537,7 @@ def rows_to_choose_from_in_batch_invariant_mode(case: Case) -> set[str]:
 def calibrate_in_batch_invariant_mode() -> None:
     """What a calibration times runs in the mode, too."""
     from monta_megatron.chains.calibration_tasks import Point
-    from monta_megatron.integration.self_calibration import PERMUTATION
+    from monta_megatron.integration.calibration import PERMUTATION
 
     point = Point(
         operation="unpermute",
@@ -763,15 +763,20 @@ def end_in_exchange_of_counts(case: Case, victim: int, stops: bool) -> tuple[str
     return failure_of_step(case, layer)
 
 
+def error_of(function: Callable[..., object], *args: Any) -> str:
+    """What a function says as it fails on a rank; empty if it does not fail."""
+    try:
+        function(*args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def refusal_of(case_of_rank: list[Case], environment_of_rank: list[dict[str, str]]) -> str:
     """What a dispatcher says as it is built; empty if it says nothing."""
     rank = dist.get_rank()
     with mock.patch.dict(os.environ, environment_of_rank[rank]):
-        try:
-            build_layer(case_of_rank[rank], "monta")
-        except ValueError as error:
-            return str(error)
-    return ""
+        return error_of(build_layer, case_of_rank[rank], "monta")
 
 
 def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any]) -> tuple[int, ...]:
@@ -791,22 +796,6 @@ def reported(case: Case) -> list[str]:
         build_layer(case, "monta")
         build_layer(case, "monta")
     return said.getvalue().splitlines()
-
-
-def nodes_of_tokens(case: Case) -> tuple[int, int, list[str]]:
-    """In a step with Megatron's router: tokens, the most nodes of one, and what was printed."""
-    from monta_megatron.integration import ranks
-
-    initialize(case)
-    ranks._reported.clear()
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        layer = build_layer(case, "monta")
-    maps: list[torch.Tensor] = []
-    layer.router.register_forward_hook(lambda *results: maps.append(results[-1][1]))
-    forward_backward(case, layer)
-    (routing_map,) = maps
-    nodes = routing_map.unflatten(1, (layer.token_dispatcher.layout.num_nodes, -1)).any(dim=2)
-    return len(nodes), int(nodes.sum(dim=1).max()), said.getvalue().splitlines()
 
 
 def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], int]:
@@ -863,11 +852,6 @@ def groups_with_megatrons_time_limit(case: Case) -> list[str]:
     changed = parallel_state._global_process_group_list
     # Twice would do no harm, but would grow with the layers.
     return [name for name, group in groups.items() if changed.count(group.process_group) == 1]
-
-
-def disagree(case: Case, options_of_rank: dict[int, dict[str, Any]]) -> None:
-    """Build a layer whose options differ on some ranks."""
-    build_layer(case, "monta", **options_of_rank.get(dist.get_rank(), {}))
 
 
 def disagree_in_communicators(case: Case, max_ctas_of_rank: list[int]) -> None:
@@ -940,18 +924,6 @@ def second_derivative(case: Case, num_chunks: int) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def save_plan(case: Case, path: str, tokens: int) -> tuple[str, int]:
-    """Write the plan behind a layer's choice for so many tokens; what it chose."""
-    from monta_megatron.planner.plan import plan_of
-
-    layer = build_layer(case, "monta")
-    plan = plan_of(layer.token_dispatcher.chain_policy.selection(tokens))
-    if dist.get_rank() == 0:
-        plan.save(path)
-    dist.barrier()
-    return plan.chain, plan.num_chunks
 
 
 def lookup_us(case: Case) -> float:

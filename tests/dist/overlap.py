@@ -33,16 +33,17 @@ def compare_split(case: Case, chunks: list[int]) -> None:
         assert (report["tokens"] == 0) == (num_chunks > 1), "they did not run in the pipeline"
 
 
-def compare_chosen(case: Case, tokens: list[list[int]]) -> list[bool]:
-    """Steps of a layer whose planner chooses, against stock: whether its experts were split."""
+def compare_chosen(case: Case, tokens: list[list[int]]) -> list[int]:
+    """Steps of a layer whose planner chooses, against stock: into how many chunks it is split."""
     layer, stock = build_layer(case, "monta"), build_layer(case, "alltoall")
-    pipelined = []
+    split = []
     for step, of_ranks in enumerate(tokens):
         case = dataclasses.replace(case, num_tokens=of_ranks[dist.get_rank()], seed=step)
         results = [forward_backward(case, each) for each in (layer, stock)]
         assert_same_results(*results, False, f"step {step}")
-        pipelined.append(layer.token_dispatcher.experts_pipelined)
-    return pipelined
+        dispatcher = layer.token_dispatcher
+        split.append(dispatcher.num_chunks if dispatcher.experts_pipelined else 1)
+    return split
 
 
 def compare_frozen(case: Case, num_chunks: int, frozen: list[str]) -> None:
@@ -355,15 +356,6 @@ def compare_trainings(case: Case, chunks_of_step: list[int], num_micro_batches: 
         float((split[name] - value).abs().max() / value.abs().max())
         for name, value in whole.items()
     )
-
-
-def refusal(case: Case, **settings: Any) -> str:
-    """The error with which a layer is refused."""
-    try:
-        layer = build_layer(case, "monta", **settings)
-    except ValueError as error:
-        return str(error)
-    return f"built {type(layer).__name__}"
 
 
 def compare_bits(case: Case, num_chunks: int) -> None:

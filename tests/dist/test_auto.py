@@ -10,19 +10,16 @@ from conftest import Pools
 from layers import (
     Case,
     compare_steps,
-    disagree,
     disagree_in_communicators,
     disagree_later,
+    error_of,
     lookup_us,
     refusal_of,
     reported_in_steps,
     rows_to_choose_from,
-    save_plan,
     tokens_decided_by,
 )
-from pool import PoolError
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.chain_policy import bucket_of
 from monta_megatron.planner.cluster import Cluster
@@ -72,108 +69,74 @@ def test_the_benefit_is_said_once_with_the_choice(pools: Pools) -> None:
     assert others == [([], 2)] * 3
 
 
-def test_other_work_is_advised_or_planned_beside(pools: Pools) -> None:
-    """Said once, by the first rank; with the option what that work leaves over is minimized."""
-    shared = {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 16}
-    case = Case(ep=4, num_tokens=4096, options=AUTO, config=shared)
-    advice = "its part that moe_shared_expert_overlap leaves exposed"
-    (first, _), *others = pools[4].run(reported_in_steps, case, 3)
-    assert "\n".join(first).count(advice) == 1
-    assert first[0].endswith(f"; {advice} is measured from here on")
-    assert [said for said, _ in others] == [[]] * 3
-    off = AUTO | {"moe_monta_tune_steps": 0, "moe_monta_watch_steps": 0}
-    ((line, *_), _), *_ = pools[4].run(reported_in_steps, replace(case, options=off), 3)
-    assert line.endswith(f"the exchange, not {advice}, which --moe-monta-watch-steps measures")
-    case = replace(case, options=AUTO | {"moe_monta_overlapped_compute_us": 500.0})
-    ((line,), _), *_ = pools[4].run(reported_in_steps, case, 3)
-    assert re.search(
-        r"beside 500 us of computation: [\d,]+ us, exposes [\d,]+ of [\d,]+ us; ", line
-    )
-    assert advice not in line
-    overlapped_compute_us = {
-        rank: {"moe_monta_overlapped_compute_us": 600.0 if rank == 1 else 500.0}
-        for rank in range(4)
-    }
-    with pytest.raises(
-        PoolError, match=r"differ in moe_monta_overlapped_compute_us: 500.0 and 600.0"
-    ):
-        pools[4].run(disagree, Case(options=AUTO, config=shared), overlapped_compute_us)
+FIXED = {"moe_monta_chain": "alltoall_allgather"}
+# Other costs under the same name.
+DEARER = replace(
+    AUTO["moe_monta_cluster"], launch=replace(AUTO["moe_monta_cluster"].launch, operation_us=1.0)
+)
+NAMED = {"moe_monta_chain": "hierarchical_allgather"}
+TWO = NAMED | {"moe_monta_ranks_per_node": 2}
+PER_NODE = AUTO["moe_monta_cluster"].ranks_per_node
 
 
-def test_ranks_that_would_choose_differently_are_told(pools: Pools) -> None:
-    with pytest.raises(PoolError, match="ranks 0 and 2 differ in num_chunks: 4 and 3"):
-        pools[4].run(disagree, Case(), {2: {"moe_monta_num_chunks": 3}})
-    with pytest.raises(
-        PoolError, match="ranks 0 and 1 differ in chain: alltoall_allgather and auto"
-    ):
-        pools[4].run(disagree, Case(), {1: {"moe_monta_chain": "auto"}})
-    auto = Case(options={"moe_monta_chain": "auto"})
-    for name, values in (("tune_steps", (20, 5)), ("plan_out", (None, "plan.yaml"))):
-        here, there = values
-        with pytest.raises(PoolError, match=f"differ in moe_monta_{name}: {here} and {there}"):
-            pools[4].run(disagree, auto, {1: {f"moe_monta_{name}": there}})
-    # Other costs under the same name.
-    cluster = AUTO["moe_monta_cluster"]
-    dearer = replace(cluster, launch=replace(cluster.launch, operation_us=1.0))
-    clusters = [{"moe_monta_cluster": each} for each in (cluster, dearer, cluster, cluster)]
-    with pytest.raises(PoolError, match="ranks 0 and 1 differ in hash of the costs: "):
-        pools[4].run(disagree, auto, dict(enumerate(clusters)))
-
-
-@pytest.mark.parametrize("chain", ["alltoall_allgather", "auto"])
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("common", "other", "message"),
     [
-        ({"hidden": 32}, "ranks 0 and 2 differ in hidden_size: 16 and 32"),
-        ({"topk": 3}, "ranks 0 and 2 differ in moe_router_topk: 2 and 3"),
-        ({"dtype": "bfloat16"}, "ranks 0 and 2 differ in value_bytes: 4 and 2"),
+        (FIXED, {"options": {"moe_monta_num_chunks": 3}}, "num_chunks: 4 and 3"),
+        (FIXED, {"options": {"moe_monta_chain": "auto"}}, "chain: alltoall_allgather and auto"),
+        (AUTO, {"options": {"moe_monta_tune_steps": 5}}, "moe_monta_tune_steps: 20 and 5"),
+        (AUTO, {"options": {"moe_monta_cluster": DEARER}}, "hash of the costs: "),
+        *(
+            (common, other, message)
+            for common in (FIXED, {"moe_monta_chain": "auto"})
+            for other, message in (
+                ({"hidden": 32}, "hidden_size: 16 and 32"),
+                ({"topk": 3}, "moe_router_topk: 2 and 3"),
+                ({"dtype": "bfloat16"}, "value_bytes: 4 and 2"),
+                (
+                    {"options": {"moe_monta_wire_dtype": "fp8"}},
+                    "moe_monta_wire_dtype: None and fp8",
+                ),
+            )
+        ),
+        (TWO, {"options": {"moe_monta_ranks_per_node": 1}}, "ranks_per_node: 2 and 1"),
+        # One that goes by its host, among others that have the option.
+        (TWO, {"options": {"moe_monta_ranks_per_node": None}}, "ranks_per_node: 2 and None"),
+        # The same nodes, but only a rank with the cluster file would end if the hosts were dealt
+        # out.
         (
-            {"options": {"moe_monta_max_ctas": 4}},
-            "ranks 0 and 2 differ in moe_monta_max_ctas: None and 4",
+            NAMED | {"moe_monta_ranks_per_node": PER_NODE},
+            {
+                "options": {
+                    "moe_monta_ranks_per_node": None,
+                    "moe_monta_cluster": AUTO["moe_monta_cluster"],
+                }
+            },
+            "the cluster of ranks_per_node: None and ",
         ),
     ],
 )
-def test_ranks_that_exchange_other_rows_are_told(
-    pools: Pools, chain: str, changes: dict[str, Any], message: str
+def test_ranks_that_differ_are_told(
+    pools: Pools, common: dict[str, Any], other: dict[str, Any], message: str
 ) -> None:
-    case = Case(options={"moe_monta_chain": chain})
-    options = case.options | changes.get("options", {})
-    other = replace(case, **{**changes, "options": options})
-    refusals = pools[4].run(refusal_of, [case, case, other, case], [{}] * 4)
-    assert refusals == [f"moe_monta: {message}; give every rank the same options and files"] * 4
+    """All of them, as a layer is built."""
+    case = Case(options=common)
+    differs = replace(case, **{**other, "options": common | other.get("options", {})})
+    for refusal in pools[4].run(refusal_of, [case, case, differs, case], [{}] * 4):
+        assert refusal.startswith(f"moe_monta: ranks 0 and 2 differ in {message}")
+        assert refusal.endswith("; give every rank the same options and files")
 
 
 def test_ranks_with_other_communicator_settings_are_told(pools: Pools) -> None:
     """Before groups are made that are named by them, for which the ranks would wait."""
-    with pytest.raises(PoolError) as error:
-        pools[4].run(disagree_in_communicators, Case(), [16, 16, 32, 16])
-    assert (
-        "ranks 0 and 2 differ in max_ctas of ep (--nccl-communicator-config-path): 16 and 32; give "
-        "every rank the same options and files"
-    ) in str(error.value)
+    for error in pools[4].run(error_of, disagree_in_communicators, Case(), [16, 16, 32, 16]):
+        assert "differ in max_ctas of ep (--nccl-communicator-config-path): 16 and 32; " in error
 
 
 def test_ranks_that_come_to_differ_are_told_before_they_exchange(pools: Pools) -> None:
     case = Case(options={"moe_monta_chain": "alltoall_dedup"})
-    with pytest.raises(PoolError, match="ranks 0 and 2 differ in num_chunks: 2 and 3"):
-        pools[4].run(disagree_later, case, 2)
-
-
-def test_ranks_that_see_other_nodes_are_told(pools: Pools) -> None:
-    chain = {"moe_monta_chain": "hierarchical_allgather"}
-    two, one = (chain | {"moe_monta_ranks_per_node": number} for number in (2, 1))
-    with pytest.raises(PoolError, match="ranks 0 and 3 differ in ranks_per_node: 2 and 1"):
-        pools[4].run(disagree, Case(), {0: two, 1: two, 2: two, 3: one})
-    # One that has the option, among others that go by their hosts.
-    with pytest.raises(PoolError, match="ranks 0 and 1 differ in ranks_per_node: 2 and None"):
-        pools[4].run(disagree, Case(), {0: two, 1: chain, 2: chain, 3: chain})
-    # The same nodes, but only a rank with the cluster file would end if the hosts were dealt out.
-    filed = chain | {"moe_monta_cluster": AUTO["moe_monta_cluster"]}
-    four = chain | {"moe_monta_ranks_per_node": AUTO["moe_monta_cluster"].ranks_per_node}
-    with pytest.raises(
-        PoolError, match="ranks 0 and 1 differ in the cluster of ranks_per_node: None and "
-    ):
-        pools[4].run(disagree, Case(), {0: four, 1: filed, 2: four, 3: four})
+    for error in pools[4].run(error_of, disagree_later, case, 2):
+        assert "ranks 0 and 2 differ in num_chunks: 2 and 3" in error
 
 
 def test_padded_to_capacity_all_ranks_choose_for_as_many_tokens(pools: Pools) -> None:
@@ -188,18 +151,6 @@ def test_auto_takes_permuted_tokens_where_cuda_graphs_capture(pools: Pools) -> N
     for captures, rows in ((False, {"permuted tokens", "tokens"}), (True, {"permuted tokens"})):
         found = pools[4].run(rows_to_choose_from, Case(options=AUTO), captures)
         assert found == [rows] * 4
-
-
-def test_a_plan_file_is_followed_and_checked(pools: Pools, tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    options = {"moe_monta_plan": str(path), "moe_monta_ranks_per_node": 2}
-    case = Case(options=options)
-    chosen = pools[4].run(save_plan, Case(options=AUTO), str(path), 512)
-    assert chosen[0][0] in CHAINS
-    for found in pools[4].run(compare_steps, case, None, [[24, 24, 24, 24]]):
-        assert found == [chosen[0]]
-    with pytest.raises(PoolError, match=r"moe_monta_plan: key\.ep: the plan is for 4, .* 2"):
-        pools[4].run(compare_steps, Case(ep=2, options=options), None, [[4] * 4])
 
 
 def test_buckets_are_half_octaves() -> None:

@@ -69,7 +69,8 @@ def test_capacity(pools: Pools, layout: tuple[int, int, int]) -> None:
     pools[4].run(restores, case_on(layout, config=config), IN_TWO)
     config |= {"moe_expert_capacity_factor": 0.6}
     for called in pools[4].run(pads_to_capacity, case_on(layout, config=config), IN_TWO):
-        assert len(called) == LAYOUTS[layout], called
+        # Stock's, and the chains of permuted tokens.
+        assert len(called) == 3, called
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -42,19 +42,15 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
     name, shape = ("auto", draw.choice(shapes)) if is_auto else draw.choice(named)
     ep, etp, ranks_per_node = shape
     of_tokens = not is_auto and CHAINS[name].rows == "tokens"
-    places = {"ranks": ep}
-    if ep * etp % ranks_per_node == 0 and ranks_per_node % etp == 0:
-        places["nodes"] = ep * etp // ranks_per_node
     dtype, probs_dtype = draw.choice(DTYPES)
     # A planner takes longer than a case: a few configurations, which it is asked for again.
     num_local_experts = 2 if is_auto else draw.randint(1, 3)
 
-    limit = draw.choice(list(places)) if chance(draw, 0.1) else ""
-    # Those of a place have to suffice.
-    most = ep * num_local_experts // places.get(limit, 1)
-    topk = 2 if is_auto else draw.randint(1, min(most, 4))
-    routing = "router" if limit else draw.choice([*ROUTINGS, "no_expert", "empty_rank", "router"])
-    capacity = draw.choice(["", "", "", "drop", "pad"]) if routing != "router" else ""
+    topk = 2 if is_auto else draw.randint(1, min(ep * num_local_experts, 4))
+    routing = draw.choice([*ROUTINGS, "no_expert", "empty_rank", "router"])
+    # Chains of tokens refuse to fill experts up.
+    capacities = ["", "", "", "drop", "drop" if of_tokens else "pad"]
+    capacity = draw.choice(capacities) if routing != "router" else ""
     num_tokens = draw.choice([3, 12, 24])
     # A router needs some, and ranks fill experts up to the same capacity.
     least = 1 if routing == "router" else 0
@@ -62,11 +58,8 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
     if capacity == "pad":
         tokens = [max(tokens)] * world_size if any(tokens) else [1] * world_size
 
-    pipelined = of_tokens and chance(draw, 0.25)
-    mode = draw.choice(["planned", "tuned", "watched"]) if is_auto else "planned"
-    if not is_auto and not pipelined and chance(draw, 0.02):
-        mode = "watched"
-    wire = draw.choice(["", "", "dispatch", "both"]) if dtype != "float64" else ""
+    pipelined = (of_tokens or is_auto) and chance(draw, 0.25)
+    is_tuned = is_auto and not pipelined and chance(draw, 0.5)
     fused = HAS_TRITON and of_tokens and dtype == "float32" and chance(draw, 0.05)
     return Case(
         chain=name,
@@ -82,14 +75,10 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
         routing=routing,
         capacity=capacity,
         num_chunks=1 if is_auto or CHAINS[name].serial else draw.randint(1, 7),
-        num_steps=draw.choice([1, 1, 2])
-        if mode == "planned" and not is_auto
-        else draw.randint(1, 6),
-        mode=mode,
-        wire=wire,
-        keeps_sums=of_tokens and chance(draw, 0.3),
+        num_steps=draw.randint(1, 6) if is_auto else draw.choice([1, 1, 2]),
+        is_tuned=is_tuned,
+        quantized=dtype != "float64" and chance(draw, 0.5),
         pipelined=pipelined,
-        limit=limit,
         fused=fused,
         flat=chance(draw, 0.3),
         strided=chance(draw, 0.3),

@@ -248,14 +248,6 @@ def test_rounding(
             )
 
 
-@pytest.mark.parametrize("chain", [name for name, hops in HOPS.items() if hops > 0])
-def test_an_unrounded_last_hop(pools: Pools, chain: str) -> None:
-    """One rounding less: with a single hop, that of one fp32 sum alone."""
-    case = numerics_case(chain, NUMERICS_SHAPES[0], "bfloat16", 1 if CHAINS[chain].serial else 4)
-    rms = Rms.of(pools[4].run(errors_of, dataclasses.replace(case, keeps_sums=True)))
-    assert rms.combine <= MARGIN * math.sqrt(HOPS[chain]) * rms.one_rounding
-
-
 def align(num_bytes: int) -> int:
     return -(-num_bytes // 16) * 16
 

@@ -72,15 +72,15 @@ def test_a_rank_that_ends_or_stops_in_the_exchange_of_counts(chain: str, stops: 
 
 
 @pytest.mark.parametrize("chain", ["hierarchical_alltoall"])
-def test_a_thousand_steps_grow_nothing(pools: Pools, chain: str) -> None:
+def test_many_steps_grow_nothing(pools: Pools, chain: str) -> None:
     case = Case(
         ep=4,
         num_local_experts=2,
         options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2},
     )
-    for samples in pools[4].run(many_steps, case, 2, 1000, limit_s=240.0):
+    for samples in pools[4].run(many_steps, case, 2, 500, limit_s=240.0):
         # The first quarter warms up allocators and caches.
         _, second, _, last = samples["memory_bytes"]
-        assert last - second < 8 * 2**20
+        assert last - second < 5 * 2**20
         for name in ("threads", "groups", "tensors"):
             assert len(set(samples[name][1:])) == 1, f"{name}: {samples[name]}"

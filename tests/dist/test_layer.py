@@ -12,40 +12,34 @@ CHUNKS = [1, 2, 3, 4, 5, 6, 7]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("tp", "ep", "etp"), LAYOUTS)
 def test_layer_equals_stock(pools: Pools, tp: int, ep: int, etp: int, dtype: str) -> None:
-    # Rows are moved whatever they hold, so each of the two halves meets half of the numbers of
-    # chunks, and with the other type the other half.
-    for half in range(2):
-        cases = [
-            Case(
-                tp=tp,
-                ep=ep,
-                etp=etp,
-                dtype=dtype,
-                num_local_experts=num_local_experts,
-                routing=routing,
-                topk=1 if routing == "one_expert" or ep * num_local_experts <= 2 else 2,
-            )
-            for num_local_experts in (1, 2, 3, 4)
-            for position, routing in enumerate(ROUTINGS)
-            if (num_local_experts + position) % 2 == half
-            # Sparing one expert of one leaves none.
-            and not (routing == "expert0_empty" and ep * num_local_experts < 3)
-        ]
-        chunks = CHUNKS[half == (dtype == "float32") :: 2]
-        reports = pools[4].run(compare_many, cases, chunks)
+    cases = [
+        Case(
+            tp=tp,
+            ep=ep,
+            etp=etp,
+            dtype=dtype,
+            num_local_experts=num_local_experts,
+            routing=routing,
+            topk=1 if routing == "one_expert" or ep * num_local_experts <= 2 else 2,
+        )
+        for num_local_experts in (1, 2, 3)
+        for routing in ROUTINGS
+        # Sparing one expert of one leaves none.
+        if not (routing == "expert0_empty" and ep * num_local_experts < 3)
+    ]
+    # Rows are moved whatever they hold, so each case meets some of the numbers of chunks.
+    for first in range(3):
+        reports = pools[4].run(compare_many, cases[first::3], CHUNKS[first::3])
         for of_rank in reports:
             assert {report["dispatcher"] for report in of_rank} == {"MontaTokenDispatcher"}
-    assert sum(report["bytes"]["intra"] for of_rank in reports for report in of_rank) > 0
+        assert sum(report["bytes"]["intra"] for of_rank in reports for report in of_rank) > 0
 
 
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("chain", ["alltoall_allgather", "hierarchical_alltoall"])
-def test_tokens_in_eight_bits(pools: Pools, chain: str, backward: bool) -> None:
+def test_tokens_in_eight_bits(pools: Pools, chain: str) -> None:
     """The experts get stock's tokens, rounded; the check at start is on."""
     options = {"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2, "moe_monta_num_chunks": 2}
-    options |= {"moe_monta_wire_dtype": "fp8", "moe_monta_wire_backward": backward or None}
-    if backward and chain == "hierarchical_alltoall":
-        options["moe_monta_combine_dtype"] = "fp32"
+    options |= {"moe_monta_wire_dtype": "fp8"}
     for dtype in ("float32", "bfloat16"):
         pools[4].run(compare_rounded, Case(dtype=dtype, options=options))
 

@@ -1,6 +1,5 @@
 """Experts inside the pipeline (--moe-monta-overlap-experts), against stock's layer."""
 
-import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +9,13 @@ import pytest
 import torch
 from conftest import Pools
 from layers import (
-    HIDDEN,
     Case,
     compare_batch_invariant,
     compare_steps,
     compare_width,
     compare_without_gradient,
     knows_batch_invariant_sums,
+    refusal_of,
     replay_cuda_graph_attributes,
 )
 from overlap import (
@@ -30,26 +29,17 @@ from overlap import (
     compare_split,
     compare_trainings,
     compare_with_unsplit,
-    refusal,
     refusal_of_sharded_weights,
     state_dict_keys,
 )
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.integration.experts import (
     RUNS_WITH_OVERLAP,
     UNSUPPORTED_WITH_OVERLAP,
     check_experts,
-    is_pipelined,
 )
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.supported_settings import OUT_OF_REACH, RUNS, check_supported
-from monta_megatron.planner.chain_policy import ChainChoice
-from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.experts import ExpertSizes, with_timer
-from monta_megatron.planner.layout import ParallelLayout, with_experts, workloads_of
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.plan import plan
 
 pytestmark = pytest.mark.old_end
 
@@ -73,6 +63,16 @@ CASES = [
         ("hierarchical_alltoall", 1),
     )
 ]
+AUTO = Case(
+    ep=4,
+    num_local_experts=2,
+    options={
+        "moe_monta_chain": "auto",
+        "moe_monta_cluster": "emulated_2x4_500mbit",
+        "moe_monta_ranks_per_node": 2,
+        "moe_monta_overlap_experts": True,
+    },
+)
 CHUNKS = [1, 3]
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +83,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def check(pools: Pools, case: Case, **config: Any) -> None:
-    pools[4].run(compare_split, dataclasses.replace(case, config=config), CHUNKS)
+    pools[4].run(compare_split, replace(case, config=config), CHUNKS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -93,7 +93,7 @@ def check(pools: Pools, case: Case, **config: Any) -> None:
 )
 def test_a_layer(pools: Pools, case: Case, routing: str, dtype: str) -> None:
     topk = 1 if routing == "one_expert" else 2
-    case = dataclasses.replace(case, routing=routing, topk=topk, dtype=dtype)
+    case = replace(case, routing=routing, topk=topk, dtype=dtype)
     pools[4].run(compare_split, case, [2, 5])
 
 
@@ -101,7 +101,7 @@ def test_a_layer(pools: Pools, case: Case, routing: str, dtype: str) -> None:
 def test_all_but_matrix_products_is_the_same_to_the_bit(
     pools: Pools, case: Case, dtype: str
 ) -> None:
-    pools[4].run(compare_bits, dataclasses.replace(case, dtype=dtype), 3)
+    pools[4].run(compare_bits, replace(case, dtype=dtype), 3)
 
 
 def test_shared_experts(pools: Pools, case: Case) -> None:
@@ -113,16 +113,20 @@ def test_shared_experts_overlap(pools: Pools, case: Case) -> None:
 
 
 def test_capacity_factor(pools: Pools, case: Case) -> None:
-    check(pools, dataclasses.replace(case, routing="router"), moe_expert_capacity_factor=0.75)
+    check(pools, replace(case, routing="router"), moe_expert_capacity_factor=0.75)
 
 
-def test_pad_to_capacity(pools: Pools, case: Case) -> None:
-    case = dataclasses.replace(case, routing="router")
-    check(pools, case, moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True)
+def test_pad_to_capacity(pools: Pools) -> None:
+    """Chains of tokens are refused; auto takes one of permuted tokens, and splits nothing."""
+    config = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    named, auto = (replace(one, routing="router", config=config) for one in (CASES[1], AUTO))
+    for refused in pools[4].run(refusal_of, [named] * 4, [{}] * 4):
+        assert refused.startswith("moe_monta_chain: alltoall_dedup cannot run here: its rows are t")
+    assert pools[4].run(compare_chosen, auto, [[24] * 4]) == [[1]] * 4
 
 
 def test_probabilities_on_the_input(pools: Pools, case: Case) -> None:
-    check(pools, dataclasses.replace(case, topk=1), moe_apply_probs_on_input=True)
+    check(pools, replace(case, topk=1), moe_apply_probs_on_input=True)
 
 
 def test_latent_size(pools: Pools, case: Case) -> None:
@@ -147,11 +151,10 @@ def test_cuda_graph_attributes_replay(pools: Pools, case: Case) -> None:
 
 
 def test_batch_invariant_sums(pools: Pools) -> None:
+    """No chain of tokens adds in the order of this mode, so auto splits nothing."""
     if not all(pools[4].run(knows_batch_invariant_sums)):
         pytest.skip("needs Megatron-Core >= 0.20, which orders a token's sum in this mode")
-    options = {**CASES[1].options, "moe_monta_combine_dtype": "fp32"}
-    case = Case(ep=4, num_local_experts=4, topk=9, options=options)
-    pools[4].run(compare_batch_invariant, case, 3)
+    pools[4].run(compare_batch_invariant, replace(AUTO, num_local_experts=4, topk=9), None)
 
 
 def test_evaluation_without_gradient(pools: Pools, case: Case) -> None:
@@ -170,7 +173,7 @@ def test_grouped_experts(pools: Pools, case: Case, recomputes_activation: bool) 
 
 def test_probabilities_on_the_input_of_grouped_experts(pools: Pools, case: Case) -> None:
     config = {"moe_apply_probs_on_input": True}
-    pools[4].run(compare_grouped, dataclasses.replace(case, topk=1, config=config), 3)
+    pools[4].run(compare_grouped, replace(case, topk=1, config=config), 3)
 
 
 def test_the_norm_before_it_is_recomputed(pools: Pools, case: Case) -> None:
@@ -192,7 +195,7 @@ def test_training_with_other_chunks_in_every_step(pools: Pools, fused: bool) -> 
 
     With gradient accumulation fusion they have nothing to add.
     """
-    case = dataclasses.replace(DATA_PARALLEL, config={"gradient_accumulation_fusion": fused})
+    case = replace(DATA_PARALLEL, config={"gradient_accumulation_fusion": fused})
     chunks = [2, 8, 1, 3, 5, 8, 2, 4, 7, 6]
     differences = pools[4].run(compare_trainings, case, chunks, 3)
     # Gradients that differ in their last bits; Adam's steps are as large for small gradients.
@@ -200,47 +203,17 @@ def test_training_with_other_chunks_in_every_step(pools: Pools, fused: bool) -> 
 
 
 def test_products_of_all_chunks_add_to_one_gradient(pools: Pools) -> None:
-    case = dataclasses.replace(
-        DATA_PARALLEL, dtype="bfloat16", config={"gradient_accumulation_fusion": True}
-    )
+    case = replace(DATA_PARALLEL, dtype="bfloat16", config={"gradient_accumulation_fusion": True})
     # Sums of 24 products in another order; in bf16 their roundings would be 2^-9 of each.
     assert max(pools[4].run(compare_main_gradients, case, 3)) < 1e-6
 
 
-def with_timer_of(us: float) -> dict[str, Any]:
-    """Options with which the planner chooses, by experts that take so long for 64 rows of each."""
-    sizes = ExpertSizes(num_local_experts=2, hidden_size=HIDDEN, ffn_hidden_size=16, value_bytes=4)
-    cluster = load_cluster("emulated_2x4_500mbit")
-    links = tuple(replace(link, alpha_us=link.alpha_us / 30) for link in cluster.links)
-    launch = replace(cluster.launch, collective_us=5.0, pass_us=0.0, stage_us=0.0)
-    return {
-        "moe_monta_chain": "auto",
-        "moe_monta_cluster": with_timer(
-            replace(cluster, links=links, launch=launch), sizes, us / 1e3, 64
-        ),
-        "moe_monta_ranks_per_node": 2,
-        "moe_monta_overlap_experts": True,
-    }
-
-
-def test_the_planner_splits_where_it_pays(pools: Pools) -> None:
-    """Every rank alike, with other tokens in every step; few of them are not worth two chunks."""
-    tokens = [[2000, 0, 1, 100], [1, 1, 0, 1], [2000, 0, 1, 100], [2, 1, 0, 1]]
-    case = Case(ep=4, num_local_experts=2, options=with_timer_of(500.0))
-    by_rank = pools[4].run(compare_chosen, case, tokens)
-    assert by_rank == [[True, False, True, False]] * 4
-
-
-def test_the_planner_does_not_split_where_it_does_not_pay(pools: Pools) -> None:
-    case = Case(ep=4, num_local_experts=2, options=with_timer_of(1e-3))
-    assert pools[4].run(compare_chosen, case, [[24] * 4, [2, 1, 0, 3]]) == [[False, False]] * 4
-
-
-def test_padding_to_capacity_needs_a_named_chain(pools: Pools) -> None:
-    config = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
-    case = Case(ep=4, num_local_experts=2, options=with_timer_of(500.0), config=config)
-    for refused in pools[4].run(refusal, case):
-        assert refused.startswith("moe_monta_chain: got auto, must name a chain of tokens")
+@pytest.mark.parametrize("num_chunks", [None, 3])
+def test_auto_splits_the_best_chain_of_tokens(pools: Pools, num_chunks: int | None) -> None:
+    """In 4, or as asked for; on every rank alike, with other tokens in every step."""
+    tokens = [[2000, 0, 1, 100], [1, 1, 0, 1]]
+    case = replace(AUTO, options={**AUTO.options, "moe_monta_num_chunks": num_chunks})
+    assert pools[4].run(compare_chosen, case, tokens) == [[num_chunks or 4] * 2] * 4
 
 
 def test_options_that_do_not_go_together() -> None:
@@ -254,34 +227,6 @@ def test_options_that_do_not_go_together() -> None:
         options(tune_steps=3)
     with pytest.raises(ValueError, match="given with alltoall, must be with one of"):
         options(chain="alltoall")
-    with pytest.raises(ValueError, match="beside moe_monta_record, which records no compute"):
-        options(record="folder")
-
-
-def test_a_plan_says_whether_its_experts_are_split(tmp_path: Path) -> None:
-    def saved(**settings: Any) -> dict[str, Any]:
-        """Options that use the plan of a layer."""
-        model, cluster = load_model("deepseek_v3"), load_cluster("h100_8x_ndr")
-        layout = ParallelLayout(world_size=64, ep=64)
-        (workload,) = workloads_of(model, layout, cluster.ranks_per_node)
-        planned = plan(with_experts(workload, model, cluster), cluster, **settings)
-        planned.save(tmp_path / "plan.yaml")
-        return {"moe_monta_plan": str(tmp_path / "plan.yaml")}
-
-    split = saved()
-    with pytest.raises(ValueError, match="moe_monta_overlap_experts: not given, must be with"):
-        Options.of(SimpleNamespace(**split))
-    options = Options.of(SimpleNamespace(**split, moe_monta_overlap_experts=True))
-    fixed = ChainChoice(chain=CHAINS["hierarchical_alltoall"], num_chunks=4, reason="")
-    assert options.plan is not None and is_pipelined(fixed, options.plan)
-    # A plan of a chain of permuted tokens, with the experts whole, is used as it is.
-    whole = Options.of(
-        SimpleNamespace(**saved(chains=["alltoall"]), moe_monta_overlap_experts=True)
-    )
-    assert whole.plan is not None and not is_pipelined(fixed, whole.plan)
-    # One without prices of experts says nothing of them.
-    alone = replace(whole.plan, key=replace(whole.plan.key, experts=None))
-    assert is_pipelined(fixed, alone)
 
 
 def test_every_setting_has_its_line() -> None:
@@ -353,12 +298,9 @@ def test_fsdp_that_no_configuration_names_is_refused(pools: Pools) -> None:
         assert refused.startswith("use_megatron_fsdp: not supported with moe_monta_overlap_experts")
 
 
-@pytest.mark.parametrize(
-    "options", [{"moe_monta_wire_dtype": "fp8"}, {"moe_monta_combine_dtype": "fp32"}]
-)
-def test_what_travels_in_another_dtype(pools: Pools, case: Case, options: dict[str, str]) -> None:
-    case = dataclasses.replace(case, dtype="bfloat16", options={**case.options, **options})
-    pools[4].run(compare_with_unsplit, case, 3)
+def test_tokens_in_eight_bits(pools: Pools, case: Case) -> None:
+    options = {**case.options, "moe_monta_wire_dtype": "fp8"}
+    pools[4].run(compare_with_unsplit, replace(case, dtype="bfloat16", options=options), 3)
 
 
 def test_dropout_inside_experts_is_refused() -> None:

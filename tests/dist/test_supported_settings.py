@@ -19,14 +19,14 @@ from layers import (
     compare_under_overlap_schedule,
     compare_width,
     compare_without_gradient,
+    error_of,
     knows_batch_invariant_sums,
-    nodes_of_tokens,
     options_survive_copies,
     refusal_in_batch_invariant_mode,
+    refusal_of,
     replay_cuda_graph_attributes,
     rows_to_choose_from_in_batch_invariant_mode,
 )
-from pool import PoolError
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.integration.arguments import answer_should_free_input
@@ -86,23 +86,18 @@ def test_capacity_factor(pools: Pools, case: Case) -> None:
 
 @pytest.mark.parametrize("factor", [0.75, 2.0])
 def test_pad_to_capacity(pools: Pools, case: Case, factor: float) -> None:
+    """Permuted tokens, by name or as auto chooses; chains of tokens are refused."""
+    config = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True}
     case = dataclasses.replace(case, routing="router")
-    check(pools, case, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=True)
-
-
-def test_tokens_on_few_nodes(pools: Pools) -> None:
-    """Each of 24 tokens stays on one node of two; it is said once that this changes the model."""
-    case = dataclasses.replace(
-        CASES[-1],
-        routing="router",
-        topk=3,
-        options={**CASES[-1].options, "moe_monta_max_nodes_per_token": 1},
-    )
-    (first, *others) = pools[4].run(nodes_of_tokens, case)
-    assert first[:2] == (24, 1)
-    assert "experts of a token limited to 1 of 2 nodes: this changes the model" in first[2][-1]
-    assert [other[:2] for other in others] == [(24, 1)] * 3
-    assert not any(other[2] for other in others)
+    chain = case.options["moe_monta_chain"]
+    if CHAINS[chain].rows == "tokens":
+        padded = dataclasses.replace(case, config=config)
+        for refused in pools[4].run(refusal_of, [padded] * 4, [{}] * 4):
+            assert refused.startswith(f"moe_monta_chain: {chain} cannot run here: its rows are tok")
+        case = dataclasses.replace(case, options=case.options | {"moe_monta_chain": "auto"})
+        pools[4].run(compare_steps, dataclasses.replace(case, config=config), None, [[24] * 4])
+        return
+    check(pools, case, **config)
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
@@ -113,12 +108,8 @@ def test_router_padding(pools: Pools, case: Case, num_chunks: int) -> None:
     pools[4].run(compare_padded_for_quantization, case, num_chunks, 256)
 
 
-# Chains, and options, that add a token's rows in the order of Megatron's batch-invariant mode.
-ORDERED = {
-    "alltoall": {},
-    "alltoall_allgather": {},
-    "alltoall_dedup": {"moe_monta_combine_dtype": "fp32"},
-}
+# Chains that add a token's rows in the order of Megatron's batch-invariant mode.
+ORDERED = ("alltoall", "alltoall_allgather")
 # Tokens with two or three experts on most ranks.
 MANY_EXPERTS = Case(ep=4, num_local_experts=4, topk=9)
 
@@ -128,8 +119,8 @@ def needs_batch_invariant_sums(pools: Pools) -> None:
         pytest.skip("needs Megatron-Core >= 0.20, which orders a token's sum in this mode")
 
 
-def with_chain(chain: str, **options: Any) -> Case:
-    options |= {"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2}
+def with_chain(chain: str) -> Case:
+    options = {"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2}
     return dataclasses.replace(MANY_EXPERTS, options=options)
 
 
@@ -138,7 +129,7 @@ def with_chain(chain: str, **options: Any) -> Case:
 def test_batch_invariant_sums(pools: Pools, chain: str, num_chunks: int) -> None:
     needs_batch_invariant_sums(pools)
     num_chunks = 1 if chain == "alltoall" else num_chunks
-    pools[4].run(compare_batch_invariant, with_chain(chain, **ORDERED[chain]), num_chunks)
+    pools[4].run(compare_batch_invariant, with_chain(chain), num_chunks)
 
 
 def test_batch_invariant_sums_with_expert_tensor_parallelism(pools: Pools) -> None:
@@ -151,7 +142,7 @@ def test_batch_invariant_mode_refuses_other_orders_of_sums(
     pools: Pools,
 ) -> None:
     needs_batch_invariant_sums(pools)
-    for chain in set(CHAINS) - {"alltoall", "alltoall_allgather"}:
+    for chain in set(CHAINS) - set(ORDERED):
         for refused in pools[4].run(refusal_in_batch_invariant_mode, with_chain(chain)):
             assert refused.startswith(f"moe_monta_chain: {chain} cannot run here: batch_invariant")
     # The planner does not ask them.
@@ -236,8 +227,8 @@ def test_layer_spec_patches_nothing(pools: Pools) -> None:
 
 def test_layer_spec_under_the_overlap_schedule_is_refused(pools: Pools) -> None:
     case = Case(dtype="bfloat16", config={"overlap_moe_expert_parallel_comm": True})
-    with pytest.raises(PoolError, match="overlap_moe_expert_parallel_comm: got True, must be Fal"):
-        pools[4].run(build_from_spec, case)
+    for error in pools[4].run(error_of, build_from_spec, case):
+        assert error.startswith("overlap_moe_expert_parallel_comm: got True, must be False")
 
 
 @pytest.mark.parametrize("low_precision", [{}, {"fp8": "hybrid", "first_last_layers_bf16": True}])
@@ -270,7 +261,7 @@ def test_cuda_graphs_that_would_capture_the_exchange_are_refused(settings: dict[
 @pytest.mark.parametrize("setting", ["moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"])
 def test_eight_bits_of_another_dispatcher_are_refused(setting: str) -> None:
     check_supported(SimpleNamespace(**{setting: "bf16"}))
-    with pytest.raises(ValueError, match=f"^{setting}: not supported with .* moe_monta_wire_"):
+    with pytest.raises(ValueError, match=f"^{setting}: not supported with .* flex dispatcher "):
         check_supported(SimpleNamespace(**{setting: "mxfp8"}))
 
 

@@ -28,7 +28,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on 
 
 HIDDEN = 40
 TOPK = 3
-# Dtype, and whether rows are quantized and sums kept on the last hop.
+# Dtype, and whether rows are quantized.
 CASES = ((torch.float32, False), (torch.float16, False), (torch.float16, True))
 
 

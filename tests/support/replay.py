@@ -77,13 +77,11 @@ class ReplayCase(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether rows travel as they are, and the experts come between the passes."""
-        return not self.pipelined and not self.case.num_quantized
+        return not self.pipelined and not self.case.quantized
 
     def __str__(self) -> str:
         case = self.case
-        kind = ", experts in the pipeline" * self.pipelined + ", eight bits" * bool(
-            case.num_quantized
-        )
+        kind = ", experts in the pipeline" * self.pipelined + ", eight bits" * case.quantized
         return f"{case.chain} x{case.num_chunks}, EP {case.ep} x ETP {case.etp}{kind}"
 
 
@@ -119,8 +117,7 @@ def replay_cases() -> list[ReplayCase]:
             continue
         chunks = NUM_CHUNKS[:1] if chain.serial else NUM_CHUNKS
         made += [ReplayCase(replace(case, num_chunks=number)) for number in chunks]
-        quantized = replace(case, num_quantized=2, keeps_sums=True, num_chunks=min(3, chunks[-1]))
-        made.append(ReplayCase(quantized))
+        made.append(ReplayCase(replace(case, quantized=True, num_chunks=min(3, chunks[-1]))))
         if chain.rows == "tokens":
             made += [
                 ReplayCase(replace(case, num_chunks=number), pipelined=True)

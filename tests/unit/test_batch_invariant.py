@@ -55,8 +55,6 @@ def test_chains_that_add_in_another_order_are_refused() -> None:
     assert [chain for chain in CHAINS if not said[chain]] == ["alltoall", "alltoall_allgather"]
     for chain, line in said.items():
         assert not line or line.startswith(f"moe_monta_chain: {chain} cannot run here: batch_inv")
-    assert not problem(chain="alltoall_dedup", combine_dtype="fp32")
-    assert problem(chain="hierarchical_alltoall", combine_dtype="fp32")
 
 
 def test_an_older_megatron_demands_no_order() -> None:
@@ -64,14 +62,12 @@ def test_an_older_megatron_demands_no_order() -> None:
         assert not problem(chain="hierarchical_alltoall")
 
 
-@pytest.mark.parametrize("combine_dtype", [None, "fp32"])
-def test_auto_chooses_among_chains_that_add_in_order(combine_dtype: str | None) -> None:
-    config = config_of(combine_dtype=combine_dtype)
+@pytest.mark.parametrize("overlap_experts", [None, True])
+def test_auto_chooses_among_chains_that_add_in_order(overlap_experts: bool | None) -> None:
+    """So that there is none to split with its experts."""
+    config = config_of(overlap_experts=overlap_experts)
     policy = policy_for(Options.of(config), config, LAYOUT, permuted_only=False)
-    names = {chain.name for chain in policy.chains}
-    assert names - {"alltoall", "alltoall_allgather"} == (
-        set() if combine_dtype is None else {"alltoall_dedup"}
-    )
+    assert {chain.name for chain in policy.chains} == {"alltoall", "alltoall_allgather"}
 
 
 def test_the_map_of_permute_is_kept_for_unpermute() -> None:

@@ -156,17 +156,13 @@ def test_the_parts_of_an_expert_are_added_first_as_in_stock() -> None:
     assert parts_per_sum(etp=1, num_parts=4) == 4
 
 
-def test_an_expert_takes_tokens_then_padding_of_each_source() -> None:
-    """One expert, two sources, two chunks; each source has routed pairs and padding."""
-    # [C, L * classes, S] pairs, as a chunk brings them: by kind, then by source.
-    runs = np.array([[[2, 1], [1, 0]], [[1, 1], [0, 3]]])
-    segments = expert_order(runs, [0, 1], classes=2)
-    # Source 0: routed 0-1 and 2, padding 3. Source 1: routed 4 and 5, padding 6-8.
+def test_an_expert_takes_each_source_in_turn() -> None:
+    """Two experts, two sources, two chunks."""
+    # [C, L, S] pairs, as a chunk brings them: by expert, then by source.
+    segments = expert_order(np.array([[[2, 1], [1, 0]], [[1, 1], [0, 3]]]), np.array([0, 1]))
     assert segments.lengths.tolist() == [[2, 1, 1, 0], [1, 1, 0, 3]]
-    assert segments.starts.tolist() == [[0, 4, 3, 6], [2, 5, 4, 6]]
-    plain = expert_order(runs, [0, 1], classes=1)
-    # Two experts: 0-2 and 3-4 are the first one's, 5 and 6-8 the second one's.
-    assert plain.starts.tolist() == [[0, 3, 5, 6], [2, 4, 6, 6]]
+    # 0-2 and 3-4 are the first expert's, of sources 0 and 1; 5 and 6-8 the second one's.
+    assert segments.starts.tolist() == [[0, 3, 5, 6], [2, 4, 6, 6]]
 
 
 def test_num_chunks_below_one_is_refused() -> None:

@@ -31,13 +31,11 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.chains.stages import Permute
-from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.exchange import operations as torch_operations
 from monta_megatron.exchange.collectives import peer_groups, start_all_gather
 from monta_megatron.exchange.counts import CountTable, expert_ids_of
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.monitor import Step
-from monta_megatron.exchange.pass_times import DeviceCollectives, PassTimes
+from monta_megatron.exchange.pass_times import PassTimes
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
 
@@ -84,8 +82,7 @@ def make_exchange(
         monitor=device.recorder.monitor,
         max_experts_per_token=gathered.max_experts_per_token,
         fused=fused,
-        quantized_passes=quantized_passes(quantized, backward=True),
-        keeps_sums=quantized,
+        quantized=quantized,
     )
     return exchange, routed
 
@@ -199,13 +196,13 @@ def test_passes_are_timed_without_a_wait(chain_name: str) -> None:
         pass_times.end_iteration()
         marks = [
             (interval.start.stream, interval.end.stream)
-            for timed in pass_times._ended
-            for interval in timed.intervals
+            for intervals in pass_times._ended
+            for interval in intervals
         ]
         pass_times.is_on = False
         run_layer(exchange, routed, torch.bfloat16)
         # The device has come to the end of the second pass.
-        device.num_done = pass_times._ended[1].intervals[0].end.issued
+        device.num_done = pass_times._ended[1][0].end.issued
         us = pass_times.collect().tolist()
         del exchange, routed
     assert marks == [("caller", "caller")] * len(FORWARD_BACKWARD)
@@ -214,43 +211,6 @@ def test_passes_are_timed_without_a_wait(chain_name: str) -> None:
     assert device.recorder.findings == []
     # Events are used again once they were read.
     assert len(pass_times._spare_events) == 4
-
-
-@pytest.mark.parametrize("chain_name", ["alltoall", "hierarchical_alltoall"])
-def test_collectives_are_timed_without_a_wait(chain_name: str) -> None:
-    """In a watched iteration: by resource, between events that are read when they have happened."""
-    device = FakeDevice(listed=[ROW_INDICES])
-    exchange, routed = make_exchange(chain_name, 16, 1, device)
-    pass_times = exchange.monitor.pass_times = PassTimes(with_copies=False)
-    pass_times.is_on, steps = True, exchange.monitor.recorder
-    assert steps is not None
-    pass_times.watch()
-    note = DeviceCollectives.note
-
-    def note_both(collectives: DeviceCollectives, step: Step) -> None:
-        steps.note(step)
-        note(collectives, step)
-
-    exchange.monitor.recorder = None
-    with device, mock.patch.object(DeviceCollectives, "note", note_both):
-        run_layer(exchange, routed, torch.bfloat16)
-        pass_times.end_iteration()
-        device.num_done = len(device.recorder.queue)
-        sums = pass_times.collect().tolist()
-        assert exchange.monitor.recorder is None
-        sent = exchange.monitor.bytes_by_resource()
-        # The next one is not watched.
-        exchange.monitor.recorder = steps
-        run_layer(exchange, routed, torch.bfloat16)
-        pass_times.end_iteration()
-        assert len(pass_times.collect()) == len(FORWARD_BACKWARD)
-        del exchange, routed
-    assert all(us > 0 for us in sums[:4]) and sums[4:8] == [1, 1, 1, 1]
-    inter_us, intra_us = sums[8:10]
-    assert inter_us > 0 and (intra_us > 0) == (chain_name == "hierarchical_alltoall")
-    assert sums[10:] == [sent["inter"], sent["intra"]]
-    assert all(crossing == f"{ROW_INDICES} copies to the device" for crossing in device.crossings)
-    assert device.recorder.findings == []
 
 
 def on_host(rows: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from test_stream_safety import CASES, LAYOUTS, Routing, make_exchange, run_layer
 
 from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import COMBINE, FORWARD_BACKWARD, Pass, Policy, RowFormat
-from monta_megatron.chains.wire_format import quantized_bytes, quantized_passes
+from monta_megatron.chains.program import DISPATCH, FORWARD_BACKWARD, Pass, Policy, RowFormat
+from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.exchange import executor
 from monta_megatron.exchange.executor import run as run_pass
 from monta_megatron.exchange.payload import Columns
@@ -28,7 +28,6 @@ ROWS = {
     torch.float32: RowFormat(hidden_size=512, value_bytes=4, prob_bytes=4, sum_bytes=4),
     torch.bfloat16: RowFormat(hidden_size=2560, value_bytes=2, prob_bytes=4, sum_bytes=4),
 }
-QUANTIZED = quantized_passes(True, backward=True)
 each_dtype = pytest.mark.parametrize("dtype", ROWS, ids=["fp32", "bf16"])
 
 
@@ -121,7 +120,7 @@ def test_a_host_gives_memory_back_as_soon_as_it_was_read(
 def test_quantized_rows(
     chain_name: str, layout_name: str, dtype: torch.dtype, policy: Policy
 ) -> None:
-    """What is scaled lies in memory while it is; and sums that are kept on the last hop."""
+    """What is scaled lies in memory while it is."""
     fused = policy == "fused"
     if fused:
         pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
@@ -131,7 +130,8 @@ def test_quantized_rows(
             chain_name, layout_name, num_chunks, dtype, streams, fused, quantized=True
         )
         for way in FORWARD_BACKWARD:
-            size = quantized_bytes(QUANTIZED, way, ROWS[dtype].hidden_size)
-            row = ROWS[dtype]._replace(quantized_bytes=size, keeps_sums=way == COMBINE)
+            row = ROWS[dtype]
+            if way == DISPATCH:
+                row = row._replace(quantized_bytes=row_bytes(row.hidden_size))
             expected = peak_bytes(lower(bound, way, row, width, policy))
             assert expected <= peaks[way.name] <= 1.03 * expected, (num_chunks, way.name)

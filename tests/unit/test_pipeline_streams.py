@@ -24,11 +24,16 @@ from monta_megatron.chains import CHAINS, Chain, TokenCounts
 from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.pipelined_layer import BoundLayer, blocks_of_chunks, layer_program
-from monta_megatron.chains.program import RowFormat
+from monta_megatron.chains.program import (
+    COMBINE,
+    COMBINE_BACKWARD,
+    DISPATCH,
+    DISPATCH_BACKWARD,
+    RowFormat,
+)
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
 from monta_megatron.exchange.state import Exchange, State
-from monta_megatron.planner.layer_price import DIRECTIONS
 
 TOKEN_CASES = [(chain, layout) for chain, layout in CASES if CHAINS[chain].rows == "tokens"]
 
@@ -153,7 +158,7 @@ def test_collectives_are_issued_in_one_order_whatever_the_data(
 
 
 @pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
-def test_the_planner_prices_the_order_of_issue(chain_name: str, layout_name: str) -> None:
+def test_the_program_of_a_layer_is_what_is_issued(chain_name: str, layout_name: str) -> None:
     """The collectives of a layer's program are those that are issued, pass by pass and chunk."""
     issued = [
         (pass_name, stage)
@@ -172,19 +177,17 @@ def test_the_planner_prices_the_order_of_issue(chain_name: str, layout_name: str
     assert issued == planned
 
 
-def layers_of(
-    chain_name: str, layout_name: str, num_chunks: int, routing: Routing = PLAIN
-) -> list[BoundLayer]:
+def layers_of(chain_name: str, layout_name: str, num_chunks: int) -> list[BoundLayer]:
     """The programs of a layer in so many chunks, forward and backward."""
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
-    counts, width = count(chain, layout, routing.map(layout.num_experts))
+    counts, width = count(chain, layout, PLAIN.map(layout.num_experts))
     assert isinstance(counts, TokenCounts)
     chunks = tuple(
         chain.bind(layout, counts.of_blocks(*blocks), 1)
         for blocks in blocks_of_chunks(NUM_BLOCKS, num_chunks)
     )
     layers = []
-    for passes in DIRECTIONS["forward_backward"]:
+    for passes in ((DISPATCH, COMBINE), (COMBINE_BACKWARD, DISPATCH_BACKWARD)):
         first, second = (
             lower(
                 chunks[0],

@@ -23,7 +23,6 @@ from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll
-from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
 from monta_megatron.exchange.counts import CountTable
@@ -104,8 +103,7 @@ def make_exchange(
         monitor=recorder.monitor,
         max_experts_per_token=width,
         fused=fused,
-        quantized_passes=quantized_passes(quantized, backward=True),
-        keeps_sums=quantized,
+        quantized=quantized,
     )
 
 

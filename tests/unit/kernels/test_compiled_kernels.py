@@ -95,8 +95,8 @@ def launch_dequantize(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     return launches_of(dequantize, into, rows, index)
 
 
-def launch_lists(num_experts: int, classes: int) -> list[Launch]:
-    routing_map = torch.empty(NUM_ROWS, num_experts * classes, dtype=torch.bool)
+def launch_lists(num_experts: int) -> list[Launch]:
+    routing_map = torch.empty(NUM_ROWS, num_experts, dtype=torch.bool)
     probs = torch.empty(NUM_ROWS, num_experts, requires_grad=True)
     with launches() as caught:
         lists, _ = expert_ids_of(routing_map, probs, TOPK)
@@ -136,7 +136,7 @@ ROWS: dict[tuple[Callable[..., list[Launch]], torch.dtype, int], tuple[int, int]
 }
 OTHERS: list[tuple[Callable[..., list[Launch]], object]] = [
     *((launch_find, num_parts) for num_parts in (2, 8, 64, 512)),
-    *((launch_lists, *sizes) for sizes in ((8, 1), (256, 1), (512, 2))),
+    *((launch_lists, num_experts) for num_experts in (8, 256, 1024)),
     *((launch_counts, *sizes) for sizes in ((8, 1, 2), (160, 5, 40), (512, 64, 512))),
 ]
 
