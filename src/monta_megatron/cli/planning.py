@@ -39,7 +39,7 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
     Args:
         parser: of the sub-command.
         needs_model: whether the model and the cluster have to be given.
-        says_gain: whether it says what an iteration gains.
+        says_gain: whether it plans, and says what an iteration gains.
     """
     for name, text in FILES.items():
         parser.add_argument(f"--{name}", metavar="FILE", required=needs_model, help=text)
@@ -74,18 +74,13 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
             type=whole(1),
             help="sequences of an iteration, for what it gains",
         )
-    add_kernels(parser)
-    parser.add_argument(
-        "--wire-dtype",
-        choices=("fp8",),
-        help="tokens travel to their experts in eight bits (default: in their own dtype)",
-    )
-    if not says_gain:
-        parser.set_defaults(global_batch_size=None)
-
-
-def add_kernels(parser: Any) -> None:
-    """Add the flag that says which kernels are priced."""
+        parser.add_argument(
+            "--wire-dtype",
+            choices=("fp8",),
+            help="tokens travel to their experts in eight bits (default: in their own dtype)",
+        )
+    else:
+        parser.set_defaults(global_batch_size=None, wire_dtype=None)
     parser.add_argument(
         "--kernels",
         choices=("auto", "torch", "fused"),

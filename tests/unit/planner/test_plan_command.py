@@ -51,6 +51,12 @@ QWEN = [
 ]
 
 
+def test_the_flags_that_pin_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QWEN]) == 0
+    line = "flags     --moe-monta-chain hierarchical_alltoall --moe-monta-num-chunks 2"
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_the_benefit_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QWEN, "--json"]) == 0
     benefit = json.loads(capsys.readouterr().out)["benefit"]

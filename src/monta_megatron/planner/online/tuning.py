@@ -149,19 +149,17 @@ class Tuning:
 
     candidates: tuple[TuningCandidate, ...]
     num_steps: int
-    steps: list[TuningStep] = field(default_factory=list)
-    settled_us: tuple[int, ...] | None = None
+    steps: list[TuningStep] = field(init=False, default_factory=list)
+    settled_us: tuple[int, ...] | None = field(init=False, default=None)
     # Candidates, and whether their runs count.
-    _started: list[tuple[int, bool]] = field(init=False)
+    _started: list[tuple[int, bool]] = field(init=False, default_factory=list)
     # Communicators are made anew in every process.
     _chains_ran: set[str] = field(init=False, default_factory=set)
     # Steps whose results may decide in this iteration: all ranks have been given them.
-    _num_known: int = field(init=False)
+    _num_known: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         assert self.candidates, "at least the planner's pick"
-        self._started = [(step.candidate, step.counts) for step in self.steps]
-        self._num_known = self._num_due
 
     @property
     def is_over(self) -> bool:
