@@ -92,7 +92,12 @@ def test_planned_for_the_cluster_that_the_dispatcher_is_given(tmp_path: Path) ->
     assert run.plan is not None and run.plan.key.cluster == "GB200 NVL72, 8 of 72 ranks per node"
     # Its hosts have 4 ranks, and share the link of their rack.
     layout = {"nodes": 4, "ranks_per_node": 4, "ep": 8}
-    file = edited(tmp_path, ("layout", layout), ("megatron", "global-batch-size", 64))
+    file = edited(
+        tmp_path,
+        ("layout", layout),
+        ("megatron", "global-batch-size", 64),
+        ("megatron", "moe-monta-ranks-per-node", None),
+    )
     run = ready(file, "--moe-monta-cluster", rack)
     assert run.plan is not None and run.plan.key.cluster == "GB200 NVL72"
     assert any("72 ranks are taken to share a node link" in note for note in run.notes)
