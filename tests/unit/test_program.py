@@ -1,6 +1,5 @@
 """Programs: by hand, one structure for all counts, and one truth for all readers."""
 
-import ast
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,26 +146,6 @@ def test_long_sequences_hold_a_window_of_chunks() -> None:
     assert held["hierarchical_alltoall", 1] > 2 * held["alltoall", 1]
     assert (found.chain, found.num_chunks) == ("hierarchical_alltoall", 8)
     assert held["hierarchical_alltoall", 8] <= 1.3 * held["alltoall", 1]
-
-
-def test_only_chains_know_the_kinds_of_stages() -> None:
-    stages = {"Permute", "Duplicate", "AllToAll", "AllGather"}
-    found = {
-        path.relative_to(SOURCES).as_posix()
-        for path in SOURCES.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and getattr(node.func, "id", "") == "isinstance"
-        and stages & {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
-    }
-    assert found == {
-        "chains/calibration_tasks.py",
-        "chains/chain.py",
-        "planner/chain_price.py",
-        "chains/lower.py",
-        "chains/one_chunk.py",
-        "chains/stages.py",
-    }
 
 
 def test_nothing_waits_for_what_is_issued_later_in_any_order() -> None:
