@@ -60,7 +60,7 @@ setup(
         "monta_megatron.tools.launch": ["start.sh"],
         "monta_megatron.configs": ["*/*.yaml"],
     },
-    install_requires=["torch>=2.6", "megatron-core>=0.16,<0.21", "numpy", "pyyaml", "rich"],
+    install_requires=["torch>=2.6", "megatron-core>=0.16,<0.21", "numpy", "pyyaml"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "plot": plot,

@@ -45,11 +45,10 @@ from monta_megatron.tools.bench.candidates import (
     Batch,
     Candidate,
     build_dispatcher,
-    make_batches,
+    make_batch,
     stock_candidate,
 )
 from monta_megatron.tools.bench.layer import dispatcher_on, layer_config
-from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import LayerShape, Settings
 from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_resource
@@ -68,7 +67,7 @@ STEPS = {
 
 
 def build(
-    settings: Settings, cluster: Cluster | None, layout: Layout, batches: tuple[Batch, ...]
+    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Stock alltoall, the baseline of the checks and ratios, then the steps, 2 as the last one.
 
@@ -80,20 +79,21 @@ def build(
     # the same experts.
     rank = dist.get_rank()
     first = rank - rank % settings.tp
-    device = batches[0].hidden.device
+    device = batch.hidden.device
     by_peer = [
-        make_batches(settings, layout, peer, device) for peer in range(first, first + settings.tp)
+        make_batch(settings, layout, peer, device) for peer in range(first, first + settings.tp)
     ]
+    group_batch = concatenate(by_peer)
     begin = (rank - first) * settings.tokens
     whole_group = Candidate(
         kind="megatron",
         requested="alltoall",
         dispatcher=whole_group_dispatcher(settings),
-        batches=tuple(concatenate(of_peers) for of_peers in zip(*by_peer, strict=True)),
+        batch=group_batch,
         tokens_here=slice(begin, begin + settings.tokens),
-        traffic=lambda batch, backward: whole_group_traffic(
+        traffic=lambda backward: whole_group_traffic(
             layout,
-            batch.routing_map.cpu().numpy(),
+            group_batch.routing_map.cpu().numpy(),
             settings.hidden,
             DTYPE_BYTES[settings.dtype],
             backward,
@@ -110,10 +110,10 @@ def build(
 
     serial._bind = bind_in_order
     return [
-        stock_candidate(settings, layout, batches, "alltoall"),
+        stock_candidate(settings, layout, batch, "alltoall"),
         whole_group,
         *(
-            Candidate(kind="monta", requested=CHAIN, dispatcher=dispatcher, batches=batches)
+            Candidate(kind="monta", requested=CHAIN, dispatcher=dispatcher, batch=batch)
             for dispatcher in ours
         ),
     ], {}
@@ -299,13 +299,11 @@ def steps_of(rows: Sequence[Row]) -> list[Row]:
     return rows_with_steps
 
 
-def finish(timed: Bench, rows: list[Row]) -> dict[str, Any]:
-    """The rows with their steps, and what each step gains."""
-    rows = steps_of(rows)
-    return {
-        "rows": [asdict(row) for row in rows],
-        "ablation": [asdict(result) for result in ablation_steps(rows)],
-    }
+def finish(report: dict[str, Any]) -> None:
+    """Give the rows their steps, and add what each step gains."""
+    rows = steps_of([Row(**row) for row in report["rows"]])
+    report["rows"] = [asdict(row) for row in rows]
+    report["ablation"] = [asdict(result) for result in ablation_steps(rows)]
 
 
 def ablation_text(reports: Sequence[Mapping[str, Any]]) -> str:

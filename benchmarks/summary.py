@@ -147,24 +147,20 @@ class Measured:
     @property
     def pick(self) -> Key | None:
         """The pick; None where it did not run, or had one chain alone."""
-        return self._only_of_several([row for row in self.ours if row.chosen])
+        picked = [row for row in self.ours if row.chosen]
+        if not picked or len(self._rows_by_key) == 1:
+            return None
+        return picked[0].chain, picked[0].num_chunks
 
     @property
     def regret(self) -> Regret | None:
         """Of the pick; None where there is none to regret."""
-        return self._regret_of(self.pick)
-
-    @property
-    def untuned_regret(self) -> Regret | None:
-        """Of what the planner picks before it has seen any; None where nothing was tuned."""
-        picked = [row for row in self.ours if row.picked_untuned]
-        return self._regret_of(self._only_of_several(picked))
-
-    @property
-    def observed_regret(self) -> Regret | None:
-        """Of what it picks for the observed traffic, without what was measured; likewise."""
-        picked = [row for row in self.ours if row.picked_observed]
-        return self._regret_of(self._only_of_several(picked))
+        if self.pick is None:
+            return None
+        repeats_ms = self.repeats_ms
+        if repeats_ms:
+            return regret_by_repeats(self.pick, repeats_ms)
+        return regret_by_medians(self.pick, self.times_ms)
 
     @property
     def _rows_by_key(self) -> dict[Key, list[Row]]:
@@ -172,19 +168,6 @@ class Measured:
         for row in self.ours:
             rows.setdefault((row.chain, row.num_chunks), []).append(row)
         return rows
-
-    def _only_of_several(self, picked: Sequence[Row]) -> Key | None:
-        if not picked or len(self._rows_by_key) == 1:
-            return None
-        return picked[0].chain, picked[0].num_chunks
-
-    def _regret_of(self, pick: Key | None) -> Regret | None:
-        if pick is None:
-            return None
-        repeats_ms = self.repeats_ms
-        if repeats_ms:
-            return regret_by_repeats(pick, repeats_ms)
-        return regret_by_medians(pick, self.times_ms)
 
     def predicted_ms(self, key: Key) -> float | None:
         """The time that the planner predicts; None without a cluster file."""
@@ -211,6 +194,7 @@ FACTORS: Mapping[str, Callable[[Measured], str]] = {
     "tokens": lambda point: f"{point.stock.tokens:,}",
     "H": lambda point: f"{point.stock.hidden:,}",
     "dtype": lambda point: point.stock.dtype,
+    "wire": lambda point: point.stock.wire_dtype or "-",
     "rate over calibrated": lambda point: or_dash(point.inter_rate_ratio, ".3g"),
 }
 
@@ -246,9 +230,7 @@ def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     plain = [row.ratio_to_alltoall for row in autos if row.chain == "alltoall"]
     return {
         "points": len(points),
-        **_regret_figures("regret", [point.regret for point in points]),
-        **_regret_figures("untuned_regret", [point.untuned_regret for point in points]),
-        **_regret_figures("observed_regret", [point.observed_regret for point in points]),
+        **_regret_figures([point.regret for point in points]),
         "predictions": len(errors),
         "error_median": median(errors) if errors else None,
         "error_largest": max(errors, default=None),
@@ -259,14 +241,14 @@ def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _regret_figures(name: str, found: Sequence[Regret | None]) -> dict[str, Any]:
+def _regret_figures(found: Sequence[Regret | None]) -> dict[str, Any]:
     regrets = [regret for regret in found if regret is not None]
     ratios = [regret.ratio for regret in regrets]
     return {
-        f"{name}_points": len(ratios),
-        f"{name}_median": median(ratios) if ratios else None,
-        f"{name}_worst": max(ratios, default=None),
-        f"{name}_clear": sum(
+        "regret_points": len(ratios),
+        "regret_median": median(ratios) if ratios else None,
+        "regret_worst": max(ratios, default=None),
+        "regret_clear": sum(
             regret.ratio > REGRET_ABOVE
             and regret.low is not None
             and regret.low > REGRET_SURELY_ABOVE
@@ -318,56 +300,31 @@ def _short(commit: str | None) -> str:
 
 
 def _regret_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list[str]:
-    are_tuned = any(point.untuned_regret is not None for point in points)
-    # Elsewhere the traffic was as the planner expects it.
-    are_observed = any(
-        point.observed_regret not in (None, point.untuned_regret) for point in points
-    )
-
     def cells(point: Measured) -> list[str] | None:
         regret = point.regret
         if regret is None:
             return None
         predicted_ms = point.predicted_ms(regret.pick)
         return [
-            *(_judged(point.untuned_regret) if are_tuned else []),
-            *(_judged(point.observed_regret) if are_observed else []),
             _name(regret.pick),
             or_dash(predicted_ms, ".1f"),
             f"{regret.pick_ms:.1f}",
             "-" if predicted_ms is None else f"{predicted_ms / regret.pick_ms - 1:+.0%}",
             _name(regret.best),
             f"{regret.best_ms:.1f}",
-            *_judged(regret)[1:],
+            f"{regret.ratio:.3f}",
+            "-" if regret.low is None else f"{regret.low:.3f} to {regret.high:.3f}",
         ]
 
     head = ["pick", "predicted ms", "ms", "error", "fastest measured", "ms", "regret", "95%"]
-    said = _regret_line("Regret", "regret", figures)
-    if are_tuned:
-        head = ["tuned", *head[1:]]
-        if are_observed:
-            head = ["planned, observed", "regret", "95%", *head]
-            said += _regret_line(" Planned for what was observed", "observed_regret", figures)
-        head = ["planned", "regret", "95%", *head]
-        said += _regret_line(" Planned, without tuning", "untuned_regret", figures)
-    return [*_markdown(points, head, cells), "", said]
-
-
-def _judged(regret: Regret | None) -> list[str]:
-    """Picked candidate, its regret, and the interval."""
-    if regret is None:
-        return ["-"] * 3
-    interval = "-" if regret.low is None else f"{regret.low:.3f} to {regret.high:.3f}"
-    return [_name(regret.pick), f"{regret.ratio:.3f}", interval]
-
-
-def _regret_line(what: str, name: str, figures: Mapping[str, Any]) -> str:
-    return (
-        f"{what} over {counted(figures[f'{name}_points'], 'point')}: median "
-        f"{figures[f'{name}_median']:.3f}, worst {figures[f'{name}_worst']:.3f}; "
-        f"{figures[f'{name}_clear']} over {REGRET_ABOVE} with the whole interval over "
-        f"{REGRET_SURELY_ABOVE}."
-    )
+    return [
+        *_markdown(points, head, cells),
+        "",
+        f"Regret over {counted(figures['regret_points'], 'point')}: median "
+        f"{figures['regret_median']:.3f}, worst {figures['regret_worst']:.3f}; "
+        f"{figures['regret_clear']} over {REGRET_ABOVE} with the whole interval over "
+        f"{REGRET_SURELY_ABOVE}.",
+    ]
 
 
 def _error_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +27,12 @@ from monta_megatron.common.tables import print_json
 from monta_megatron.common.text import advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.tools.bench.flags import POINT_FLAGS
-from monta_megatron.tools.bench.report import Row, plot_report, report_text
-from monta_megatron.tools.bench.settings import Hooks, Point, Settings, parse_settings
-from monta_megatron.tools.bench.traffic import check_routing
+from monta_megatron.tools.bench.report import plot_report, report_text
+from monta_megatron.tools.bench.settings import Point, Settings, parse_settings
 from monta_megatron.tools.pictures import check_can_plot
 
 if TYPE_CHECKING:
     from monta_megatron.tools.bench.candidates import Build
-    from monta_megatron.tools.bench.point import Bench
 
 FILES = (
     ("sweep", "FILE", "many points in one launch: YAML, see docs/results.md"),
@@ -45,18 +43,18 @@ FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Other candidates than those of `monta bench`, or more that is said of them.
+    """Other candidates than those of `monta bench`, and what is said of them.
 
     Attributes:
         name: marks the settings in its reports.
         build: makes the candidates, in place of `candidates.build_candidates`.
-        finish: the fields of a report that it adds or replaces, from the rows of a point.
+        finish: adds to the report of a point.
         text: its tables, from reports.
     """
 
     name: str
     build: "Build"
-    finish: "Callable[[Bench, list[Row]], dict[str, Any]]"
+    finish: Callable[[dict[str, Any]], None]
     text: Callable[[Sequence[dict[str, Any]]], str]
 
 
@@ -99,6 +97,8 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
     def keep(report: dict[str, Any]) -> None:
         report["meta"]["command"] = shlex.join(sys.argv)
         report["settings"] = _marked(report["settings"], study)
+        if study is not None:
+            study.finish(report)
         reports.append(report)
         if results is not None:
             results.add(report)
@@ -106,10 +106,8 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
     def is_kept(settings: Settings, emulated: EmulatedCluster | None) -> bool:
         return results is not None and results.holds(settings, emulated, study)
 
-    hooks = Hooks(is_kept=is_kept)
-    if study is not None:
-        hooks = replace(hooks, build=study.build, finish=study.finish)
-    status = bench.measure(points, keep, hooks)
+    candidates = {} if study is None else {"build": study.build}
+    status = bench.measure(points, keep, is_kept=is_kept, **candidates)
     if this_rank.rank == 0 and status == 0:
         _print(results.reports if results else reports, parsed, study)
     return status
@@ -117,14 +115,10 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
 
 def _points(parsed: argparse.Namespace, world_size: int) -> list[Point]:
     if parsed.sweep is None:
-        points = [Point("headline", parse_settings(vars(parsed), world_size))]
-    elif parsed.out is None:
+        return [Point("headline", parse_settings(vars(parsed), world_size))]
+    if parsed.out is None:
         raise ValueError("--out: not given, must be a file beside --sweep")
-    else:
-        points = read_sweep(parsed.sweep, vars(parsed), world_size)
-    for point in points:
-        check_routing(point.settings)
-    return points
+    return read_sweep(parsed.sweep, vars(parsed), world_size)
 
 
 def _print(reports: list[dict[str, Any]], parsed: argparse.Namespace, study: Study | None) -> None:

@@ -4,11 +4,8 @@
     python scripts/launch_budget.py --ep 16 --chain hierarchical_alltoall --num-chunks 4 --json
     python scripts/launch_budget.py --chain alltoall_dedup --num-chunks 4 --fused
     python scripts/launch_budget.py --host     # what this processor takes, for the presets
-    python scripts/launch_budget.py --table    # docs/launch_budget.md
-    python scripts/launch_budget.py --write    # into that file
 
-A test fails if the page differs from what this counts. No GPU is needed, and no pytest, but
-Megatron-Core.
+No GPU is needed, and no pytest, but Megatron-Core.
 """
 
 import argparse
@@ -21,24 +18,9 @@ from pathlib import Path
 from unittest import SkipTest
 
 REPOSITORY = Path(__file__).parents[1]
-PAGE = REPOSITORY / "docs" / "launch_budget.md"
 SIZES = (16, 64)
-CHUNKS = (1, 4)
 KERNELS = ("torch", "fused")
-KEYS = ("chain", "EP", "chunks", "kernels")
 REPEATS = 30
-
-INTRODUCTION = """\
-# What a layer's exchange costs the host
-
-Written by `scripts/launch_budget.py` from what the code issues; a test keeps it current.
-
-A GPU does nothing before its host has told it to. This page counts what the host of one rank issues
-for the exchange of one MoE layer, forward and backward, on the CUDA branch: 8 ranks per node, 4
-experts per rank, top-8, ETP 1. Kernels: `torch`, PyTorch's operations; `fused`, Triton kernels
-(`--moe-monta-kernels`).
-
-"""
 
 DEFINITIONS = {
     "tensor_operations": "operations of ATen that reach PyTorch's dispatcher, without views; "
@@ -57,10 +39,6 @@ EXPOSED_US = """\
 `counts_to_first_collective_us` is the host time from when the counts are on the host to when it
 starts the first collective of dispatch: part of counts, enter and dispatch that no GPU hides.
 """
-OUTSIDE = """\
-Megatron's own permutation, which permuted tokens go through before and behind the passes, is
-replaced by its sizes: it is not counted.
-"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,36 +55,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--fused", action="store_true", help="with Triton kernels; needs Triton")
     what = made.add_mutually_exclusive_group()
     what.add_argument("--json", action="store_true", help="print one JSON document")
-    what.add_argument("--table", action="store_true", help="print the page: all chains")
     what.add_argument("--host", action="store_true", help="time the parts on this processor")
-    what.add_argument("--write", action="store_true", help="write the page")
     return made
-
-
-def page() -> str:
-    """The whole page."""
-    from launch_counts import FIELDS, count_launches
-
-    from monta_megatron.chains import CHAINS
-
-    lines = [INTRODUCTION]
-    lines += [f"- **{_words(name)}**: {DEFINITIONS[name]}\n" for name in FIELDS]
-    lines += [f"\n{OUTSIDE}\n", _line([*KEYS, *map(_words, FIELDS)])]
-    lines.append(_line(["---"] * (len(KEYS) + len(FIELDS))))
-    for chain in CHAINS.values():
-        for num_chunks in CHUNKS[:1] if chain.serial else CHUNKS:
-            for kernels in KERNELS:
-                # Totals -> the EP sizes that have them.
-                sizes: dict[tuple[int, ...], list[str]] = {}
-                for ep in SIZES:
-                    counts = count_launches(chain.name, ep, num_chunks, kernels).values()
-                    totals = tuple(sum(getattr(row, name) for row in counts) for name in FIELDS)
-                    sizes.setdefault(totals, []).append(str(ep))
-                lines += [
-                    _line([f"`{chain.name}`", ", ".join(eps), num_chunks, kernels, *totals])
-                    for totals, eps in sizes.items()
-                ]
-    return "".join(lines)
 
 
 def budget(chain_name: str, ep: int, num_chunks: int, kernels: str) -> dict[str, object]:
@@ -143,7 +93,7 @@ def checked(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Count, and print or write."""
+    """Count, and print."""
     arguments = parser().parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -157,12 +107,8 @@ def main() -> int:
     from fake_world import fake_world
 
     with fake_world():
-        if arguments.write:
-            PAGE.write_text(page(), encoding="utf-8")
-        elif arguments.host:
+        if arguments.host:
             print("".join(_host_lines()), end="")
-        elif arguments.table:
-            print(page(), end="")
         else:
             kernels = KERNELS[arguments.fused]
             result = budget(arguments.chain, arguments.ep, arguments.num_chunks, kernels)

@@ -59,7 +59,7 @@ def train(
         name: name of the log and the record.
         dispatcher: the arguments that choose it.
         arguments: all others; of one that is given twice, the last one counts.
-        iterations: iterations of the training, for the progress bar.
+        iterations: iterations of the training, for the lines of progress.
         inter_mbit: the rate between nodes on an emulated cluster; None for torchrun without one.
 
     Raises:
@@ -80,13 +80,13 @@ def train(
         *arguments,
     ]
     start = time.monotonic()
-    with log.open("w") as output, progress(name, iterations) as show:
+    with log.open("w") as output:
         # A session of its own: Ctrl-C reaches only this process, which ends the ranks in order.
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            _follow(process, record, show)
+            _follow(process, record, progress(name, iterations))
         finally:
             # Also ends the ranks if this process is interrupted.
             process.terminate()

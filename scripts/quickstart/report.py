@@ -1,8 +1,6 @@
 """What the quickstart shows: progress while it trains, the table at its end. Fits 80 columns."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 # Called with the number of finished iterations and the latest loss.
 ShowProgress = Callable[[int, float], None]
@@ -11,33 +9,8 @@ NUM_TABLE_ROWS = 10
 BAR_WIDTH = 30
 
 
-@contextmanager
-def progress(name: str, iterations: int) -> Iterator[ShowProgress]:
-    """A progress bar on a terminal, where rich is installed; else a line every few iterations."""
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    except ImportError:
-        yield _lines(name, iterations)
-        return
-    if not sys.stdout.isatty():
-        yield _lines(name, iterations)
-        return
-    columns = (
-        TextColumn("{task.description:<8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    with Progress(*columns) as bar:
-        task = bar.add_task(name, total=iterations, status="starting")
-
-        def show(finished: int, loss: float) -> None:
-            bar.update(task, completed=finished, status=f"loss {loss:.4f}")
-
-        yield show
-
-
-def _lines(name: str, iterations: int) -> ShowProgress:
+def progress(name: str, iterations: int) -> ShowProgress:
+    """A line every few iterations."""
     step = max(1, iterations // NUM_TABLE_ROWS)
     shown = 0
     print(f"{name:<8}  starting {iterations} iterations", flush=True)

@@ -84,13 +84,12 @@ def test_rows_that_cross_once_per_token_and_node() -> None:
 
 
 def test_limit() -> None:
-    # 1,000 rows of 4,096 bytes at 0.5 Gbit/s take 65.536 ms.
+    # 1,000 rows of 4,096 bytes, there and back, at 0.5 Gbit/s.
     crossing = np.array([[0, 1000], [1000, 0]])
-    assert traffic.limit_ms(crossing, 4096, 0.5, False) == pytest.approx(131.072)
-    assert traffic.limit_ms(crossing, 4096, 0.5, True) == pytest.approx(262.144)
+    assert traffic.limit_ms(crossing, 2 * 4096, 0.5) == pytest.approx(131.072)
     # Node 2 receives 1,500 rows, which is more than any node sends.
     crossing = np.array([[0, 0, 700], [100, 0, 800], [300, 300, 0]])
-    assert traffic.limit_ms(crossing, 1000, 1.0, False) == pytest.approx(2 * 12.0)
+    assert traffic.limit_ms(crossing, 1000, 1.0) == pytest.approx(12.0)
 
 
 def test_spread_and_ratio() -> None:
@@ -132,20 +131,29 @@ def test_settings_have_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "torch_name", "row_bytes"),
-    [("fp32", "float32", 64), ("bf16", "bfloat16", 32), ("fp16", "float16", 32)],
+    ("name", "torch_name", "value_bytes"),
+    [("fp32", "float32", 4), ("bf16", "bfloat16", 2), ("fp16", "float16", 2)],
 )
 def test_a_dtype_has_megatron_s_name_or_pytorch_s(
-    name: str, torch_name: str, row_bytes: int
+    name: str, torch_name: str, value_bytes: int
 ) -> None:
     settings = [
         parse_settings({**BASE, "hidden": "16", "dtype": dtype}, 4) for dtype in (name, torch_name)
     ]
     assert settings[0] == settings[1]
-    assert (settings[0].dtype, settings[0].row_bytes) == (torch_name, row_bytes)
+    assert settings[0].dtype == torch_name
+    assert settings[0].crossing_bytes(backward=True) == 4 * 16 * value_bytes
     model = strict_yaml.read(MODEL)
     both = [strict_yaml.build(Model, {**model, "dtype": dtype}, "") for dtype in (name, torch_name)]
-    assert [model.value_bytes for model in both] == [row_bytes // 16] * 2
+    assert [model.value_bytes for model in both] == [value_bytes] * 2
+
+
+def test_rows_in_eight_bits_cross_with_fewer_bytes() -> None:
+    """256 values: dispatch sends 256 bytes and two scales, 272 bytes with padding."""
+    flags = {**BASE, "hidden": "256", "dtype": "bf16", "wire_dtype": "fp8"}
+    settings = parse_settings(flags, 4)
+    assert settings.crossing_bytes(backward=False) == 272 + 512
+    assert settings.crossing_bytes(backward=True) == 272 + 3 * 512
 
 
 @pytest.mark.parametrize(
@@ -167,14 +175,11 @@ def test_a_dtype_has_megatron_s_name_or_pytorch_s(
         ({"num_chunks": "1,0"}, "--num-chunks: got '0', must be an integer >= 1"),
         ({"phase": "back"}, "--phase: got 'back', must be one of forward, forward_backward"),
         ({"stock": "flex"}, "--stock: got 'flex', must be one of alltoall, allgather"),
-        ({"routing": "zipf"}, "--routing: got 'zipf', must be a folder of Megatron's --moe"),
+        ({"routing": "zipf"}, "--routing: got 'zipf', must be one of uniform, skewed"),
+        ({"wire_dtype": "int8"}, "--wire-dtype: got 'int8', must be one of fp8"),
         ({"inter_rate_ratio": "0"}, "--inter-rate-ratio: got '0', must be a number > 0"),
         ({"inter_rate_ratio": "2"}, "--inter-rate-ratio: got 2, must come with --cluster"),
         ({"transport": "mpi"}, "--transport: got 'mpi', must be one of nccl, gloo"),
-        (
-            {"transport": "gloo", "calibrate_seconds": "5", "chains": "auto"},
-            "--calibrate-seconds: got 5, must be left out with --transport gloo",
-        ),
         ({"ffn_hidden": "3", "tp": "2"}, "--ffn-hidden: got 3, must be a multiple of --etp (2)"),
     ],
 )
@@ -245,6 +250,7 @@ def row(**changes: object) -> Row:
         "experts": 64,
         "hidden": 1024,
         "dtype": "float32",
+        "wire_dtype": None,
         "tp": 1,
         "ep": 8,
         "etp": 1,

@@ -11,7 +11,7 @@ from test_bench_numbers import BASE, FLAT, routing_map
 
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.tools.bench import measure, point
-from monta_megatron.tools.bench.candidates import make_batches
+from monta_megatron.tools.bench.candidates import make_batch
 from monta_megatron.tools.bench.measure import time_interleaved
 from monta_megatron.tools.bench.point import Bench
 from monta_megatron.tools.bench.settings import parse_settings
@@ -20,9 +20,7 @@ from monta_megatron.tools.bench.settings import parse_settings
 def test_every_rank_has_its_own_data_wherever_it_is_made() -> None:
     settings = parse_settings(BASE, 4)
     device = torch.device("cpu")
-    ((first,), (second,), (again,)) = (
-        make_batches(settings, FLAT, rank, device) for rank in (0, 1, 0)
-    )
+    first, second, again = (make_batch(settings, FLAT, rank, device) for rank in (0, 1, 0))
     for name in ("hidden", "routing_map", "probs", "output_gradient"):
         assert_equal(getattr(again, name), getattr(first, name), name)
     for name in ("hidden", "probs", "output_gradient"):
@@ -54,7 +52,7 @@ def test_times_are_the_slowest_ranks_without_the_warmup(
         sent_bytes += num_bytes
 
     timings = time_interleaved(
-        [lambda _: send(100), lambda _: send(10)],
+        [lambda: send(100), lambda: send(10)],
         repeats,
         warmup=3,
         read_sent_bytes=lambda: sent_bytes,
@@ -74,7 +72,7 @@ def test_limit_of_a_point(
     """Two tokens of 64 bytes cross at 1 Gbit/s per NIC: 1.024 us there, and as much back."""
     monkeypatch.setattr(point.dist, "all_reduce", lambda crossing: None)
     settings = parse_settings({**BASE, "tp": "1"}, 4)
-    assert settings.row_bytes == 64
+    assert settings.crossing_bytes(backward=False) == 2 * 64
     emulated = EmulatedCluster(
         nodes=2, ranks_per_node=2, nic_per=nic_per, inter_mbit=500, measured_inter_gbit_per_s=1.0
     )
@@ -82,7 +80,7 @@ def test_limit_of_a_point(
         task=SimpleNamespace(settings=settings, emulated=emulated),
         layout=FLAT,
         nodes=FLAT.nodes,
-        batches=(SimpleNamespace(routing_map=torch.from_numpy(routing_map((0, 2, 4), (4, 5)))),),
+        batch=SimpleNamespace(routing_map=torch.from_numpy(routing_map((0, 2, 4), (4, 5)))),
     )
     assert Bench._limit_ms(bench, backward) == pytest.approx(limit_ms)
     bench.task.emulated = replace(emulated, measured_inter_gbit_per_s=None)

@@ -81,6 +81,7 @@ def row(dispatcher: str, chain: str, ms: float, **changes: Any) -> Row:
         "experts": 64,
         "hidden": 1024,
         "dtype": "float32",
+        "wire_dtype": None,
         "tp": 1,
         "ep": 8,
         "etp": 1,
@@ -195,7 +196,6 @@ def test_the_best_is_chosen_and_judged_on_other_repeats() -> None:
     assert regret is not None and regret.best == ("alltoall_dedup", 1)
     assert (regret.pick_ms, regret.best_ms) == (110.0, 120.0)
     assert (regret.ratio, regret.low, regret.high) == pytest.approx((110 / 120,) * 3)
-    assert point.untuned_regret is None
 
 
 def test_few_repeats_are_judged_by_their_medians() -> None:
@@ -204,55 +204,6 @@ def test_few_repeats_are_judged_by_their_medians() -> None:
     (point,) = measured_points([report(row("megatron", "alltoall", 400.0), lucky, steady)])
     assert point.regret is not None and point.regret.low is None
     assert point.regret.ratio == pytest.approx(1.05)
-
-
-def test_before_and_after_tuning_are_in_one_table() -> None:
-    """Planned: 130 ms; tuned: 102 and, by name, 98; the best takes 100."""
-    rows = [
-        row("megatron", "alltoall", 400.0),
-        repeated("alltoall", *[130.0] * 6, picked_untuned=True, predicted_ms=90.0),
-        repeated("alltoall_dedup", *[98.0] * 6, chosen=True, predicted_ms=95.0),
-        repeated("alltoall_dedup", *[102.0] * 6, chosen=True, requested="auto", predicted_ms=95.0),
-        repeated("hierarchical_alltoall", *[100.0] * 6, predicted_ms=99.0),
-    ]
-    figures = summarise([report(*rows)])
-    assert (figures["regret_median"], figures["regret_clear"]) == (1.0, 0)
-    assert figures["untuned_regret_median"] == pytest.approx(1.3)
-    assert figures["untuned_regret_clear"] == 1
-    lines = summary_lines([report(*rows)])
-    assert (
-        "| alltoall x1 | 1.300 | 1.300 to 1.300 | alltoall_dedup x1 | 95.0 | 100.0 | -5% | "
-        "alltoall_dedup x1 | 100.0 | 1.000 | 1.000 to 1.000 |" in lines
-    )
-    assert (
-        "Regret over 1 point: median 1.000, worst 1.000; 0 over 1.05 with the whole interval over "
-        "1.03. Planned, without tuning over 1 point: median 1.300, worst 1.300; 1 over 1.05 with "
-        "the whole interval over 1.03." in lines
-    )
-
-
-def test_what_is_planned_for_observed_traffic_stands_between() -> None:
-    rows = [
-        row("megatron", "alltoall", 400.0),
-        repeated("alltoall", *[130.0] * 6, picked_untuned=True),
-        repeated("alltoall_dedup", *[104.0] * 6, picked_observed=True),
-        repeated("hierarchical_alltoall", *[100.0] * 6, chosen=True),
-    ]
-    lines = summary_lines([report(*rows)])
-    assert any(
-        line.startswith("| planned | regret | 95% | planned, observed | regret | 95% | tuned |")
-        for line in lines
-    )
-    assert any(
-        line.startswith(
-            "| alltoall x1 | 1.300 | 1.300 to 1.300 | alltoall_dedup x1 | 1.040 | 1.040 to 1.040 |"
-        )
-        for line in lines
-    )
-    # Traffic that is as expected is planned for as before.
-    rows[1] = repeated("alltoall", *[130.0] * 6, picked_untuned=True, picked_observed=True)
-    rows[2] = repeated("alltoall_dedup", *[104.0] * 6)
-    assert not any("observed" in line for line in summary_lines([report(*rows)]))
 
 
 def test_an_interval_that_reaches_over_the_bound_is_no_loss() -> None:

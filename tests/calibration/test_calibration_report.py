@@ -1,13 +1,14 @@
 """What `monta calibrate` prints, and the network interfaces that it finds: worked by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Curve
-from monta_megatron.tools.calibrate.interfaces import nics_of_nodes
+from monta_megatron.tools.calibrate.interfaces import count_interfaces, nics_of_nodes
 from monta_megatron.tools.calibrate.report import lines, nccl_lines
 
 
@@ -21,7 +22,6 @@ def calibrated(num_nodes: int, curve: Curve) -> Cluster:
         ranks_per_node=4,
         nics_per_node=2,
         contention=(),
-        node_ctas=16,
         curves=(rail, curve),
     )
 
@@ -57,7 +57,7 @@ def test_alltoall_between_nodes_as_nccl_tests_counts_it() -> None:
 
 
 def test_alltoall_of_one_node_as_nccl_tests_counts_it() -> None:
-    """A rank of 4 sends 3 of its 4 parts: 3 MB of 4, in 20 us, with the budget of nodes."""
+    """A rank of 4 sends 3 of its 4 parts: 3 MB of 4, in 20 us."""
     sizes, times = (3_000_000, 12_000_000), (20.0, 80.0)
     curve = alltoall(resource="intra", group_size=4, sizes_bytes=sizes, times_us=times)
     table, compare = nccl_lines(calibrated(1, curve))
@@ -65,7 +65,7 @@ def test_alltoall_of_one_node_as_nccl_tests_counts_it() -> None:
         " 4000000      20.0       200.00       150.00",
         "16000000      80.0       200.00       150.00",
     ]
-    assert compare.endswith(": NCCL_MAX_CTAS=16 alltoall_perf -b 4000000 -e 16000000 -f 4 -g 4")
+    assert compare.endswith(": alltoall_perf -b 4000000 -e 16000000 -f 4 -g 4")
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,54 @@ def test_network_interfaces_that_have_to_be_given(nodes: list[int], found: str, 
     message = f"^--nics-per-node: not given, must be the interfaces of a node: {why}"
     with pytest.raises(ValueError, match=message):
         nics_of_nodes(nodes, [(each[0], int(each[1])) for each in found.split()])
+
+
+# Folder below class/infiniband or class/net -> what the files there say.
+PORT = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
+CARD = {"operstate": "up", "speed": "100000", "device/vendor": "0x15b3"}
+
+
+def port(name: str, **changes: str) -> dict[str, dict[str, str]]:
+    return {f"infiniband/{name}/ports/1": {**PORT, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("folders", "hca", "number"),
+    [
+        ({}, "", 0),
+        # Slower ones are for storage; one that is down, or as fast on another network, is none.
+        ({**port("mlx5_0"), **port("mlx5_1"), **port("mlx5_2", rate="200 Gb/sec (2X)")}, "", 2),
+        ({**port("mlx5_0"), **port("mlx5_1", state="1: DOWN")}, "", 1),
+        ({**port("a0"), **port("a1"), **port("b0", link_layer="Ethernet")}, "", 2),
+        # What NCCL is told: by prefixes, by names, or which to leave out.
+        ({**port("mlx5_1"), **port("mlx5_10"), **port("mlx4_0")}, "mlx5_1", 2),
+        ({**port("mlx5_1"), **port("mlx5_10"), **port("mlx4_0")}, "=mlx5_1:1", 1),
+        ({**port("mlx5_1"), **port("mlx5_10"), **port("mlx4_0")}, "^mlx5_1", 1),
+        # Cards count where there are no ports; software and what is down do not.
+        ({**port("mlx5_0"), "net/eth0": CARD, "net/eth1": CARD}, "", 1),
+        (
+            {
+                "net/eth0": CARD,
+                "net/eth1": {**CARD, "speed": "-1"},
+                "net/eth2": {**CARD, "operstate": "down"},
+                "net/lo": {"operstate": "up", "speed": "100000"},
+            },
+            "",
+            1,
+        ),
+    ],
+)
+def test_network_interfaces_of_a_machine(
+    folders: dict[str, dict[str, str]],
+    hca: str,
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_IB_HCA", hca)
+    for folder, texts in folders.items():
+        for name, text in texts.items():
+            path = tmp_path / "class" / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+    assert count_interfaces(tmp_path) == number

@@ -10,11 +10,8 @@ import torch
 from test_cluster_file import SHAPE, points_on
 
 from monta_megatron.chains.calibration_tasks import Pair, Point, Repeated, Sample
-from monta_megatron.chains.layout import Ctas, Layout
 from monta_megatron.exchange.calibration import timer
 from monta_megatron.exchange.calibration.timer import Timer
-from monta_megatron.planner.calibration.points import series_of_exchange
-from monta_megatron.planner.chain_policy import chains_for
 from monta_megatron.tools.calibrate import run as groups_of_cluster
 
 
@@ -50,21 +47,12 @@ def test_groups_by_hand(
 ) -> None:
     """2 nodes of 4 ranks: some local ranks of both nodes, or neighbours on one node."""
     monkeypatch.setattr(groups_of_cluster.dist, "get_rank", lambda: rank)
-    budgets: dict[str, int | None] = {}
-
-    def new_local_group(ranks: list[int], name: str, like: object, budget: int | None) -> list[int]:
-        budgets[name] = budget
-        return ranks
-
-    monkeypatch.setattr(groups_of_cluster, "new_local_group", new_local_group)
-    made = groups_of_cluster.make_groups(SHAPE, (0, 0, 0, 0, 1, 1, 1, 1), Ctas(rail=3, node=9))
+    monkeypatch.setattr(groups_of_cluster, "new_local_group", lambda ranks, *_: ranks)
+    made = groups_of_cluster.make_groups(SHAPE, (0, 0, 0, 0, 1, 1, 1, 1))
     assert {key: group.process_group for key, group in made.items()} == groups
     for key, group in made.items():
         assert (group.size, group.rank) == (len(groups[key]), groups[key].index(rank))
         assert group.nodes == tuple(rank // 4 for rank in groups[key])
-    # Rails and the node are communicators of our own.
-    own = {name: budget for name, budget in budgets.items() if budget is not None}
-    assert own == {"monta inter 1": 3, "monta intra 4": 9}
 
 
 class Clock:
@@ -113,57 +101,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize(
-    ("ep", "etp", "series"),
-    [
-        # Rails are EP groups here, and nodes are ETP groups.
-        (
-            2,
-            4,
-            {
-                ("alltoall", "inter", 2, 1),
-                ("alltoall", "inter", 8, 4),
-                ("allgather", "inter", 8, 4),
-                ("alltoall", "intra", 4, 4),
-                ("allgather", "intra", 4, 4),
-            },
-        ),
-        (
-            4,
-            2,
-            {
-                ("alltoall", "inter", 2, 1),
-                ("alltoall", "inter", 4, 2),
-                ("alltoall", "inter", 8, 4),
-                ("allgather", "inter", 8, 4),
-                ("alltoall", "intra", 2, 2),
-                ("allgather", "intra", 2, 2),
-                ("alltoall", "intra", 4, 4),
-                ("allgather", "intra", 4, 4),
-            },
-        ),
-    ],
-)
-def test_an_exchange_is_measured_in_its_own_groups(
-    ep: int, etp: int, series: set[tuple[Any, ...]]
-) -> None:
-    """2 nodes of 4 ranks."""
-    layout = Layout(ep=ep, etp=etp, num_local_experts=1, rank=0, nodes=(0,) * 4 + (1,) * 4)
-    found = series_of_exchange(chains_for(layout), layout)
-    assert set(found) == series
-    for entry, group in found.items():
-        members = layout.members(group, layout.rank)
-        assert entry.group_size == len(members)
-        nodes = [layout.nodes[member] for member in members]
-        assert entry.ranks_on_node == nodes.count(nodes[0])
-
-
-def test_uneven_groups_are_not_measured() -> None:
-    layout = Layout(ep=3, etp=1, num_local_experts=1, rank=0, nodes=(0, 0, 1))
-    with pytest.raises(ValueError, match="the ranks of its ep groups lie unevenly on the nodes"):
-        series_of_exchange(chains_for(layout), layout)
-
-
 def points_of(operation: str) -> list[Point]:
     return [point for point in points_on("cpu") if point.operation == operation]
 
@@ -209,17 +146,15 @@ def test_rounds_end_by_the_time_that_all_ranks_share(
     assert len(samples) == 1
 
 
-def test_sizes_grow_while_there_is_time(clock: Clock) -> None:
-    """An exchange at 1 us per byte and a copy at 0.1 ns: the exchange has its two least sizes."""
-    exchanges, copies = points_of("allgather")[:6], points_of("copy")
+def test_sizes_grow_together(clock: Clock) -> None:
+    """An exchange at 1 us per byte and a copy at 0.1 ns: by size, whatever each takes."""
+    exchanges, copies = points_of("allgather")[:4], points_of("copy")[:4]
     for point, us_per_byte in [(e, 1.0) for e in exchanges] + [(c, 1e-4) for c in copies]:
         clock.set(point, 0.0, us_per_byte * point.num_bytes)
-    timer, taken = clock.timer(), []
-    times_us = timer.first_runs(
-        [*exchanges, *copies], {}, lambda point, us: taken.append(point), budget_s=0.5
+    taken: list[Point] = []
+    kept_us = {copies[0].name: 7.0}
+    times_us = clock.timer().first_runs(
+        [*exchanges, *copies], kept_us, lambda point, us: taken.append(point)
     )
-    assert [point for point in exchanges if point in times_us] == exchanges[:2]
-    assert [point for point in copies if point in times_us] == copies
-    # The exchange takes 5 and 20 ms, and then 82, which is too long for 5 rounds.
-    assert timer.elapsed_s < 0.5 and list(times_us) == taken
-    assert set(clock.timer().first_runs(exchanges, {}, lambda point, us: None)) == {*exchanges}
+    assert list(times_us) == taken == sorted(taken, key=lambda point: point.num_bytes)
+    assert set(taken) == {*exchanges, *copies} and times_us[copies[0]] == 7.0

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from counted_routing import CountedRouting
 from exchanges import ROUTINGS, Case, find_groups, make_data, make_source
 from pool import Pools
 from test_exchange_properties import DTYPES, runnable
@@ -16,7 +17,6 @@ from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.planner.plan import sent_bytes
-from monta_megatron.planner.routing.recorded import RecordedRouting
 from monta_megatron.planner.traffic import pass_traffic
 
 # Every chain on every shape, and some twice.
@@ -62,7 +62,7 @@ def _bytes_of_passes(case: Case) -> BytesByPass:
 def planned_bytes(case: Case, rank: int) -> BytesByPass:
     """What the planner makes of the same routing."""
     maps = tuple(each.numpy() for each in make_data(case).routing_maps)
-    routing = RecordedRouting(name="recorded", routing_maps=maps)
+    routing = CountedRouting(name="recorded", routing_maps=maps)
     chain, layout = CHAINS[case.chain], case.layout(rank)
     counts = routing.counts(chain, layout, 0, case.num_blocks)
     bound = chain.bind(layout, counts, case.num_chunks)

@@ -4,7 +4,7 @@ A block of output belongs to the command above it in its section. Numbers that a
 command stand behind a comment that names it, up to the next comment or the end of the paragraph,
 item or table row:
 
-    <!-- monta plan model=MODEL tp=2 overlap-experts= -->`2.11x stock alltoall`, 3,495 us<!-- / -->
+    <!-- monta plan model=MODEL tp=2 json= -->`2.11x stock alltoall`, 3,495 us<!-- / -->
 
 Flags are written so because many readers of Markdown take no comment that holds two hyphens.
 Texts in backticks are printed so; other numbers are printed somewhere. A comment on a line of its
@@ -13,15 +13,10 @@ each the numbers of a line, in order. Text does not go on with a comment at the 
 which would end the paragraph.
 """
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from published_configs import CONFIGS
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -90,11 +85,6 @@ class Shown:
 def _holds_in_order(line: Sequence[str], numbers: Sequence[str]) -> bool:
     rest = iter(line)
     return all(number in rest for number in numbers)
-
-
-def add_own_model(folder: Path) -> None:
-    """The `config.json` that pages name as the reader's own: Mixtral's."""
-    (folder / "config.json").write_text(json.dumps(CONFIGS["mixtral_8x7b"]), encoding="utf-8")
 
 
 def name_of(page: Path) -> str:
@@ -180,14 +170,3 @@ def _commands(block: str) -> Iterator[str]:
         command = re.sub(r"(^|\s)#.*", "", line).strip()
         if command:
             yield command
-
-
-def check_current(page: Path, script: Path, *arguments: str) -> None:
-    """A generated page is what its script prints with these arguments."""
-    printed = subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=280
-    )
-    assert printed.returncode == 0, printed.stderr
-    assert page.read_text(encoding="utf-8") == printed.stdout, (
-        f"{page.name} is old: python scripts/{script.name} --write"
-    )

@@ -13,7 +13,6 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.plan import Plan
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.arguments import from_words
 from monta_megatron.tools.launch.exchanges import iteration_of_run, moe_layers, stages_of_layers
@@ -25,7 +24,6 @@ from monta_megatron.tools.launch.start import choose_start, run_script, start_co
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")
 MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
-PLAN_GIVEN = [*("--moe-monta-chain", "false"), "--moe-monta-plan"]
 ETP_1 = ["--expert-tensor-parallel-size", "1"]
 STOCK = ["--moe-token-dispatcher-type", "alltoall"]
 
@@ -97,22 +95,22 @@ def test_planned_for_the_cluster_that_the_dispatcher_is_given() -> None:
     assert any("72 ranks are taken to share a node link" in note for note in run.notes)
 
 
-def test_over_the_memory_limit_it_runs_as_the_dispatcher_would() -> None:
-    run = ready(MIXTRAL, "--moe-monta-memory-limit-gb", "0.001")
-    assert run.plan is not None and run.plan.reason.endswith("; over the limit of 0.001 GB")
-
-
-def test_other_work_is_planned_beside_as_the_dispatcher_does() -> None:
-    overlap = ("--overlap-moe-expert-parallel-comm", "--moe-monta-overlapped-compute-us", "2000")
-    run = ready(MIXTRAL, *overlap)
-    assert run.plan is not None and run.plan.key.overlapped_compute_us == 2000
-    assert run.benefit is None and ready(MIXTRAL).benefit is not None
+def test_a_run_that_does_not_fit_is_said() -> None:
+    """The file has PP 2 and EP 8."""
+    assert "of a rank's 80 GB: weights, gradients" in ready(MIXTRAL).notes[-2]
+    run = ready(
+        MIXTRAL,
+        *("--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "4"),
+    )
+    assert run.memory is not None and not run.memory.fits
+    (note,) = (note for note in run.notes if note.startswith("needs "))
+    assert "of a rank's 80 GB, does not fit with 10% headroom: weights, gradients" in note
 
 
 def test_stock_dispatcher_from_the_same_file() -> None:
     run = ready(QUICKSTART, *STOCK)
     assert not any("monta" in word for word in run.arguments)
-    assert run.plan is None
+    assert run.plan is run.memory is None
     assert any("moe-monta-chain" in note and "left out" in note for note in run.notes)
 
 
@@ -145,41 +143,6 @@ def test_words_of_a_command_line() -> None:
     }
 
 
-def test_a_given_plan_is_kept_with_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    planned = ready(QUICKSTART).plan
-    assert planned is not None
-    planned.save(path)
-    run = ready(QUICKSTART, *PLAN_GIVEN, str(path))
-    assert run.plan == planned and f"no plan made: {path} is used" in run.notes
-    other = ["--moe-monta-cluster", str(CONFIGS / "clusters" / "emulated_2x8_500mbit.yaml")]
-    (note,) = (
-        note for note in ready(QUICKSTART, *PLAN_GIVEN, str(path), *other).notes if "used" in note
-    )
-    assert "made by the costs of emulated 2x4, 500 Mbit/s and not of emulated 2x8" in note
-    for words, said in (
-        (["--expert-model-parallel-size", "4", *ETP_1], r"key\.ep: .* for 2, used with 4"),
-        (["--seq-length", "64"], r"key\.tokens_per_rank: .* for 256, used with 128"),
-        (["--moe-monta-ranks-per-node", "4"], r"key\.nodes: .* \[0, 0, 1, 1\], used"),
-    ):
-        with pytest.raises(ValueError, match=f"^--moe-monta-plan: {path}: {said}"):
-            ready(QUICKSTART, *PLAN_GIVEN, str(path), *words)
-    with pytest.raises(ValueError, match=r"key\.ep: the plan is for 2, used with 8"):
-        ready(MIXTRAL, "--moe-monta-plan", str(path))
-
-
-def test_a_given_plan_for_other_budgets_is_doubtful(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    run = [MIXTRAL, "--moe-monta-ranks-per-node", "4"]
-    planned = ready(*run, "--moe-monta-chain", "hierarchical_alltoall").plan
-    assert planned is not None
-    planned.save(path)
-    given = [*run, "--moe-monta-plan", str(path)]
-    assert not any("doubt" in note for note in ready(*given).notes)
-    (note,) = (note for note in ready(*given, "--moe-monta-node-ctas", "8").notes if "CTAs" in note)
-    assert note.startswith("doubt: planned with 16 CTAs for a node, and 8 are given: plan again")
-
-
 # What is written
 
 
@@ -200,7 +163,7 @@ def test_run_directory_explains_itself(tmp_path: Path) -> None:
     start.write(run)
     assert run.directory == Path("runs/quickstart_launch").absolute()
     assert {path.name for path in run.directory.iterdir()} == {
-        *("config.yaml", "model.yaml", "cluster.yaml", "plan.yaml", "versions.json"),
+        *("config.yaml", "model.yaml", "cluster.yaml", "plan.json", "versions.json"),
         *("run.sh", "start.sh", "logs"),
     }
     # It holds the environment.
@@ -216,8 +179,8 @@ def test_run_directory_explains_itself(tmp_path: Path) -> None:
     )
     assert words_of(again) == words_of(run)
     assert again.config.layout == run.config.layout
-    plan = Plan.load(run.directory / "plan.yaml")
-    assert (plan.chain, plan.num_chunks) == ("alltoall_allgather", 4)
+    plan = json.loads((run.directory / "plan.json").read_text())
+    assert (plan["chain"], plan["num_chunks"]) == ("alltoall_allgather", 4)
     versions = json.loads((run.directory / "versions.json").read_text())
     assert versions["versions"]["monta-megatron"] and versions["arguments_checked"] is False
 
@@ -244,21 +207,14 @@ def test_a_config_of_hugging_face_is_copied_as_it_is(tmp_path: Path) -> None:
     assert again.config.model == str(copy) and again.plan == run.plan
 
 
-def test_a_given_plan_and_another_cluster_are_copied_too(tmp_path: Path) -> None:
-    plan = tmp_path / "mine.yaml"
-    planned = ready(QUICKSTART).plan
-    assert planned is not None
-    planned.save(plan)
+def test_another_cluster_is_copied_too(tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_bytes((CONFIGS / "clusters/emulated_2x4_500mbit.yaml").read_bytes() + b"# other\n")
-    words = [*PLAN_GIVEN, str(plan), "--moe-monta-cluster", str(other)]
-    run = start.self_contained(ready(QUICKSTART, *words))
+    run = start.self_contained(ready(QUICKSTART, "--moe-monta-cluster", str(other)))
     start.write(run)
-    for name, file in (("plan.yaml", plan), ("cluster.yaml", other)):
-        assert (run.directory / name).read_bytes() == file.read_bytes()
-        assert f"{run.directory}/{name}" in words_of(run)
-    again = ready(str(run.directory / "config.yaml"))
-    assert words_of(again) == words_of(run)
+    assert (run.directory / "cluster.yaml").read_bytes() == other.read_bytes()
+    assert f"{run.directory}/cluster.yaml" in words_of(run)
+    assert words_of(ready(str(run.directory / "config.yaml"))) == words_of(run)
     # Stock's dispatchers take none of it, and the file still serves to compare with them.
     stock = start.self_contained(ready(QUICKSTART, *STOCK))
     start.write(stock)
@@ -490,16 +446,6 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
         [("megatron", "tensor-model-parallel-size", 4)],
         [],
         ["megatron.tensor-model-parallel-size: got 4", "must be 2", "layout.tp", "left out"],
-    ),
-    "memory limit": (
-        [],
-        ["--moe-monta-memory-limit-gb", "much"],
-        ["--moe-monta-memory-limit-gb: got 'much'", "a number > 0"],
-    ),
-    "other work": (
-        [],
-        ["--moe-monta-overlapped-compute-us", "-1"],
-        ["--moe-monta-overlapped-compute-us: got '-1'", "a number >= 0"],
     ),
     "flag for a size": ([], ["--expert-model-parallel-size"], ["--expert-model", ">= 1"]),
     "unfitting size": ([], ["--tensor-model-parallel-size", "3"], ["layout.nodes * ranks", "(3)"]),

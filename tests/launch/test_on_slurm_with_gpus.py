@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from monta_megatron.tools.new.run import run_template
 from slurm_cluster import DEFAULT_MEMORY_MB, MEMORY_MB, Cluster, missing, running_cluster
 
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import prepare
 from monta_megatron.tools.launch.start import start_command
-from monta_megatron.tools.plan.request import PlanRequest
 
 if reason := missing():
     pytest.skip(f"no Slurm: {reason}", allow_module_level=True)
 
 JOB_LIMIT_S = 120
 GPUS_PER_NODE = 2
+# As the runs of configs/runs ask for them.
+ALL_OF_A_NODE = {"gpus-per-node": GPUS_PER_NODE, "exclusive": True, "mem": 0}
 MARK = "rank says: "
 RANK = f"""
 import json, os
@@ -33,19 +33,6 @@ def slurm() -> Iterator[Cluster]:
         yield cluster
 
 
-def options_of_new_run() -> dict[str, object]:
-    """What `monta new run` asks of Slurm, for nodes of so many GPUs."""
-    template = run_template(
-        PlanRequest(model="mixtral_8x7b", cluster="h100_8x_ndr", ep=4, ignore_memory=True),
-        nodes=2,
-        ranks_per_node=GPUS_PER_NODE,
-        name=None,
-        folder=Path(),
-    )
-    options: dict[str, object] = yaml.safe_load(template.text)["slurm"]["options"]
-    return options
-
-
 @pytest.mark.timeout(JOB_LIMIT_S)
 @pytest.mark.parametrize("asks", [True, False], ids=["with", "without"])
 def test_a_step_is_given_what_the_run_asks_for(slurm: Cluster, tmp_path: Path, asks: bool) -> None:
@@ -54,7 +41,7 @@ def test_a_step_is_given_what_the_run_asks_for(slurm: Cluster, tmp_path: Path, a
         "name": "with_gpus",
         "script": "rank.py",
         "layout": {"nodes": 2, "ranks_per_node": GPUS_PER_NODE, "ep": 4},
-        "slurm": {"time_limit_minutes": 30, "options": options_of_new_run() if asks else {}},
+        "slurm": {"time_limit_minutes": 30, "options": ALL_OF_A_NODE if asks else {}},
         "megatron": {"num-experts": 4},
     }
     path = tmp_path / "run.yaml"

@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from monta_megatron.tools.new.run import run_template
 from preloaded import Preloaded
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import state_bytes
 from monta_megatron.tools.launch.prepare import Run, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
-from monta_megatron.tools.plan.request import PlanRequest
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted((CONFIGS / "runs").glob("*.yaml"))
@@ -143,32 +140,6 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
     assert args["expert_tensor_parallel_size"] == run.config.layout.etp
     # Megatron asks for it only when the training starts.
     assert args["global_batch_size"] % (args["micro_batch_size"] * args["data_parallel_size"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("wanted", "nodes"),
-    [
-        (PlanRequest(model="mixtral_8x7b", cluster="h100_8x_ndr", pp=2), 2),
-        (PlanRequest(model="qwen3_235b_a22b", cluster="h100_8x_ndr", tp=2, ep=16, pp=2), 16),
-        (PlanRequest(model="deepseek_v3", cluster="h100_8x_ndr", ep=64), 128),
-    ],
-    ids=lambda value: getattr(value, "model", ""),
-)
-def test_megatron_takes_a_new_run(
-    wanted: PlanRequest, nodes: int, megatron: Preloaded, tmp_path: Path
-) -> None:
-    """`monta new run` writes arguments that Megatron takes, and that agree with the model."""
-    template = run_template(wanted, nodes=nodes, ranks_per_node=None, name=None, folder=tmp_path)
-    path = tmp_path / "run.yaml"
-    path.write_text(template.text)
-    run = prepare(str(path), [], None, dry_run=True, ignore_memory=True)
-    fields, model = validated(megatron, run), load_model(wanted.model)
-    assert fields["num_moe_experts"] == model.num_experts
-    assert fields["num_query_groups"] == model.num_query_groups
-    assert fields["moe_token_dispatcher_type"] == "monta"
-    frequency = fields["moe_layer_freq"]
-    dense = frequency.count(0) if isinstance(frequency, list) else 0
-    assert model.num_layers - dense == model.num_moe_layers
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

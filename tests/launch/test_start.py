@@ -8,13 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from monta_megatron.tools.run_doctor.reading import read_run_folder
-from monta_megatron.tools.run_doctor.report import diagnose
 
 from monta_megatron.tools.launch.start import START
 
@@ -35,27 +32,10 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def check_diagnosis(directory: Path) -> None:
-    """What `monta doctor --run` reads of the training, and that it names the imbalance."""
-    run = read_run_folder(directory)
-    exchange, what_if = run.exchange, run.what_if
-    assert exchange is not None and what_if is not None and run.iteration_ms is not None
-    assert exchange.kind == "measured"
-    assert exchange.basis == "logs/exchange_rank_0.jsonl, 2 watched iterations, 2 to 3"
-    assert set(exchange.link_ms) == {"inter", "intra"}
-    assert (what_if.ran.chain, what_if.ran.num_chunks) == ("alltoall_allgather", 4)
-    assert what_if.is_named and what_if.fastest.us < what_if.ran.us
-    # However short the exchange was beside this machine's other work.
-    findings = diagnose(replace(run, iteration_ms=None))
-    assert "imbalance of the experts" in [finding.name for finding in findings]
-
-
 @needs_megatron
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
-    # What is watched of the last but one iteration is known by its end; few experts get most rows.
-    words = ["--train-iters", "4", "--moe-monta-watch-steps", "1", "--moe-router-force-biased", "3"]
-    result = launch(tmp_path, "--config", str(CONFIG), "--json", "--", *words)
+    result = launch(tmp_path, "--config", str(CONFIG), "--json", "--", "--train-iters", "4")
     assert result.returncode == 0, result.stderr[-6000:]
     document = json.loads(result.stdout)
     assert document["exit_status"] == 0 and document["arguments_checked"]
@@ -74,20 +54,8 @@ def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     assert record[-1]["bytes"]["inter"] > 0
     log = (directory / "logs" / "run.log").read_text()
     assert re.search(r"iteration +4/ +4", log)
-    check_diagnosis(directory)
     versions = json.loads((directory / "versions.json").read_text())
     assert versions["arguments_checked"] and versions["versions"]["megatron-core"]
-
-
-@needs_megatron
-@pytest.mark.timeout(LIMIT_S + 20)
-def test_a_misspelt_argument_starts_nothing(tmp_path: Path) -> None:
-    result = launch(tmp_path, "--config", str(CONFIG), "--", "--train-itres", "2")
-    assert (result.returncode, result.stdout) == (2, "")
-    (line,) = result.stderr.splitlines()
-    assert "--train-itres: no argument of Megatron-Core" in line
-    assert "did you mean train-iters?" in line
-    assert list(tmp_path.iterdir()) == []
 
 
 @needs_megatron

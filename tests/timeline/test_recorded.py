@@ -186,7 +186,7 @@ def test_a_recording_that_is_none_is_one_line(
     span = json.loads(good.read_text())["ranks"][0]["spans"][0]
     for path, words in (
         (tmp_path / "nowhere.json", "cannot be read: No such file or directory"),
-        (tmp_path, "holds no rank_*.json"),
+        (tmp_path, "cannot be read: Is a directory"),
         (half, "is no whole JSON file"),
         (binary, "is no whole JSON file"),
         (foreign, "format: got None, must be 'monta timeline 1'"),

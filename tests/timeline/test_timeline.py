@@ -1,7 +1,7 @@
 """Spans, overlap, trace and picture: by hand, and against the cost model's own schedule."""
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -328,31 +328,6 @@ def test_a_chain_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert document["ratio_to_alltoall"] is None
     assert {row["name"] for row in document["overlaps"]} == {"hierarchical_alltoall in 2 chunks"}
     assert Path(document["files"]["picture"]).read_bytes().startswith(b"\x89PNG")
-
-
-def test_experts_are_a_row_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*FLAGS, "--overlap-experts"]
-    assert main(["timeline", *flags, "--out", str(tmp_path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert main(["plan", *flags, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["experts_pipelined"]
-    assert document["overlaps"][-1]["total_us"] == pytest.approx(plan["predicted_us"])
-    events = json.loads(Path(document["files"]["trace"]).read_text())["traceEvents"]
-    named = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event["name"] == "thread_name"
-    }
-    computed = Counter(
-        event["cat"]
-        for event in events
-        if event["ph"] == "X" and named[event["pid"], event["tid"]] == "compute"
-    )
-    # Whole behind two of stock's passes, and for every chunk of either direction of ours.
-    chunks = plan["num_chunks"]
-    whole = {"dispatch": 1, "combine_backward": 1}
-    assert computed == {**whole, "forward": chunks, "backward": chunks}
 
 
 def test_passes_end_to_end_by_hand() -> None:

@@ -5,13 +5,13 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from counted_routing import CountedRouting
 
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
 from monta_megatron.chains.chain import NUM_BLOCKS
 from monta_megatron.chains.counts import COUNT_BYTES, MOST_TOKENS, num_counted_blocks
 from monta_megatron.chains.layout import Layout
 from monta_megatron.exchange.counts import CountTable, ExchangeCounts
-from monta_megatron.planner.routing.recorded import RecordedRouting
 
 CANDIDATES = {**{name: (chain,) for name, chain in CHAINS.items()}, "auto": tuple(CHAINS.values())}
 # (EP, ETP, ranks per node)
@@ -92,7 +92,7 @@ def test_every_rank_reads_what_a_recorded_routing_counts(
         torch.rand(length, tables[0].layout.num_experts, generator=generator) < 0.3
         for length in lengths
     ]
-    routing = RecordedRouting(name="", routing_maps=tuple(each.numpy() for each in maps))
+    routing = CountedRouting(name="", routing_maps=tuple(each.numpy() for each in maps))
     for table, counts in zip(tables, exchange(tables, maps), strict=True):
         assert counts.num_tokens.tolist() == lengths
         assert counts.hashes.tolist() == [2**62 + rank for rank in range(num_ranks)]

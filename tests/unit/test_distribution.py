@@ -124,8 +124,8 @@ def test_an_empty_environment_plans(wheel: Path, tmp_path: Path) -> None:
     # Step 2: from an empty folder it plans by names, without torch.
     here = tmp_path / "here"
     here.mkdir()
-    missing = "import importlib.util as u; print([u.find_spec(n) for n in ('torch', 'rich')])"
-    assert run(python, "-c", missing, folder=here).strip() == "[None, None]"
+    missing = "import importlib.util; print(importlib.util.find_spec('torch'))"
+    assert run(python, "-c", missing, folder=here).strip() == "None"
     monta = tmp_path / "venv" / "bin" / "monta"
     assert run(monta, "--version", folder=here) == f"monta-megatron {__version__}\n"
     sizes = ("--world-size", "128", "--tp", "2", "--ep", "16", "--pp", "4", "--json")
@@ -137,10 +137,6 @@ def test_an_empty_environment_plans(wheel: Path, tmp_path: Path) -> None:
         inputs = ("--model", model, "--cluster", "h100_8x_ndr", "--world-size", "16")
         planned = json.loads(run(monta, "plan", *inputs, "--json", folder=here))
         assert (planned["chain"], len(planned["notes"])) == ("alltoall", 1)
-    run_file = tmp_path / "run.yaml"
-    given = ("--cluster", "h100_8x_ndr", "--nodes", "2", "--ep", "8", "--out", run_file)
-    run(monta, "new", "run", "--model", "..", *given, folder=here)
-    run(monta, "launch", "--config", run_file, "--dry-run", folder=here)
     launched = run(monta, "launch", "--config", "mixtral_8x7b", "--dry-run", folder=here)
     assert "--moe-token-dispatcher-type monta" in launched
     assert list(here.iterdir()) == []

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import DEFAULT_CTAS, Ctas, Layout
+from monta_megatron.chains.layout import Layout
 from monta_megatron.common import torch_private
 from monta_megatron.common.torch_private import timeout_of
-from monta_megatron.exchange import collectives
 from monta_megatron.exchange.collectives import (
-    UNSET,
     PeerGroup,
     are_open,
     close_groups,
@@ -25,8 +23,6 @@ from monta_megatron.exchange.collectives import (
     start_all_gather,
     start_all_to_all,
 )
-from monta_megatron.integration.options import Options
-from monta_megatron.planner.chain_price import communicator_bytes
 
 CHAIN = CHAINS["hierarchical_allgather"]
 ALONE = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))
@@ -57,104 +53,6 @@ def test_groups_do_not_outlive_their_torch_distributed() -> None:
             assert {name: group.size for name, group in made.items()} == {"node": 1, "rail": 1}
             ranks = [dist.get_process_group_ranks(each.process_group) for each in made.values()]
             assert ranks == [[0], [0]]
-
-
-def test_groups_are_shared_by_layers_with_one_budget() -> None:
-    with one_rank() as megatron_groups:
-        budgets: tuple[dict[str, int | None] | None, ...] = (
-            None,
-            DEFAULT_CTAS._asdict(),
-            {"rail": 2, "node": 8},
-            {"rail": 2, "node": 8},
-        )
-        first, same, other, again = (
-            {
-                name: each.process_group
-                for name, each in peer_groups([CHAIN], ALONE, megatron_groups, budget).items()
-            }
-            for budget in budgets
-        )
-    assert first == same and other == again
-    assert not set(first.values()) & set(other.values())
-
-
-def nccl_options(max_ctas: int = UNSET, min_ctas: int = UNSET) -> Any:
-    """What Megatron gives its expert parallel group; made without a driver."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas, options.config.min_ctas = max_ctas, min_ctas
-    options.config.cga_cluster_size = 2
-    for name in LATER_SETTINGS:
-        setattr(options.config, name, 1)
-    options.is_high_priority_stream = True
-    return options
-
-
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
-@pytest.mark.parametrize(
-    ("flags", "given", "expected"),
-    [
-        # (max_ctas, min_ctas) of node and rail: the flag of one comes before that of both, which
-        # comes before Megatron's, which comes before our default.
-        ({}, (UNSET, UNSET), [(DEFAULT_CTAS.node, UNSET), (DEFAULT_CTAS.rail, UNSET)]),
-        ({}, (32, 1), [(32, 1), (32, 1)]),
-        ({"max_ctas": 6}, (32, 1), [(6, 1), (6, 1)]),
-        ({"max_ctas": 6, "node_ctas": 12}, (UNSET, UNSET), [(12, UNSET), (6, UNSET)]),
-        ({"rail_ctas": 2}, (UNSET, UNSET), [(DEFAULT_CTAS.node, UNSET), (2, UNSET)]),
-        # NCCL refuses a lower limit above the upper one.
-        ({"max_ctas": 6, "node_ctas": 24}, (32, 16), [(24, 16), (6, 6)]),
-    ],
-)
-def test_who_says_what_a_communicator_may_take(
-    flags: dict[str, int], given: tuple[int, int], expected: list[tuple[int, int]]
-) -> None:
-    asked: list[Any] = []
-
-    def new_named_group(ranks: list[int], *, options: Any, **_: Any) -> Any:
-        asked.append(options)
-        return dist.group.WORLD
-
-    with (
-        one_rank() as megatron_groups,
-        mock.patch.object(collectives, "options_of", lambda group: nccl_options(*given)),
-        mock.patch.object(collectives, "new_named_group", new_named_group),
-    ):
-        peer_groups([CHAIN], ALONE, megatron_groups, Options(**flags).ctas)
-    # Of one rank, rail and node with one budget are one group.
-    made = [(options.config.max_ctas, options.config.min_ctas) for options in asked]
-    assert made == (expected if len(set(expected)) > 1 else expected[:1])
-    for options in asked:
-        assert options.config.cga_cluster_size == 2 and options.is_high_priority_stream
-        assert all(getattr(options.config, name) == 1 for name in LATER_SETTINGS)
-
-
-@pytest.mark.parametrize(
-    ("chain_name", "layout", "ctas", "mib"),
-    [
-        # 2 nodes of 8. Node: 7 peers x 16 channels x 12 MiB. Rail: 4 channels x 4 MiB.
-        ("hierarchical_alltoall", (16, 8), DEFAULT_CTAS, 7 * 16 * 12 + 4 * 4),
-        # 2 nodes of 8. Node: 7 peers x 8 channels x 12 MiB. Rail: 8 channels x 4 MiB.
-        ("hierarchical_alltoall", (16, 8), Ctas(rail=8, node=8), 7 * 8 * 12 + 8 * 4),
-        # The AllGather's ring beside its transpose: 8 channels x 12 MiB more.
-        ("hierarchical_allgather", (16, 8), Ctas(rail=8, node=8), 7 * 8 * 12 + 8 * 4 + 8 * 12),
-        # Sends and receives take 4 channels for a budget of 3; the ring takes 3.
-        ("hierarchical_allgather", (16, 8), Ctas(rail=3, node=3), 7 * 4 * 12 + 4 * 4 + 3 * 12),
-        # More nodes have more peers on a rail, which share a channel's buffers.
-        ("hierarchical_alltoall", (64, 8), Ctas(rail=8, node=8), 7 * 8 * 12 + 8 * 4),
-        # One rank on each node: rails alone. One node: that alone.
-        ("hierarchical_alltoall", (4, 1), Ctas(rail=8, node=8), 8 * 4),
-        ("hierarchical_alltoall", (8, 8), Ctas(rail=8, node=8), 7 * 8 * 12),
-        # Megatron's own groups are not ours to count.
-        ("alltoall", (16, 8), Ctas(rail=8, node=8), 0),
-        ("alltoall_dedup", (16, 8), Ctas(rail=8, node=8), 0),
-    ],
-)
-def test_the_memory_of_our_communicators(
-    chain_name: str, layout: tuple[int, int], ctas: Ctas, mib: int
-) -> None:
-    num_ranks, per_node = layout
-    nodes = tuple(rank // per_node for rank in range(num_ranks))
-    here = Layout(ep=num_ranks, etp=1, num_local_experts=2, rank=0, nodes=nodes)
-    assert communicator_bytes(CHAINS[chain_name], here, ctas) == mib * MIB
 
 
 def wrapped(group: dist.ProcessGroup) -> dist.ProcessGroup:

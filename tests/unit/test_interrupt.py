@@ -88,7 +88,7 @@ def interrupt(process: "subprocess.Popen[str]", send: Send, mark: str) -> int:
 def test_plan(tmp_path: Path, send: Send) -> None:
     model, cluster = CONFIGS / "models/deepseek_v3.yaml", CONFIGS / "clusters/h100_8x_ndr.yaml"
     words = [*MONTA, "plan", "--model", str(model), "--cluster", str(cluster)]
-    with started([*words, "--pp", "16", "--out", "plan.yaml"], tmp_path) as (process, mark):
+    with started([*words, "--pp", "16"], tmp_path) as (process, mark):
         ticks = Path(f"/proc/{process.pid}/stat")
 
         def is_ranking() -> bool:

@@ -8,7 +8,6 @@ from typing import get_args
 import numpy as np
 import pytest
 
-import monta_megatron
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.chains.layout import Layout
@@ -29,7 +28,6 @@ from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.traffic import TRAFFIC
 
-SOURCES = Path(monta_megatron.__file__).parent
 CONFIGS = Path(__file__).parents[2] / "configs"
 BF16 = RowFormat(hidden_size=8, value_bytes=2, prob_bytes=4, sum_bytes=4)
 

@@ -1,20 +1,25 @@
-"""The rooms of CONTRIBUTING.md against the imports in src, and what a training run imports.
-
-The drawing there is the only place that names the rooms.
-"""
+"""The arrows between rooms, and what a training imports."""
 
 import ast
-import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
-PACKAGE = REPOSITORY / "src" / "monta_megatron"
-CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
-MOST_ROOMS = 15
-# On one level of a room, `__init__` included.
-MOST_FILES = 18
+PACKAGE = Path(__file__).parents[2] / "src" / "monta_megatron"
+
+# A room, which is a package or a file, and those that it may import, all of them below it.
+ARROWS = {
+    "cli": "tools integration emulation planner exchange chains common",
+    "api": "tools integration exchange planner common",
+    "tools": "integration emulation exchange planner chains common",
+    "integration": "emulation exchange planner chains common",
+    "emulation": "planner chains common",
+    "exchange": "chains common",
+    "planner": "chains common",
+    "chains": "common",
+    "common": "",
+}
+# Files that belong to a room.
+ROOM_OF = {"__main__": "cli", "autoload": "integration"}
 
 # Where PyTorch and Megatron enter; what else a training run imports follows from these.
 ENTRIES = (
@@ -61,80 +66,21 @@ def imports(module: str, at_import: bool = False) -> set[str]:
     return names & PATHS.keys() - {module}
 
 
-def drawing() -> dict[str, tuple[set[str], set[str]]]:
-    """By room, its packages and files on the first level, and the rooms that it may import.
-
-    A line is `room -> rooms`, or `room (files) -> rooms` where files stand beside the package or
-    instead of it; it goes on where the next one is indented.
-    """
-    (block,) = re.findall(r"```text\n(.*?->.*?)```", CONTRIBUTING, re.DOTALL)
-    rooms = {}
-    for line in re.sub(r"\n +", " ", block).splitlines():
-        match = re.fullmatch(r"(\w+)(?: +\(([\w, ]+)\))? *->([\w, ]*)", line)
-        assert match, f"CONTRIBUTING.md: {line!r} is not `room (files) -> rooms`"
-        files, imported = (set(re.findall(r"\w+", text or "")) for text in match.groups()[1:])
-        of_that_name = any((PACKAGE / name).exists() for name in (match[1], f"{match[1]}.py"))
-        rooms[match[1]] = (files | {match[1]} if of_that_name else files, imported)
-    return rooms
+def room_of(module: str) -> str:
+    name = module.split(".")[1]
+    return ROOM_OF.get(name, name)
 
 
-# The package's own `__init__` is in no room, as all are in it.
-FIRST_LEVEL = {module: module.split(".")[1] for module in PATHS if "." in module}
-
-
-def test_every_package_and_file_is_in_one_of_few_rooms() -> None:
-    rooms = drawing()
-    drawn = [name for names, _ in rooms.values() for name in names]
-    unlike = sorted({*drawn} ^ {*FIRST_LEVEL.values()})
-    assert not unlike, f"only in src or only in CONTRIBUTING.md: {', '.join(unlike)}"
-    assert len(drawn) == len(set(drawn)), "one of them is in two rooms"
-    assert len(rooms) <= MOST_ROOMS
-
-
-def test_every_room_has_its_paragraph() -> None:
-    assert [room for room in drawing() if f"\n- **{room}**" not in CONTRIBUTING] == []
-
-
-def test_a_room_may_import_only_those_below_it() -> None:
-    """So that there are no circles."""
-    rooms = drawing()
-    names = list(rooms)
-    for position, (room, (_, imported)) in enumerate(rooms.items()):
-        above = imported - set(names[position + 1 :])
-        assert not above, f"{room} -> {', '.join(sorted(above))}: not drawn below {room}"
-
-
-def test_every_import_is_an_arrow_of_the_drawing() -> None:
-    rooms = drawing()
-    room_of = {name: room for room, (names, _) in rooms.items() for name in names}
-    missing = []
-    for module, name in FIRST_LEVEL.items():
-        room = room_of[name]
-        for imported in imports(module) & FIRST_LEVEL.keys():
-            other = room_of[FIRST_LEVEL[imported]]
-            if other != room and other not in rooms[room][1]:
-                missing.append(f"{room} -> {other}: {module} imports {imported}")
-    assert not missing, "not drawn in CONTRIBUTING.md:\n" + "\n".join(sorted(missing))
-
-
-def test_no_module_reaches_itself() -> None:
-    """By lazy imports neither; the root, which offers the Python API, is imported by none."""
-    arrows = {module: imports(module) for module in FIRST_LEVEL}
-    upwards = sorted(module for module, below in arrows.items() if "monta_megatron" in below)
-    assert upwards == [], "they import the package's root"
-    for module in arrows:
-        reached, waiting = set(), [*arrows[module]]
-        while waiting:
-            below = waiting.pop()
-            if below not in reached:
-                reached.add(below)
-                waiting += arrows.get(below, ())
-        assert module not in reached, f"{module} imports itself through {sorted(arrows[module])}"
-
-
-def test_no_level_has_many_files() -> None:
-    levels = Counter(path.parent for path in PATHS.values())
-    assert {level.name: number for level, number in levels.items() if number > MOST_FILES} == {}
+def test_every_import_is_an_arrow() -> None:
+    # The package's own `__init__` is in no room, as all are in it.
+    modules = {module for module in PATHS if "." in module}
+    missing = [
+        f"{module} imports {imported}"
+        for module in sorted(modules)
+        for imported in sorted(imports(module) & modules)
+        if room_of(imported) not in (room_of(module), *ARROWS[room_of(module)].split())
+    ]
+    assert not missing, "no arrow:\n" + "\n".join(missing)
 
 
 def imported_by_a_training_run() -> set[str]:

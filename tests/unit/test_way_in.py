@@ -184,17 +184,10 @@ def configurations() -> Iterator[Preloaded]:
         ({"moe_monta_chain": "alltoal_allgather"}, ["moe_monta_chain", "did you mean"]),
         ({"moe_monta_chain": ["alltoall"]}, ["moe_monta_chain: got ['alltoall']", "a name"]),
         ({"moe_monta_cluster": 7}, ["moe_monta_cluster: got 7", "a file"]),
-        ({"moe_monta_plan": ""}, ["moe_monta_plan: got ''", "a file"]),
         ({"moe_monta_num_chunks": 0}, ["moe_monta_num_chunks", "got 0", ">= 1"]),
-        ({"moe_monta_num_chunks": -3}, ["moe_monta_num_chunks", "got -3"]),
+        ({"moe_monta_num_chunks": 2.5}, ["moe_monta_num_chunks", "got 2.5"]),
         ({"moe_monta_num_chunks": True}, ["moe_monta_num_chunks", "got True"]),
         ({"moe_monta_ranks_per_node": 0}, ["moe_monta_ranks_per_node", "got 0"]),
-        ({"moe_monta_max_ctas": 2.5}, ["moe_monta_max_ctas: got 2.5", "an integer >= 1"]),
-        ({"moe_monta_record": ""}, ["moe_monta_record: got ''", "a folder"]),
-        (
-            {"moe_monta_record": "here", "moe_monta_record_iteration": 0},
-            ["moe_monta_record_iteration: got 0", "an integer >= 1"],
-        ),
         ({"overlap_dispatch_backward_with_experts_wgrad": True}, ["not supported with"]),
         (
             {"moe_monta_chain": "alltoall_dedup", "expert_tensor_parallel_size": 2},

@@ -4,14 +4,10 @@ A point is one operation at one size, by all ranks at once, as in a real exchang
 the same time, every node at the same time. A pair is two points that run at once.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from monta_megatron.chains.chain import Chain
-from monta_megatron.chains.layout import GroupName
 from monta_megatron.chains.program import LINKS, PricedOperation, Resource
-from monta_megatron.chains.stages import AllGather, AllToAll
 
 Collective: TypeAlias = Literal["alltoall", "allgather"]
 
@@ -162,14 +158,3 @@ class Sample:
     task: str
     us: float
     launch_us: float
-
-
-def collectives_of(chains: Iterable[Chain]) -> dict[GroupName, set[Collective]]:
-    """Groups of some chains with the collectives in each, forward or transposed."""
-    found: dict[GroupName, set[Collective]] = {}
-    for stage in (stage for chain in chains for stage in chain.stages):
-        if isinstance(stage, AllToAll | AllGather):
-            # The transpose of a gather is an exchange of parts.
-            found.setdefault(stage.group, {"alltoall"})
-            found[stage.group] |= {"allgather"} if isinstance(stage, AllGather) else set()
-    return found

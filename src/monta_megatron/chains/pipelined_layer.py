@@ -112,10 +112,6 @@ class BoundLayer:
         assert buffer.chunk is not None, "the buffers of a chunk are numbered with it"
         return buffer.copies * self.chunks[buffer.chunk].rows_at[buffer.boundary][0]
 
-    def rows_written(self, operation: Operation) -> float:
-        """Rows that an operation writes."""
-        return self.rows(self.program.buffers[operation.writes[0]])
-
 
 @lru_cache(maxsize=256)
 def layer_program(

@@ -303,12 +303,6 @@ class BoundProgram:
         """Bytes of a row in each of its messages."""
         return buffer.message_bytes(self.max_experts_per_token)
 
-    def rows_written(self, operation: Operation) -> float:
-        """Rows that an operation writes for its chunk."""
-        written = self.program.buffers[operation.writes[0]]
-        rows: float = self.bound.rows_at[written.boundary][operation.chunk]
-        return written.copies * rows
-
     def num_bytes(self, buffer: Buffer) -> float:
         """Bytes of a buffer."""
         return sum(self.message_bytes(buffer)) * self.rows(buffer)

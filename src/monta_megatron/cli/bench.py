@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.parser import add_json, only_the_report
-from monta_megatron.common.tables import show_progress, tell
+from monta_megatron.common.tables import Progress, tell
 from monta_megatron.tools.bench.flags import FLAGS, Flag
 
 if TYPE_CHECKING:
-    from monta_megatron.tools.bench.settings import Hooks, Point, Settings
+    from monta_megatron.tools.bench.settings import Point, Settings
 
 EXAMPLE = """\
 examples, on 4 CPU ranks that stand for 2 nodes:
@@ -27,8 +27,6 @@ THROUGH_HOST = (
     "messages go through the host by Gloo: this checks bits, packing and autograd, proves no order "
     "of streams, and its times say nothing of NCCL"
 )
-# Flags that have left -> the script of the repository that takes them.
-MOVED = dict.fromkeys(("--sweep", "--out", "--report"), "benchmarks/sweep.py")
 
 
 def add_parser(commands: Any) -> None:
@@ -41,7 +39,6 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLE,
     )
     add_arguments(parser)
-    parser.moved = MOVED
     parser.set_defaults(run=run, check=check)
 
 
@@ -88,7 +85,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.ranks import find_this_rank
     from monta_megatron.tools.bench.report import print_report
-    from monta_megatron.tools.bench.settings import Hooks, Point
+    from monta_megatron.tools.bench.settings import Point
     from monta_megatron.tools.pictures import check_can_plot
 
     this_rank = find_this_rank("bench")
@@ -96,7 +93,7 @@ def _run(parsed: argparse.Namespace) -> int:
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
     reports: list[dict[str, Any]] = []
-    status = measure(points, reports.append, Hooks())
+    status = measure(points, reports.append)
     if this_rank.rank == 0 and status == 0:
         print_report(reports[0], parsed.json)
         if parsed.plot is not None:
@@ -108,16 +105,14 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def measure(
-    points: "Sequence[Point]",
-    keep: Callable[[dict[str, Any]], None],
-    hooks: "Hooks",
+    points: "Sequence[Point]", keep: Callable[[dict[str, Any]], None], **options: Any
 ) -> int:
     """Measure points on this rank.
 
     Args:
         points: with the same flags of the launch.
         keep: called with each report, on every rank.
-        hooks: of a script, or none.
+        options: of `point.run_benchmarks`.
 
     Returns:
         The exit status: 1 if results differ from stock's, which the first rank prints.
@@ -139,9 +134,9 @@ def measure(
         from monta_megatron.tools.bench.point import MismatchError, run_benchmarks
 
         try:
-            with show_progress("bench", this_rank.rank == 0) as progress:
-                for report in run_benchmarks(points, this_rank, cluster, progress, hooks):
-                    keep(report)
+            progress = Progress("bench" if this_rank.rank == 0 else None)
+            for report in run_benchmarks(points, this_rank, cluster, progress, **options):
+                keep(report)
         except MismatchError as error:
             if this_rank.rank == 0:
                 print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)
@@ -151,8 +146,5 @@ def measure(
 
 def _settings(parsed: argparse.Namespace, world_size: int) -> "Settings":
     from monta_megatron.tools.bench.settings import parse_settings
-    from monta_megatron.tools.bench.traffic import check_routing
 
-    settings = parse_settings(vars(parsed), world_size)
-    check_routing(settings)
-    return settings
+    return parse_settings(vars(parsed), world_size)

@@ -8,7 +8,7 @@ from typing import Any
 
 from monta_megatron.cli.parser import add_json, only_the_report
 from monta_megatron.common.flags import positive, printable, whole
-from monta_megatron.common.tables import print_report, show_progress, tell
+from monta_megatron.common.tables import Progress, print_report, tell
 
 EXAMPLE = """\
 examples:
@@ -97,8 +97,8 @@ def _run(parsed: argparse.Namespace) -> int:
             ranks_per_node=parsed.ranks_per_node,
             nics_per_node=parsed.nics_per_node,
         )
-        with show_progress("calibrate", this_rank.rank == 0) as progress:
-            report = calibrate(settings, this_rank.local_rank, progress)
+        progress = Progress("calibrate" if this_rank.rank == 0 else None)
+        report = calibrate(settings, this_rank.local_rank, progress)
         if this_rank.rank == 0:
             report.save()
     if this_rank.rank != 0:

@@ -2,14 +2,13 @@
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli.parser import add_json
 from monta_megatron.cli.planning import FILES
 from monta_megatron.common.flags import not_negative, positive, whole
-from monta_megatron.common.tables import print_report, show_progress, tell
+from monta_megatron.common.tables import Progress, print_report, tell
 
 EXAMPLE = """\
 examples:
@@ -110,7 +109,7 @@ def _place(parsed: argparse.Namespace) -> int:
         out=None if parsed.out is None else Path(parsed.out),
         force=parsed.force,
     )
-    report = place(request, partial(show_progress, "place", sys.stderr.isatty()))
+    report = place(request, Progress("place" if sys.stderr.isatty() else None))
     print_report(report, parsed.json)
     if request.out is not None:
         refused = report.refused

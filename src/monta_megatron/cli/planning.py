@@ -1,13 +1,11 @@
-"""The flags of `plan`, `timeline` and `simulate`: model, cluster, layout, tokens, routing."""
+"""The flags of `plan` and `timeline`: model, cluster, layout, tokens, routing."""
 
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.flags import num_tokens, positive, whole
-from monta_megatron.planner.routing.names import ROUTING_HELP, routing_or_folder
+from monta_megatron.common.flags import ROUTINGS, num_tokens, positive, whole
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
@@ -53,10 +51,9 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
     add_sizes(parser, BATCH)
     parser.add_argument(
         "--routing",
-        metavar="NAME|FOLDER",
-        type=routing_or_folder,
+        choices=ROUTINGS,
         default="uniform",
-        help=f"{ROUTING_HELP} (default: %(default)s, by the model's router)",
+        help="of the tokens (default: %(default)s, by the model's router)",
     )
     parser.add_argument(
         "--phase",
@@ -140,7 +137,7 @@ def read(parsed: argparse.Namespace) -> "tuple[PlanRequest, PlanInputs]":
     Raises:
         ValueError: a file or flag is wrong, or the layout does not fit the model.
     """
-    from monta_megatron.common.tables import show_progress
+    from monta_megatron.common.tables import Progress
     from monta_megatron.planner.cluster_file import load_cluster
     from monta_megatron.tools.plan.request import PlanRequest, read_inputs
 
@@ -165,5 +162,4 @@ def read(parsed: argparse.Namespace) -> "tuple[PlanRequest, PlanInputs]":
         wire_dtype=parsed.wire_dtype,
     )
     # A terminal shows progress, a log does not need it.
-    progress = partial(show_progress, parsed.command, sys.stderr.isatty())
-    return request, read_inputs(request, progress)
+    return request, read_inputs(request, Progress(parsed.command if sys.stderr.isatty() else None))

@@ -10,7 +10,7 @@ from monta_megatron.cli.bench import add_flags
 from monta_megatron.cli.parser import add_json, only_the_report
 from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
-from monta_megatron.common.tables import print_report, show_progress, tell
+from monta_megatron.common.tables import Progress, print_report, tell
 from monta_megatron.common.text import same_name
 from monta_megatron.tools.bench.flags import FLAGS
 
@@ -181,8 +181,8 @@ def _record(parsed: argparse.Namespace) -> "Drawing | None":
     with only_the_report():
         from monta_megatron.tools.timeline.record import record
 
-        with show_progress("timeline", this_rank.rank == 0) as progress:
-            recordings = record(settings, this_rank, cluster, progress)
+        progress = Progress("timeline" if this_rank.rank == 0 else None)
+        recordings = record(settings, this_rank, cluster, progress)
     if recordings is None:
         return None
     from monta_megatron.tools.timeline.drawing import of_recordings

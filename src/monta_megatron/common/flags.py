@@ -1,4 +1,4 @@
-"""Parse the texts of command-line flags: sizes, lists, dtypes. No torch."""
+"""Parse the texts of command-line flags: sizes, lists, names of dtypes and routings. No torch."""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -51,11 +51,6 @@ def not_negative(text: str) -> float:
     return _number(text, "a number >= 0", lambda value: 0 <= value < float("inf"))
 
 
-def fraction(text: str) -> float:
-    """Reads a number from 0 to 1."""
-    return _number(text, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-
-
 def _number(text: str, rule: str, holds: Callable[[float], bool]) -> float:
     try:
         value = float(text)
@@ -103,6 +98,9 @@ DTYPE_BYTES: dict[str, int] = {
     "bf16": 2,
     "fp16": 2,
 }
+# Of tokens that are drawn: `planner.routing.drawn` says how.
+ROUTINGS = ("uniform", "skewed", "node-limited")
+
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

@@ -210,16 +210,10 @@ def _mapping(kind: Any, data: Any, place: _Place) -> dict[str, Any]:
 
 
 def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
-    hints, old_keys = _hints(kind), getattr(kind, "OLD_KEYS", {})
+    hints = _hints(kind)
     if not isinstance(data, Mapping):
         raise place.refuse(data, f"a mapping with the keys {', '.join(hints)}")
-    for old, new in getattr(kind, "RENAMED_KEYS", {}).items():
-        if old in data and new not in data:
-            data = {new if name == old else name: value for name, value in data.items()}
     for name in data:
-        if name in old_keys:
-            instead = old_keys[name].format(_short(repr(data[name])))
-            raise place.inside(name).error(f"is not a key any more; {instead}")
         if name not in hints:
             raise place.inside(name).error(f"unknown key; {advice(name, hints)}")
     place.missing.extend(

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.calibration.memory_operations import routing_map, rows_of
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.streams import gpu_name
-from monta_megatron.integration.strategies import KNOWS_ORDER
 
 
 def hardware_name() -> str:
@@ -62,13 +60,8 @@ def permute(point: Point, device: torch.device) -> Callable[[], object]:
 def unpermute(point: Point, device: torch.device) -> Callable[[], object]:
     """Sums the copies of every token: the way back to [T, H]."""
     tokens, on_device = _tokens(point, device)
-    rows, _, indices, *more = _permute(tokens, on_device)
-    given: dict[str, Any] = {}
-    if _is_batch_invariant_here():
-        # Of this map it takes the width alone, which has to be a multiple of the EP ranks.
-        wide = on_device.new_empty(0, NUM_EXPERTS * dist.get_world_size())
-        given = {"routing_map": wide, "batch_invariant_inverse_map": more[0]}
-    return lambda: moe_utils.unpermute(rows, indices, tokens.shape, **given)
+    rows, _, indices, *_ = _permute(tokens, on_device)
+    return lambda: moe_utils.unpermute(rows, indices, tokens.shape)
 
 
 PERMUTATION = {"permute": permute, "unpermute": unpermute}
@@ -80,13 +73,7 @@ def _tokens(point: Point, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def _permute(tokens: torch.Tensor, on_device: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    asked = {"return_batch_invariant_inverse_map": True} if _is_batch_invariant_here() else {}
     permuted: tuple[torch.Tensor, ...] = moe_utils.permute(
-        tokens, on_device, num_out_tokens=len(tokens) * TOPK, **asked
+        tokens, on_device, num_out_tokens=len(tokens) * TOPK
     )
     return permuted
-
-
-def _is_batch_invariant_here() -> bool:
-    """Whether the process is in the mode, by which `unpermute` goes."""
-    return KNOWS_ORDER and moe_utils.is_batch_invariant_mode_enabled()

@@ -19,9 +19,9 @@ from monta_megatron.common.rules import (
 from monta_megatron.common.units import Rate, bytes_of_gb
 from monta_megatron.planner.curves import RESOURCES, Curve, HostCosts, Kind, Operation
 
-# If a cluster has no curve for an operation, this similar operation stands in for it.
 # 800 Gb/s, of the newest interfaces.
 FASTEST_NIC = Rate(100.0)
+# If a cluster has no curve for an operation, this similar operation stands in for it.
 STANDS_IN: dict[Operation, Operation] = {
     "sum": "copy",
     "find": "copy",
@@ -351,12 +351,6 @@ class Cluster:
     def memory_bytes_per_rank(self) -> float | None:
         """Bytes that a rank may use, or None where that is not known."""
         return bytes_of_gb(self.memory_gb_per_rank)
-
-    def was_measured(self, resource: Resource) -> bool:
-        """Whether all that prices a resource was measured on this cluster."""
-        curves = [curve.kind for curve in self.curves if curve.resource == resource]
-        kinds = curves or [link.kind for link in self.links if link.resource == resource]
-        return set(kinds) == {"measured"}
 
     def factor(self, first: Resource, second: Resource) -> float:
         """Factor by which an operation on `first` is slowed while one on `second` runs."""

@@ -143,12 +143,7 @@ def _models(text: str) -> list[tuple[str, int]]:
 
 
 def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:
-    """A cluster with a network of `rate_ratio` times the rate; see `with_rate`."""
-    return with_rate(cluster, "inter", rate_ratio)
-
-
-def with_rate(cluster: Cluster, resource: Resource, rate_ratio: float) -> Cluster:
-    """A cluster with a resource of `rate_ratio` times the rate, and the same start times.
+    """A cluster with a network of `rate_ratio` times the rate, and the same start times.
 
     Raises:
         ValueError: the ratio is not a number above 0.
@@ -157,15 +152,15 @@ def with_rate(cluster: Cluster, resource: Resource, rate_ratio: float) -> Cluste
     require(holds, "rate_ratio", rate_ratio, "be a number > 0")
     return replace(
         cluster,
-        name=f"{cluster.name}, {RESOURCE_NAMES[resource]} x {rate_ratio:.3g}",
+        name=f"{cluster.name}, {RESOURCE_NAMES['inter']} x {rate_ratio:.3g}",
         # This is what the ratio is for.
         nic_faster_than_800_gbit=True,
         network_faster_than_node_link=True,
         links=tuple(
-            link.times(rate_ratio) if link.resource == resource else link for link in cluster.links
+            link.times(rate_ratio) if link.resource == "inter" else link for link in cluster.links
         ),
         curves=tuple(
-            scaled(curve, rate_ratio) if curve.resource == resource else curve
+            scaled(curve, rate_ratio) if curve.resource == "inter" else curve
             for curve in cluster.curves
         ),
     )

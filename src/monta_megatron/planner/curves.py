@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import linear_regression
-from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from monta_megatron.chains.program import COLLECTIVES, PricedOperation, Resource
 from monta_megatron.common.rules import (
@@ -28,9 +28,6 @@ Operation: TypeAlias = PricedOperation
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 # Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
 Kind: TypeAlias = Literal["measured", "datasheet"]
-
-# The message on the key that held rates before they had units.
-OLD_RATE = {"gbps": "write rate: {0} GB/s, or rate: {0} Gb/s if these are bits"}
 
 # Number of points at each end of a curve that the line beyond that end is fitted to.
 NUM_END_POINTS = 3
@@ -57,8 +54,6 @@ class Fit:
     alpha_us: NonNegativeFloat
     rate: Rate
     largest_residual: NonNegativeFloat
-
-    OLD_KEYS: ClassVar[dict[str, str]] = OLD_RATE
 
 
 @dataclass(frozen=True, kw_only=True)

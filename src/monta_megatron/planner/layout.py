@@ -3,8 +3,7 @@
 One rank stands for all that do the same. Two ranks move the same number of bytes in every stage of
 every chain if
 
-- the routing is even: a rank has as many rows for any peer as for any other; or, on even nodes in
-  order, both get as many rows, on nodes that do (`Routing.kinds`), and
+- the routing is even: a rank has as many rows for any peer as for any other, and
 - in every group, each of them has as many peers on its node as the other.
 
 On even nodes in order all ranks are such. Elsewhere, few are not: of 256 consecutive ranks on nodes
@@ -178,7 +177,7 @@ def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
     # Chains copy tokens for ranks, and for nodes if these are even.
     parts = {layout.ep, layout.num_nodes} if in_order else {layout.ep}
     if not all(routing.is_even(num_parts) for num_parts in parts):
-        return routing.kinds(layout) if in_order else range(num_ranks)
+        return range(num_ranks)
     if in_order:
         return (None,) * num_ranks
     on_node = []

@@ -14,7 +14,7 @@ from monta_megatron.planner.benefit import Benefit, benefit_of
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster, Kernels
 from monta_megatron.planner.cluster_file import ResourceRate, resource_rates
-from monta_megatron.planner.pricing import AROUND_STAGES, pass_lower_bound_us
+from monta_megatron.planner.pricing import AROUND_STAGES
 from monta_megatron.planner.schedule import serial_us
 from monta_megatron.planner.select import (
     MARGIN,
@@ -89,7 +89,6 @@ class Candidate:
         chain: its name.
         num_chunks: None where the chain cannot run in any number of chunks.
         predicted_us: time of the phase; None where it cannot run.
-        lower_bound_us: a time that no schedule beats; see `lower_bound`.
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
@@ -103,7 +102,6 @@ class Candidate:
     num_chunks: PositiveInt | None
     predicted_us: NonNegativeFloat | None = None
     range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
-    lower_bound_us: NonNegativeFloat | None = None
     inter_bytes: NonNegativeFloat | None = None
     intra_bytes: NonNegativeFloat | None = None
     peak_bytes: NonNegativeFloat | None = None
@@ -169,22 +167,6 @@ class Plan:
         return replace(benefit, ends=ends)
 
 
-def exchange_of(workload: Workload) -> dict[str, Any]:
-    """Values that a plan for a workload depends on, by the fields of `PlanKey`."""
-    layout = workload.layout
-    first_node = min(layout.nodes)
-    return {
-        "ep": layout.ep,
-        "etp": layout.etp,
-        "num_experts": workload.routing.num_experts,
-        "nodes": tuple(node - first_node for node in layout.nodes),
-        "topk": workload.routing.max_experts_per_token,
-        "hidden_size": workload.hidden_size,
-        "value_bytes": workload.value_bytes,
-        "tokens_per_rank": workload.tokens_per_rank,
-    }
-
-
 def plan(workload: Workload, cluster: Cluster, **settings: Any) -> Plan:
     """Choose a chain and a number of chunks.
 
@@ -202,6 +184,7 @@ def plan(workload: Workload, cluster: Cluster, **settings: Any) -> Plan:
 def plan_of(selection: Selection) -> Plan:
     """A selection with all candidates, and why each of the others was not chosen."""
     workload, cluster, price = selection.workload, selection.cluster, selection.price
+    layout, routing = workload.layout, workload.routing
     notes = (*cluster.doubts, *(note for pass_ in price.passes for note in pass_.notes))
     return Plan(
         chain=price.chain.name,
@@ -209,8 +192,15 @@ def plan_of(selection: Selection) -> Plan:
         predicted_us=price.total_us,
         reason=selection.reason,
         key=PlanKey(
-            **exchange_of(workload),
-            routing=workload.routing.name,
+            ep=layout.ep,
+            etp=layout.etp,
+            nodes=tuple(node - min(layout.nodes) for node in layout.nodes),
+            num_experts=routing.num_experts,
+            topk=routing.max_experts_per_token,
+            hidden_size=workload.hidden_size,
+            value_bytes=workload.value_bytes,
+            tokens_per_rank=workload.tokens_per_rank,
+            routing=routing.name,
             phase=selection.phase,
             cluster=cluster.name,
             kernels=cluster.kernels,
@@ -264,9 +254,6 @@ def _candidate(price: ChainPrice, plainest: ChainPrice, selection: Selection) ->
         chain=price.chain.name,
         num_chunks=price.num_chunks,
         predicted_us=price.total_us,
-        lower_bound_us=sum(
-            pass_lower_bound_us(pass_, selection.cluster.factor) for pass_ in price.passes
-        ),
         inter_bytes=_sent_bytes_of(price, "inter"),
         intra_bytes=_sent_bytes_of(price, "intra"),
         peak_bytes=price.peak_bytes,

@@ -4,7 +4,7 @@ Steps: bind the chain to the expected rows, convert them to bytes, price the sta
 schedule, add up the passes. The space is small, so all of it is searched.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from monta_megatron.chains import CHAINS
@@ -92,7 +92,6 @@ def select_chain(
     phase: Phase = "forward_backward",
     chains: Sequence[str] = tuple(CHAINS),
     num_chunks: Sequence[int] = NUM_CHUNKS,
-    price: Callable[..., ChainPrice] = price_chain,
 ) -> Selection:
     """Choose a chain and a number of chunks.
 
@@ -102,7 +101,6 @@ def select_chain(
         phase: the phase to choose for.
         chains: the chains to consider.
         num_chunks: the numbers of chunks to consider; a serial chain has one.
-        price: `price_chain`, or one that remembers what it has priced.
 
     Raises:
         ValueError: no chain can run.
@@ -116,7 +114,7 @@ def select_chain(
             incompatible[chain.name] = reason
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            prices.append(price(workload, cluster, chain, chunks, phase, num_counts))
+            prices.append(price_chain(workload, cluster, chain, chunks, phase, num_counts))
     if not prices:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
         raise ValueError(f"chains: none can run: {reasons}")

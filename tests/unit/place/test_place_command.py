@@ -86,27 +86,6 @@ def test_uniform_traces_have_no_placement(
     assert "uniform" in table and document["refused"] in table
 
 
-def test_a_plan_says_what_experts_have_in_common(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    traced(tmp_path / "trace", strength=3.0)
-    flags = f"plan --model {model} --cluster {CLUSTER} --ep 16 --routing {tmp_path}/trace"
-    assert main([*flags.split(), "--json"]) == 0
-    layers = json.loads(capsys.readouterr().out)["collaboration"]
-    assert list(layers) == ["0", "1"] and layers["0"].keys() == {"rank", "node"}
-    by_node = layers["0"]["node"]
-    # Shuffled, experts lie as at random.
-    assert by_node["copies"] == pytest.approx(by_node["uniform_copies"], rel=0.02)
-    assert by_node["intra"] == pytest.approx(by_node["uniform_intra"], rel=0.1)
-    assert main(flags.split()) == 0
-    assert "pairs of its experts that lie in one" in capsys.readouterr().out
-    # A trace of one stage of two is planned for, but its layers cannot be told.
-    (tmp_path / "one").mkdir()
-    write_layers(tmp_path / "one", {0: planted_routing(64, 16, 2, NUM_TOKENS, 3.0, 0)[0]})
-    assert main([*flags.replace("/trace", "/one").split()]) == 0
-    assert "collaboration of experts: not shown: " in capsys.readouterr().out
-
-
 def test_stages_have_layers_of_their_own(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ A figure that is off is printed with what was counted: write that into
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from statistics import mean
 from typing import Any
 from unittest import mock
@@ -22,13 +22,11 @@ from launch_counts import LaunchCounter, count_launches
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Kind, Operation, Pass, Policy, RowFormat
-from monta_megatron.chains.wire_format import quantized_passes
 from monta_megatron.exchange import operations
 from monta_megatron.exchange.kernels import operations as fused_operations
 from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.exchange.state import State
-from monta_megatron.integration.options import Options
 from monta_megatron.planner import traffic
 from monta_megatron.planner.traffic import HOST_OPERATIONS, num_host_operations
 
@@ -60,7 +58,7 @@ each_kernels = pytest.mark.parametrize("kernels", TABLES)
 @cache
 def issued_by(chain: str, kernels: str, quantized: bool = False) -> tuple[tuple[Issued, ...], int]:
     """What every operation of a layer's programs took, and what the whole layer did."""
-    passes = quantized_passes(quantized, backward=True)
+    wire_dtype = {"moe_monta_wire_dtype": "fp8"} if quantized else {}
     counters: list[LaunchCounter] = []
     issued: list[Issued] = []
 
@@ -88,7 +86,9 @@ def issued_by(chain: str, kernels: str, quantized: bool = False) -> tuple[tuple[
         mock.patch.object(launch_counts, "LaunchCounter", Counter),
         mock.patch.object(launch_counts, "HIDDEN", HIDDEN),
         mock.patch.object(module, table, operations),
-        mock.patch.object(Options, "quantized_passes", passes),
+        mock.patch.object(
+            launch_counts, "make_dispatcher", partial(launch_counts.make_dispatcher, **wire_dtype)
+        ),
     ):
         rows = count_launches(chain, EP, 1 if CHAINS[chain].serial else NUM_CHUNKS, kernels)
     return tuple(issued), sum(row.tensor_operations for row in rows.values())

@@ -17,6 +17,8 @@ from monta_megatron.planner.models.model import Model, with_batch
 # What a preset has from elsewhere: its name, and the number that its paper or model card rounds.
 NOT_COMPARED = {"name", "source", "num_parameters_billions", "assumed", "megatron"}
 OWN = {"quickstart", "monta_2x70b"}
+# In place of a value: the key is left out.
+MISSING = object()
 
 
 def written(folder: Path, config: Any) -> Path:
@@ -256,6 +258,28 @@ def test_errors_name_the_fields_of_the_file(
     assert expected in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_type": None}, "model_type: missing, must be the name of a family"),
+        ({"model_type": 3}, "model_type: got 3, must be the name of a family"),
+        ({"num_local_experts": "8"}, "num_local_experts: got '8', must be an integer >= 1"),
+        (
+            {"num_key_value_heads": MISSING, "intermediate_size": MISSING},
+            "num_key_value_heads, intermediate_size: missing, must be given",
+        ),
+    ],
+)
+def test_a_bad_config(changes: dict[str, Any], expected: str) -> None:
+    config = {**CONFIGS["mixtral_8x7b"], **changes}
+    config = {name: value for name, value in config.items() if value is not MISSING}
+    with pytest.raises(ValueError) as error:
+        model_of_config(config, "c")
+    assert str(error.value).startswith(f"c: {expected}")
+    with pytest.raises(ValueError, match=r"^c: must be a mapping, as a config"):
+        model_of_config([config], "c")
+
+
 def test_heads_of_dbrx_share_keys() -> None:
     config = CONFIGS["dbrx"]
     attention = {**config["attn_config"], "kv_n_heads": 7}
@@ -275,6 +299,7 @@ def test_a_config_of_another_editor(tmp_path: Path) -> None:
         ('{"a": 1,}', "config.json: is no JSON in line 1: "),
         ('{"a": 1234567890123456789}', "an integer of 19 characters, must have at most 18"),
         ("[" * 100_000, "nested too deeply"),
+        ('{"a": 1, "a": 2}', "key 'a' is written twice"),
         (f'"{"x" * 1_000_001}"', "is too large, must hold at most 1,000,000 bytes"),
     ],
 )

@@ -147,7 +147,7 @@ def test_prices_of_cpu_ranks_are_those_of_passes_one_by_one(chain: str) -> None:
         workload_of(8, ranks_per_node=4), cluster, CHAINS[chain], 1, "forward_backward"
     )
     for of_pass in priced.passes:
-        alone = of_pass.scheduled(cluster.factor, 0.0, 0.0)
+        alone = of_pass.scheduled(cluster.factor, 0.0)
         surrounded_us = sum(
             work.launch_us * len(work.times_us) + sum(work.times_us)
             for work in (*of_pass.before, *of_pass.after)
@@ -165,7 +165,7 @@ def test_a_price_lies_between_an_instant_host_and_none_ahead(chain: str) -> None
         price_chain(workload_of(16), each, CHAINS[chain], num_chunks, "forward_backward")
         for each in (cluster, replace(cluster, launch=LAUNCH))
     )
-    alone_us = sum(each.scheduled(cluster.factor, 0.0, 0.0).total_us for each in led.passes)
+    alone_us = sum(each.scheduled(cluster.factor, 0.0).total_us for each in led.passes)
     assert instant.total_us <= led.total_us <= alone_us
 
 

@@ -1,17 +1,14 @@
-"""Whatever is wrong with a file or a flag: one line with file, key, value and rule; status 2."""
+"""Whatever is wrong with a file: one line with file, key, value and rule; status 2."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from clusters import CONFIGS, preset, workload_of
+from clusters import CONFIGS
 
 from monta_megatron.cli import main
-from monta_megatron.common import strict_yaml
-from monta_megatron.planner.plan import Plan, plan
 
 MODEL = yaml.safe_load((CONFIGS / "models" / "deepseek_v3.yaml").read_text())
 CLUSTER = yaml.safe_load((CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_text())
@@ -45,8 +42,7 @@ def edited(data: dict[str, Any], path: tuple[str | int, ...], value: object) -> 
 
 def run(tmp_path: Path, flags: tuple[str, ...] = (), **files: object) -> int:
     """`monta plan` on the good files, but for those that are given: data, text or bytes."""
-    # DeepSeek-V3 on 16 ranks: what is tried here is not whether it fits.
-    arguments = ["plan", "--ignore-memory"]
+    arguments = ["plan"]
     for name, data in {**DATA, **files}.items():
         path = tmp_path / f"{name}.yaml"
         if isinstance(data, bytes):
@@ -54,11 +50,7 @@ def run(tmp_path: Path, flags: tuple[str, ...] = (), **files: object) -> int:
         else:
             path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
         arguments += [f"--{name}", str(path)]
-    try:
-        return main([*arguments, *flags])
-    except SystemExit as error:
-        assert isinstance(error.code, int)
-        return error.code
+    return main([*arguments, *flags])
 
 
 def assert_one_line(capsys: pytest.CaptureFixture[str], status: int, words: list[str]) -> None:
@@ -120,7 +112,7 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ("cluster", ("links", 0, "rate"), 100, ["links[0].rate: got 100", "such as 100 Gb/s"]),
     ("cluster", ("links", 0, "rate"), {"gbit": 1}, ["links[0].rate: got {'gbit': 1}", "a rate"]),
     ("cluster", ("links", 0, "rate"), None, ["links[0].rate: got None", "a rate with its unit"]),
-    ("cluster", ("links", 0, "gbps"), 100, ["gbps: is not a key any more", "rate: 100 Gb/s"]),
+    ("cluster", ("links", 0, "gbps"), 100, ["links[0].gbps: unknown key"]),
     (
         "cluster",
         ("links", 0, "rate"),
@@ -260,89 +252,9 @@ def test_a_bad_file(
     assert_one_line(capsys, status, [str(tmp_path), *words])
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--ep", "0"), ["--ep", "got '0'", "an integer >= 1"]),
-        (("--ep", "two"), ["--ep", "got 'two'", "an integer >= 1"]),
-        (("--ep", "5"), ["world_size: got 16", "(5)"]),
-        (("--margin", "nan"), ["--margin", "got 'nan'", "from 0 to 1"]),
-        (("--margin", "3"), ["--margin", "got '3'", "from 0 to 1"]),
-        (("--inter-rate-ratio", "-1"), ["--inter-rate-ratio", "got '-1'", "> 0"]),
-        (("--memory-limit-gb", "0.001"), ["memory_limit: got 0.001 GB", "must be at least"]),
-        (("--routing", "zipf"), ["--routing: got 'zipf'", "uniform"]),
-        (("--routing", "node-limited", "--ep", "8"), ["--routing: got node-limited", "on 1 node"]),
-        (("--phase", "backward"), ["--phase", "invalid choice: 'backward'"]),
-        (("--eep", "8"), ["unrecognized arguments: --eep"]),
-        (("--model", "missing.yaml"), ["missing.yaml: cannot be read: No such file"]),
-        (("--model", "."), [".: cannot be read"]),
-        (("--out", "/nowhere/plan.yaml"), ["/nowhere/plan.yaml: cannot be written"]),
-    ],
-)
-def test_a_bad_flag(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: list[str]
-) -> None:
-    assert_one_line(capsys, run(tmp_path, flags), words)
-
-
-RECORD = '{"layer": 3, "hs_shape": [1, 7168], "top_indices": [[0, 1, 2, 3, 4, 5, 6, 7]]}'
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("not json", ["line 1: is no record of the tracer"]),
-        ('{"layer": 1}', ["line 1: is no record of the tracer", "top_indices"]),
-        ('{"top_indices": [[0, 999]]}', ["line 1: top_indices", "0 to 255"]),
-        ('{"top_indices": [0, 1]}', ["line 1: top_indices", "for every token"]),
-        ('{"top_indices": []}', ["got 0 tokens"]),
-        (RECORD, ["got 1 token, ", "at least 3,200 for top-8 of 256 experts", "trace more"]),
-        ('{"top_indices": [[0, 1]]}', ["line 1: topk: got 2", "8, moe_router_topk of DeepSeek"]),
-        (RECORD.replace("3,", "62,"), ["line 1: layer: got 62", "at most 61, num_layers of"]),
-        (RECORD.replace("7168", "64"), ["line 1: hs_shape: got 64", "7168, hidden_size of"]),
-    ],
-)
-def test_a_bad_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: list[str]
-) -> None:
-    (tmp_path / "router_trace_rank0.jsonl").write_text(line + "\n")
-    status = run(tmp_path, ("--routing", str(tmp_path)))
-    assert_one_line(capsys, status, [str(tmp_path), *words])
-
-
 def test_no_layout_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: tmp_path / f"{name}.yaml" for name in ("model", "cluster")}
     for name, path in files.items():
         path.write_text(yaml.safe_dump(DATA[name]))
     status = main(["plan", "--model", str(files["model"]), "--cluster", str(files["cluster"])])
     assert_one_line(capsys, status, ["no (tp, ep, etp) fits DeepSeek-V3 on", "GB"])
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda data: data.update(chain="fastest"), ["chain: got 'fastest'", "one of alltoall"]),
-        (lambda data: data.update(chain="alltoal"), ["chain: got", "(did you mean alltoall?)"]),
-        (lambda data: data.update(chain="alltoall", num_chunks=2), ["num_chunks: got 2", "serial"]),
-        (lambda data: data.update(num_chunks=0), ["num_chunks: got 0", ">= 1"]),
-        (lambda data: data.pop("key"), ["key: missing"]),
-        (lambda data: data["key"].update(nodes="all"), ["key.nodes: got 'all'"]),
-        (lambda data: data["candidates"].append(1), ["candidates[", "got 1", "a mapping"]),
-    ],
-)
-def test_a_bad_plan(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], words: list[str]
-) -> None:
-    data = strict_yaml.plain(plan(workload_of(16), preset("a800_2x8_ib200")))
-    change(data)
-    path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump(data))
-    with pytest.raises(ValueError) as error:
-        Plan.load(path)
-    assert "\n" not in str(error.value)
-    for word in [str(path), *words]:
-        assert word in str(error.value)
-
-
-def test_there_are_at_least_40() -> None:
-    assert len(VALUES) + len(FILES) >= 40

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 from clusters import CONFIGS
 
@@ -32,7 +31,7 @@ def run_without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_plan_is_made_and_saved_without_torch(tmp_path: Path) -> None:
+def test_a_plan_is_made_without_torch() -> None:
     result = run_without_torch(
         "plan",
         "--model",
@@ -41,11 +40,9 @@ def test_a_plan_is_made_and_saved_without_torch(tmp_path: Path) -> None:
         str(CONFIGS / "clusters" / "a800_2x8_ib200.yaml"),
         "--ep",
         "8",
-        "--out",
-        str(tmp_path / "plan.yaml"),
     )
     assert result.returncode == 0, result.stderr
-    assert "choice" in result.stdout and (tmp_path / "plan.yaml").exists()
+    assert "choice" in result.stdout
 
 
 def test_help_is_there_without_torch() -> None:

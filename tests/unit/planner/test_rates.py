@@ -11,9 +11,9 @@ from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, Link
-from monta_megatron.planner.cluster_file import resource_rates, with_inter_rate
+from monta_megatron.planner.cluster_file import with_inter_rate
 from monta_megatron.planner.curves import Curve
-from monta_megatron.planner.plan import Plan, plan
+from monta_megatron.planner.plan import plan
 
 A800 = preset("a800_2x8_ib200")
 
@@ -84,11 +84,9 @@ def test_100_gigabits_are_an_eighth_of_100_gigabytes(tmp_path: Path) -> None:
     assert found == pytest.approx([80_000, 80_000, 10_000])
 
 
-def test_every_plan_shows_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, cluster = CONFIGS / "models/olmoe_1b_7b.yaml", CONFIGS / "clusters/h100_8x_ndr.yaml"
-    command = ["plan", "--model", str(model), "--cluster", str(cluster), "--world-size", "8"]
-    out = tmp_path / "plan.yaml"
-    for flags in (["--ep", "8", "--out", str(out), "--force"], []):
+def test_every_plan_shows_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", "olmoe_1b_7b", "--cluster", "h100_8x_ndr", "--world-size", "8"]
+    for flags in (["--ep", "8"], []):
         assert main([*command, *flags]) == 0
         shown = capsys.readouterr().out
         assert "network   47 GB/s (376 Gb/s) per NIC, 8 for 8 ranks, datasheet\n" in shown
@@ -101,8 +99,6 @@ def test_every_plan_shows_its_rates(tmp_path: Path, capsys: pytest.CaptureFixtur
             ("intra", "335 GB/s"),
             ("memory", "2475 GB/s"),
         ]
-    assert "rate: 47 GB/s" in out.read_text()
-    assert Plan.load(out).rates == resource_rates(preset("h100_8x_ndr"))
 
 
 def test_a_measured_rate_is_that_of_the_largest_size() -> None:

@@ -102,7 +102,6 @@ def test_the_plan_is_that_of_all_ranks(case: Case) -> None:
             for entry in each.candidates
             for name in (
                 "predicted_us",
-                "lower_bound_us",
                 "inter_bytes",
                 "intra_bytes",
                 "peak_bytes",

@@ -6,11 +6,11 @@ from math import comb
 import numpy as np
 import pytest
 from clusters import layout_of
+from counted_routing import CountedRouting
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
 from monta_megatron.planner.routing.drawn import SampledRouting
 from monta_megatron.planner.routing.expected import UniformRouting
-from monta_megatron.planner.routing.recorded import RecordedRouting
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_expected_counts_are_the_mean_of_counts(chain: str, rank: int) -> None:
         routing_map = np.zeros((num_tokens, 16), dtype=bool)
         np.put_along_axis(routing_map, chosen, True, axis=1)
         maps.append(routing_map)
-    measured = RecordedRouting(name="recorded", routing_maps=tuple(maps))
+    measured = CountedRouting(name="recorded", routing_maps=tuple(maps))
     sampled = SampledRouting(name="sample", routing_map=np.concatenate(maps))
     uniform = UniformRouting(num_experts=16, topk=3)
     counted = measured.counts(CHAINS[chain], layout, 0, num_blocks)
@@ -92,7 +92,7 @@ def test_counts_of_a_tiny_trace_by_hand() -> None:
     # Two ranks, one per node, experts 0 1 | 2 3. Rank 0: tokens {0, 1}, {1, 2}, {3}; rank 1: {0}.
     first = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]], dtype=bool)
     second = np.array([[1, 0, 0, 0]], dtype=bool)
-    routing = RecordedRouting(name="recorded", routing_maps=(first, second))
+    routing = CountedRouting(name="recorded", routing_maps=(first, second))
     layout = layout_of(ep=2, etp=1, ranks_per_node=1, num_experts=4)
     pairs = routing.counts(CHAINS["alltoall"], layout, 0, 1)
     assert isinstance(pairs, Counts)

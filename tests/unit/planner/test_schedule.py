@@ -7,10 +7,9 @@ from typing import NamedTuple
 import pytest
 from linear_pipeline import Stage, operation_of, with_waits
 
-from monta_megatron.chains.program import Policy, Resource, ResourceOrCompute
+from monta_megatron.chains.program import Policy, Resource
 from monta_megatron.planner import schedule as program_schedule
 from monta_megatron.planner.curves import RESOURCES
-from monta_megatron.planner.pricing import lower_bound_us
 from monta_megatron.planner.schedule import Factor, Work, serial_us
 
 
@@ -21,15 +20,9 @@ class Schedule(NamedTuple):
     starts_us: tuple[tuple[float, ...], ...]
     ends_us: tuple[tuple[float, ...], ...]
     total_us: float
-    exposed_us: float
 
 
-def simulate(
-    stages: Sequence[Stage],
-    factor: Factor,
-    copies_block_host: bool = False,
-    overlapped_compute_us: float = 0.0,
-) -> Schedule:
+def simulate(stages: Sequence[Stage], factor: Factor, copies_block_host: bool = False) -> Schedule:
     """Run stages one after the other on each chunk, each on a stream or in a group of its own."""
     policy: Policy = "host" if copies_block_host else "streams"
     num_chunks = len(stages[0].work.times_us) if stages else 0
@@ -44,9 +37,7 @@ def simulate(
         operation_of(at, stage, chunk, stages) for at, (_, stage, chunk) in enumerate(keys)
     ]
     works = [stage.work for stage in stages]
-    found = program_schedule.simulate(
-        with_waits(operations, needs, policy), works, factor, overlapped_compute_us
-    )
+    found = program_schedule.simulate(with_waits(operations, needs, policy), works, factor)
     by_stage = [
         [found.times[numbers[stage, chunk]] for chunk in range(num_chunks)]
         for stage in range(len(stages))
@@ -57,12 +48,23 @@ def simulate(
             for field in ("launched_us", "start_us", "end_us")
         ),
         total_us=found.total_us,
-        exposed_us=found.exposed_us,
     )
 
 
 def works_of(stages: Sequence[Stage]) -> list[Work]:
     return [stage.work for stage in stages]
+
+
+def lower_bound_us(works: Sequence[Work], factor: Factor) -> float:
+    """A time that no schedule beats: the busiest resource, the host, the longest stage."""
+    bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
+    for resource in RESOURCES:
+        times = [sum(work.times_us) for work in works if work.resource == resource]
+        if times:
+            # n operations on one resource run together at n / slowdown of its rate.
+            slowdown = 1 + (len(times) - 1) * (min(factor(resource, resource), 2.0) - 1)
+            bounds += [sum(times) * slowdown / len(times), max(times)]
+    return max(bounds)
 
 
 def free(first: Resource, second: Resource) -> float:
@@ -182,13 +184,13 @@ def random_works(draw: Random, launches: bool) -> list[Stage]:
 
 
 def random_factor(draw: Random) -> Factor:
-    """Of any size between the resources of an exchange, 1 with other work's."""
-    factors: dict[tuple[ResourceOrCompute, ResourceOrCompute], float] = {}
+    """Of any size."""
+    factors: dict[tuple[Resource, Resource], float] = {}
     for index, first in enumerate(RESOURCES):
         for second in RESOURCES[: index + 1]:
             factor = draw.choice([1.0, 1.2, 1.7, 2.0, 3.0, draw.uniform(1, 4)])
             factors[first, second] = factors[second, first] = factor
-    return lambda first, second: factors.get((first, second), 1.0)
+    return lambda first, second: factors[first, second]
 
 
 def recurrence_us(times_us: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -224,50 +226,6 @@ def test_between_the_busiest_resource_and_one_after_the_other(copies_block_host:
         assert total_us <= serial_us(works_of(stages)) * (1 + 1e-9)
 
 
-# A collective of 10 and a copy of 4, one chunk: 14.
-@pytest.mark.parametrize(
-    ("overlapped_compute_us", "exposed_us"), [(0.0, 14.0), (6.0, 8.0), (14.0, 0.0), (1e6, 0.0)]
-)
-def test_left_over_beside_other_work_by_hand(
-    overlapped_compute_us: float, exposed_us: float
-) -> None:
-    stages = works(("inter", (10.0,)), ("memory", (4.0,)))
-    schedule = simulate(stages, free, overlapped_compute_us=overlapped_compute_us)
-    assert (schedule.total_us, schedule.exposed_us) == (14.0, exposed_us)
-
-
-def test_other_work_and_the_network_slow_each_other() -> None:
-    """The network takes 1.5 times as long beside other work, and that twice as long beside it."""
-
-    def factor(first: ResourceOrCompute, second: ResourceOrCompute) -> float:
-        return {("inter", "compute"): 1.5, ("compute", "inter"): 2.0}.get((first, second), 1.0)
-
-    stages = works(("inter", (10.0,)))
-    # 4 of work end at 8; by then 16/3 of the 10 are done, and the rest ends at 8 + 14/3.
-    schedule = simulate(stages, factor, overlapped_compute_us=4.0)
-    assert schedule.total_us == pytest.approx(38 / 3)
-    assert schedule.exposed_us == pytest.approx(38 / 3 - 4)
-    # 100 of work: the network ends at 15, by when 7.5 are done; the rest ends at 107.5.
-    schedule = simulate(stages, factor, overlapped_compute_us=100.0)
-    assert (schedule.total_us, schedule.exposed_us) == (15.0, 7.5)
-
-
-@pytest.mark.parametrize("copies_block_host", [False, True])
-def test_other_work_hides_as_much_as_it_takes(copies_block_host: bool) -> None:
-    draw = Random(3)
-    for _ in range(200):
-        stages = random_works(draw, launches=True)
-        factor = random_factor(draw)
-        alone = simulate(stages, factor, copies_block_host)
-        assert alone.exposed_us == alone.total_us
-        overlapped_compute_us = draw.uniform(0.1, 2.0) * alone.total_us
-        schedule = simulate(stages, factor, copies_block_host, overlapped_compute_us)
-        # By a factor of 1 neither feels the other.
-        assert schedule.total_us == pytest.approx(alone.total_us, abs=1e-6)
-        expected = max(alone.total_us - overlapped_compute_us, 0.0)
-        assert schedule.exposed_us == pytest.approx(expected, abs=1e-5)
-
-
 def test_stages_and_chunks_keep_their_order() -> None:
     draw = Random(2)
     for _ in range(300):
@@ -286,5 +244,4 @@ def test_stages_and_chunks_keep_their_order() -> None:
 
 def test_nothing_to_do() -> None:
     assert simulate([], free).total_us == 0.0
-    assert simulate([], free, overlapped_compute_us=5.0).exposed_us == 0.0
     assert lower_bound_us([], free) == 0.0

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from clusters import preset, workload_of
+from counted_routing import CountedRouting
 
 from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.calibration_tasks import HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
@@ -20,7 +21,6 @@ from monta_megatron.planner import traffic as program_traffic
 from monta_megatron.planner.calibration.points import bytes_per_row
 from monta_megatron.planner.chain_price import peak_bytes, price_chain
 from monta_megatron.planner.plan import sent_bytes
-from monta_megatron.planner.routing.recorded import RecordedRouting
 from monta_megatron.planner.traffic import PassTraffic
 from monta_megatron.planner.workload import Workload
 
@@ -63,7 +63,7 @@ def uneven_workload() -> Workload:
     """4 ranks on 2 nodes, with a routing in which no two of them are alike."""
     generator = np.random.default_rng(1)
     maps = tuple(generator.random((count, 16)) < 0.2 for count in (30, 0, 7, 41))
-    routing = RecordedRouting(name="recorded", routing_maps=maps)
+    routing = CountedRouting(name="recorded", routing_maps=maps)
     return workload_of(4, ranks_per_node=2, num_experts=16, routing=routing)
 
 

@@ -1,8 +1,6 @@
 """Tuning, against turns worked by hand, and what every rank has to decide alike."""
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 import hypothesis
 import numpy as np
@@ -18,13 +16,7 @@ from monta_megatron.planner.online.tuning import (
     trimmed_mean,
     tuning_candidates,
 )
-from monta_megatron.planner.online.tuning_report import (
-    plan_of_tuning,
-    plan_path,
-    resumed,
-    tuning_table,
-)
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.online.tuning_report import tuning_table
 from monta_megatron.planner.select import select_chain
 
 H100 = preset("h100_8x_ndr")
@@ -50,18 +42,6 @@ def passes(us: float) -> np.ndarray:
 def add(tuning: Tuning, us: float) -> None:
     """The oldest step that is not added yet took so long."""
     tuning.add(tuning._started[len(tuning.steps)][0], passes(us))
-
-
-def overlapped(us: Sequence[float], exposed_us: Sequence[float]) -> Tuning:
-    """A tuning over 12 steps whose candidates always take so long, so much of it exposed."""
-    tuning = Tuning(candidates=THREE[: len(us)], num_steps=12)
-    while (len(tuning.steps) + LATE <= len(tuning._started)) or tuning.next() is not None:
-        while len(tuning.steps) + LATE <= len(tuning._started):
-            candidate = tuning._started[len(tuning.steps)][0]
-            # Two layers, three ranks.
-            exposed = np.round(2 * exposed_us[candidate] * np.array([1, 1.5, 2])).astype(np.int64)
-            tuning.add(candidate, passes(us[candidate]), exposed)
-    return tuning
 
 
 def tune(tuning: Tuning, us: Sequence[float]) -> list[int]:
@@ -198,12 +178,9 @@ def test_the_first_run_of_a_chain_does_not_count() -> None:
     add(tuning, 1000)
     tuning.next()
     assert tuning.measured_us == (1000, None, None)
-    # Other chunks of the same chain count at once; in a new process, nothing does.
+    # Other chunks of the same chain count at once.
     tune(tuning, [1000, 1200, 1100])
     assert [step.counts for step in tuning.steps[:7]] == [False, True, False, *[True] * 4]
-    again = resumed({**tuning.state(), "steps": tuning.state()["steps"][:6]}, 12)
-    tune(again, [1000, 1200, 1100])
-    assert not again.steps[6].counts
 
 
 def test_a_step_is_what_its_passes_took_on_the_fastest_rank() -> None:
@@ -244,77 +221,6 @@ def test_ranks_choose_alike_however_late_results_come(us: list[int], waits: list
         assert fast.winner == slow.winner
 
 
-@hypothesis.settings(max_examples=50, deadline=None)
-@hypothesis.given(TIMES_US, st.integers(0, 20))
-def test_a_stored_tuning_goes_on(us: list[int], stopped_at: int) -> None:
-    tuning = Tuning(candidates=THREE, num_steps=20)
-    for step in range(stopped_at):
-        if step >= LATE:
-            add(tuning, us[step - LATE])
-        tuning.next()
-    state = json.loads(json.dumps(tuning.state()))
-    ranks = [resumed(state, 20) for _ in range(2)]
-    assert ranks[0].state() == state
-    # What was under way runs again, and every rank goes on alike.
-    turns = [tune(each, [1000, 900, 800]) for each in ranks]
-    assert turns[0] == turns[1] and len(turns[0]) == 20 - max(stopped_at - LATE, 0)
-
-
-STEP = {"candidate": 0, "counts": False, "us": 10, "slowest_us": 12, "exposed_us": None}
-OTHER_WORK = {"part_us": 0.5, "program_us": [1.0, 1.0], "total_us": 3.5, "exposed_us": 2.5}
-GOOD = {
-    "num_steps": 4,
-    "candidates": [
-        {"chain": "alltoall", "num_chunks": 1, "predicted_us": 2.5, "overlapped_compute": None},
-        {
-            "chain": "alltoall_dedup",
-            "num_chunks": 2,
-            "predicted_us": 3.5,
-            "overlapped_compute": OTHER_WORK,
-        },
-    ],
-    "steps": [STEP],
-    "settled_us": None,
-    "settled_exposed_us": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_steps": 5}, "tuning: num_steps: got 5, must be 4, the steps that are asked for"),
-        ({"num_steps": "4"}, "tuning: num_steps: got '4'"),
-        ({"more": 1}, "tuning: more: unknown key"),
-        ({"candidates": []}, "tuning: candidates: got"),
-        ({"candidates": [GOOD["candidates"][0]] * 2}, "be different ones"),  # type: ignore[index]
-        (
-            {"candidates": [GOOD["candidates"][1] | {"overlapped_compute": {}}]},
-            ".overlapped_compute.part_us, ",
-        ),  # type: ignore[index]
-        ({"candidates": [{"chain": "ring", "num_chunks": 1, "predicted_us": 1.0}]}, "'ring'"),
-        ({"candidates": [{"chain": "alltoall", "num_chunks": 0, "predicted_us": 1.0}]}, "got 0"),
-        ({"steps": [{**STEP, "candidate": 2}]}, "steps.candidate: got 2"),
-        ({"steps": [{**STEP, "slowest_us": 9}]}, "steps.us: got 10"),
-        ({"steps": GOOD["steps"] * 5}, "steps: got 5"),  # type: ignore[operator]
-        ({"settled_us": [1]}, "settled_us: got (1,), must be 2 integers >= 0"),
-        ({"settled_us": [1, -1]}, "settled_us"),
-        ({"settled_exposed_us": [1]}, "settled_exposed_us: got (1,), must be 2 integers >= 0"),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
-    assert json.loads(json.dumps(resumed(GOOD, 4).state())) == GOOD
-    with pytest.raises(ValueError, match=r"^tuning: ") as caught:
-        resumed({**GOOD, **change}, 4)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_state_whose_chain_cannot_run_here_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"chain: got 'alltoall_dedup', must be one of alltoall,"):
-        resumed(GOOD, 4, ["alltoall"])
-    with pytest.raises(ValueError, match=r"^tuning: got None"):
-        resumed(None, 4)
-
-
 def test_replicas_settle_by_what_all_have_measured() -> None:
     """1,000 + 1,300 against 1,100 + 1,000: the second wins for both, 2,300 > 2,100 * 1.03."""
     replicas = [Tuning(candidates=THREE[:2], num_steps=8) for _ in range(2)]
@@ -325,7 +231,6 @@ def test_replicas_settle_by_what_all_have_measured() -> None:
     for tuning in replicas:
         tuning.settle(summaries)
         assert (tuning.winner, tuning.measured_us) == (1, (1150, 1050))
-        assert resumed(tuning.state(), 8).winner == 1
 
 
 def test_what_one_replica_has_not_measured_cannot_win() -> None:
@@ -367,8 +272,8 @@ def test_candidates_of_a_selection() -> None:
     assert found[1].key == ("alltoall", 1)
     assert found[1].predicted_us > 1.5 * found[0].predicted_us
     assert len({candidate.key for candidate in found}) == len(found)
-    allowed = {(price.chain.name, price.num_chunks) for price in selection.allowed}
-    assert {candidate.key for candidate in found} <= allowed
+    rivals = {(price.chain.name, price.num_chunks) for price in selection.rivals}
+    assert {candidate.key for candidate in found} <= rivals
     chains = [candidate.chain for candidate in found]
     first = [chains.index(chain) for chain in dict.fromkeys(chains)]
     assert first == list(range(len(first)))
@@ -391,33 +296,9 @@ def test_new_traffic_is_planned_with_the_factors() -> None:
     assert tuning.candidates[tuning.winner].chain == "alltoall"
     less = select_chain(workload_of(16, tokens=2048), H100)
     assert less.price.chain.name == pick.chain
-    assert tuning.select(less.allowed, ("alltoall", 1)).chain.name == "alltoall"
-    # What runs stays within the margin, and may be none of what is allowed now.
-    assert tuning.select(less.allowed, ("no chain", 1)).chain.name == "alltoall"
-
-
-def test_a_plan_of_what_was_measured(tmp_path: Any) -> None:
-    selection = select_chain(workload_of(16), H100)
-    tuning = Tuning(candidates=tuning_candidates(selection), num_steps=20)
-    tune(tuning, [500 if each.chain == "alltoall" else 1000 for each in tuning.candidates])
-    plan = plan_of_tuning(selection, tuning, tokens_per_rank=4000)
-    assert (plan.chain, plan.num_chunks, plan.key.tokens_per_rank) == ("alltoall", 1, 4000)
-    assert plan.reason.startswith(
-        "measured over 20 iterations: 500 us, 2.00x as fast as hierarchical_alltoall in "
-    )
-    predicted_us = tuning.candidates[1].predicted_us
-    assert plan.reason.endswith(f", the next; predicted {predicted_us:,.0f} us")
-    assert plan.chosen is not None and plan.chosen.chain == "alltoall"
-    pick = next(each for each in plan.candidates if each.chain == selection.price.chain.name)
-    assert pick.rejected == "measured 1,000 us, +100%"
-    plan.save(tmp_path / "plan.yaml")
-    assert Plan.load(tmp_path / "plan.yaml") == plan
-
-
-def test_each_of_several_stages_writes_its_plan() -> None:
-    assert str(plan_path("runs/plan.yaml", 0, 1)) == "runs/plan.yaml"
-    assert str(plan_path("runs/plan.yaml", 1, 4)) == "runs/plan.1.yaml"
-    assert str(plan_path("plan", 3, 4)) == "plan.3"
+    assert tuning.select(less.rivals, ("alltoall", 1)).chain.name == "alltoall"
+    # What runs stays within the margin, and may be none of the rivals now.
+    assert tuning.select(less.rivals, ("no chain", 1)).chain.name == "alltoall"
 
 
 def test_the_table_says_what_was_predicted_and_measured() -> None:
@@ -436,55 +317,3 @@ def test_the_table_says_what_was_predicted_and_measured() -> None:
     tune(stays, [1000, 1200, 1100])
     assert tuning_table(stays)[2].endswith("chosen, the planner's pick")
     assert len(rows) == 3 and all(line == line.rstrip() for line in rows)
-
-
-def test_a_plan_of_too_few_iterations_says_so() -> None:
-    selection = select_chain(workload_of(16), H100)
-    tuning = Tuning(candidates=tuning_candidates(selection), num_steps=1)
-    tune(tuning, [1000] * len(tuning.candidates))
-    plan = plan_of_tuning(selection, tuning, tokens_per_rank=4096)
-    assert plan.chain == selection.price.chain.name
-    assert "not often enough" in plan.reason
-    assert len(tuning_table(tuning)) == 2
-
-
-def test_the_least_exposed_wins() -> None:
-    """The second takes longer, and more of it is hidden."""
-    tuning = overlapped([1000, 1200], [500, 100])
-    assert tuning.measures_exposed and tuning.exposed_us == (500, 100)
-    assert (tuning.winner, tuning.hidden_us) == (1, 1100)
-    title, head, first, _ = tuning_table(tuning)
-    assert title.endswith("forward + backward beside 1,100 us of computation")
-    assert "exposed us" in head and first.endswith("chosen")
-
-
-def test_of_what_is_hidden_the_pick_stays() -> None:
-    """20 us are within 3% of 1,000 us; 40 us are not."""
-    assert overlapped([1000, 1200], [20, 0]).winner == 0
-    assert overlapped([1000, 1200], [40, 0]).winner == 1
-
-
-def test_what_was_not_tried_is_expected_to_be_hidden_alike() -> None:
-    """The third would take 1,000 us more than is hidden, of which the others hide all."""
-    tuning = overlapped([1000, 1200, 900], [0, 0, 0])
-    assert [step.candidate for step in tuning.steps].count(2) >= 1
-
-
-def test_replicas_settle_exposed_parts_too() -> None:
-    """500 + 200 against 100 + 700: 350 < 400."""
-    replicas = [overlapped([1000, 1200], exposed) for exposed in ([500, 100], [200, 700])]
-    assert [tuning.winner for tuning in replicas] == [1, 0]
-    summaries = [tuning.summary() for tuning in replicas]
-    for tuning in replicas:
-        tuning.settle(summaries)
-        assert tuning.settled_us == (1000, 1200) and tuning.settled_exposed_us == (350, 400)
-        assert tuning.winner == 0
-        again = resumed(json.loads(json.dumps(tuning.state())), 12)
-        assert again.exposed_us == (350, 400) and again.measures_exposed
-
-
-def test_a_key_of_an_older_checkpoint_is_read() -> None:
-    candidate = {"chain": "alltoall", "num_chunks": 1, "predicted_us": 2.5, "other_work": None}
-    assert (
-        resumed({**GOOD, "candidates": [candidate], "steps": []}, 4).candidates[0].num_chunks == 1
-    )

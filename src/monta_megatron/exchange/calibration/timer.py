@@ -29,8 +29,6 @@ RUN_US = 20_000.0
 # In an exchange different operations follow each other. Many runs of a small one in a row are two
 # to three times as fast, as data and code are in the caches. The second run is like a later chunk.
 MAX_REPEATS_IN_RUN = 2
-# A curve has at least two sizes; larger ones have to leave time for so many rounds.
-LEAST_SIZES, LEAST_ROUNDS = 2, 5
 
 
 class Timer:
@@ -130,36 +128,26 @@ class Timer:
         points: Sequence[Point],
         kept_us: Mapping[str, float],
         on_point: Callable[[Point, float | None], None],
-        budget_s: float | None = None,
     ) -> dict[Point, float]:
         """About how long each point takes, not counting a run that makes connections and buffers.
 
-        All curves grow together, each while there is time: none is left with sizes so small that
-        they say nothing of its rate.
+        All curves grow together, so that a killed calibration leaves none far behind.
 
         Args:
             points: all of them; those of a curve in the order of their sizes.
             kept_us: by a point's name, the time from an earlier calibration.
             on_point: called for each point, with the time measured here, or None if it was kept.
-            budget_s: time for these runs and the rounds that follow; larger sizes that leave none
-                for `LEAST_ROUNDS` rounds are left out. None leaves out none.
         """
         sizes = [[p for p in points if p.curve == curve] for curve in {p.curve: 0 for p in points}]
         times_us: dict[Point, float] = {}
-        round_us = 0.0
         # Bytes, curve, size, expected us.
         waiting = [(of[0].num_bytes, curve, 0, 0.0) for curve, of in enumerate(sizes)]
         while waiting:
             _, curve, size, expected_us = heapq.heappop(waiting)
-            all_us = expected_us + LEAST_ROUNDS * (round_us + _run_us(expected_us))
-            late = budget_s is not None and self.elapsed_s + all_us / 1e6 > budget_s
-            if late and size >= LEAST_SIZES:
-                continue
             point = sizes[curve][size]
             us = None if point.name in kept_us else self._first_run_us(point, expected_us)
             times_us[point] = kept_us[point.name] if us is None else us
             on_point(point, us)
-            round_us += _run_us(times_us[point])
             for larger in sizes[curve][size + 1 : size + 2]:
                 expected_us = times_us[point] * larger.num_bytes / point.num_bytes
                 heapq.heappush(waiting, (larger.num_bytes, curve, size + 1, expected_us))
@@ -223,10 +211,6 @@ class Timer:
 
 def _repeats(us: float) -> int:
     return min(max(int(RUN_US / max(us, 1.0)), 1), MAX_REPEATS_IN_RUN)
-
-
-def _run_us(us: float) -> float:
-    return us * _repeats(us)
 
 
 def _stays_on_node(task: Task) -> bool:

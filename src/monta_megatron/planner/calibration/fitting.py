@@ -32,7 +32,7 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.common.units import Rate, counted
 from monta_megatron.planner.calibration.points import BYTES_PER_ROW
-from monta_megatron.planner.cluster import Cluster, Contention, Link, NodeSizes
+from monta_megatron.planner.cluster import Cluster, Contention, NodeSizes
 from monta_megatron.planner.curves import FINDS, Curve, Fit, HostCosts, Operation
 from monta_megatron.planner.traffic import Around, num_host_operations
 
@@ -143,7 +143,6 @@ def make_cluster(
     points: Sequence[Point],
     pairs: Sequence[Contenders],
     samples: Sequence[Sample],
-    links: tuple[Link, ...] = (),
 ) -> Cluster:
     """A cluster from the medians of all samples.
 
@@ -152,7 +151,6 @@ def make_cluster(
         points: that were timed.
         pairs: likewise.
         samples: of all tasks.
-        links: of resources without points.
     """
     by_task: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -171,7 +169,6 @@ def make_cluster(
         memory_gb_per_rank=machine.memory_gb_per_rank,
         copies_block_host=machine.on_cpu,
         fused_kernels=machine.fused_kernels,
-        links=links,
         curves=curves,
         contention=tuple(_contention(machine, contenders, by_task) for contenders in pairs),
         doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),

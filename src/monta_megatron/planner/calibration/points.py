@@ -8,11 +8,10 @@ Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from monta_megatron.chains import Chain
 from monta_megatron.chains.calibration_tasks import (
     HIDDEN_ROW_BYTES,
     MESSAGE_ROW_BYTES,
@@ -24,9 +23,7 @@ from monta_megatron.chains.calibration_tasks import (
     Pair,
     Point,
     Repeated,
-    collectives_of,
 )
-from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.program import Resource
 from monta_megatron.planner.curves import FINDS, Operation
 from monta_megatron.planner.traffic import (
@@ -141,30 +138,6 @@ def series_of_cluster(shape: Shape) -> list[Series]:
     for part in parts[1:]:
         series.append(Series("alltoall", "intra", part, part))
         series.append(Series("allgather", "intra", part, part))
-    return series
-
-
-def series_of_exchange(chains: Iterable[Chain], layout: Layout) -> dict[Series, GroupName]:
-    """The collectives of some chains on the groups of a layout, and a group that has each.
-
-    Raises:
-        ValueError: the groups of one name differ in how they lie on the nodes.
-    """
-    series: dict[Series, GroupName] = {}
-    for group, operations in sorted(collectives_of(chains).items()):
-        on_node = {
-            tuple(sorted(map(nodes.count, set(nodes))))
-            for rank in range(len(layout.nodes))
-            for nodes in [[layout.nodes[member] for member in layout.members(group, rank)]]
-        }
-        if len(on_node) > 1 or len(set(*on_node)) > 1:
-            raise ValueError(f"the ranks of its {group} groups lie unevenly on the nodes")
-        (ranks,) = on_node
-        if sum(ranks) == 1:
-            continue
-        resource: Resource = "inter" if len(ranks) > 1 else "intra"
-        for operation in sorted(operations):
-            series.setdefault(Series(operation, resource, sum(ranks), ranks[0]), group)
     return series
 
 

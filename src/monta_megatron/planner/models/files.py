@@ -88,7 +88,7 @@ def model_of_config(data: Any, file: str) -> Model:
         given = "missing" if model_type is None else f"got {shown(repr(model_type)[:60])}"
         raise ValueError(
             f"{file}: model_type: {given}, must be the name of a family; for a model without one "
-            "write a file of its own, `monta new model` begins one"
+            "write a file of its own, see docs/files.md"
         )
     model_type = model_type[:60]
     if isinstance(data.get("text_config"), Mapping):
@@ -149,7 +149,7 @@ def of_all_layers(data: Mapping[str, Any], file: str) -> dict[str, Any]:
             raise ValueError(
                 f"{file}: {name}: got a list of {len(values)} values, must be a number or the same "
                 f"number for each of num_hidden_layers ({shown(repr(layers)[:20])}); Megatron's "
-                "layers are alike, so write a file of its own, `monta new model`"
+                "layers are alike, so write a file of its own, see docs/files.md"
             )
         flat[name] = values[0]
     return flat
@@ -195,7 +195,7 @@ def in_common_names(data: Mapping[str, Any], file: str) -> tuple[dict[str, Any],
         raise ValueError(
             f"{file}: model_type: got {family}, has no experts that are known by their key "
             f"({', '.join(COMMON_NAMES['n_routed_experts'])}); a model without experts has no "
-            "exchange to plan, one with others needs a file of its own, `monta new model`"
+            "exchange to plan, one with others needs a file of its own, see docs/files.md"
         )
     renamed = {name: data[other] for name, other in taken.items() if other is not None}
     defaults = {"n_shared_experts": None, "first_k_dense_replace": 0}

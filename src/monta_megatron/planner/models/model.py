@@ -42,7 +42,7 @@ class Model:
         moe_router_num_groups: number of expert groups of a group-limited router.
         moe_router_group_topk: groups that a token may use.
         megatron: further arguments of Megatron that the model needs, by their names without --;
-            `monta new run` writes them, plans do not read them.
+            plans do not read them.
         not_expressed: parts of the model that Megatron's arguments do not say.
         taken: how a config.json was read where that leaves something open; a plan notes it.
         assumed: fields that nobody has given; a plan notes what was taken for them.

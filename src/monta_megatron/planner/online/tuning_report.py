@@ -1,6 +1,6 @@
 """Result of a tuning as a table for the log."""
 
-from monta_megatron.common.tables import plain_table
+from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
 from monta_megatron.planner.online.tuning import Tuning
 
@@ -38,7 +38,7 @@ def tuning_table(tuning: Tuning) -> list[str]:
                 ],
             )
         )
-    return plain_table(
+    return table(
         ["chain", ">chunks", ">predicted us", ">measured us", "", ">runs", ">imbalance", ""],
         [cells for _, cells in sorted(rows, key=lambda row: row[0])],
         title=f"tuned over {counted(tuning.num_steps, 'iteration')}: dispatch + combine, forward + "

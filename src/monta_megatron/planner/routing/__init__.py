@@ -1,1 +1,1 @@
-"""Traffic of a routing: expected, drawn at random, recorded in a trace, observed in a training."""
+"""Routing of tokens: expected counts, and draws at random that they agree with."""

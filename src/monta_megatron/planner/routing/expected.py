@@ -7,7 +7,7 @@ Notation: T = tokens of a rank, E = experts, k = experts per token, S = source r
 blocks, L = local experts, EP = expert parallel size.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from math import comb
@@ -39,9 +39,6 @@ class Routing(Hashable, Protocol):
     def is_even(self, num_parts: int) -> bool:
         """Whether all experts, and all of `num_parts` equal parts of them, get as many tokens."""
 
-    def kinds(self, layout: Layout) -> Sequence[Hashable]:
-        """[S] equal for two ranks only if both get as many tokens, on nodes that do."""
-
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
     ) -> ChainCounts:
@@ -63,10 +60,6 @@ class ExpectedRouting:
     def is_even(self, num_parts: int) -> bool:
         """See `Routing`."""
         return not np.ptp(self.expert_shares) and not np.ptp(self.hits(num_parts))
-
-    def kinds(self, layout: Layout) -> Sequence[Hashable]:
-        """See `Routing`."""
-        return range(len(layout.nodes))
 
     def counts(
         self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int

@@ -3,8 +3,7 @@
 Notation: T = tokens of a rank, H = hidden size, E = experts, N = rows for the local experts.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +22,7 @@ from monta_megatron.tools.bench.layer import (
     stock_dispatcher,
 )
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.traffic import Traffic, routing_maps
+from monta_megatron.tools.bench.traffic import Traffic, routing_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +42,8 @@ class Batch:
     output_gradient: torch.Tensor
 
 
-def make_batches(
-    settings: Settings, layout: Layout, rank: int, device: torch.device
-) -> tuple[Batch, ...]:
-    """The batches of a rank of the launch: this one, or another whose tokens this one sends too.
-
-    One for each exchange; they differ in nothing but where the tokens go.
-    """
+def make_batch(settings: Settings, layout: Layout, rank: int, device: torch.device) -> Batch:
+    """The batch of a rank of the launch: this one, or another whose tokens this one sends too."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + rank)
     dtype = getattr(torch, settings.dtype)
 
@@ -60,19 +54,14 @@ def make_batches(
     shape = (settings.tokens, settings.num_experts)
     weights = torch.rand(shape, generator=generator).to(device)
     hidden, output_gradient = normal(), normal()
-    batches = []
-    for routing_map in routing_maps(settings, layout, rank):
-        chosen = torch.tensor(routing_map, device=device)
-        chosen_weights = weights * chosen
-        batches.append(
-            Batch(
-                hidden=hidden,
-                routing_map=chosen,
-                probs=chosen_weights / chosen_weights.sum(dim=1, keepdim=True),
-                output_gradient=output_gradient,
-            )
-        )
-    return tuple(batches)
+    chosen = torch.tensor(routing_map(settings, layout, rank), device=device)
+    chosen_weights = weights * chosen
+    return Batch(
+        hidden=hidden,
+        routing_map=chosen,
+        probs=chosen_weights / chosen_weights.sum(dim=1, keepdim=True),
+        output_gradient=output_gradient,
+    )
 
 
 STOCK_TRAFFIC = {"alltoall": traffic.stock_alltoall, "allgather": traffic.stock_allgather}
@@ -86,24 +75,20 @@ class Candidate:
         kind: whose dispatcher it is.
         requested: stock's dispatcher or our chain, as asked for; "auto" where the planner chooses.
         dispatcher: an object with Megatron's six phases.
-        batches: its inputs, one for each exchange.
-        tokens_here: where this rank's tokens lie in a batch.
+        batch: its inputs.
+        tokens_here: where this rank's tokens lie in them.
         overlaps: whether the experts may run inside its pipeline.
-        traffic: called with a batch and whether to include backward, gives the bytes that this
-            rank's tokens cause; None where the dispatcher counts what it sends.
+        traffic: called with whether to include backward, gives the bytes that this rank's tokens
+            cause; None where the dispatcher counts what it sends.
     """
 
     kind: Literal["megatron", "monta"]
     requested: str
     dispatcher: Any
-    batches: tuple[Batch, ...]
+    batch: Batch
     tokens_here: slice = field(default_factory=lambda: slice(None))
     overlaps: bool = False
-    traffic: Callable[[Batch, bool], Traffic] | None = None
-
-    def batch(self, exchange: int = 0) -> Batch:
-        """The input of an exchange, whose number may be negative or beyond the last."""
-        return self.batches[exchange % len(self.batches)]
+    traffic: Callable[[bool], Traffic] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -137,7 +122,7 @@ class Candidate:
 
 # The type of `build_candidates`.
 Build: TypeAlias = Callable[
-    [Settings, Cluster | None, Layout, tuple[Batch, ...]], tuple[list[Candidate], dict[str, str]]
+    [Settings, Cluster | None, Layout, Batch], tuple[list[Candidate], dict[str, str]]
 ]
 
 
@@ -162,12 +147,10 @@ class Passed:
     probs_gradient: torch.Tensor | None
 
 
-def stock_candidate(
-    settings: Settings, layout: Layout, batches: tuple[Batch, ...], name: str
-) -> Candidate:
+def stock_candidate(settings: Settings, layout: Layout, batch: Batch, name: str) -> Candidate:
     """One of Megatron's dispatchers."""
 
-    def traffic_of(batch: Batch, backward: bool) -> Traffic:
+    def traffic_of(backward: bool) -> Traffic:
         routing_map = batch.routing_map.cpu().numpy()
         dtype_bytes = DTYPE_BYTES[settings.dtype]
         return STOCK_TRAFFIC[name](layout, routing_map, settings.hidden, dtype_bytes, backward)
@@ -176,13 +159,13 @@ def stock_candidate(
         kind="megatron",
         requested=name,
         dispatcher=stock_dispatcher(settings, name),
-        batches=batches,
+        batch=batch,
         traffic=traffic_of,
     )
 
 
 def build_candidates(
-    settings: Settings, cluster: Cluster | None, layout: Layout, batches: tuple[Batch, ...]
+    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Stock's dispatchers, then ours, chain by chain.
 
@@ -192,7 +175,7 @@ def build_candidates(
     Raises:
         ValueError: a chain that was asked for by name cannot run here.
     """
-    candidates = [stock_candidate(settings, layout, batches, name) for name in settings.stock]
+    candidates = [stock_candidate(settings, layout, batch, name) for name in settings.stock]
     left_out: dict[str, str] = {}
     for name in settings.chains:
         for num_chunks in _numbers_of_chunks(name, settings):
@@ -204,14 +187,14 @@ def build_candidates(
                 left_out[name] = str(error)
                 break
             candidates.append(
-                Candidate(kind="monta", requested=name, dispatcher=dispatcher, batches=batches)
+                Candidate(kind="monta", requested=name, dispatcher=dispatcher, batch=batch)
             )
     candidates += [
         Candidate(
             kind="monta",
             requested=name,
             dispatcher=build_dispatcher(settings, cluster, name, num_chunks, overlap_experts=True),
-            batches=batches,
+            batch=batch,
             overlaps=True,
         )
         for name, num_chunks in settings.overlap_keys
@@ -235,8 +218,8 @@ def build_dispatcher(
         ranks_per_node=settings.ranks_per_node,
         cluster=cluster,
         tune_steps=settings.tune_steps if chain == AUTO and not options else 0,
-        calibrate_seconds=settings.calibrate_seconds if chain == AUTO else 0,
-        # The benchmark compares more, see `checks`.
+        wire_dtype=settings.wire_dtype,
+        # The benchmark compares more, see `measure`.
         check=0,
         **options,
     )
@@ -256,15 +239,13 @@ def identity_experts(
     return rows
 
 
-def run_candidate(
-    candidate: Candidate, experts: Experts, backward: bool, exchange: int = 0
-) -> Passed:
+def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Passed:
     """One pass of the layer's exchange: dispatch, experts, combine, and optionally backward.
 
     The gradient of the probabilities comes from the experts. `identity_experts` give none, so ones
     stand in for it, and the backward pass carries what it carries in training.
     """
-    dispatcher, batch = candidate.dispatcher, candidate.batch(exchange)
+    dispatcher, batch = candidate.dispatcher, candidate.batch
     hidden = batch.hidden.detach().requires_grad_()
     probs = batch.probs.detach().requires_grad_()
 
@@ -297,23 +278,15 @@ def run_candidate(
     )
 
 
-def traffic_of_run(candidate: Candidate, backward: bool, exchanges: Iterable[int]) -> Traffic:
+def traffic_of_run(candidate: Candidate, backward: bool, num_runs: int) -> Traffic:
     """Payload per run that this rank's tokens cause, or that it sends: the sums over ranks agree.
 
     Args:
         candidate: that ran.
         backward: whether its runs had a backward pass.
-        exchanges: those that it ran since its monitor was cleared.
+        num_runs: its runs since its monitor was cleared.
     """
-    times = Counter(exchange % len(candidate.batches) for exchange in exchanges)
-    if candidate.traffic is None:
-        sent = candidate.dispatcher.monitor.bytes_by_resource()
-    else:
-        sent = {"inter": 0, "intra": 0}
-        for number, count in times.items():
-            traffic = candidate.traffic(candidate.batch(number), backward)
-            sent["inter"] += count * traffic.inter_bytes
-            sent["intra"] += count * traffic.intra_bytes
-    return Traffic(
-        inter_bytes=sent["inter"] // times.total(), intra_bytes=sent["intra"] // times.total()
-    )
+    if candidate.traffic is not None:
+        return candidate.traffic(backward)
+    sent = candidate.dispatcher.monitor.bytes_by_resource()
+    return Traffic(inter_bytes=sent["inter"] // num_runs, intra_bytes=sent["intra"] // num_runs)

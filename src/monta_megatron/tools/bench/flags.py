@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.common.flags import (
     DTYPE_BYTES,
+    ROUTINGS,
     listed,
     name_of,
-    not_negative,
     num_tokens,
     positive,
     torch_name,
     whole,
 )
-from monta_megatron.planner.routing.names import ROUTING_HELP, routing_or_folder
 
 if TYPE_CHECKING:
     from monta_megatron.chains.program import Phase
@@ -27,6 +26,7 @@ PHASES: "tuple[Phase, ...]" = ("forward", "forward_backward")
 STOCK = ("alltoall", "allgather")
 ALL_CHAINS = "all"
 TRANSPORTS = ("nccl", "gloo")
+WIRE_DTYPES = ("fp8",)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,13 @@ POINT_FLAGS = {
     "tp": Flag("N", "tensor parallel size", whole(1), "1"),
     "ep": Flag("N", "expert parallel size (default: all ranks over --etp)", whole(1)),
     "etp": Flag("N", "expert tensor parallel size (default: --tp)", whole(1)),
-    "routing": Flag("NAME|FOLDER", ROUTING_HELP, routing_or_folder, "uniform"),
+    "wire-dtype": Flag(
+        "NAME",
+        "fp8: tokens of our chains travel to their experts in eight bits, as with "
+        "--moe-monta-wire-dtype (default: in --dtype)",
+        name_of(lambda: WIRE_DTYPES),
+    ),
+    "routing": Flag("NAME", ", ".join(ROUTINGS), name_of(lambda: ROUTINGS), "uniform"),
     "chains": Flag(
         "LIST",
         "chains, auto (the planner's pick), or all that can run",
@@ -102,12 +108,6 @@ LAUNCH_FLAGS = {
         "N", "ranks joined by the node link (default: what the launcher says)", whole(1)
     ),
     "cluster": Flag("FILE", "costs by which the planner predicts and chooses", str),
-    "calibrate-seconds": Flag(
-        "X",
-        "without --cluster: time in which auto measures the costs itself, as a training does",
-        not_negative,
-        "0",
-    ),
     "inter-rate-ratio": Flag("X", "rate of this network over that of --cluster", positive, "1"),
     "transport": Flag(
         "NAME",

@@ -1,11 +1,10 @@
 """One point of a benchmark: its settings, the dispatchers on its data, and their rows."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,13 +16,9 @@ from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.collectives import find_nodes
-from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.controller import deciding_controllers
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import uncalibrated
-from monta_megatron.planner.experts import with_expert_curves, with_timer
-from monta_megatron.planner.routing.expected import Routing
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
     Batch,
@@ -31,7 +26,7 @@ from monta_megatron.tools.bench.candidates import (
     Candidate,
     build_candidates,
     identity_experts,
-    make_batches,
+    make_batch,
     run_candidate,
     traffic_of_run,
 )
@@ -50,9 +45,8 @@ from monta_megatron.tools.bench.report import (
     ratio_of_medians,
     spread,
 )
-from monta_megatron.tools.bench.settings import Hooks, Point, Settings
-from monta_megatron.tools.bench.traffic import Traffic, exchange_of, predict
-from monta_megatron.tools.calibrate.experts import sizes_of, time_experts
+from monta_megatron.tools.bench.settings import Point, Settings
+from monta_megatron.tools.bench.traffic import Traffic, predict
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 # Iterations of a tuning in which no candidate has its turn: before the first, and until what the
@@ -91,7 +85,7 @@ class Bench:
         task: the settings.
         nodes: node of every rank of the launch.
         layout: its exchange, as this rank sees it.
-        batches: this rank's data, one for each exchange.
+        batch: this rank's data.
         candidates: stock's dispatchers and ours.
         skipped: why chains were left out.
     """
@@ -99,13 +93,13 @@ class Bench:
     task: Task
     nodes: tuple[int, ...]
     layout: Layout
-    batches: tuple[Batch, ...]
+    batch: Batch
     candidates: list[Candidate]
     skipped: dict[str, str]
 
     def meta(self) -> dict[str, Any]:
         """Place and way of a run: the `meta` of a report."""
-        gpu = torch.cuda.get_device_name() if self.batches[0].hidden.is_cuda else None
+        gpu = torch.cuda.get_device_name() if self.batch.hidden.is_cuda else None
         return describe(self.task.settings, self.nodes, self.task.emulated, self.skipped, gpu)
 
     def rows(self, scope: str, experts: Experts, phase: Phase) -> list[Row]:
@@ -114,18 +108,18 @@ class Bench:
         candidates = [other for other in self.candidates if scope == "layer" or not other.overlaps]
         settings, emulated = task.settings, task.emulated
         backward = phase == "forward_backward"
-        exchanges = [exchange_of(n) for n in range(-settings.warmup, settings.repeats)]
+        num_runs = settings.warmup + settings.repeats
         task.progress.phase(
             f"{task.name}{scope}, {phase}, {settings.warmup} + "
             f"{counted(settings.repeats, 'repeat')}",
-            len(exchanges),
+            num_runs,
         )
         for candidate in candidates:
             if candidate.kind == "monta":
                 candidate.dispatcher.monitor.bytes_sent.clear()
         reads_nics = task.this_rank.local_rank == 0
         timings = time_interleaved(
-            [functools.partial(_run_repeat, other, experts, backward) for other in candidates],
+            [functools.partial(run_candidate, other, experts, backward) for other in candidates],
             settings.repeats,
             settings.warmup,
             emulated.sent_bytes if emulated and reads_nics else lambda: 0,
@@ -136,15 +130,6 @@ class Bench:
         predicted_ms, chosen = predict(
             settings, self.layout, task.cluster if scope == "exchange" else None, phase, ours
         )
-        named = [
-            other.key for other in candidates if other.kind == "monta" and other.requested != AUTO
-        ]
-        untuned = observed = None
-        if settings.tune_steps and scope == "exchange":
-            untuned, observed = (
-                predict(settings, self.layout, task.cluster, phase, named, routing)[1]
-                for routing in self._planned_for()
-            )
         chosen = next((other.key for other in candidates if other.requested == AUTO), chosen)
         base = next(at for at, candidate in enumerate(candidates) if candidate.is_baseline)
         base_ms = timings.times_ms[:, base]
@@ -154,7 +139,7 @@ class Bench:
             times_ms = timings.times_ms[:, position]
             p10_ms, median_ms, p90_ms = spread(times_ms)
             low, high = ratio_interval(base_ms, times_ms)
-            moved = _of_all_ranks(traffic_of_run(candidate, backward, exchanges))
+            moved = _of_all_ranks(traffic_of_run(candidate, backward, num_runs))
             chain, num_chunks = candidate.key
             is_ours = candidate.kind == "monta"
             rows.append(
@@ -171,6 +156,7 @@ class Bench:
                     experts=settings.num_experts,
                     hidden=settings.hidden,
                     dtype=settings.dtype,
+                    wire_dtype=settings.wire_dtype,
                     tp=settings.tp,
                     ep=settings.ep,
                     etp=settings.etp,
@@ -187,8 +173,6 @@ class Bench:
                     ratio_high=high,
                     predicted_ms=predicted_ms.get(candidate.key) if is_ours else None,
                     chosen=is_ours and candidate.key == chosen and not candidate.overlaps,
-                    picked_untuned=is_ours and candidate.key == untuned,
-                    picked_observed=is_ours and candidate.key == observed,
                     experts_pipelined=candidate.experts_pipelined if scope == "layer" else None,
                     expert_ms=settings.expert_ms if scope == "layer" else None,
                     repeats_ms=tuple(round(ms, 3) for ms in times_ms.tolist()),
@@ -206,24 +190,13 @@ class Bench:
                     f"{self.task.name}tuning, {counted(num_iterations, 'iteration')}",
                     num_iterations,
                 )
-                for iteration in range(num_iterations):
-                    for number in range(MICRO_BATCHES):
-                        exchange = MICRO_BATCHES * iteration + number
-                        run_candidate(candidate, identity_experts, True, exchange)
+                for _ in range(num_iterations):
+                    for _ in range(MICRO_BATCHES):
+                        run_candidate(candidate, identity_experts, backward=True)
                     # In a training, the step of an optimizer.
                     for controller in deciding_controllers():
                         controller.end_iteration()
                     self.task.progress.step()
-
-    def _planned_for(self) -> tuple[Routing, Routing]:
-        """Traffic that `auto` has planned for: before it has seen any, and after its tuning."""
-        (auto,) = (
-            candidate
-            for candidate in self.candidates
-            if candidate.requested == AUTO and not candidate.overlaps
-        )
-        controller = auto.dispatcher.controller
-        return controller.policy.workload.routing, controller.decision.routing
 
     def _limit_ms(self, backward: bool) -> float | None:
         """The least time that the links between nodes allow; None if unknown or nothing crosses."""
@@ -231,22 +204,16 @@ class Bench:
         num_nodes = len(set(self.nodes))
         if emulated is None or emulated.measured_inter_gbit_per_s is None or num_nodes == 1:
             return None
-        # [batches, nodes, nodes]
-        crossing = torch.zeros(len(self.batches), num_nodes, num_nodes, dtype=torch.long)
-        for of_batch, batch in zip(crossing, self.batches, strict=True):
-            of_batch[layout.nodes[layout.rank]] = torch.from_numpy(
-                traffic.rows_that_cross(layout, batch.routing_map.cpu().numpy(), num_nodes)
-            )
+        crossing = torch.zeros(num_nodes, num_nodes, dtype=torch.long)
+        crossing[layout.nodes[layout.rank]] = torch.from_numpy(
+            traffic.rows_that_cross(layout, self.batch.routing_map.cpu().numpy(), num_nodes)
+        )
         dist.all_reduce(crossing)
         if not crossing.any():
             return None
         node_gbit_per_s = emulated.measured_inter_gbit_per_s * emulated.nics_per_node
-        limits_ms = [
-            traffic.limit_ms(of_batch.numpy(), settings.row_bytes, node_gbit_per_s, backward)
-            for of_batch in crossing
-        ]
-        run = [exchange_of(repeat) % len(limits_ms) for repeat in range(settings.repeats)]
-        return float(np.median([limits_ms[exchange] for exchange in run]))
+        row_bytes = settings.crossing_bytes(backward)
+        return traffic.limit_ms(crossing.numpy(), row_bytes, node_gbit_per_s)
 
 
 def prepare(
@@ -292,38 +259,20 @@ def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build)
             f"{nodes.count(nodes[0])} as this launch, or --ranks-per-node says how many"
         )
     layout = exchange_layout(settings, nodes)
-    batches = make_batches(settings, layout, task.this_rank.rank, device)
+    batch = make_batch(settings, layout, task.this_rank.rank, device)
     costs = cluster
-    if cluster is None and task.emulated is not None and settings.calibrate_seconds == 0:
+    if cluster is None and task.emulated is not None:
         # Nothing is predicted from costs that nobody measured, but `auto` has to choose by some.
         costs = default_costs(task.emulated)
-    if (AUTO, None) in settings.overlap_keys:
-        costs = costs_with_experts(settings, costs or uncalibrated(layout, gpu_name()), device)
-    candidates, skipped = build(settings, costs, layout, batches)
-    if settings.calibrate_seconds > 0:
-        (auto,) = (candidate for candidate in candidates if candidate.requested == AUTO)
-        task = replace(task, cluster=auto.dispatcher.chain_policy.cluster)
+    candidates, skipped = build(settings, costs, layout, batch)
     return Bench(
         task=task,
         nodes=nodes,
         layout=layout,
-        batches=batches,
+        batch=batch,
         candidates=candidates,
         skipped=skipped,
     )
-
-
-def costs_with_experts(settings: Settings, costs: Cluster, device: torch.device) -> Cluster:
-    """Costs with those of the layer's experts, by which `auto` splits them or does not."""
-    sizes = sizes_of(settings)
-    if settings.expert_ms is not None:
-        rows = settings.tokens * settings.topk * settings.etp
-        return with_timer(costs, sizes, settings.expert_ms, rows // sizes.num_local_experts)
-    return with_expert_curves(costs, [time_experts(build_experts(settings), settings, device)])
-
-
-def _run_repeat(candidate: Candidate, experts: Experts, backward: bool, repeat: int) -> None:
-    run_candidate(candidate, experts, backward, exchange_of(repeat))
 
 
 def _of_all_ranks(here: Traffic) -> Traffic:
@@ -342,7 +291,8 @@ def run_benchmarks(
     this_rank: ThisRank,
     cluster: Cluster | None,
     progress: Progress,
-    hooks: Hooks,
+    is_kept: Callable[[Settings, EmulatedCluster | None], bool] = lambda *_: False,
+    build: Build = build_candidates,
 ) -> Iterator[dict[str, Any]]:
     """Join the launch, then at each point check every candidate and time them side by side.
 
@@ -351,11 +301,12 @@ def run_benchmarks(
         this_rank: this process among the ranks.
         cluster: costs from which to predict the times, or None.
         progress: this rank's progress display.
-        hooks: of a script.
+        is_kept: whether a point was measured before, on this emulated cluster, and is left out;
+            called on the first rank.
+        build: makes the candidates.
 
     Yields:
-        {"settings": ..., "meta": ..., "rows": [...]}, the same on every rank, and what the hooks
-        add.
+        {"settings": ..., "meta": ..., "rows": [...]}, the same on every rank.
 
     Raises:
         ValueError: a setting cannot run here.
@@ -365,7 +316,7 @@ def run_benchmarks(
     device = join(this_rank.local_rank, points[0].settings.transport)
     emulated = EmulatedCluster.from_environment()
     left = on_first_rank(
-        lambda: [point for point in points if not hooks.is_kept(point.settings, emulated)]
+        lambda: [point for point in points if not is_kept(point.settings, emulated)]
     )
     if len(left) < len(points):
         progress.phase(
@@ -389,12 +340,12 @@ def run_benchmarks(
             ),
             device,
             is_new,
-            hooks,
+            build,
         )
 
 
 def _run_benchmark(
-    task: Task, device: torch.device, makes_groups: bool, hooks: Hooks
+    task: Task, device: torch.device, makes_groups: bool, build: Build
 ) -> dict[str, Any]:
     """Check and time one point."""
     settings = task.settings
@@ -403,9 +354,9 @@ def _run_benchmark(
             f"--expert-ms: got {settings.expert_ms:g}, must be left out on GPUs, where experts "
             "compute beside the host anyway"
         )
-    bench = prepare(task, device, makes_groups, hooks.build or build_candidates)
+    bench = prepare(task, device, makes_groups, build)
     task.progress.phase(f"{task.name}checks of {counted(len(bench.candidates), 'dispatcher')}", 0)
-    wrong = check_candidates(bench.candidates, bench.layout)
+    wrong = check_candidates(bench.candidates, bench.layout, settings.wire_dtype)
     if wrong:
         raise MismatchError("\n".join(wrong))
 
@@ -429,5 +380,4 @@ def _run_benchmark(
         "settings": strict_yaml.plain(settings),
         "meta": bench.meta(),
         "rows": [asdict(row) for row in rows],
-        **hooks.finish(bench, rows),
     }

@@ -18,7 +18,6 @@ from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.integration.options import AUTO
 from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.traffic import routing_name
 
 NUM_RESAMPLES = 2000
 
@@ -68,7 +67,8 @@ class Row:
         requested: the chain as asked for: "auto" where the planner chose.
         scope: "exchange", or "layer" with the experts computed.
         phase: "forward" (dispatch and combine) or "forward_backward".
-        tokens, top_k, routing, experts, hidden, dtype, tp, ep, etp: what was measured.
+        tokens, top_k, routing, experts, hidden, dtype, wire_dtype, tp, ep, etp: what was measured;
+            `wire_dtype` is that of our chains' tokens, None where they travel in `dtype`.
         inter_mbit: rate that the emulated interfaces were set to, or None.
         median_ms, p10_ms, p90_ms: median and percentiles of the slowest rank's times.
         inter_bytes, intra_bytes: payload that changes node, or rank inside a node, summed over
@@ -81,10 +81,8 @@ class Row:
         step: step of the ablation, or None.
         predicted_ms: the time that the planner predicts, or None.
         chosen: whether it is the pick: what `auto` ran or, without it, what the planner picks.
-        picked_untuned, picked_observed: where `auto` was tuned, whether the planner picks it among
-            the others before any traffic was seen, and for the traffic that was observed.
         experts_pipelined: whether the experts run in the pipeline; None where none are computed.
-        expert_ms: what a timer took instead of the experts, or None; see `timed_experts`.
+        expert_ms: what a timer took instead of the experts, or None; see `layer.TimedExperts`.
         repeats_ms: the slowest rank's time in each repeat, in order.
     """
 
@@ -100,6 +98,7 @@ class Row:
     experts: int
     hidden: int
     dtype: str
+    wire_dtype: str | None
     tp: int
     ep: int
     etp: int
@@ -117,8 +116,6 @@ class Row:
     step: int | None = None
     predicted_ms: float | None = None
     chosen: bool = False
-    picked_untuned: bool = False
-    picked_observed: bool = False
     experts_pipelined: bool | None = None
     expert_ms: float | None = None
     repeats_ms: tuple[float, ...] = ()
@@ -185,8 +182,11 @@ def report_text(report: dict[str, Any]) -> str:
     """Tables of a report."""
     rows = [Row(**row) for row in report["rows"]]
     left_out = (f"left out: {name}: {why}" for name, why in report["meta"]["skipped"].items())
-    routing = f"routing: {report['meta']['layer']['routing']}"
-    blocks = [table(rows), routing, "\n".join(left_out), prediction_table(rows)]
+    layer = report["meta"]["layer"]
+    data = f"routing: {layer['routing']}"
+    if layer["wire_dtype"] is not None:
+        data += f"; tokens of our chains travel to their experts in {layer['wire_dtype']}"
+    blocks = [table(rows), data, "\n".join(left_out), prediction_table(rows)]
     return "\n\n".join(filter(None, blocks))
 
 
@@ -229,7 +229,8 @@ def describe(
             "ffn_hidden": settings.ffn_hidden,
             "tokens": settings.tokens,
             "dtype": settings.dtype,
-            "routing": routing_name(settings),
+            "wire_dtype": settings.wire_dtype,
+            "routing": settings.routing,
         },
         # The rate that was set, and the measured rates of network and node.
         "emulated_cluster": None if emulated is None else asdict(emulated),

@@ -1,21 +1,15 @@
 """Settings of a benchmark: parsed from text, checked, frozen. No torch."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from monta_megatron.chains import CHAINS
+from monta_megatron.chains import CHAINS, wire_format
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.integration.options import AUTO
 from monta_megatron.tools.bench.flags import ALL_CHAINS, FLAGS
-
-if TYPE_CHECKING:
-    from monta_megatron.emulation.cluster import EmulatedCluster
-    from monta_megatron.tools.bench.candidates import Build
-    from monta_megatron.tools.bench.point import Bench
-    from monta_megatron.tools.bench.report import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +43,8 @@ class Settings(LayerShape):
 
     Attributes:
         tokens: tokens of each rank.
-        routing: one of `planner.routing.names.ROUTINGS`, or a folder of Megatron's router traces.
+        routing: one of `common.flags.ROUTINGS`.
+        wire_dtype: "fp8" where tokens of our chains travel to their experts in eight bits, or None.
         chains: names of our chains, and "auto" for what the planner chooses.
         skip_incompatible: a chain that cannot run on this layout is left out and reported, instead
             of being an error; true where the chains were not asked for by name.
@@ -58,14 +53,13 @@ class Settings(LayerShape):
         phases: what is timed.
         layer: whether the layer with its experts is timed too.
         overlap_experts: whether layers with their experts in the pipeline are among them.
-        expert_ms: time that stands for the experts, see `timed_experts`; None for Megatron's.
+        expert_ms: time that stands for the experts, see `layer.TimedExperts`; None for Megatron's.
         repeats: timed runs of every candidate.
         warmup: untimed runs of every candidate before those.
         tune_steps: iterations of tuning, before "auto" is timed.
         seed: seed of the data.
         ranks_per_node: ranks joined by the node link, or None where the launcher knows.
         cluster: file of the costs by which the planner chooses, or None.
-        calibrate_seconds: time in which "auto" measures them instead; 0 for none.
         inter_rate_ratio: this network's rate over the cluster file's; the costs are scaled by it.
         transport: "nccl", or "gloo" through the host; CPU ranks use Gloo either way.
         world_size: ranks of the launch.
@@ -73,6 +67,7 @@ class Settings(LayerShape):
 
     tokens: int
     routing: str
+    wire_dtype: str | None
     chains: tuple[str, ...]
     skip_incompatible: bool
     num_chunks: tuple[int, ...]
@@ -87,7 +82,6 @@ class Settings(LayerShape):
     seed: int
     ranks_per_node: int | None
     cluster: str | None
-    calibrate_seconds: float
     inter_rate_ratio: float
     transport: str
     world_size: int
@@ -108,10 +102,11 @@ class Settings(LayerShape):
         ]
         return [*keys, (AUTO, None)] if AUTO in self.chains else keys
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one hidden row."""
-        return self.hidden * DTYPE_BYTES[self.dtype]
+    def crossing_bytes(self, backward: bool) -> int:
+        """Bytes with which a row that crosses does so: dispatch, combine, and their backward."""
+        row_bytes = self.hidden * DTYPE_BYTES[self.dtype]
+        dispatched = row_bytes if self.wire_dtype is None else wire_format.row_bytes(self.hidden)
+        return dispatched + (3 if backward else 1) * row_bytes
 
 
 class Point(NamedTuple):
@@ -124,22 +119,6 @@ class Point(NamedTuple):
 
     name: str
     settings: Settings
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """Additions of a script to `monta bench`.
-
-    Attributes:
-        is_kept: whether a point was measured before, on this emulated cluster, and is left out;
-            called on the first rank.
-        build: makes the candidates; None for those of `monta bench`.
-        finish: fields of a report that it adds or replaces, from the rows of a point.
-    """
-
-    is_kept: "Callable[[Settings, EmulatedCluster | None], bool]" = lambda *_: False
-    build: "Build | None" = None
-    finish: "Callable[[Bench, list[Row]], dict[str, Any]]" = lambda *_: {}
 
 
 def parse_settings(flags: Mapping[str, Any], world_size: int) -> Settings:
@@ -212,27 +191,12 @@ def _check_together(settings: Settings) -> None:
     rule(ffn_hidden % etp == 0, "ffn_hidden", ffn_hidden, f"a multiple of --etp ({etp})")
     if settings.tune_steps and AUTO not in settings.chains:
         raise ValueError(f"--tune-steps: got {settings.tune_steps}, must come with --chains auto")
-    if settings.calibrate_seconds > 0:
-        seconds = f"--calibrate-seconds: got {settings.calibrate_seconds:g}"
-        if settings.cluster is not None:
-            raise ValueError(f"{seconds}, must be left out with --cluster, which has the costs")
-        if AUTO not in settings.chains:
-            raise ValueError(f"{seconds}, must come with --chains auto")
-        if settings.transport == "gloo":
-            raise ValueError(
-                f"{seconds}, must be left out with --transport gloo, whose costs are not NCCL's"
-            )
     for name, value in (
         ("overlap_experts", settings.overlap_experts),
         ("expert_ms", settings.expert_ms),
     ):
         if value and not settings.layer:
             raise ValueError(f"{_flag(name)}: given, must come with --layer")
-    if settings.calibrate_seconds > 0 and settings.overlap_experts:
-        raise ValueError(
-            f"--calibrate-seconds: got {settings.calibrate_seconds:g}, must be left out with "
-            "--overlap-experts, for which the experts alone are timed"
-        )
     if settings.overlap_experts and not settings.overlap_keys:
         raise ValueError(
             "--overlap-experts: given, must come with auto, or with a chain whose rows are tokens "

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,25 +11,10 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout, number_nodes
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.flags import DTYPE_BYTES
-from monta_megatron.common.units import counted
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import plan
-from monta_megatron.planner.routing.drawn import (
-    expected_routing,
-    imbalance_map,
-    make_routing,
-    num_steps,
-)
+from monta_megatron.planner.routing.drawn import expected_routing, make_routing
 from monta_megatron.planner.routing.expected import Routing
-from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS, ROUTINGS
-from monta_megatron.planner.routing.recorded import (
-    Exchange,
-    RecordedRouting,
-    RouterTrace,
-    TracedRouter,
-    read_trace,
-    typical_exchange,
-)
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.bench.settings import Settings
 
@@ -129,35 +113,26 @@ def rows_that_cross(
     return crossing
 
 
-def limit_ms(
-    crossing: NDArray[np.int64], row_bytes: int, node_gbit_per_s: float, backward: bool
-) -> float:
+def limit_ms(crossing: NDArray[np.int64], row_bytes: int, node_gbit_per_s: float) -> float:
     """The least time in which the rows that must cross can cross.
 
     The busiest direction of the busiest node's network decides. Combine and the two backward passes
     each send the same rows once more, in alternating directions, so that node stays the busiest.
 
-    Hand-worked: 2 nodes, 1,000 rows of 4,096 bytes each way at 0.5 Gbit/s: 4,096,000 bytes in
-    65.5 ms per direction of the exchange, 131 ms forward, 262 ms with backward.
+    Hand-worked: 2 nodes, 1,000 rows each way at 0.5 Gbit/s, 4,096 bytes of each there and as many
+    back: 131 ms forward, 262 ms with backward.
 
     Args:
         crossing: [nodes, nodes] rows from each node to each other.
-        row_bytes: bytes of one hidden row.
+        row_bytes: bytes with which a row crosses in all passes together.
         node_gbit_per_s: rate of one node's network in one direction, 1e9 bit/s.
-        backward: count the backward pass too.
     """
     busiest_rows = int(max(crossing.sum(axis=1).max(), crossing.sum(axis=0).max()))
-    one_way_ms = busiest_rows * row_bytes * 8 / (node_gbit_per_s * 1e6)
-    return one_way_ms * (4 if backward else 2)
+    return busiest_rows * row_bytes * 8 / (node_gbit_per_s * 1e6)
 
 
-def exchange_of(repeat: int) -> int:
-    """The number of the exchange that a repeat runs; both are negative in the warm-up."""
-    return repeat // 2
-
-
-def routing_maps(settings: Settings, layout: Layout, rank: int) -> list[NDArray[np.bool_]]:
-    """The rows of one rank of the launch, [T, E], in one exchange after the other.
+def routing_map(settings: Settings, layout: Layout, rank: int) -> NDArray[np.bool_]:
+    """[T, E] experts of the tokens of one rank of the launch.
 
     Args:
         settings: of the benchmark.
@@ -165,79 +140,19 @@ def routing_maps(settings: Settings, layout: Layout, rank: int) -> list[NDArray[
         rank: the rank whose tokens these are.
 
     Raises:
-        ValueError: the routing cannot be on this layout, or a trace does not fit.
+        ValueError: the routing cannot be on this layout.
     """
-    if not _is_recorded(settings):
-        nodes = expert_nodes(layout)
-        tokens, topk = settings.tokens, settings.topk
-        return [make_routing(settings.routing, tokens, topk, nodes, settings.seed, rank)]
-    return [exchange[rank % len(exchange)] for exchange in _exchanges(settings)]
+    nodes = expert_nodes(layout)
+    return make_routing(
+        settings.routing, settings.tokens, settings.topk, nodes, settings.seed, rank
+    )
 
 
 def routing_of(settings: Settings, layout: Layout) -> Routing:
-    """Routing that the planner expects; of several exchanges, a typical one.
-
-    Args:
-        settings: of the benchmark.
-        layout: the exchange. Where the launch has several, the rows are those of the first.
-    """
-    if not _is_recorded(settings):
-        num_experts, topk = settings.num_experts, settings.topk
-        return expected_routing(
-            settings.routing, num_experts, topk, layout.num_nodes, settings.seed
-        )
-    num_ranks = len(layout.nodes)
-    exchanges = [exchange[:num_ranks] for exchange in _exchanges(settings)]
-    return RecordedRouting(
-        name=routing_name(settings), routing_maps=typical_exchange(exchanges, num_ranks, layout.ep)
+    """Routing that the planner expects."""
+    return expected_routing(
+        settings.routing, settings.num_experts, settings.topk, layout.num_nodes, settings.seed
     )
-
-
-def routing_name(settings: Settings) -> str:
-    """The routing, for messages: of a trace also how much of it is run, and its missing parts."""
-    if settings.routing in ROUTINGS:
-        return IMBALANCE_WORKLOADS.get(settings.routing, settings.routing)
-    name = _trace(settings).name(settings.world_size, settings.tokens)
-    return f"{name}, {counted(len(_exchanges(settings)), 'exchange')}"
-
-
-def check_routing(settings: Settings) -> None:
-    """Check the routing before the layout is known.
-
-    Raises:
-        ValueError: a trace does not fit the benchmark, or the experts are too few.
-    """
-    if _is_recorded(settings):
-        _exchanges(settings)
-
-
-def _is_recorded(settings: Settings) -> bool:
-    """Whether the rows are there before they are run, and need not be drawn rank by rank."""
-    return settings.routing in IMBALANCE_WORKLOADS or settings.routing not in ROUTINGS
-
-
-# Asked for by every rank that this one makes data for, and by every prediction.
-@lru_cache(maxsize=2)
-def _exchanges(settings: Settings) -> list[Exchange]:
-    """The exchanges, as many as the repeats run at most."""
-    name, num_runs = settings.routing, exchange_of(max(settings.repeats, 1) - 1) + 1
-    if name not in ROUTINGS:
-        return _trace(settings).exchanges(settings.world_size, settings.tokens)[:num_runs]
-    num_experts, topk = settings.num_experts, settings.topk
-    return [
-        (imbalance_map(name, settings.tokens, num_experts, topk, settings.seed, step),)
-        for step in range(min(num_steps(name, num_experts, topk), num_runs))
-    ]
-
-
-def _trace(settings: Settings) -> RouterTrace:
-    router = TracedRouter(
-        num_experts=settings.num_experts,
-        topk=settings.topk,
-        topk_name="--top-k",
-        owner="this benchmark",
-    )
-    return read_trace(settings.routing, router, settings.tokens)
 
 
 def predict(
@@ -246,7 +161,6 @@ def predict(
     cluster: Cluster | None,
     phase: Phase,
     candidates: Iterable[tuple[str, int]],
-    routing: Routing | None = None,
 ) -> tuple[dict[tuple[str, int], float], tuple[str, int] | None]:
     """Plan with the expected counts of a routing; without a cluster file the result is empty.
 
@@ -256,7 +170,6 @@ def predict(
         cluster: the costs, or None.
         phase: the phase to predict and to optimise.
         candidates: chains and numbers of chunks to choose from.
-        routing: where tokens go; None for the routing of the benchmark.
 
     Returns:
         Predicted time in ms by chain and number of chunks; and the chain and number of chunks that
@@ -265,9 +178,8 @@ def predict(
     keys = set(candidates)
     if cluster is None or not keys:
         return {}, None
-    workload = workload_of(settings, layout)
     planned = plan(
-        workload if routing is None else replace(workload, routing=routing),
+        workload_of(settings, layout),
         cluster,
         phase=phase,
         chains=[name for name in CHAINS if name in {chain for chain, _ in keys}],
@@ -293,4 +205,5 @@ def workload_of(settings: Settings, layout: Layout) -> Workload:
         prob_bytes=PROBS_BYTES,
         routing=routing_of(settings, layout),
         tokens_per_rank=settings.tokens,
+        quantized=settings.wire_dtype is not None,
     )

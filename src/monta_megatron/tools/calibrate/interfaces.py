@@ -4,7 +4,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -15,50 +14,20 @@ SYS = Path("/sys")
 AMAZON = "0x1d0f"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interfaces:
-    """The fastest network interfaces of this machine.
-
-    Attributes:
-        names: of those with the highest rate.
-        gbit_per_s: the line rate of each.
-        source: where it was read.
-        others: how many more are up, slower or of another network.
-        network: what they are connected to; "Ethernet" for cards without RDMA.
-    """
-
-    names: tuple[str, ...]
-    gbit_per_s: float
-    source: str
-    others: int
-    network: Network
-
-
-def find_interfaces(sys: Path) -> Interfaces | None:
-    """The ports of InfiniBand, RoCE and EFA, or else the network cards; None where none is up.
+def count_interfaces(sys: Path) -> int:
+    """The fastest ports of InfiniBand, RoCE and EFA, or else network cards; 0 where none is up.
 
     Of the ports, those that NCCL_IB_HCA leaves to NCCL.
 
     Args:
         sys: where the kernel shows them: `SYS`.
     """
-    for folder, found in (
-        ("class/infiniband", dict(_ports(sys / "class" / "infiniband"))),
-        ("class/net", dict(_cards(sys / "class" / "net"))),
-    ):
-        if found:
-            # A few ports of another network may be as fast.
-            numbers = Counter(found.values())
-            rate, network = max(numbers, key=lambda kind: (kind[0], numbers[kind]))
-            names = tuple(sorted(name for name, kind in found.items() if kind == (rate, network)))
-            return Interfaces(
-                names=names,
-                gbit_per_s=rate,
-                source=f"/sys/{folder}",
-                others=len(found) - len(names),
-                network=network,
-            )
-    return None
+    for found in (_ports(sys / "class" / "infiniband"), _cards(sys / "class" / "net")):
+        # A few ports of another network may be as fast.
+        numbers = Counter(found)
+        if numbers:
+            return numbers[max(numbers, key=lambda kind: (kind[0], numbers[kind]))]
+    return 0
 
 
 def nics_of_nodes(nodes: Sequence[int], found: Sequence[tuple[str, int]]) -> int:
@@ -88,14 +57,13 @@ def nics_of_nodes(nodes: Sequence[int], found: Sequence[tuple[str, int]]) -> int
     raise ValueError(f"--nics-per-node: not given, must be the interfaces of a node: {why}")
 
 
-def _ports(folder: Path) -> Iterator[tuple[str, tuple[float, Network]]]:
+def _ports(folder: Path) -> Iterator[tuple[float, Network]]:
     """Rate and network of ports that are up; "400 Gb/sec (4X NDR)" is a rate."""
     for port in folder.glob("*/ports/*"):
         device = port.parents[1].name
         if "ACTIVE" in _read(port / "state") and _is_left_to_nccl(device, port.name):
             with suppress(ValueError):
-                rate = float(_read(port / "rate").partition(" Gb/sec")[0])
-                yield f"{device}:{port.name}", (rate, _network_of(port))
+                yield float(_read(port / "rate").partition(" Gb/sec")[0]), _network_of(port)
 
 
 def _is_left_to_nccl(device: str, port: str) -> bool:
@@ -118,7 +86,7 @@ def _network_of(port: Path) -> Network:
     return "RoCE" if _read(port / "link_layer") == "Ethernet" else "InfiniBand"
 
 
-def _cards(folder: Path) -> Iterator[tuple[str, tuple[float, Network]]]:
+def _cards(folder: Path) -> Iterator[tuple[float, Network]]:
     """Network cards that are up and are no software; their speed is in Mbit/s."""
     for card in folder.glob("*"):
         if (card / "device").exists() and _read(card / "operstate") == "up":
@@ -126,7 +94,7 @@ def _cards(folder: Path) -> Iterator[tuple[str, tuple[float, Network]]]:
                 mbit_per_s = float(_read(card / "speed"))
                 # -1 where the driver does not know.
                 if mbit_per_s > 0:
-                    yield card.name, (mbit_per_s / 1e3, "Ethernet")
+                    yield mbit_per_s / 1e3, "Ethernet"
 
 
 def _read(file: Path) -> str:

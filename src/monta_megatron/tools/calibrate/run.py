@@ -39,7 +39,7 @@ from monta_megatron.planner.calibration.points import (
     choose_pairs,
     series_of_cluster,
 )
-from monta_megatron.tools.calibrate.interfaces import SYS, find_interfaces, nics_of_nodes
+from monta_megatron.tools.calibrate.interfaces import SYS, count_interfaces, nics_of_nodes
 from monta_megatron.tools.calibrate.record import Record, partial_of
 from monta_megatron.tools.calibrate.report import Calibration
 from monta_megatron.tools.joined_ranks import join, on_first_rank
@@ -188,10 +188,8 @@ def _find_nics_per_node(nodes: tuple[int, ...], world: dist.ProcessGroup) -> int
     emulated = EmulatedCluster.from_environment()
     if emulated is not None:
         return emulated.nics_per_node
-    interfaces = find_interfaces(SYS)
     host = Path("/proc/sys/kernel/random/boot_id").read_text()
-    number = 0 if interfaces is None else len(interfaces.names)
-    return nics_of_nodes(nodes, gather_objects((host, number), world))
+    return nics_of_nodes(nodes, gather_objects((host, count_interfaces(SYS)), world))
 
 
 def _machine(

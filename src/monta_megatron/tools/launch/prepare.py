@@ -167,13 +167,7 @@ def read_run(file: str, words: Sequence[str], directory: Path | None = None) -> 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    return resolve_run(strict_yaml.load(RunConfig, file), file, words, directory)
-
-
-def resolve_run(
-    config: RunConfig, file: str, words: Sequence[str], directory: Path | None = None
-) -> tuple[Path, Merged]:
-    """The same of a configuration that was read from `file`, or is to be called so."""
+    config = strict_yaml.load(RunConfig, file)
     command_line = from_words(words)
     directory = free_directory(config.name, directory)
     check_printable(str(directory), "--run-directory")

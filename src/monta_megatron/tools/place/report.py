@@ -1,7 +1,6 @@
-"""Report of `monta place` and `monta plan` on experts chosen together, as text and picture."""
+"""Report of `monta place`: experts chosen together and their placement, as text and picture."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.common.tables import Progress, table
-from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model
-from monta_megatron.planner.routing.recorded import read_trace, router_of
 from monta_megatron.tools.pictures import check_can_plot, figure
 from monta_megatron.tools.place.placement import Collaboration, co_activation, write_placement
 from monta_megatron.tools.place.study import (
@@ -24,12 +20,10 @@ from monta_megatron.tools.place.study import (
     MIN_GAIN_PCT,
     PlacedLayer,
     Places,
-    measured,
     place_model,
     places_of,
-    read_layers,
-    traced_layers,
 )
+from monta_megatron.tools.place.trace import read_layers
 
 
 def draw_co_activation(
@@ -88,32 +82,6 @@ def draw_most_won(
     layer = min(placed, key=kept)
     path = folder / f"co_activation_layer_{layer}.png"
     draw_co_activation(path, layers[layer][1], placed[layer].order, layer, places)
-
-
-def collaboration_of_trace(
-    folder: str, model: Model, cluster: Cluster, layout: ParallelLayout
-) -> dict[int, dict[str, Collaboration]] | str:
-    """Layer -> "rank" and "node" -> needs of its tokens, as the experts lie now.
-
-    Args:
-        folder: of the trace, which has been read for this model.
-        model, cluster: the trained model, and where.
-        layout: of the training, whose pipeline stages the trace is taken to have.
-
-    Returns:
-        The layers; or why they cannot be told, which is no reason not to plan.
-    """
-    try:
-        places = places_of(model, cluster, layout.ep, layout.etp)
-        layers = traced_layers(read_trace(folder, router_of(model), 0), model, layout.pp)
-    except ValueError as error:
-        return str(error)
-    return {layer: measured(np.concatenate(rows), model, places) for layer, rows in layers.items()}
-
-
-def collaboration_document(layers: Mapping[int, Mapping[str, Collaboration]]) -> dict[str, Any]:
-    """For --json."""
-    return {str(layer): collaboration_fields(by_part) for layer, by_part in layers.items()}
 
 
 def collaboration_fields(by_part: Mapping[str, Collaboration]) -> dict[str, Any]:
@@ -290,9 +258,7 @@ class PlacementReport:
         return [*table(columns, rows, title).splitlines(), *notes, "", verdict]
 
 
-def place(
-    request: PlaceRequest, progress: Callable[[], AbstractContextManager[Progress]]
-) -> PlacementReport:
+def place(request: PlaceRequest, progress: Progress) -> PlacementReport:
     """Place the experts of every layer of a trace, and write the placement if it saves enough.
 
     Raises:
@@ -307,9 +273,8 @@ def place(
     places = places_of(model, cluster, request.ep or cluster.num_ranks, request.etp)
     check_can_plot(request.plot)
     layers = read_layers(request.trace, model, request.pp)
-    with progress() as shown:
-        shown.phase("layers placed", len(layers))
-        placed = place_model(layers, model, places, max_load, shown.step)
+    progress.phase("layers placed", len(layers))
+    placed = place_model(layers, model, places, max_load, progress.step)
     if request.plot is not None:
         draw_most_won(Path(request.plot), layers, placed, places)
     least = MIN_GAIN_PCT if request.min_gain_pct is None else request.min_gain_pct

@@ -1,7 +1,6 @@
 """The report of `monta plan` as text and JSON."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from monta_megatron.common import strict_yaml
@@ -34,7 +33,6 @@ class PlanReport:
         memory: of a training on a rank.
         benefit: over stock; None where that was not priced.
         asked: the candidate that was asked for, or None.
-        collaboration: of a trace, for JSON and as text; None without one.
     """
 
     inputs: PlanInputs
@@ -42,7 +40,6 @@ class PlanReport:
     memory: TrainingMemory
     benefit: Benefit | None
     asked: Candidate | None
-    collaboration: tuple[Any, list[str]] | None
 
     def document(self) -> dict[str, Any]:
         """The JSON document; `docs/plans.md` has its fields."""
@@ -51,8 +48,6 @@ class PlanReport:
         document["memory"] = self.memory.document()
         document["benefit"] = None if self.benefit is None else self.benefit.document()
         document["layouts"] = None if ranking is None else strict_yaml.plain(ranking)
-        if self.collaboration is not None:
-            document["collaboration"] = self.collaboration[0]
         if self.asked is not None:
             document["asked"] = strict_yaml.plain(self.asked)
         return document
@@ -71,8 +66,6 @@ class PlanReport:
             ]
         if self.asked is not None:
             lines = [*standing_lines(plan, self.asked), "", *lines]
-        if self.collaboration is not None:
-            lines += ["", *self.collaboration[1]]
         return "\n".join([f"{inputs.model.name} on {inputs.cluster.name}", "", *lines])
 
 
@@ -96,21 +89,4 @@ def answer(
         memory=memory,
         benefit=benefit_of_plan(request, inputs, plan),
         asked=None if chain is None else candidate_of(request, inputs, plan, chain, num_chunks),
-        collaboration=_collaboration(request.routing, inputs),
     )
-
-
-def _collaboration(routing: str, inputs: PlanInputs) -> tuple[Any, list[str]] | None:
-    """Of a trace: which experts tokens choose together, for JSON and as text."""
-    if not Path(routing).is_dir():
-        return None
-    from monta_megatron.tools.place.report import (
-        collaboration_document,
-        collaboration_lines,
-        collaboration_of_trace,
-    )
-
-    layers = collaboration_of_trace(routing, inputs.model, inputs.cluster, inputs.layout)
-    if isinstance(layers, str):
-        return {"unknown": layers}, [f"collaboration of experts: not shown: {layers}"]
-    return collaboration_document(layers), collaboration_lines(layers)

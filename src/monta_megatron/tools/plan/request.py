@@ -1,9 +1,7 @@
 """Plan requests: a model on a cluster, in one layout or the best of all that fit; their gain."""
 
 import math
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -31,10 +29,8 @@ from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model, with_batch
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
 from monta_megatron.planner.plan import Candidate, Plan, slowest_plan, with_ranges
-from monta_megatron.planner.routing.drawn import expected_routing, imbalance_routing, skewed_routing
+from monta_megatron.planner.routing.drawn import expected_routing, skewed_routing
 from monta_megatron.planner.routing.expected import Routing
-from monta_megatron.planner.routing.names import IMBALANCE_WORKLOADS, routing_or_folder
-from monta_megatron.planner.routing.recorded import traced_routing
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.layout_ranking import RankedLayout, rank_layouts
 
@@ -72,7 +68,7 @@ class PlanSettings:
         tokens: of a rank; None for the model's batch.
         seq_length: tokens of a sequence; None for the model file's.
         micro_batch_size: sequences of a micro-batch; likewise.
-        routing: one of `planner.routing.names.ROUTINGS`, or a folder of Megatron's router traces.
+        routing: of the tokens, see `planner.routing.drawn`.
         phase: what has to be fast.
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
         kernels: what copies and sums rows; "auto" is "fused" where the ranks are GPUs.
@@ -82,7 +78,7 @@ class PlanSettings:
     tokens: NonNegativeInt | None = None
     seq_length: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None
-    routing: str = "uniform"
+    routing: Literal["uniform", "skewed", "node-limited"] = "uniform"
     phase: Phase = "forward_backward"
     inter_rate_ratio: PositiveFloat | None = None
     kernels: KernelChoice = "auto"
@@ -131,10 +127,6 @@ def request_of(model: Any, cluster: Any, layout: Any, settings: Mapping[str, Any
         given = layout if isinstance(layout, Mapping) else vars(layout)
         sizes, layout = strict_yaml.build(LayoutSizes, given, "layout"), None
     checked = strict_yaml.build(PlanSettings, settings, "")
-    try:
-        checked = replace(checked, routing=routing_or_folder(checked.routing))
-    except ArgumentTypeError as error:
-        raise ValueError(f"routing: {error}") from None
     return PlanRequest(model=model, cluster=cluster, layout=layout, **vars(sizes), **vars(checked))
 
 
@@ -158,15 +150,12 @@ class PlanInputs:
     ranking: list[RankedLayout] | None
 
 
-def read_inputs(
-    request: PlanRequest,
-    progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(Progress()),
-) -> PlanInputs:
+def read_inputs(request: PlanRequest, progress: Progress | None = None) -> PlanInputs:
     """Read the inputs of a request, and rank the layouts where it names none.
 
     Args:
         request: to plan.
-        progress: opened around the ranking, which takes seconds.
+        progress: of the ranking, which takes seconds; None where it is not shown.
 
     Raises:
         ValueError: a file or a size is wrong, or the layout does not fit.
@@ -183,17 +172,16 @@ def read_inputs(
                 "--routing: got node-limited, must be beside a layout (--ep N): it depends on the "
                 "nodes of an exchange"
             )
-        with progress() as shown:
-            ranking = rank_layouts(
-                model,
-                cluster,
-                world_size=world_size,
-                cp=request.cp or 1,
-                pp=request.pp or 1,
-                phase=request.phase,
-                workloads=lambda layout: _workloads(request, model, cluster, layout),
-                progress=shown,
-            )
+        ranking = rank_layouts(
+            model,
+            cluster,
+            world_size=world_size,
+            cp=request.cp or 1,
+            pp=request.pp or 1,
+            phase=request.phase,
+            workloads=lambda layout: _workloads(request, model, cluster, layout),
+            progress=progress or Progress(),
+        )
         sizes = {name: getattr(ranking[0], name) for name in ("tp", "ep", "etp")}
     layout = _layout(request, cluster, sizes)
     incompatibility = layout.incompatibility(model)
@@ -287,7 +275,7 @@ def _workloads(
 ) -> list[Workload]:
     tokens = layout.tokens_per_rank(model) if request.tokens is None else request.tokens
     places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
-    routings = [_routing(request.routing, model, place, tokens) for place in places]
+    routings = [_routing(request.routing, model, place) for place in places]
     workloads = workloads_of(model, layout, cluster.ranks_per_node, tokens, routings)
     if request.wire_dtype is not None:
         return [replace(workload, quantized=True) for workload in workloads]
@@ -323,26 +311,19 @@ def _check_world(where: str, world_size: int, cluster: Cluster, request: PlanReq
         )
 
 
-def _routing(name: str, model: Model, exchange: Layout, tokens: int) -> Routing:
-    """The routing of a name or folder, in one exchange with so many tokens of a rank."""
+def _routing(name: str, model: Model, exchange: Layout) -> Routing:
+    """The routing of a name in one exchange."""
     if name == "uniform":
         return uniform_routing(model)
     if name == "skewed":
         return _skewed(model.num_experts, model.moe_router_topk)
-    if name == "node-limited":
-        num_nodes = exchange.num_nodes
-        if model.num_experts % num_nodes:
-            raise ValueError(
-                f"--routing: got {name}, must not be where an exchange lies on "
-                f"{counted(num_nodes, 'node')}, which cannot share {model.num_experts} experts "
-                "evenly"
-            )
-        return expected_routing(name, model.num_experts, model.moe_router_topk, num_nodes)
-    num_ranks, ep = len(exchange.nodes), exchange.ep
-    if name in IMBALANCE_WORKLOADS:
-        topk = model.moe_router_topk
-        return imbalance_routing(name, tokens, model.num_experts, topk, num_ranks, ep)
-    return traced_routing(name, model, tokens, num_ranks, ep)
+    num_nodes = exchange.num_nodes
+    if model.num_experts % num_nodes:
+        raise ValueError(
+            f"--routing: got {name}, must not be where an exchange lies on "
+            f"{counted(num_nodes, 'node')}, which cannot share {model.num_experts} experts evenly"
+        )
+    return expected_routing(name, model.num_experts, model.moe_router_topk, num_nodes)
 
 
 # Cached, because a ranking asks for every layout.

@@ -1,15 +1,10 @@
 """`monta timeline`: overlap in a recorded run or in the cost model.
 
 Without torch:
-    spans       timelines: what ran when, on which resource
+    spans       timelines: what ran when on which resource, how busy it was, how much was hidden
     predicted   the cost model's spans
     recording   a recorded run as a file
-    training    an iteration of a training, recorded by its ranks
-    overlap     how busy each resource was, and how much of that was hidden
-    trace       a Chrome trace
-    comparison  a PNG of two timelines, stock's and a chain's
-    picture     a PNG of a timeline, pass by pass
-    bars        what both pictures draw with
+    picture     PNGs: a timeline pass by pass, or stock's above a chain's
     drawing     which of them is drawn, and its files
 With torch:
     record      runs a chain under a launch and records it

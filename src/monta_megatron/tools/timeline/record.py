@@ -66,7 +66,7 @@ def _run(bench: Bench, candidates: Sequence[Candidate]) -> list[list[Taken]]:
     """The passes of each candidate, without those that warm up."""
     settings, progress = bench.task.settings, bench.task.progress
     (phase,) = settings.phases
-    recorder = DeviceRecorder() if bench.batches[0].hidden.is_cuda else HostRecorder()
+    recorder = DeviceRecorder() if bench.batch.hidden.is_cuda else HostRecorder()
     num_passes = settings.warmup + settings.repeats
     names = ", ".join(candidate.requested for candidate in candidates)
     progress.phase(f"{names}, {settings.warmup} + {settings.repeats} passes", num_passes)
@@ -122,7 +122,7 @@ def _kept(
 
 def _title(bench: Bench, chain: str, num_chunks: int) -> str:
     settings, emulated = bench.task.settings, bench.task.emulated
-    ranks = "GPUs" if bench.batches[0].hidden.is_cuda else "CPU ranks"
+    ranks = "GPUs" if bench.batch.hidden.is_cuda else "CPU ranks"
     rate = "" if emulated is None else f" at {emulated.inter_mbit:g} Mbit/s"
     return (
         f"{pipeline_name(chain, num_chunks)}, recorded on {len(bench.nodes)} {ranks} of "

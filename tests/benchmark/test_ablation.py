@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/`: the paper's ablation, the bound of its pipeline, eight bits."""
+"""The paper's ablation, `benchmarks/ablation.py`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -56,26 +56,6 @@ def test_the_ablation(ranks: ForkedRanks, tmp_path: Path) -> None:
     assert results.holds(settings, None, STUDY) and not results.holds(settings, None)
 
 
-def test_the_bound(ranks: ForkedRanks) -> None:
-    flags = "--tp 2 --num-chunks 2 --phase forward --chains alltoall_allgather --stock alltoall"
-    report = bench(ranks, f"{SMALL} {flags}", [str(SCRIPTS / "bound.py")])
-    (bound,) = report["bound"]
-    assert bound["num_chunks"] == 2
-    slowest_ms = max(bound["alltoall_ms"], bound["allgather_ms"], bound["permute_ms"])
-    assert bound["pct_of_bound"] == pytest.approx(100 * slowest_ms / bound["pipelined_ms"])
-    assert [row["chain"] for row in report["rows"]] == ["alltoall", "alltoall_allgather"]
-
-
-def test_dispatch_in_eight_bits(ranks: ForkedRanks) -> None:
-    flags = "--num-chunks 2 --phase forward --chains hierarchical_alltoall --stock alltoall"
-    report = bench(ranks, f"{SMALL} {flags}", [str(SCRIPTS / "wire.py")])
-    names = [each["dispatcher"] for each in report["wire"]]
-    ours = "monta hierarchical_alltoall x2"
-    assert names == ["megatron alltoall x1", ours, f"{ours}, fp8"]
-    stock, plain, quantized = (each["bytes"] for each in report["wire"])
-    assert stock == 0 and 0 < quantized < plain
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -88,13 +68,6 @@ def test_flags_that_the_steps_do_not_allow(flags: dict[str, str], message: str) 
     with pytest.raises(ValueError) as error:
         check(parse_settings({**BASE, **flags}, world_size=4))
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_layout_without_etp_has_no_bound(ranks: ForkedRanks) -> None:
-    result = ranks.run(str(SCRIPTS / "bound.py"), *SMALL.split())
-    assert result.returncode == 2
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("monta bench: --")]
-    assert line == "monta bench: --etp: got 1, must be above 1: it is about AllGather(ETP)"
 
 
 def test_whole_group_bytes() -> None:
