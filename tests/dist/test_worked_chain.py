@@ -9,7 +9,7 @@ from conftest import Pools
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges, workload_of_model
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan
 
 CONFIGS = worked_chain.PAGE.parents[1] / "configs"
@@ -36,7 +36,7 @@ def test_the_tests_of_the_page_pass(pools: Pools, tests: dict[str, Test]) -> Non
 
 
 def test_the_planner_prices_it(tests: dict[str, Test]) -> None:
-    model = strict_yaml.load(Model, CONFIGS / "models" / "olmoe_1b_7b.yaml")
+    model = load_model(CONFIGS / "models" / "olmoe_1b_7b.yaml")
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml")
     (place,) = exchanges(ParallelLayout(world_size=8, ep=8), model.num_experts, 4)
     chains = ["rail_allgather", "hierarchical_allgather"]

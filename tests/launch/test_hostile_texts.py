@@ -276,21 +276,19 @@ def test_a_cluster_and_a_model_cannot_write_to_the_terminal(
 ) -> None:
     configs = Path(__file__).parents[2] / "configs"
     files = {
-        "model": configs / "models" / "mixtral_8x7b.yaml",
-        "cluster": configs / "clusters" / "a800_2x8_ib200.yaml",
+        "model": (configs / "models" / "mixtral_8x7b.yaml", "num-layers", "an integer >= 1"),
+        "cluster": (configs / "clusters" / "a800_2x8_ib200.yaml", "name", "printable characters"),
     }
-    for kind, file in files.items():
-        data = yaml.safe_load(file.read_text())
-        data["name"] = HOSTILE[name]
+    for kind, (file, key, rule) in files.items():
         changed = tmp_path / f"{kind}.yaml"
-        changed.write_text(json.dumps(data))
-        given = {**files, kind: changed}
+        changed.write_text(json.dumps({**yaml.safe_load(file.read_text()), key: HOSTILE[name]}))
+        given = {**{each: path for each, (path, *_) in files.items()}, kind: changed}
         words = [word for flag, path in given.items() for word in (f"--{flag}", str(path))]
         assert main(["plan", *words, "--ep", "8"]) == 2
         captured = capsys.readouterr()
         (line,) = captured.err.splitlines()
         assert captured.out == ""
-        assert_one_line(line, f"{kind}.yaml: name: got", "one line of printable characters")
+        assert_one_line(line, f"{kind}.yaml: {key}: got", rule)
 
 
 @pytest.mark.parametrize("command", ["plan --model {} --cluster x", "launch --config {}", "{}"])

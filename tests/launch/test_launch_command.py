@@ -11,11 +11,8 @@ from published_configs import CONFIGS as PUBLISHED
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.benefit import Iteration
-from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.models.files import load_model
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.arguments import from_words
-from monta_megatron.tools.launch.exchanges import iteration_of_run, moe_layers, stages_of_layers
 from monta_megatron.tools.launch.log import summary_of
 from monta_megatron.tools.launch.prepare import Run, checked, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -85,11 +82,22 @@ def test_planned_for_the_slowest_exchange(tmp_path: Path) -> None:
     assert run.plan is not None and run.plan.key.nodes == (0, 1)
 
 
-def test_planned_for_the_cluster_that_the_dispatcher_is_given() -> None:
+def test_planned_for_the_cluster_that_the_dispatcher_is_given(tmp_path: Path) -> None:
     other = CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml"
-    with pytest.raises(ValueError, match=f"at most the 8 ranks of {other}"):
+    with pytest.raises(ValueError, match=r"must be at most 4, the ranks of a node of"):
         ready(MIXTRAL, "--moe-monta-cluster", str(other))
-    run = ready(MIXTRAL, "--moe-monta-cluster", str(CONFIGS / "clusters" / "gb200_nvl72.yaml"))
+    rack = str(CONFIGS / "clusters" / "gb200_nvl72.yaml")
+    run = ready(MIXTRAL, "--moe-monta-cluster", rack)
+    assert run.plan is not None and run.plan.key.cluster == "GB200 NVL72, 8 of 72 ranks per node"
+    # Its hosts have 4 ranks, and share the link of their rack.
+    layout = {"nodes": 4, "ranks_per_node": 4, "ep": 8}
+    file = edited(
+        tmp_path,
+        ("layout", layout),
+        ("megatron", "global-batch-size", 64),
+        ("megatron", "moe-monta-ranks-per-node", None),
+    )
+    run = ready(file, "--moe-monta-cluster", rack)
     assert run.plan is not None and run.plan.key.cluster == "GB200 NVL72"
     assert any("72 ranks are taken to share a node link" in note for note in run.notes)
 
@@ -197,7 +205,7 @@ def test_a_config_of_hugging_face_is_copied_as_it_is(tmp_path: Path) -> None:
     assert run.plan == ready(MIXTRAL).plan
     # Megatron's arguments say how long sequences are.
     (note,) = [note for note in run.notes if "assumed" in note]
-    assert note.endswith("assumed: dtype bf16, probs_dtype fp32")
+    assert note.endswith("bf16 True, moe-router-dtype fp32")
     run = start.self_contained(run)
     start.write(run)
     copy = run.directory / "model.json"
@@ -233,78 +241,6 @@ def test_the_benefit_is_of_one_stage_and_all_micro_batches() -> None:
     named = ready(QUICKSTART).benefit
     assert named is not None and " loses " in named.text
     assert ready(QUICKSTART, *STOCK).benefit is None
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", None),
-        ("--num-layers 3", [1, 1, 1]),
-        ("--num-layers 5 --moe-layer-freq 3", [1, 0, 0, 1, 0]),
-        ("--num-layers 61 --moe-layer-freq ([0]*3+[1]*58)", [0] * 3 + [1] * 58),
-        ("--num-layers 4 --moe-layer-freq [1,0,1,1]", [1, 0, 1, 1]),
-        # What Megatron's parser will refuse, or would take long to build.
-        ("--num-layers 4 --moe-layer-freq [1,0,1]", None),
-        ("--num-layers 4 --moe-layer-freq [x]", None),
-        ("--num-layers 4 --moe-layer-freq 0", None),
-        ("--num-layers 4 --moe-layer-freq ([0]*9999*9999)", None),
-        ("--num-layers 999999999999", None),
-        ("--num-layers 4 --moe-layer-freq __import__('os')", None),
-    ],
-)
-def test_layers_with_experts(words: str, expected: list[int] | None) -> None:
-    assert moe_layers(from_words(words.split())) == expected
-
-
-VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
-UNEVEN = "--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 1"
-SPLIT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "pp", "words", "expected"),
-    [
-        (8, 2, "", [0, 0, 0, 0, 1, 1, 1, 1]),
-        (8, 1, "--pipeline-model-parallel-layout Et*8L", [0] * 8),
-        (8, 2, VIRTUAL, [0, 0, 1, 1, 0, 0, 1, 1]),
-        (8, 2, "--num-layers-per-virtual-pipeline-stage 1", [0, 1, 0, 1, 0, 1, 0, 1]),
-        (9, 3, UNEVEN, [0, 0, 0, 0, 1, 1, 1, 1, 2]),
-        (6, 2, SPLIT, [0, 0, 0, 1, 1, 1]),
-        # The embedding takes the first place of 8, the loss the last one.
-        (6, 2, f"{SPLIT} {VIRTUAL}", [0, 1, 1, 0, 0, 1]),
-        (61, 16, UNEVEN, [0] * 4 + [stage for stage in range(1, 15) for _ in range(4)] + [15]),
-        # Written out, or what Megatron refuses.
-        (8, 2, "--pipeline-model-parallel-layout Et*3|t*5L", None),
-        (61, 16, "", None),
-        (3, 3, UNEVEN, None),
-        (6, 2, VIRTUAL, None),
-        (8, 2, "--num-layers-per-virtual-pipeline-stage 9", None),
-    ],
-)
-def test_layers_of_pipeline_stages(
-    num_layers: int, pp: int, words: str, expected: list[int] | None
-) -> None:
-    assert stages_of_layers(from_words(words.split()), num_layers, pp) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "num_layers", "is_lower_bound"),
-    [
-        # The last 4 of 8 layers are those of the second stage.
-        ("--num-layers 8 --moe-layer-freq [0]*4+[1]*4", 4, False),
-        (f"--num-layers 8 --moe-layer-freq [0]*4+[1]*4 {VIRTUAL}", 2, False),
-        ("--num-layers 8 --moe-layer-freq 2", 2, False),
-        ("--num-layers 8 --moe-layer-freq [0]*8", 0, False),
-        ("--num-layers 8 --pipeline-model-parallel-layout Et*3|t*5L", 4, True),
-        # As the model has them: 58 of 61.
-        ("", 29, True),
-    ],
-)
-def test_the_stage_with_most_experts(words: str, num_layers: int, is_lower_bound: bool) -> None:
-    layout = ParallelLayout(world_size=4, pp=2)
-    run = iteration_of_run(load_model("deepseek_v3"), from_words(words.split()), layout)
-    assert (run.num_moe_layers, run.is_lower_bound) == (num_layers, is_lower_bound)
-    assert (run.num_stages, run.num_micro_batches) == (2, 1)
 
 
 def test_the_summary_is_what_the_log_says() -> None:
@@ -440,7 +376,7 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     "name with a slash": ([("name", "a/b")], [], ["name: got 'a/b'", "letters"]),
     "null argument": ([("megatron", {"lr": None})], [], ["megatron.lr", "got None"]),
     "nested argument": ([("megatron", "lr", {"a": 1})], [], ["megatron.lr", "a list of texts"]),
-    "twice": ([("megatron", "num_layers", 2)], [], ["megatron.num_layers", "num-layers too"]),
+    "twice": ([("megatron", "train_iters", 2)], [], ["megatron.train_iters", "train-iters too"]),
     "contradiction": (
         [("megatron", "tensor-model-parallel-size", 4)],
         [],
@@ -449,23 +385,15 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     "flag for a size": ([], ["--expert-model-parallel-size"], ["--expert-model", ">= 1"]),
     "unfitting size": ([], ["--tensor-model-parallel-size", "3"], ["layout.nodes * ranks", "(3)"]),
     "experts": (
-        [("layout", {"nodes": 1, "ranks_per_node": 16, "ep": 16})],
+        [("layout", {"nodes": 1, "ranks_per_node": 3, "ep": 3})],
         [],
-        ["layout.ep", "num_experts of quickstart (8)"],
+        ["layout.ep: got 3, must divide num-experts of quickstart (8)"],
     ),
-    "another model": (
-        [("megatron", "hidden-size", 128)],
+    "experts per token": (
+        [("megatron", "moe-router-topk", 9)],
         [],
-        ["megatron.hidden-size: got 128", "must be 64", "quickstart.yaml: hidden_size"],
+        ["megatron: moe-router-topk: got 9, must be at most num-experts (8)"],
     ),
-    **{
-        f"another model's {name}": (
-            [("megatron", name, 4096)],
-            [],
-            [f"megatron.{name}: got 4096", "must be", f"quickstart.yaml: {name.replace('-', '_')}"],
-        )
-        for name in ("num-attention-heads", "num-experts", "moe-router-topk", "moe-ffn-hidden-size")
-    },
     "more than the cluster": (
         [("layout", {"nodes": 4, "ranks_per_node": 4})],
         [],

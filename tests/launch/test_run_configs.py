@@ -17,7 +17,7 @@ from preloaded import Preloaded
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.training_memory import state_bytes
 from monta_megatron.tools.launch.prepare import Run, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -110,14 +110,13 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
     run = read(path)
     args = validated(megatron, run)
     assert run.config.model is not None
-    model = strict_yaml.load(Model, run.config.model)
+    model = load_model(run.config.model)
     num_layers, frequency = args["num_layers"], args["moe_layer_freq"]
     assert {
         "hidden_size": args["hidden_size"],
         "num_layers": num_layers,
         "num_moe_layers": sum(frequency) if isinstance(frequency, list) else num_layers,
         "num_attention_heads": args["num_attention_heads"],
-        "num_query_groups": args["num_query_groups"],
         "num_experts": args["num_moe_experts"],
         "moe_router_topk": args["moe_router_topk"],
         "moe_ffn_hidden_size": args["moe_ffn_hidden_size"],
@@ -125,14 +124,13 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
         "moe_router_group_topk": args["moe_router_group_topk"],
         "seq_length": args["seq_length"],
         "micro_batch_size": args["micro_batch_size"],
-        "dtype": "bf16" if args["bf16"] else "fp32",
+        "value_bytes": 2 if args["bf16"] else 4,
     } == {
         name: getattr(model, name)
         for name in (
             *("hidden_size", "num_layers", "num_moe_layers", "num_attention_heads"),
-            *("num_query_groups", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
-            *("moe_router_num_groups", "moe_router_group_topk", "seq_length"),
-            *("micro_batch_size", "dtype"),
+            *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_num_groups"),
+            *("moe_router_group_topk", "seq_length", "micro_batch_size", "value_bytes"),
         )
     }
     assert args["moe_token_dispatcher_type"] == "monta"
@@ -146,14 +144,15 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
 def test_it_fits_the_cluster(path: Path) -> None:
     run = read(path)
     assert run.plan is not None and run.config.model is not None and run.config.cluster is not None
-    model = strict_yaml.load(Model, run.config.model)
+    model = load_model(run.config.model)
     cluster = strict_yaml.load(Cluster, run.config.cluster)
     if cluster.memory_bytes_per_rank is None:
         return
     if "optimizer-cpu-offload" in run.arguments:
         # Weights and gradients in 16 bits; everything else is in the host's memory.
         layout = run.config.layout
-        needed = model.num_parameters_billions * 1e9 * 4 / (layout.etp * layout.ep * layout.pp)
+        assert model.num_parameters is not None
+        needed = model.num_parameters * 4 / (layout.etp * layout.ep * layout.pp)
     else:
         needed = state_bytes(model, run.config.layout.parallel)
     assert needed < 0.75 * cluster.memory_bytes_per_rank, "activations have to fit too"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from published_configs import CONFIGS, NEEDS_TRANSFORMER_ENGINE, NUM_PARAMETERS, OF_THE_CLASS
 
-from monta_megatron.planner.models.files import model_of_config
+from monta_megatron.planner.models.config_json import model_of_config
 from monta_megatron.planner.models.model import Model
 
 pytest.importorskip("megatron.training")
@@ -21,7 +21,7 @@ PLAIN = "--transformer-impl local --no-rope-fusion --no-persist-layer-norm"
 PLAIN += " --no-gradient-accumulation-fusion --micro-batch-size 1 --seq-length 64 --bf16"
 # Nor are rotations; the numbers leave multi-token prediction out.
 LEFT_OUT = ("moe-layer-freq", "softmax-type", "window-size", "window-attn-skip-freq")
-LEFT_OUT += ("no-rope-freq", "mtp-num-layers")
+LEFT_OUT += ("no-rope-freq", "mtp-num-layers", "seq-length", "micro-batch-size", "bf16")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,18 +38,11 @@ def one_rank() -> Any:
 
 def words_of(model: Model, layers: list[int]) -> list[str]:
     arguments: dict[str, Any] = {
-        **{name: value for name, value in model.megatron.items() if name not in LEFT_OUT},
+        **{name: value for name, value in model.arguments.items() if name not in LEFT_OUT},
         "num-layers": len(layers),
         "moe-layer-freq": str(layers).replace(" ", ""),
-        "hidden-size": model.hidden_size,
-        "num-attention-heads": model.num_attention_heads,
-        "num-experts": model.num_experts,
-        "moe-ffn-hidden-size": model.moe_ffn_hidden_size,
-        "moe-router-topk": model.moe_router_topk,
     }
-    if "multi-latent-attention" not in arguments:
-        arguments |= {"group-query-attention": True, "num-query-groups": model.num_query_groups}
-    elif "q-lora-rank" not in arguments:
+    if "multi-latent-attention" in arguments and "q-lora-rank" not in arguments:
         # Without Transformer Engine there is no norm of queries that are not factored.
         del arguments["qk-layernorm"]
     words = PLAIN.split()

@@ -19,7 +19,7 @@ from monta_megatron.exchange.recording import Span, TimedStep, spans_of
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges, workload_of_model
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.pricing import AROUND_STAGES
 from monta_megatron.planner.schedule import Work
 from monta_megatron.planner.workload import Workload
@@ -39,7 +39,7 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
-    model = strict_yaml.load(Model, MODEL)
+    model = load_model(MODEL)
     (layout,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
     return workload_of_model(model, layout, 4096)
 

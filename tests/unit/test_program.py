@@ -24,7 +24,7 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges, workload_of_model
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.traffic import TRAFFIC
 
@@ -118,7 +118,7 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
     from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 
     assert set(FUSED_OPERATIONS) == set(get_args(Kind)) - {"experts"}
-    model = strict_yaml.load(Model, CONFIGS / "models/olmoe_1b_7b.yaml")
+    model = load_model(CONFIGS / "models/olmoe_1b_7b.yaml")
     workload = workload_of_model(model, layout, 512)
     for chain in CHAINS.values():
         bound = workload.bind(chain, 1 if chain.serial else num_chunks)
@@ -132,7 +132,7 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
 
 def test_long_sequences_hold_a_window_of_chunks() -> None:
     """131,072 tokens per rank, Qwen3-235B at EP 16 on two nodes, by PyTorch's operations."""
-    model = strict_yaml.load(Model, CONFIGS / "models/qwen3_235b_a22b.yaml")
+    model = load_model(CONFIGS / "models/qwen3_235b_a22b.yaml")
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters/h100_8x_ndr.yaml")
     (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
     workload = workload_of_model(model, place, 131_072)

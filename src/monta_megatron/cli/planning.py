@@ -18,7 +18,7 @@ FILES = {
 JOB = {
     "world-size": "all ranks (default: those of the cluster)",
     "nodes": "hosts, as --world-size in its other form",
-    "ranks-per-node": "of a host, with --nodes (default: the cluster's)",
+    "ranks-per-node": "that the job uses of a host, with --nodes (default: the cluster's)",
 }
 SIZES = {
     "tp": "tensor parallel size, with sequence parallelism",
@@ -126,22 +126,28 @@ def has_layout(parsed: argparse.Namespace) -> bool:
     return any((parsed.layout, parsed.tp, parsed.ep, parsed.etp))
 
 
-def read(parsed: argparse.Namespace) -> "tuple[PlanRequest, PlanInputs]":
-    """The request that the flags make, and the inputs that it names.
+def _ranks_per_host(cluster: str) -> int:
+    from monta_megatron.planner.cluster_file import load_cluster
+
+    loaded = load_cluster(cluster)
+    return loaded.ranks_per_host or loaded.ranks_per_node
+
+
+def request_of(parsed: argparse.Namespace) -> "PlanRequest":
+    """The request that the flags make.
 
     Raises:
-        ValueError: a file or flag is wrong, or the layout does not fit the model.
+        ValueError: flags do not agree.
     """
-    from monta_megatron.common.tables import Progress
-    from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.tools.plan.request import PlanRequest, read_inputs
+    from monta_megatron.tools.plan.request import PlanRequest
 
-    request = PlanRequest(
+    return PlanRequest(
         model=parsed.model,
         cluster=parsed.cluster,
         layout=parsed.layout,
         global_batch_size=parsed.global_batch_size,
-        world_size=world_size_of(parsed, lambda: load_cluster(parsed.cluster).ranks_per_node),
+        world_size=world_size_of(parsed, lambda: _ranks_per_host(parsed.cluster)),
+        ranks_per_node=parsed.ranks_per_node,
         tp=parsed.tp,
         ep=parsed.ep,
         etp=parsed.etp,
@@ -156,5 +162,16 @@ def read(parsed: argparse.Namespace) -> "tuple[PlanRequest, PlanInputs]":
         kernels=parsed.kernels,
         wire_dtype=parsed.wire_dtype,
     )
+
+
+def inputs_of(parsed: argparse.Namespace, request: "PlanRequest") -> "PlanInputs":
+    """The inputs that a request names, with progress on a terminal.
+
+    Raises:
+        ValueError: a file is wrong, or the layout does not fit the model.
+    """
+    from monta_megatron.common.tables import Progress
+    from monta_megatron.tools.plan.request import read_inputs
+
     # A terminal shows progress, a log does not need it.
-    return request, read_inputs(request, Progress(parsed.command if sys.stderr.isatty() else None))
+    return read_inputs(request, Progress(parsed.command if sys.stderr.isatty() else None))

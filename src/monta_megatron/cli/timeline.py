@@ -154,7 +154,9 @@ def _read(parsed: argparse.Namespace) -> "Drawing":
 def _predict(parsed: argparse.Namespace) -> "Drawing":
     from monta_megatron.tools.timeline.drawing import of_prediction
 
-    return of_prediction(*planning.read(parsed), _chain(parsed), parsed.alone)
+    request = planning.request_of(parsed)
+    inputs = planning.inputs_of(parsed, request)
+    return of_prediction(request, inputs, _chain(parsed), parsed.alone)
 
 
 def _record(parsed: argparse.Namespace) -> "Drawing | None":

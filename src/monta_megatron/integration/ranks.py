@@ -198,6 +198,12 @@ def nodes_of_exchange(
     nodes = consecutive_nodes(ranks, ranks_per_node)
     if cluster is None or nodes == number_nodes(hosts):
         return nodes, None
+    if cluster.ranks_per_host is None and len(set(hosts)) > len(set(nodes)):
+        # A host used in part: no node has ranks of two hosts.
+        return number_nodes(hosts), (
+            f"nodes are the hosts of this job, which have fewer ranks than the {ranks_per_node} of "
+            f"a node of {cluster.name}"
+        )
     mixed = mixed_node(nodes, hosts)
     if mixed is not None:
         first, second = mixed

@@ -165,6 +165,7 @@ class Cluster:
         num_nodes: number of sets of ranks joined by the node link.
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share evenly.
+        ranks_per_host: where several hosts make up a node, as in a rack; without it a node is one.
         kind: whether these numbers and the memory come from this cluster or were published.
         source: where they come from.
         launch: host time per operation.
@@ -191,6 +192,7 @@ class Cluster:
     kind: Kind
     source: Text
     launch: HostCosts
+    ranks_per_host: PositiveInt | None = None
     memory_gb_per_rank: PositiveFloat | None = None
     copies_block_host: bool = False
     fused_kernels: bool = False
@@ -217,7 +219,7 @@ class Cluster:
                 "be in " + ("memory" if in_memory else "inter or intra"),
             )
         resources = [link.resource for link in self.links]
-        for resource in RESOURCES if self.num_nodes > 1 else RESOURCES[1:]:
+        for resource in self.resources:
             needed = ("copy",) if resource == "memory" else COLLECTIVES
             curves = {curve.operation for curve in self.curves if curve.resource == resource}
             if resource not in resources and not curves.issuperset(needed):
@@ -336,6 +338,37 @@ class Cluster:
             for end in ("optimistic", "conservative")
         )
         return optimistic, conservative
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        """Those that its ranks have."""
+        absent = {"inter": self.num_nodes == 1, "intra": self.ranks_per_node == 1}
+        return tuple(resource for resource in RESOURCES if not absent.get(resource, False))
+
+    def of_job(self, ranks_per_node: int | None) -> "Cluster":
+        """The nodes of a job that uses so many ranks of each: its own count, not the cluster's.
+
+        Hand-worked: 4 of the 8 ranks of a node with 8 interfaces are a node of 4 with 4. Hosts that
+        make up a node together are taken whole.
+
+        Args:
+            ranks_per_node: of a node, or of a host; None for the whole node.
+
+        Raises:
+            ValueError: a node has fewer.
+        """
+        whole = self.ranks_per_node
+        if ranks_per_node in (None, whole, self.ranks_per_host):
+            return self
+        rule = f"be at most {whole}, the ranks of a node of {self.name}"
+        require(ranks_per_node < whole, "ranks_per_node", ranks_per_node, rule)
+        return replace(
+            self,
+            name=f"{self.name}, {ranks_per_node} of {whole} ranks per node",
+            ranks_per_node=ranks_per_node,
+            nics_per_node=max(self.nics_per_node * ranks_per_node // whole, 1),
+            calibrated_node=self.calibrated_node or self._node,
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -20,7 +20,7 @@ from monta_megatron.common.rules import Text, hash_of, require
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.curves import RESOURCES, Curve, Operation
+from monta_megatron.planner.curves import Curve, Operation
 
 MEASURED = ("launch", "links", "curves", "contention")
 EDITED = "edited"
@@ -211,7 +211,7 @@ def resource_rates(cluster: Cluster) -> tuple[ResourceRate, ...]:
 
 def _rates(cluster: Cluster) -> Iterator[ResourceRate]:
     links = {link.resource: link for link in cluster.links}
-    for resource in RESOURCES if cluster.num_nodes > 1 else RESOURCES[1:]:
+    for resource in cluster.resources:
         operation: Operation = "copy" if resource == "memory" else "alltoall"
         curves = [
             curve

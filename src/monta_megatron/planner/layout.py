@@ -18,11 +18,12 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import compress
 
 from monta_megatron.chains.layout import FLAT_GROUPS, Layout
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.planner.benefit import Iteration
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.model import HYBRID_PATTERNS, Model, Reader
 from monta_megatron.planner.routing.expected import Routing, UniformRouting
 from monta_megatron.planner.workload import Workload
 
@@ -68,22 +69,22 @@ class ParallelLayout:
     def incompatibility(self, model: Model) -> str | None:
         """Why this layout cannot train the model, or None if it can."""
         for field, size, name, whole in (
-            ("ep", self.ep, "num_experts", model.num_experts),
-            ("etp", self.etp, "moe_ffn_hidden_size", model.moe_ffn_hidden_size),
-            ("tp", self.tp, "num_attention_heads", model.num_attention_heads),
+            ("ep", self.ep, "num-experts", model.num_experts),
+            ("etp", self.etp, "moe-ffn-hidden-size", model.moe_ffn_hidden_size),
+            ("tp", self.tp, "num-attention-heads", model.num_attention_heads),
         ):
             if whole % size != 0:
                 return f"{field}: got {size}, must divide {name} of {model.name} ({whole})"
         if self.pp > model.num_layers:
             return (
-                f"pp: got {self.pp}, must be at most num_layers of {model.name} "
+                f"pp: got {self.pp}, must be at most num-layers of {model.name} "
                 f"({model.num_layers})"
             )
         # Sequence parallelism divides the sequence; context parallelism gives each rank two pieces.
         parts = self.tp * self.cp * (2 if self.cp > 1 else 1)
         if model.seq_length % parts != 0:
             return (
-                f"tp: got {self.tp}, must divide seq_length of {model.name} ({model.seq_length}) "
+                f"tp: got {self.tp}, must divide seq-length of {model.name} ({model.seq_length}) "
                 f"together with cp ({self.cp})"
             )
         return None
@@ -204,7 +205,7 @@ def workload_of_model(
     """A model's exchange, with the model's own router unless a routing is given."""
     return Workload(
         layout=layout,
-        hidden_size=model.hidden_size,
+        hidden_size=model.row_size,
         value_bytes=model.value_bytes,
         prob_bytes=model.prob_bytes,
         routing=uniform_routing(model) if routing is None else routing,
@@ -238,23 +239,78 @@ def workloads_of(
 
 
 def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iteration:
-    """Exchanges that an iteration waits for, with the layers split as evenly as they go.
+    """Exchanges that an iteration waits for: those of the stage with the most MoE layers.
 
-    A model does not say which of its layers are dense. The mean of the stages is a lower bound of
-    the MoE layers of the stage with the most; it is their number if no stage has room for more.
+    Where the stages cannot be told, the mean of the stages is a lower bound; it is their number if
+    no stage has room for more.
 
     Args:
         model: the trained model.
         pp: pipeline parallel size.
         num_micro_batches: None where the batch is not known.
     """
+    stages = stages_of_layers(model, pp)
     mean, most = (math.ceil(layers / pp) for layers in (model.num_moe_layers, model.num_layers))
+    if stages is not None:
+        mean = most = max(Counter(compress(stages, model.moe_layers)).values(), default=0)
     return Iteration(
         num_moe_layers=mean,
         is_lower_bound=mean < min(most, model.num_moe_layers),
         num_stages=pp,
         num_micro_batches=num_micro_batches,
     )
+
+
+# Arguments that name the layers of each stage, in a language of their own.
+WRITTEN_OUT = ("pipeline-model-parallel-layout", *HYBRID_PATTERNS)
+
+
+def stages_of_layers(model: Model, pp: int) -> list[int] | None:
+    """The pipeline stage of every layer, as Megatron splits them: [number of layers].
+
+    A stage has a part in every virtual stage. The embedding and the loss may count as layers.
+
+    Args:
+        model: with Megatron's arguments.
+        pp: pipeline parallel size.
+
+    Returns:
+        None where the stages are written out, or no such split is possible.
+    """
+    if pp == 1:
+        return [0] * model.num_layers
+    read = Reader(model.arguments, model.name)
+    if any(read.value(name) is not None for name in WRITTEN_OUT):
+        return None
+
+    # Step 1: layers of every stage.
+    embedding, loss = (
+        read.flag(f"account-for-{part}-in-pipeline-split") for part in ("embedding", "loss")
+    )
+    num_slots = model.num_layers + embedding + loss
+    given = {
+        stage: read.size(name, least=0)
+        for stage, name in (
+            (0, "decoder-first-pipeline-num-layers"),
+            (pp - 1, "decoder-last-pipeline-num-layers"),
+        )
+        if read.value(name) is not None
+    }
+    rest, num_even = num_slots - sum(given.values()), pp - len(given)
+    sizes = [given.get(stage, rest // max(num_even, 1)) for stage in range(pp)]
+
+    # Step 2: deal them out, virtual stage by virtual stage.
+    num_virtual = read.size("num-virtual-stages-per-pipeline-rank", 1)
+    of_virtual = read.optional("num-layers-per-virtual-pipeline-stage")
+    if of_virtual is not None:
+        num_virtual = sizes[0] // of_virtual
+    if sum(sizes) != num_slots or min(sizes) < 0 or num_virtual == 0:
+        return None
+    if any(size % num_virtual for size in sizes):
+        return None
+    in_turn = [stage for stage, size in enumerate(sizes) for _ in range(size // num_virtual)]
+    slots = in_turn * num_virtual
+    return slots[embedding : num_slots - loss]
 
 
 def uniform_routing(model: Model) -> UniformRouting:

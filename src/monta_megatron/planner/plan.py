@@ -154,6 +154,11 @@ class Plan:
         return best
 
     @property
+    def stock_us(self) -> float | None:
+        """Time of plain `alltoall`; None where it was not priced."""
+        return self.best_us().get("alltoall")
+
+    @property
     def benefit(self) -> Benefit | None:
         """Benefit over plain `alltoall`; None where that was not priced."""
         benefit = benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)

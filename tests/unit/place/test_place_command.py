@@ -129,7 +129,7 @@ GOOD = {"model": "toy", "num_experts": 4, "placement": {"0": [1, 0, 2, 3]}}
         ("--apply {trace}", "--placement: not given, must be with --apply"),
         ("--trace {trace} {files} --undo", "--undo: given, must come with --apply"),
         ("--trace {trace} {files} --max-load 0.9", "--max-load: got 0.9, must be at least 1"),
-        ("--trace {trace} {files} --ep 3", "layout: ep: got 3, must divide num_experts"),
+        ("--trace {trace} {files} --ep 3", "layout: ep: got 3, must divide num-experts"),
         (
             "--trace {trace} {files} --ep 64",
             "--ep: got 64 at --etp 1, must be at most the 16 ranks",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from monta_megatron.common import strict_yaml
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.place import trace
 from monta_megatron.tools.place.trace import read_layers, read_trace
@@ -24,8 +24,8 @@ def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> No
 @pytest.fixture
 def model() -> Model:
     """Top-1 of 4 experts in 2 layers."""
-    model = strict_yaml.load(Model, CONFIGS / "models" / "quickstart.yaml")
-    return replace(model, num_experts=4, moe_router_topk=1, num_layers=2, num_moe_layers=2)
+    model = load_model(CONFIGS / "models" / "quickstart.yaml")
+    return replace(model, num_experts=4, moe_router_topk=1, num_layers=2, moe_layers=(True, True))
 
 
 def experts_of(rows: NDArray[np.bool_]) -> list[int]:

@@ -7,8 +7,6 @@ from clusters import preset, workload_of
 
 from monta_megatron.common.units import time_text
 from monta_megatron.planner.benefit import Benefit, Iteration, benefit_of
-from monta_megatron.planner.layout import iteration_of
-from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan_of
 from monta_megatron.planner.select import select_chain
 
@@ -89,33 +87,6 @@ def test_plain_alltoall_gains_nothing_and_says_why() -> None:
     assert fastest is not None
     assert fastest.text == "plain alltoall is the fastest here: no gain over stock"
     assert replace(fastest, iteration=STAGE).document()["saved_s_per_iteration"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_moe_layers", "pp", "num_of_stage", "is_lower_bound"),
-    [
-        # 4 of 8 may lie on one of two stages, or on both.
-        (8, 4, 2, 2, True),
-        # 61 layers need a stage of 4, 58 too.
-        (61, 58, 16, 4, False),
-        (61, 58, 4, 15, True),
-        # All layers have experts: the largest stage has 24 of 94.
-        (94, 94, 4, 24, False),
-        (8, 1, 4, 1, False),
-        (27, 26, 1, 26, False),
-    ],
-)
-def test_layers_of_a_stage(
-    num_layers: int, num_moe_layers: int, pp: int, num_of_stage: int, is_lower_bound: bool
-) -> None:
-    layers = {"num_layers": num_layers, "num_moe_layers": num_moe_layers}
-    model = replace(load_model("deepseek_v3"), **layers, num_parameters_billions=2_000.0)
-    assert iteration_of(model, pp, 3) == Iteration(
-        num_moe_layers=num_of_stage,
-        is_lower_bound=is_lower_bound,
-        num_stages=pp,
-        num_micro_batches=3,
-    )
 
 
 def test_without_a_price_there_is_no_benefit() -> None:

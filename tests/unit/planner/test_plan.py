@@ -15,7 +15,6 @@ from counted_routing import CountedRouting
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.program import Phase
-from monta_megatron.common import strict_yaml
 from monta_megatron.common.rules import hash_of
 from monta_megatron.planner import plan as planner_plan
 from monta_megatron.planner import select
@@ -24,7 +23,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import uncalibrated, with_inter_rate
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.layout import ParallelLayout, exchanges, priced_ranks, workload_of_model
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import Plan, plan
 from monta_megatron.planner.routing.drawn import skewed_routing
 from monta_megatron.planner.workload import Workload
@@ -48,7 +47,7 @@ no_margin = pytest.mark.usefixtures("without_margin")
 
 def paper_workload(tokens: int = 1024) -> Workload:
     """The paper's layout: 2 experts, ETP 8 inside each of two nodes, EP 2 across."""
-    model = strict_yaml.load(Model, CONFIGS / "models" / "monta_2x70b.yaml")
+    model = load_model(CONFIGS / "models" / "monta_2x70b.yaml")
     return workload_of_model(model, layout_of(2, 8, 8, model.num_experts), tokens)
 
 
@@ -468,7 +467,7 @@ def test_the_hash_of_a_rule_is_the_same_in_every_process() -> None:
 # EP 256 on racks of 72: 32 ranks, 3 x 72, and 8.
 @pytest.mark.parametrize(("cluster", "ep", "pattern"), [(H100, 64, 0), (GB200, 256, 1)])
 def test_4096_ranks_are_planned_at_once(cluster: Cluster, ep: int, pattern: int) -> None:
-    model = strict_yaml.load(Model, CONFIGS / "models" / "deepseek_v3.yaml")
+    model = load_model(CONFIGS / "models" / "deepseek_v3.yaml")
     layout = ParallelLayout(world_size=4096, ep=ep)
     times = []
     for _ in range(10):

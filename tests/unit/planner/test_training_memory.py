@@ -9,16 +9,16 @@ import yaml
 from clusters import CONFIGS, preset
 
 from monta_megatron.cli import main
-from monta_megatron.common import strict_yaml
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.training_memory import (
     TrainingMemory,
     state_bytes,
     training_memory,
 )
 
-QWEN = strict_yaml.load(Model, CONFIGS / "models" / "qwen3_235b_a22b.yaml")
+QWEN = load_model(CONFIGS / "models" / "qwen3_235b_a22b.yaml")
+PARAMETERS = QWEN.num_parameters or 0
 H100 = preset("h100_8x_ndr")
 # 94 layers of 4096; 4096 tokens per micro-batch, of which a rank brings half at TP 2.
 FITS = ParallelLayout(world_size=128, tp=2, ep=16, pp=4)
@@ -32,15 +32,15 @@ def test_what_is_held_by_hand() -> None:
     # Weights and gradients in 2 + 4 bytes, 12 of the optimizer sharded over 8 replicas of the
     # experts and 64 / 4 of what is dense.
     experts = QWEN.num_expert_parameters
-    dense = 235e9 - experts
+    dense = PARAMETERS - experts
     assert memory.state_bytes == pytest.approx(
         experts / 16 / 4 * (6 + 12 / 2) + dense / 2 / 4 * (6 + 12 / 16)
     )
     assert memory.needed_bytes == memory.state_bytes + memory.activation_bytes + 5e8
     # In fp32 there are no master weights: two moments of 4 bytes beside weights and gradients.
     alone = ParallelLayout(world_size=1)
-    assert state_bytes(replace(QWEN, dtype="fp32"), alone) == pytest.approx(235e9 * 16)
-    assert state_bytes(QWEN, alone) == pytest.approx(235e9 * 18)
+    assert state_bytes(replace(QWEN, value_bytes=4), alone) == pytest.approx(PARAMETERS * 16)
+    assert state_bytes(QWEN, alone) == pytest.approx(PARAMETERS * 18)
 
 
 @pytest.mark.parametrize(

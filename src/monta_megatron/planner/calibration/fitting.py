@@ -120,6 +120,7 @@ class Machine:
         num_nodes: sets of ranks joined by the node link.
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share.
+        ranks_per_host: where several hosts make up a node; None where a node is a host.
         memory_gb_per_rank: 1e9 bytes of a GPU; None on CPU ranks, which share the host's.
         on_cpu: whether ranks are CPU ranks.
         counts_to_host_us: time of a copy of some integers to the host, with the wait for it.
@@ -136,6 +137,7 @@ class Machine:
     counts_to_host_us: float
     source: str
     fused_kernels: bool = False
+    ranks_per_host: int | None = None
 
 
 def make_cluster(
@@ -163,6 +165,7 @@ def make_cluster(
         num_nodes=machine.num_nodes,
         ranks_per_node=machine.ranks_per_node,
         nics_per_node=machine.nics_per_node,
+        ranks_per_host=machine.ranks_per_host,
         kind="measured",
         source=machine.source,
         launch=_launch(machine, points, launches_us, times_us),

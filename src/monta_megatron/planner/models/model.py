@@ -1,162 +1,365 @@
-"""The model: the dimensions of an MoE layer that decide its exchange and its memory.
+"""A model, as Megatron's arguments say it: the sizes that the planner reads, and its parameters.
 
-Fields are named as Megatron-Core names them.
+One reader for every source of arguments: a model file, a run file, the arguments that a training
+printed, a config.json of Hugging Face (`config_json` gives its arguments). Values may be texts, as
+in a log: "4096", "True", "None", "([0]*3+[1]*58)".
+
+Notation: H = hidden size, L = layers.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+import ast
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any, TypeVar
 
-from monta_megatron.common.flags import DTYPE_BYTES, Dtype
-from monta_megatron.common.rules import ArgumentValue, PositiveFloat, PositiveInt, Text, require
-from monta_megatron.common.text import one_of
+from monta_megatron.common.text import shown
 
-# Sizes of a training; every command that takes a model has flags for them.
-BATCH = ("seq_length", "micro_batch_size")
-# The planner keeps a share for each.
+T = TypeVar("T")
+
+# No model has so many layers or experts; longer lists would only take memory.
+MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
-# No model has so many parameters besides its experts: the number was not written in billions.
-MOST_TIMES_EXPERTS = 1_000
+BATCH = ("seq-length", "micro-batch-size")
+GATED = ("swiglu", "geglu", "quick-geglu", "bias-swiglu", "squared-swiglu")
+PROB_BYTES = {"fp32": 4, "fp64": 8, "torch.float32": 4, "torch.float64": 8}
+# Symbols of a hybrid pattern: mamba, attention, feed-forward layer, experts, gated delta net.
+HYBRID_PATTERNS = ("hybrid-layer-pattern", "hybrid-override-pattern")
+HYBRID_SYMBOLS, EXPERTS_SYMBOL = set("M*-EG"), "E"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One model, and the batch that it is trained with.
+    """Sizes of a model, and the batch that it is trained with.
 
     Attributes:
         name: what users call it.
-        source: where the dimensions were published.
-        hidden_size: values of a token's hidden row, H.
-        num_layers: transformer layers.
-        num_moe_layers: transformer layers with experts.
+        hidden_size: H.
+        row_size: values of a row that is sent to experts: the latent size, or H.
+        num_layers: L.
+        moe_layers: [L] whether a layer has experts.
         num_attention_heads: query heads; a tensor parallel size must divide them.
-        num_query_groups: key and value heads.
         num_experts: routed experts per layer.
         moe_router_topk: experts per token.
         moe_ffn_hidden_size: FFN size of one expert; an expert tensor parallel size must divide it.
-        num_parameters_billions: parameters of the whole model, embeddings included.
-        seq_length: tokens per sequence; chosen for the training, not given by the model.
-        micro_batch_size: sequences per micro-batch, also chosen for the training.
-        dtype: dtype of the hidden rows in transit.
-        probs_dtype: dtype of the routing probabilities (Megatron: moe_router_dtype).
-        moe_router_num_groups: number of expert groups of a group-limited router.
-        moe_router_group_topk: groups that a token may use.
-        megatron: further arguments of Megatron that the model needs, by their names without --;
-            plans do not read them.
-        not_expressed: parts of the model that Megatron's arguments do not say.
-        taken: how a config.json was read where that leaves something open; a plan notes it.
-        assumed: fields that nobody has given; a plan notes what was taken for them.
+        seq_length: tokens per sequence.
+        micro_batch_size: sequences per micro-batch.
+        value_bytes: bytes of one hidden value.
+        prob_bytes: bytes of one routing probability.
+        moe_router_num_groups: expert groups of a group-limited router, or None.
+        moe_router_group_topk: groups that a token may use, or None.
+        num_expert_parameters: parameters of all routed experts.
+        num_parameters: parameters of the whole model; None where they cannot be counted.
+        notes: what a plan says of the model.
+        arguments: Megatron's arguments by their names without --.
     """
 
-    name: Text
-    source: Text
-    hidden_size: PositiveInt
-    num_layers: PositiveInt
-    num_moe_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_query_groups: PositiveInt
-    num_experts: PositiveInt
-    moe_router_topk: PositiveInt
-    moe_ffn_hidden_size: PositiveInt
-    num_parameters_billions: PositiveFloat
-    seq_length: PositiveInt
-    micro_batch_size: PositiveInt
-    dtype: Dtype = "bf16"
-    probs_dtype: Dtype = "fp32"
-    moe_router_num_groups: PositiveInt | None = None
-    moe_router_group_topk: PositiveInt | None = None
-    megatron: Mapping[str, ArgumentValue] = field(default_factory=dict, hash=False)
-    not_expressed: tuple[Text, ...] = ()
-    taken: tuple[Text, ...] = ()
-    assumed: tuple[Text, ...] = ()
-
-    def __post_init__(self) -> None:
-        experts, topk = self.num_experts, self.moe_router_topk
-        require(experts <= MOST_EXPERTS, "num_experts", experts, f"be at most {MOST_EXPERTS}")
-        require(topk <= experts, "moe_router_topk", topk, f"be at most num_experts ({experts})")
-        require(
-            self.num_moe_layers <= self.num_layers,
-            "num_moe_layers",
-            self.num_moe_layers,
-            f"be at most num_layers ({self.num_layers})",
-        )
-        heads, query_groups = self.num_attention_heads, self.num_query_groups
-        rule = f"divide num_attention_heads ({heads})"
-        require(heads % query_groups == 0, "num_query_groups", query_groups, rule)
-        self._check_num_parameters()
-        for name in self.assumed:
-            names = [entry.name for entry in fields(self)]
-            require(name in names, "assumed", name, f"be {one_of(name, names)}")
-        groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
-        if groups is None and group_topk is None:
-            return
-        if groups is None or group_topk is None:
-            raise ValueError(
-                "moe_router_group_topk: must be given together with moe_router_num_groups, or "
-                "neither"
-            )
-        rule = f"divide num_experts ({experts})"
-        require(experts % groups == 0, "moe_router_num_groups", groups, rule)
-        for holds, rule in (
-            (group_topk <= groups, f"be at most moe_router_num_groups ({groups})"),
-            (
-                group_topk * (experts // groups) >= topk,
-                f"leave at least moe_router_topk ({topk}) experts to choose from",
-            ),
-        ):
-            require(holds, "moe_router_group_topk", group_topk, rule)
-
-    def _check_num_parameters(self) -> None:
-        total = self.num_parameters_billions
-        # Experts without a gate have two matrices.
-        least = self.num_expert_parameters * 2 / 3 / 1e9
-        for holds, rule in (
-            (
-                total >= least,
-                f"be at least {least:.4g}, the experts alone (num_moe_layers x num_experts x 2 x "
-                "hidden_size x moe_ffn_hidden_size)",
-            ),
-            (
-                total <= MOST_TIMES_EXPERTS * least,
-                f"be in billions, of which the experts have {least:.4g} or more; write "
-                f"{total / 1e9:.4g} if {total:g} is the number itself",
-            ),
-        ):
-            require(holds, "num_parameters_billions", f"{total:g}", rule)
+    name: str
+    hidden_size: int
+    row_size: int
+    num_layers: int
+    moe_layers: tuple[bool, ...]
+    num_attention_heads: int
+    num_experts: int
+    moe_router_topk: int
+    moe_ffn_hidden_size: int
+    seq_length: int
+    micro_batch_size: int
+    value_bytes: int
+    prob_bytes: int
+    moe_router_num_groups: int | None
+    moe_router_group_topk: int | None
+    num_expert_parameters: int
+    num_parameters: int | None
+    notes: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
-    def value_bytes(self) -> int:
-        """Bytes of one hidden value."""
-        return DTYPE_BYTES[self.dtype]
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return sum(self.moe_layers)
 
-    @property
-    def prob_bytes(self) -> int:
-        """Bytes of one routing probability."""
-        return DTYPE_BYTES[self.probs_dtype]
 
-    @property
-    def num_expert_parameters(self) -> int:
-        """Parameters of all routed experts: two matrices in (gate and up) and one out."""
-        per_expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
-        return self.num_moe_layers * self.num_experts * per_expert
+class Reader:
+    """Reads typed values of arguments; remembers what it read, and all that are missing.
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes of a plan about the model."""
-        if not self.assumed:
-            return self.taken
-        values = ", ".join(f"{name} {getattr(self, name)}" for name in self.assumed)
-        flags = [f"--{name.replace('_', '-')}" for name in self.assumed if name in BATCH]
-        advice = f"; {', '.join(flags)} for others" if flags else ""
-        training = f"how {self.name} is trained is not in its file, assumed: {values}{advice}"
-        return (*self.taken, training)
+    Args:
+        arguments: by name with dashes, without --.
+        where: the file or the command, for messages.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], where: str) -> None:
+        self._arguments, self._where = arguments, where
+        self.missing: list[str] = []
+        self._read: set[str] = set()
+
+    def value(self, name: str) -> Any:
+        """The value as it is; None where it is not given, or given as none."""
+        self._read.add(name)
+        value = self._arguments.get(name)
+        return None if value in ("None", "", False, "False") else value
+
+    def flag(self, *names: str) -> bool:
+        """Whether one of these flags is set."""
+        return any(self.value(name) in (True, "True", "true") for name in names)
+
+    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """An integer >= `least`; without a default a missing one is remembered."""
+        value = self.value(name)
+        if value is None:
+            if default is None:
+                self.missing.append(name)
+            return 1 if default is None else default
+        number = value if type(value) is int else None
+        if isinstance(value, str) and value.strip().isdecimal():
+            number = int(value)
+        self.require(number is not None and number >= least, name, f"an integer >= {least}")
+        assert number is not None
+        return number
+
+    def optional(self, name: str) -> int | None:
+        """An integer >= 1, or None where it is not given."""
+        return None if self.value(name) is None else self.size(name)
+
+    def require_spelling(self) -> None:
+        """Refuse an argument whose name is nearly that of one that is read.
+
+        Raises:
+            ValueError: there is one; names it, and the one that may be meant.
+        """
+        for name in self._arguments.keys() - self._read:
+            # Closer than any two names of Megatron's that mean different things.
+            for meant in get_close_matches(name, self._read, 1, 0.93):
+                raise ValueError(f"{self._where}: {name}: unknown; did you mean {meant}?")
+
+    def require(self, holds: bool, name: str, rule: str) -> None:
+        """Refuse an argument that breaks a rule.
+
+        Raises:
+            ValueError: it does; names where it was given, the argument, its value and the rule.
+        """
+        if not holds:
+            value = shown(repr(self._arguments.get(name)))[:60]
+            raise ValueError(f"{self._where}: {name}: got {value}, must be {rule}")
+
+
+def model_of(
+    arguments: Mapping[str, Any], name: str, where: str, notes: tuple[str, ...] = ()
+) -> Model:
+    """The model that Megatron's arguments say.
+
+    Args:
+        arguments: by their names without --, with dashes or underscores.
+        name: what users call it.
+        where: the file or the command, for messages.
+        notes: what a plan says of the model besides.
+
+    Raises:
+        ValueError: one line that names `where`, an argument, its value and the rule; or all that
+            are missing.
+    """
+    arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
+    read = Reader(arguments, where)
+    hidden_size, heads = read.size("hidden-size"), read.size("num-attention-heads")
+    experts, topk = read.size("num-experts"), read.size("moe-router-topk", 2)
+    layers = _moe_layers(read)
+    if layers is None:
+        read.missing.append("num-layers")
+    seq_length, micro_batch_size = (read.size(size) for size in BATCH)
+    ffn = read.size("ffn-hidden-size", 4 * hidden_size)
+    moe_ffn = read.size("moe-ffn-hidden-size", ffn)
+    groups, group_topk = (read.optional(f"moe-router-{x}") for x in ("num-groups", "group-topk"))
+    if read.missing:
+        read.require_spelling()
+        missing = ", ".join(dict.fromkeys(read.missing))
+        raise ValueError(f"{where}: {missing}: missing, must be given (Megatron's arguments)")
+    assert layers is not None
+    read.require(experts <= MOST_EXPERTS, "num-experts", f"at most {MOST_EXPERTS}")
+    read.require(topk <= experts, "moe-router-topk", f"at most num-experts ({experts})")
+    rule = f"such that a layer has experts, of num-layers ({len(layers)})"
+    read.require(any(layers), "moe-layer-freq", rule)
+    _check_groups(read, experts, topk, groups, group_topk)
+    low_precision = read.flag("bf16", "fp16")
+    value_bytes = 2 if low_precision else 4
+    row_size = read.size("moe-latent-size", hidden_size)
+    gate = 3 if read.flag(*GATED) else 2
+    num_expert_parameters = sum(layers) * experts * gate * row_size * moe_ffn
+    num_parameters = _num_parameters(read, hidden_size, layers, num_expert_parameters)
+    read.require_spelling()
+    return Model(
+        name=name,
+        hidden_size=hidden_size,
+        row_size=row_size,
+        num_layers=len(layers),
+        moe_layers=tuple(layers),
+        num_attention_heads=heads,
+        num_experts=experts,
+        moe_router_topk=topk,
+        moe_ffn_hidden_size=moe_ffn,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        value_bytes=value_bytes,
+        prob_bytes=PROB_BYTES.get(str(read.value("moe-router-dtype")), value_bytes),
+        moe_router_num_groups=groups,
+        moe_router_group_topk=group_topk,
+        num_expert_parameters=num_expert_parameters,
+        num_parameters=num_parameters,
+        notes=notes,
+        arguments=arguments,
+    )
 
 
 def with_batch(
     model: Model, seq_length: int | None = None, micro_batch_size: int | None = None
 ) -> Model:
     """A model with the batch of a training; None leaves the one that it has."""
-    given = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
-    changes: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
-    assumed = tuple(name for name in model.assumed if name not in changes)
-    return replace(model, **changes, assumed=assumed)
+    return replace(
+        model,
+        seq_length=seq_length or model.seq_length,
+        micro_batch_size=micro_batch_size or model.micro_batch_size,
+    )
+
+
+def _check_groups(
+    read: Reader, experts: int, topk: int, groups: int | None, group_topk: int | None
+) -> None:
+    if groups is None and group_topk is None:
+        return
+    chosen, name = group_topk or 0, "moe-router-group-topk"
+    read.require(groups is not None, "moe-router-num-groups", f"given with {name}")
+    assert groups is not None
+    read.require(experts % groups == 0, "moe-router-num-groups", f"a divisor of {experts} experts")
+    read.require(1 <= chosen <= groups, name, f"from 1 to moe-router-num-groups ({groups})")
+    rule = f"such that moe-router-topk ({topk}) experts are left to choose from"
+    read.require(chosen * (experts // groups) >= topk, name, rule)
+
+
+def _num_parameters(
+    read: Reader, hidden_size: int, layers: list[bool], num_expert_parameters: int
+) -> int | None:
+    """Weights of all matrices: norms and biases, less than one in a thousand, are left out."""
+    if read.value("vocab-size") is None or any(map(read.value, HYBRID_PATTERNS)):
+        return None
+    gate = 3 if read.flag(*GATED) else 2
+    latent = read.optional("moe-latent-size")
+    experts = read.size("num-experts")
+    shared = read.size("moe-shared-expert-intermediate-size", 0, least=0)
+    # Of an MoE layer besides its experts: router, shared experts, projections to the latent rows.
+    beside = hidden_size * (experts + gate * shared + 2 * (latent or 0))
+    dense = gate * hidden_size * read.size("ffn-hidden-size", 4 * hidden_size)
+    attention = _attention_parameters(read, hidden_size, len(layers))
+    num_moe = sum(layers)
+    total = num_expert_parameters + num_moe * beside + (len(layers) - num_moe) * dense + attention
+    # A layer of multi-token prediction is the last layer once more, behind a projection.
+    one_moe_layer = num_expert_parameters // num_moe + beside if layers[-1] else dense
+    one_more = 2 * hidden_size**2 + attention // len(layers) + one_moe_layer
+    total += read.size("mtp-num-layers", 0, least=0) * one_more
+    tables = 2 if read.flag("untie-embeddings-and-output-weights") else 1
+    total += read.size("vocab-size") * hidden_size * tables
+    if read.value("position-embedding-type") in (None, "learned_absolute"):
+        total += read.size("max-position-embeddings", 0, least=0) * hidden_size
+    return total
+
+
+def _attention_parameters(read: Reader, hidden_size: int, num_layers: int) -> int:
+    """Weights of the attention of all layers."""
+    heads = read.size("num-attention-heads")
+    if read.flag("multi-latent-attention"):
+        head, rotated = read.size("qk-head-dim", 128), read.size("qk-pos-emb-head-dim", 64)
+        value, rank = read.size("v-head-dim", 128), read.size("kv-lora-rank", 32)
+        queries, query_rank = heads * (head + rotated), read.optional("q-lora-rank")
+        query = (
+            hidden_size * queries if query_rank is None else query_rank * (hidden_size + queries)
+        )
+        keys_and_values = hidden_size * (rank + rotated) + rank * heads * (head + value)
+        return num_layers * (query + keys_and_values + heads * value * hidden_size)
+    head = read.size("kv-channels", max(hidden_size // heads, 1))
+    groups = read.size("num-query-groups", heads) if read.flag("group-query-attention") else heads
+    gate = heads if read.flag("attention-output-gate") else 0
+    full = hidden_size * head * (2 * heads + 2 * groups + gate)
+    linear_layers = pattern_of(read.value("linear-attention-freq"), num_layers, _all_but_every)
+    num_linear = sum(linear_layers or ())
+    if not num_linear:
+        return num_layers * full
+    key_heads, value_heads = (
+        read.size(f"linear-num-{name}-heads", default)
+        for name, default in (("key", 16), ("value", 32))
+    )
+    keys = key_heads * read.size("linear-key-head-dim", 128)
+    values = value_heads * read.size("linear-value-head-dim", 128)
+    # Queries and keys, values, their gate and the output, and two numbers of each head.
+    linear = hidden_size * (2 * keys + 3 * values + 2 * value_heads)
+    linear += read.size("linear-conv-kernel-dim", 4) * (2 * keys + values)
+    return num_linear * linear + (num_layers - num_linear) * full
+
+
+def _moe_layers(read: Reader) -> list[bool] | None:
+    """Layers with experts: [number of layers], in the model's order; None without a number.
+
+    Raises:
+        ValueError: a pattern is none of Megatron's forms, or one of other layers.
+    """
+    for name in HYBRID_PATTERNS:
+        if read.value(name) is not None:
+            # Parts of pipeline stages and of multi-token prediction are separated.
+            symbols = str(read.value(name)).split("/")[0].replace("|", "")
+            rule = f"a pattern of {' '.join(sorted(HYBRID_SYMBOLS))}"
+            read.require(bool(symbols) and set(symbols) <= HYBRID_SYMBOLS, name, rule)
+            return [symbol == EXPERTS_SYMBOL for symbol in symbols]
+    num_layers = read.optional("num-layers")
+    if num_layers is None:
+        return None
+    read.require(num_layers <= MOST_LAYERS, "num-layers", f"at most {MOST_LAYERS}")
+    frequency = read.value("moe-layer-freq")
+    if frequency is None:
+        return [True] * num_layers
+    layers = pattern_of(frequency, num_layers, lambda layer, every: layer % every == 0)
+    rule = f"an integer >= 1, or a list of 0 and 1 for each of num-layers ({num_layers})"
+    read.require(layers is not None, "moe-layer-freq", rule)
+    return layers
+
+
+def _all_but_every(layer: int, every: int) -> bool:
+    """Linear attention: one layer of so many, the last, has full attention."""
+    return (layer + 1) % every > 0
+
+
+def pattern_of(
+    frequency: Any, num_layers: int, is_of_kind: Callable[[int, int], bool]
+) -> list[bool] | None:
+    """Layers of a kind by a frequency of Megatron: an integer, or a list such as ([0]*3+[1]*58).
+
+    Returns:
+        None where it is of no such form, or of another number of layers.
+    """
+    if frequency is None:
+        return [False] * num_layers
+    try:
+        pattern = _value(ast.parse(str(frequency), mode="eval").body)
+        if isinstance(pattern, int):
+            return [is_of_kind(layer, pattern) for layer in range(num_layers)]
+        return [entry == 1 for entry in pattern] if len(pattern) == num_layers else None
+    except (SyntaxError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _value(node: ast.expr) -> Any:
+    """An expression of integers, lists, + and *.
+
+    Raises:
+        ValueError: it holds anything else.
+    """
+    match node:
+        case ast.Constant(value=int(number)) if number <= MOST_LAYERS:
+            return number
+        case ast.List(elts=entries):
+            return [_value(entry) for entry in entries]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            factors = _value(left), _value(right)
+            sizes = (len(part) if isinstance(part, list) else part for part in factors)
+            if math.prod(sizes) <= MOST_LAYERS:
+                return factors[0] * factors[1]
+    raise ValueError(f"got {ast.unparse(node)}, must be integers, lists, + and *")

@@ -21,31 +21,36 @@ class TrainingMemory:
     """Memory of a training on one rank.
 
     Attributes:
-        state_bytes: weights, gradients and optimizer state.
+        state_bytes: weights, gradients and optimizer state; None where the parameters cannot be
+            counted.
         activation_bytes: the inputs of the layers, for all micro-batches in the pipeline.
         exchange_bytes: the most that the executor holds at once; see `chain_price.peak_bytes`.
         available_bytes: what a rank may use; None where the cluster file does not say.
     """
 
-    state_bytes: float
+    state_bytes: float | None
     activation_bytes: float
     exchange_bytes: float
     available_bytes: float | None
 
     @property
-    def needed_bytes(self) -> float:
-        """The three together."""
+    def needed_bytes(self) -> float | None:
+        """The three together; None where one is not known."""
+        if self.state_bytes is None:
+            return None
         return self.state_bytes + self.activation_bytes + self.exchange_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether they leave the headroom; True where the memory of a rank is not known."""
-        available = self.available_bytes
-        return available is None or self.needed_bytes <= (1 - HEADROOM) * available
+        """Whether they leave the headroom; True where one of the two is not known."""
+        needed, available = self.needed_bytes, self.available_bytes
+        return needed is None or available is None or needed <= (1 - HEADROOM) * available
 
     @property
     def text(self) -> str:
         """Needed and available memory, by part."""
+        if self.state_bytes is None:
+            return "a memory that is not known, as the model's parameters cannot be counted"
         of = "a rank's memory (memory_gb_per_rank: not in the cluster file)"
         if self.available_bytes is not None:
             of = f"a rank's {size_text(self.available_bytes)}"
@@ -82,18 +87,18 @@ def training_memory(
     )
 
 
-def state_bytes(model: Model, layout: ParallelLayout) -> float:
-    """Bytes of weights, gradients and optimizer state on a rank.
+def state_bytes(model: Model, layout: ParallelLayout) -> float | None:
+    """Bytes of weights, gradients and optimizer state on a rank; None where not known.
 
     Mixed precision: weights in 16 bits and gradients in 32 on every rank; master weights and two
     moments in 32 bits, sharded over data-parallel ranks. In fp32 there are no master weights.
     """
-    held, sharded = (4 + 4, 2 * 4) if model.dtype == "fp32" else (2 + 4, 3 * 4)
-    num_parameters = model.num_parameters_billions * 1e9
-    experts = min(model.num_expert_parameters, num_parameters)
-    total = 0.0
+    if model.num_parameters is None:
+        return None
+    held, sharded = (4 + 4, 2 * 4) if model.value_bytes == 4 else (2 + 4, 3 * 4)
+    total, experts = 0.0, model.num_expert_parameters
     for parameters, parts in (
-        (num_parameters - experts, layout.tp),
+        (model.num_parameters - experts, layout.tp),
         (experts, layout.ep * layout.etp),
     ):
         on_rank = parameters / (parts * layout.pp)

@@ -3,7 +3,7 @@
 import platform
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Task
+from monta_megatron.chains.layout import node_here
 from monta_megatron.chains.program import Resource
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
@@ -107,7 +108,12 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     nodes = find_nodes(world, settings.ranks_per_node)
     shape = shape_of(nodes)
     nics_per_node = settings.nics_per_node or _find_nics_per_node(nodes, world)
-    machine = _machine(settings, shape, nics_per_node, device, world)
+    hosts = gather_objects(node_here(), world)
+    per_host = hosts.count(hosts[0])
+    machine = replace(
+        _machine(settings, shape, nics_per_node, device, world),
+        ranks_per_host=per_host if per_host < shape.ranks_per_node else None,
+    )
     fused = machine.fused_kernels
     points = all_points(series_of_cluster(shape), NUM_SIZES[device.type], fused)
     ranks_per_core = find_ranks_per_core(world)
@@ -168,7 +174,7 @@ def shape_of(nodes: tuple[int, ...]) -> Shape:
     """The shape of nodes that have equally many ranks each, in order.
 
     Raises:
-        ValueError: they have not, or there is only one rank on a node.
+        ValueError: they have not, or there is only one rank.
     """
     shape = Shape(num_nodes=len(set(nodes)), ranks_per_node=nodes.count(nodes[0]))
     in_order = tuple(node for node in range(shape.num_nodes) for _ in range(shape.ranks_per_node))
@@ -176,11 +182,8 @@ def shape_of(nodes: tuple[int, ...]) -> Shape:
         raise ValueError(
             f"ranks: got nodes {list(nodes)}, must be the same number on every node, in order"
         )
-    if shape.ranks_per_node == 1:
-        raise ValueError(
-            "ranks per node: got 1, must be at least 2; --ranks-per-node says it where the "
-            "launcher does not"
-        )
+    if shape.num_nodes == shape.ranks_per_node == 1:
+        raise ValueError("ranks: got 1, must be at least 2, of one node or of several")
     return shape
 
 

@@ -1,4 +1,4 @@
-"""Megatron's arguments of a run: defaults, then the file, then the command line."""
+"""Megatron's arguments of a run: defaults, the model, the file, then the command line."""
 
 import string
 from argparse import ArgumentTypeError
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from monta_megatron.common.flags import whole
 from monta_megatron.common.text import check_printable
 from monta_megatron.integration.options import DISPATCHER_TYPE
+from monta_megatron.planner.models.files import load_arguments
 from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
 
 T = TypeVar("T")
@@ -132,7 +133,7 @@ class Merged:
         config: the configuration with everything merged into it.
         arguments: Megatron's arguments.
         script_arguments: the arguments that the script adds.
-        notes: what was left out, and why.
+        notes: on the model, and what was left out and why.
     """
 
     config: RunConfig
@@ -142,10 +143,10 @@ class Merged:
 
 
 def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
-    """Defaults, then the file, then the command line.
+    """Defaults, the model, the file, then the command line.
 
     Args:
-        config: the file's configuration, its variables replaced.
+        config: the file's configuration, its variables replaced and its paths resolved.
         file: the run file, for messages.
         command_line: the arguments after `--`; a parallel size changes the layout.
 
@@ -166,27 +167,33 @@ def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
         for field, name in PARALLEL_ARGUMENTS.items()
     }
 
-    # Step 3: our defaults, the file over them, the command line over both.
+    # Step 3: our defaults, the model, the file over both, the command line over all.
     defaults = {DISPATCHER: DISPATCHER_TYPE, "moe-monta-cluster": config.cluster or False}
-    arguments = from_mapping(defaults, f"{file}: default of megatron") | given
+    of_model: Arguments = {}
+    notes: list[str] = []
+    if config.model is not None:
+        values, of_file = load_arguments(config.model)
+        of_model = from_mapping(values, config.model)
+        notes += of_file
+    own = from_mapping(defaults, f"{file}: default of megatron") | given
     for key, argument in rest.items():
-        if argument.value is False and key not in arguments:
+        if argument.value is False and key not in own | of_model:
             raise ValueError(f"{argument.source}: got false, must be an argument of {file}")
-    arguments = {
+    own = {
         key: replace(argument, name=key)
-        for key, argument in (arguments | rest).items()
+        for key, argument in (own | rest).items()
         if key not in sizes
     }
+    arguments = of_model | own
     resolved = replace(
         config,
         layout=layout,
-        megatron={key: argument.value for key, argument in arguments.items()},
+        megatron={key: argument.value for key, argument in own.items()},
         script_arguments={argument.name: argument.value for argument in extra.values()},
     )
 
     # Step 4: drop our options for stock's dispatchers, which refuse them, so that one file serves
     # to compare with them.
-    notes = []
     if arguments[DISPATCHER].value != DISPATCHER_TYPE:
         unused = [
             key

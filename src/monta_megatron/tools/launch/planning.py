@@ -13,12 +13,13 @@ from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import iteration_of
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
 from monta_megatron.planner.plan import Plan, slowest_plan
 from monta_megatron.planner.select import NUM_CHUNKS
 from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
-from monta_megatron.tools.launch.exchanges import exchanges_of_run, iteration_of_run
+from monta_megatron.tools.launch.exchanges import exchanges_of_run, num_micro_batches
 from monta_megatron.tools.launch.run_config import RunConfig
 
 
@@ -52,12 +53,12 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
     """
     if DISPATCHER not in arguments or arguments[DISPATCHER].value != DISPATCHER_TYPE:
         return PlannedRun(notes=(f"no plan: {DISPATCHER} is not {DISPATCHER_TYPE}",))
-    if config.model is None or "moe-monta-cluster" not in arguments:
+    if "num-experts" not in arguments or "moe-monta-cluster" not in arguments:
         return PlannedRun(notes=("no plan: the file names no model and cluster",))
 
     # Step 1: check that model, cluster and layout fit together.
     exchanges = exchanges_of_run(config, arguments, file)
-    model, cluster = exchanges.model, exchanges.cluster
+    model, cluster, layout = exchanges.model, exchanges.cluster, config.layout.parallel
     notes = list(model.notes)
     if exchanges.ranks_per_node != config.layout.ranks_per_node:
         notes.append(
@@ -73,13 +74,13 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
     memory = training_memory(
         model,
         cluster,
-        config.layout.parallel,
+        layout,
         workload.tokens_per_rank,
         plan.chosen.peak_bytes or 0.0,
     )
     benefit = replace(
         plan.benefit or _over_alltoall(plan, workload, cluster),
-        iteration=iteration_of_run(model, arguments, config.layout.parallel),
+        iteration=iteration_of(model, layout.pp, num_micro_batches(arguments, layout.dp)),
     )
     return PlannedRun(
         plan=plan, memory=memory, benefit=benefit, notes=(*notes, f"needs {memory.text}")

@@ -47,9 +47,9 @@ class RankedLayout:
     predicted_us: float
     us_per_1k_tokens: float
     peak_bytes: float
-    state_bytes: float
+    state_bytes: float | None
     activation_bytes: float
-    needed_bytes: float
+    needed_bytes: float | None
 
 
 def rank_layouts(
@@ -92,7 +92,8 @@ def rank_layouts(
         if memory.fits:
             plan, _ = slowest_plan(of_layout, cluster, phase=phase)
             memory = replace(memory, exchange_bytes=plan.chosen.peak_bytes or 0.0)
-        least = min(least or memory.needed_bytes, memory.needed_bytes)
+        if memory.needed_bytes is not None:
+            least = min(least or memory.needed_bytes, memory.needed_bytes)
         if memory.fits:
             ranked.append(_ranked(layout, plan, memory))
     if not ranked:

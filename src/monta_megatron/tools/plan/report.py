@@ -9,6 +9,7 @@ from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
+from monta_megatron.tools.plan.iteration import IterationShare
 from monta_megatron.tools.plan.layout_ranking import RankedLayout
 
 MAX_LAYOUTS = 20
@@ -24,6 +25,7 @@ def plan_lines(
     plan: Plan,
     memory: TrainingMemory | None = None,
     benefit: Benefit | None = None,
+    share: IterationShare | None = None,
 ) -> list[str]:
     """The choice, its gain and the training's memory, then all chains, the chosen one by stages.
 
@@ -31,8 +33,11 @@ def plan_lines(
         plan: the choice.
         memory: of the training.
         benefit: gain in an iteration.
+        share: of a measured iteration.
     """
-    lines = [line for field in plan_fields(plan, memory, benefit) for line in _field(*field)]
+    fields = plan_fields(plan, memory, benefit)
+    fields += [] if share is None else [("iteration", share.text)]
+    lines = [line for field in fields for line in _field(*field)]
     lines += ["", *_candidate_lines(plan)]
     if plan.stages:
         lines += ["", *_stage_lines(plan.stages)]

@@ -71,6 +71,7 @@ class PlanSettings:
         routing: of the tokens, see `planner.routing.drawn`.
         phase: what has to be fast.
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
+        ranks_per_node: that a job uses of each node, or host; None for the cluster's.
         kernels: what copies and sums rows; "auto" is "fused" where the ranks are GPUs.
         wire_dtype: "fp8" where tokens travel to their experts in eight bits, else None.
     """
@@ -81,6 +82,7 @@ class PlanSettings:
     routing: Literal["uniform", "skewed", "node-limited"] = "uniform"
     phase: Phase = "forward_backward"
     inter_rate_ratio: PositiveFloat | None = None
+    ranks_per_node: PositiveInt | None = None
     kernels: KernelChoice = "auto"
     wire_dtype: Literal["fp8"] | None = None
 
@@ -163,6 +165,7 @@ def read_inputs(request: PlanRequest, progress: Progress | None = None) -> PlanI
     model = request.model if isinstance(request.model, Model) else load_model(request.model)
     model = with_batch(model, request.seq_length, request.micro_batch_size)
     cluster = priced_cluster(request.cluster, request.inter_rate_ratio, request.kernels)
+    cluster = cluster.of_job(request.ranks_per_node)
     ranking, sizes = None, {}
     if (request.layout, request.tp, request.ep, request.etp) == (None, None, None, None):
         world_size = cluster.num_ranks if request.world_size is None else request.world_size

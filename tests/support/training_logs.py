@@ -1,0 +1,76 @@
+"""Logs as Megatron-LM's loop prints them, made from sizes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+QWEN3_30B = {
+    "num_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "kv_channels": 128,
+    "ffn_hidden_size": 6144,
+    "num_experts": 128,
+    "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 768,
+    "vocab_size": 151936,
+    "multi_latent_attention": False,
+    "kv_lora_rank": 32,
+    "swiglu": True,
+    "bf16": True,
+    "moe_router_dtype": "fp32",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+TRAINING = {
+    "micro_batch_size": 1,
+    "global_batch_size": 256,
+    "seq_length": 4096,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_permute_fusion": True,
+    "overlap_moe_expert_parallel_comm": False,
+    "recompute_granularity": None,
+    "cuda_graph_impl": "none",
+    "virtual_pipeline_model_parallel_size": None,
+}
+
+
+def arguments_block(arguments: Mapping[str, Any]) -> list[str]:
+    """The block that Megatron prints when a training starts."""
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
+    return [
+        "------------------------ arguments ------------------------",
+        *sorted(lines, key=str.lower),
+        "-------------------- end of arguments ---------------------",
+    ]
+
+
+def iteration_lines(times_ms: Sequence[float], first: int = 1) -> list[str]:
+    """The loop's line of each iteration."""
+    last = first + len(times_ms) - 1
+    return [
+        f" [2026-01-01 00:00:{number % 60:02}.000000] iteration {number:8}/{last:8} | consumed "
+        f"samples: {256 * number:12} | elapsed time per iteration (ms): {ms:.1f} | throughput per "
+        "GPU (TFLOP/s/GPU): 123.4 | learning rate: 1.0E-04 | global batch size:   256 | lm loss: "
+        "9.1E+00 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+        for number, ms in enumerate(times_ms, first)
+    ]
+
+
+def training_log(arguments: Mapping[str, Any], iteration_ms: float, gpu: str = "H100") -> str:
+    """The log of twelve iterations, the first of which takes three times as long."""
+    times_ms = [3 * iteration_ms, *[iteration_ms * (1 + 0.001 * (n % 3 - 1)) for n in range(11)]]
+    return "\n".join(
+        [
+            f"using NVIDIA {gpu} 80GB HBM3",
+            *arguments_block({**TRAINING, **arguments}),
+            "[Rank 0] (after 2 iterations) memory (MB) | allocated: 30000 | max allocated: 60000.0",
+            *iteration_lines(times_ms),
+            "",
+        ]
+    )

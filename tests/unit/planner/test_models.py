@@ -1,0 +1,212 @@
+"""Models from Megatron's arguments, worked by hand: layers, sizes, bytes, parameters, refusals."""
+
+from typing import Any
+
+import pytest
+
+from monta_megatron.common import presets, strict_yaml
+from monta_megatron.planner.layout import iteration_of, stages_of_layers
+from monta_megatron.planner.models.files import OTHER_KEYS, load_arguments, load_model
+from monta_megatron.planner.models.model import Model, model_of, with_batch
+
+# H = 8, 2 heads, 4 experts of FFN size 16, gated.
+SMALL: dict[str, Any] = {
+    "num-layers": 4,
+    "hidden-size": 8,
+    "num-attention-heads": 2,
+    "ffn-hidden-size": 32,
+    "num-experts": 4,
+    "moe-router-topk": 2,
+    "moe-ffn-hidden-size": 16,
+    "swiglu": True,
+    "vocab-size": 10,
+    "position-embedding-type": "rope",
+    "seq-length": 64,
+    "micro-batch-size": 2,
+}
+# What the presets said before their parameters were counted, in billions.
+BILLIONS = {
+    "dbrx": 132,
+    "deepseek_v2_lite": 15.7,
+    "deepseek_v3": 671,
+    "gpt_oss_120b": 116.8,
+    "mixtral_8x22b": 141,
+    "mixtral_8x7b": 46.7,
+    "monta_2x70b": 125.4,
+    "olmoe_1b_7b": 6.9,
+    "quickstart": 0.0006,
+    "qwen3_235b_a22b": 235,
+    "qwen3_30b_a3b": 30.5,
+}
+
+
+def model(**changes: Any) -> Model:
+    given = {**SMALL, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    return model_of({k: v for k, v in given.items() if v != "left out"}, "small", "a.yaml")
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_parameters_of_presets(name: str) -> None:
+    """To 3%: published numbers are rounded."""
+    assert load_model(name).num_parameters == pytest.approx(BILLIONS[name] * 1e9, rel=0.03)
+
+
+def test_every_preset_is_megatrons_arguments() -> None:
+    names = {path.stem for path in (presets.FOLDER / "models").glob("*.yaml")}
+    assert names == BILLIONS.keys()
+    for name in names:
+        data = strict_yaml.read(presets.find("models", name))
+        assert "source" in data
+        assert not [key for key in data if "_" in key and key not in OTHER_KEYS]
+        assert load_arguments(name)[0].keys() == data.keys() - set(OTHER_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "layers"),
+    [
+        ("left out", [1, 1, 1, 1]),
+        (1, [1, 1, 1, 1]),
+        ("2", [1, 0, 1, 0]),
+        ("([0]*1+[1]*3)", [0, 1, 1, 1]),
+        ("[0, 1, 0, 1]", [0, 1, 0, 1]),
+    ],
+)
+def test_layers_with_experts(frequency: Any, layers: list[int]) -> None:
+    assert list(model(moe_layer_freq=frequency).moe_layers) == [bool(one) for one in layers]
+
+
+def test_layers_of_a_hybrid_pattern() -> None:
+    hybrid = model(hybrid_layer_pattern="ME*E|M-/*E", num_layers="left out")
+    assert hybrid.moe_layers == (False, True, False, True, False, False)
+    assert hybrid.num_parameters is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "value_bytes", "prob_bytes"),
+    [
+        ({}, 4, 4),
+        ({"bf16": True}, 2, 2),
+        ({"fp16": "True"}, 2, 2),
+        ({"bf16": "False"}, 4, 4),
+        ({"bf16": True, "moe_router_dtype": "fp32"}, 2, 4),
+        ({"bf16": True, "moe_router_dtype": "torch.float64"}, 2, 8),
+        ({"bf16": True, "moe_router_dtype": "None"}, 2, 2),
+    ],
+)
+def test_bytes_of_a_row(changes: dict[str, Any], value_bytes: int, prob_bytes: int) -> None:
+    read = model(**changes)
+    assert (read.value_bytes, read.prob_bytes) == (value_bytes, prob_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters"),
+    [
+        # Each layer: attention 4 x 8 x 8, experts 4 x 3 x 8 x 16, router 8 x 4; embedding 10 x 8.
+        ({}, 4 * (256 + 1536 + 32) + 80),
+        ({"untie_embeddings_and_output_weights": True}, 4 * 1824 + 160),
+        # Two matrices without a gate.
+        ({"swiglu": False}, 4 * (256 + 1024 + 32) + 80),
+        # A dense layer has 3 x 8 x 32 in place of experts and router.
+        ({"moe_layer_freq": "([0]*1+[1]*3)"}, 3 * 1824 + 256 + 768 + 80),
+        ({"moe_shared_expert_intermediate_size": 16}, 4 * (1824 + 3 * 8 * 16) + 80),
+        # One key and value head of two: 8 x 4 x (2 x 2 + 2 x 1).
+        (
+            {"group_query_attention": True, "num_query_groups": 1},
+            4 * (192 + 1536 + 32) + 80,
+        ),
+        # Rows of 4 to the experts: 4 x 3 x 4 x 16, and two projections of 8 x 4.
+        ({"moe_latent_size": 4}, 4 * (256 + 768 + 32 + 64) + 80),
+        # A layer once more, and 2 x 8 x 8.
+        ({"mtp_num_layers": 1}, 5 * 1824 + 128 + 80),
+        ({"position_embedding_type": "left out", "max_position_embeddings": 5}, 4 * 1824 + 80 + 40),
+        # Latent attention: queries 8 x 2 x (4 + 2), keys and values 8 x (3 + 2) + 3 x 2 x (4 + 4),
+        # output 2 x 4 x 8.
+        (
+            {
+                "multi_latent_attention": True,
+                "qk_head_dim": 4,
+                "qk_pos_emb_head_dim": 2,
+                "v_head_dim": 4,
+                "kv_lora_rank": 3,
+            },
+            4 * (96 + 40 + 48 + 64 + 1536 + 32) + 80,
+        ),
+        # Three of four layers: 8 x (2 x 2 + 3 x 4 + 2 x 2) + 2 x (2 x 2 + 4).
+        (
+            {
+                "linear_attention_freq": 4,
+                "linear_num_key_heads": 1,
+                "linear_key_head_dim": 2,
+                "linear_num_value_heads": 2,
+                "linear_value_head_dim": 2,
+                "linear_conv_kernel_dim": 2,
+            },
+            3 * (160 + 16) + 256 + 4 * (1536 + 32) + 80,
+        ),
+        ({"vocab_size": "left out"}, None),
+    ],
+)
+def test_parameters_by_hand(changes: dict[str, Any], parameters: int | None) -> None:
+    assert model(**changes).num_parameters == parameters
+
+
+def test_rows_have_the_latent_size() -> None:
+    assert (model().row_size, model(moe_latent_size="4").row_size) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"hidden_size": "left out", "seq_length": "None"}, "hidden-size, seq-length: missing"),
+        ({"num_layers": "left out"}, "num-layers: missing"),
+        ({"hidden_size": -1}, "hidden-size: got -1, must be an integer >= 1"),
+        ({"num_experts": "many"}, "num-experts: got 'many', must be an integer >= 1"),
+        ({"num_experts": 70_000}, "num-experts: got 70000, must be at most 65536"),
+        ({"num_layers": 20_000}, "num-layers: got 20000, must be at most 10000"),
+        ({"moe_router_topk": 5}, "moe-router-topk: got 5, must be at most num-experts (4)"),
+        ({"moe_layer_freq": "[1]*3"}, "moe-layer-freq: got '[1]*3', must be an integer >= 1, or"),
+        ({"moe_layer_freq": "open('x')"}, "moe-layer-freq: got"),
+        ({"moe_layer_freq": "[0]*4"}, "moe-layer-freq: got '[0]*4', must be such that a layer has"),
+        ({"hybrid_layer_pattern": "MXE"}, "hybrid-layer-pattern: got 'MXE', must be a pattern of"),
+        ({"moe_router_num_groups": 3}, "moe-router-num-groups: got 3, must be a divisor of 4"),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 1},
+            "moe-router-group-topk: got 1, must be such that moe-router-topk (2) experts are left",
+        ),
+        ({"moe_router_group_topk": 1}, "moe-router-num-groups: got None, must be given with"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError) as error:
+        model(**changes)
+    assert str(error.value).startswith(f"a.yaml: {line}"), error.value
+
+
+def test_a_batch_of_another_training() -> None:
+    assert with_batch(model(), 128, None).seq_length == 128
+    assert with_batch(model(), None, 7).micro_batch_size == 7
+    assert with_batch(model()) == model()
+
+
+@pytest.mark.parametrize(
+    ("changes", "pp", "stages"),
+    [
+        ({}, 1, [0, 0, 0, 0]),
+        ({}, 2, [0, 0, 1, 1]),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, 2, [0, 1, 0, 1]),
+        ({"decoder_last_pipeline_num_layers": 1}, 2, [0, 0, 0, 1]),
+        ({"num_layers": 2, "account_for_embedding_in_pipeline_split": True,
+          "account_for_loss_in_pipeline_split": True}, 2, [0, 1]),
+        ({}, 3, None),
+        ({"pipeline_model_parallel_layout": "Et*2|t*2L"}, 2, None),
+    ],
+)  # fmt: skip
+def test_stages_of_layers(changes: dict[str, Any], pp: int, stages: list[int] | None) -> None:
+    assert stages_of_layers(model(**changes), pp) == stages
+
+
+def test_an_iteration_waits_for_the_stage_with_most_experts() -> None:
+    dense_first = model(moe_layer_freq="([0]*2+[1]*2)")
+    assert iteration_of(dense_first, 2, None).num_moe_layers == 2
+    unknown = iteration_of(model(moe_layer_freq="([0]*2+[1]*2)", num_layers=4), 3, None)
+    assert (unknown.num_moe_layers, unknown.is_lower_bound) == (1, True)

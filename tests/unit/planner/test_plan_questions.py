@@ -1,0 +1,170 @@
+"""`monta plan --sweep`, `--out`, `--iteration-ms`, and hosts that a job uses in part."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monta_megatron.cli import main
+from monta_megatron.common import presets
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.tools.launch.prepare import checked, prepare
+
+PLAN = ["plan", "--model", "qwen3_30b_a3b", "--cluster", "a100_hdr"]
+LAYOUT = ["--world-size", "32", "--ep", "16"]
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main([*words, "--json"]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("sweep", "flag", "values"),
+    [
+        ("tokens=512,4k", "--tokens", ["512", "4k"]),
+        ("ep=8,16", "--ep", ["8", "16"]),
+        ("inter-rate-ratio=0.5,2", "--inter-rate-ratio", ["0.5", "2"]),
+        ("world-size=16,32", "--world-size", ["16", "32"]),
+    ],
+)
+def test_a_row_of_a_sweep_is_a_plan(
+    capsys: pytest.CaptureFixture[str], sweep: str, flag: str, values: list[str]
+) -> None:
+    layout = dict(zip(LAYOUT[::2], LAYOUT[1::2], strict=True))
+    words = [word for pair in layout.items() for word in pair]
+    swept = document(capsys, *PLAN, *words, "--sweep", sweep)
+    assert swept["sweep"] == flag.removeprefix("--")
+    for row, value in zip(swept["rows"], values, strict=True):
+        changed = {**layout, flag: value}
+        one = document(capsys, *PLAN, *(word for pair in changed.items() for word in pair))
+        for name in ("chain", "num_chunks", "predicted_us", "stock_us"):
+            assert row[name] == one[name]
+
+
+def test_a_value_that_does_not_fit_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--world-size", "32", "--sweep", "ep=16,48"]) == 0
+    assert "must be a multiple of etp * ep * pp (48)" in capsys.readouterr().out
+
+
+def test_a_sweep_over_more_ranks_than_the_cluster_has_adds_nodes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ranks = load_cluster("a100_hdr").num_ranks * 2
+    swept = document(capsys, *PLAN, "--ep", "16", "--sweep", f"world-size={ranks}")
+    assert swept["rows"][0]["chain"] is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--sweep", "tp=1,2"], "--sweep: got 'tp=1,2', must be KEY=a,b,c with KEY one of"),
+        (["--sweep", "ep="], "--sweep: got 'ep=', must be KEY=a,b,c"),
+        (["--sweep", "tokens=0"], "--sweep: got '0', must be an integer >= 1"),
+        (["--sweep", "tokens=1k"], "--sweep: got tokens, must be with a layout (--ep N)"),
+        (["--sweep", "ep=48"], "layout: world_size: got"),
+        (["--iteration-ms", "5"], "--iteration-ms: got 5.0, must be with a layout (--ep N)"),
+        (["--ep", "16", "--iteration-ms", "5"], "--iteration-ms: given, must be with --global-ba"),
+        (["--ep", "16", "--out", "{here}"], "--out: got {here}, must not exist; --force"),
+        (["--chain", "alltoall"], "--chain: got alltoall, must be with a layout (--ep N)"),
+        (["--ep", "16", "--log", "x"], "--model: got qwen3_30b_a3b, must be left out with --log"),
+        (["--ranks-per-node", "4", "--ep", "8"], "--ranks-per-node: got 4, must be with --nodes"),
+        (
+            ["--nodes", "2", "--ranks-per-node", "9", "--ep", "9"],
+            "ranks_per_node: got 9, must be at most 8, the ranks of a node of A100",
+        ),
+    ],
+)
+def test_wrong_questions_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    here = tmp_path / "run.yaml"
+    here.write_text("kept")
+    try:
+        status = main([*PLAN, *(word.replace("{here}", str(here)) for word in words)])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"monta plan: {line.replace('{here}', str(here))}"), error
+    assert "\n" not in error and here.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model", "qwen3_30b_a3b", "--cluster", "a100_hdr", *LAYOUT, "--tp", "2"],
+        # 61 layers on 16 stages.
+        ["--model", "deepseek_v3", "--cluster", "h100_8x_ndr", "--world-size", "1024",
+         "--ep", "64", "--pp", "16"],
+        ["--model", "mixtral_8x7b", "--cluster", "a800_2x8_ib200", "--seq-length", "2k"],
+        ["--model", "dbrx", "--cluster", "gb200_nvl72", "--world-size", "144", "--ep", "8"],
+    ],
+)  # fmt: skip
+def test_a_run_file_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *words, "--out", "run.yaml"]) == 0
+    run = prepare("run.yaml", [], None, dry_run=True)
+    assert checked(run).megatron is not None
+    assert (
+        run.plan is not None and run.plan.num_chunks == run.config.megatron["moe-monta-num-chunks"]
+    )
+
+
+def test_hosts_in_part_are_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    """4 of the 8 ranks of each of two hosts: two nodes, in every command that takes sizes."""
+    part = document(capsys, *PLAN, "--nodes", "2", "--ranks-per-node", "4", "--ep", "8")
+    assert part["key"]["nodes"] == [0, 0, 0, 0, 1, 1, 1, 1]
+    single = document(capsys, *PLAN, "--nodes", "4", "--ranks-per-node", "1", "--ep", "4")
+    assert single["key"]["nodes"] == [0, 1, 2, 3]
+    drawn = document(
+        capsys, "timeline", *PLAN[1:], "--nodes", "2", "--ranks-per-node", "4", "--ep", "8",
+        "--chain", "hierarchical_alltoall", "--out", str(Path("/tmp")),
+    )  # fmt: skip
+    assert "4 of 8 ranks per node" in drawn["title"]
+
+
+def test_a_rack_is_one_node_of_many_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """GB200: hosts of 4 make up a node of 72, of which a job may use 64."""
+    rack = ["plan", "--model", "qwen3_30b_a3b", "--cluster", "gb200_nvl72"]
+    whole = document(capsys, *rack, "--nodes", "16", "--ranks-per-node", "4", "--ep", "64")
+    assert set(whole["key"]["nodes"]) == {0}
+    part = document(capsys, *rack, "--nodes", "2", "--ranks-per-node", "64", "--ep", "128")
+    assert part["key"]["nodes"] == [0] * 64 + [1] * 64
+
+
+def test_a_job_has_its_share_of_the_interfaces() -> None:
+    cluster = load_cluster("h100_8x_ndr")
+    part = cluster.of_job(4)
+    assert (part.ranks_per_node, part.nics_per_node, part.ranks_per_nic) == (4, 4, 1)
+    assert cluster.of_job(None) is cluster.of_job(8) is cluster
+    assert part.time_us("alltoall", "inter", 1e6, 8, 4).us == pytest.approx(
+        cluster.time_us("alltoall", "inter", 1e6, 8, 4).us
+    )
+
+
+def test_a_run_on_hosts_in_part_has_their_nodes(tmp_path: Path) -> None:
+    text = (presets.FOLDER / "runs" / "qwen3_30b_a3b.yaml").read_text()
+    run_file = tmp_path / "run.yaml"
+    text = text.replace("../models/", str(presets.FOLDER / "models") + "/")
+    run_file.write_text(text.replace("../clusters/", str(presets.FOLDER / "clusters") + "/"))
+    whole = prepare(str(run_file), [], None, dry_run=True)
+    changed = run_file.read_text().replace("ranks_per_node: 8", "ranks_per_node: 4")
+    run_file.write_text(changed)
+    part = prepare(str(run_file), [], None, dry_run=True)
+    assert whole.plan is not None and part.plan is not None
+    assert len(set(part.plan.key.nodes)) == 2 * len(set(whole.plan.key.nodes))
+
+
+def test_a_cluster_of_single_ranks_needs_no_node_link() -> None:
+    whole = load_cluster("a100_hdr")
+    links = tuple(link for link in whole.links if link.resource != "intra")
+    single = replace(whole, ranks_per_node=1, nics_per_node=1, links=links, contention=())
+    assert single.resources == ("inter", "memory")
+    with pytest.raises(ValueError, match="links: none for intra"):
+        replace(whole, links=links)
