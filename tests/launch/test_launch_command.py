@@ -21,7 +21,6 @@ from monta_megatron.tools.launch.start import choose_start, run_script, start_co
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")
 MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
-ETP_1 = ["--expert-tensor-parallel-size", "1"]
 STOCK = ["--moe-token-dispatcher-type", "alltoall"]
 
 

@@ -170,6 +170,23 @@ def test_recorded_and_predicted_side_by_side(
     }
 
 
+def test_below_stock_of_another_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, stock = (
+        str(folder / f"{name}.json") for name in ("alltoall_allgather_x3", "alltoall_x1")
+    )
+    arguments = ["timeline", ours, "--stock", stock, "--out", str(tmp_path), "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["ratio_to_alltoall"] > 0
+    for given, said in (
+        (["--cluster", "h100_8x_ndr"], "--cluster: got H100, 8x InfiniBand NDR, must be left out"),
+        (["--stock", ours], f"--stock: {ours}: chain: got alltoall_allgather, must be alltoall"),
+    ):
+        assert main([*arguments, *given]) == 2
+        assert capsys.readouterr().err.startswith(f"monta timeline: {said}")
+
+
 def edited(recording: Path, target: Path, **changes: Any) -> Path:
     target.write_text(json.dumps({**json.loads(recording.read_text()), **changes}))
     return target

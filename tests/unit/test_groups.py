@@ -1,4 +1,4 @@
-"""The process groups of an exchange in one process, and the budget of those that are ours."""
+"""The process groups of an exchange in one process, and the settings of those that are ours."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,9 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.layout import Layout
 from monta_megatron.common import torch_private
 from monta_megatron.common.torch_private import timeout_of
+from monta_megatron.exchange import collectives
 from monta_megatron.exchange.collectives import (
+    UNSET,
     PeerGroup,
     are_open,
     close_groups,
@@ -26,7 +28,6 @@ from monta_megatron.exchange.collectives import (
 
 CHAIN = CHAINS["hierarchical_allgather"]
 ALONE = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))
-MIB = 1 << 20
 # Those that releases of torch since 2.8 have.
 LATER_SETTINGS = [
     name
@@ -53,6 +54,34 @@ def test_groups_do_not_outlive_their_torch_distributed() -> None:
             assert {name: group.size for name, group in made.items()} == {"node": 1, "rail": 1}
             ranks = [dist.get_process_group_ranks(each.process_group) for each in made.values()]
             assert ranks == [[0], [0]]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+@pytest.mark.parametrize(("max_ctas", "min_ctas"), [(UNSET, UNSET), (32, 16)])
+def test_our_groups_take_over_megatrons_settings(max_ctas: int, min_ctas: int) -> None:
+    given = dist.ProcessGroupNCCL.Options()
+    given.config.max_ctas, given.config.min_ctas = max_ctas, min_ctas
+    given.config.cga_cluster_size = 2
+    for name in LATER_SETTINGS:
+        setattr(given.config, name, 1)
+    given.is_high_priority_stream = True
+    asked: list[Any] = []
+
+    def new_named_group(ranks: list[int], *, options: Any, **_: Any) -> Any:
+        asked.append(options)
+        return dist.group.WORLD
+
+    with (
+        one_rank() as megatron_groups,
+        mock.patch.object(collectives, "options_of", lambda group: given),
+        mock.patch.object(collectives, "new_named_group", new_named_group),
+    ):
+        peer_groups([CHAIN], ALONE, megatron_groups)
+    # Of one rank, rail and node are one group.
+    (options,) = asked
+    assert (options.config.max_ctas, options.config.min_ctas) == (max_ctas, min_ctas)
+    assert options.config.cga_cluster_size == 2 and options.is_high_priority_stream
+    assert all(getattr(options.config, name) == 1 for name in LATER_SETTINGS)
 
 
 def wrapped(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -83,7 +112,7 @@ def test_closed_groups_are_made_again_under_another_name() -> None:
         for close in (close_groups, dist.destroy_process_group, close_groups):
             made = peer_groups([CHAIN], ALONE, megatron_groups)
             assert are_open(made)
-            # Of one rank, rail and node are one group where their budgets are equal.
+            # Of one rank, rail and node are one group.
             ours = {each.process_group for each in made.values()}
             names += [group.group_name for group in ours]
             if close is close_groups:

@@ -60,8 +60,14 @@ def succeeds(code: str, **environment: str) -> str:
 
 
 @pytest.mark.old_end
-def test_installed_is_enough() -> None:
-    assert succeeds(BUILD + "print(build().moe_token_dispatcher_type)") == "choice\nmonta"
+def test_installed_is_enough_and_environment_variables_are_defaults() -> None:
+    code = """
+c = build()
+print(c.moe_token_dispatcher_type, c.moe_monta_num_chunks)
+print(dataclasses.asdict(c)["moe_monta_chain"], build(moe_monta_num_chunks=2).moe_monta_num_chunks)
+"""
+    environment = {"MOE_MONTA_NUM_CHUNKS": "7", "MOE_MONTA_CHAIN": "alltoall_allgather"}
+    assert succeeds(BUILD + code, **environment) == "choice\nmonta 7\nalltoall_allgather 2"
 
 
 def test_switched_off() -> None:
@@ -158,16 +164,6 @@ def test_a_megatron_of_another_shape_stays_usable(tmp_path: Path) -> None:
     result = python(code, PYTHONPATH=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "moe_token_dispatcher_type='monta' is not available" in result.stderr
-
-
-def test_environment_variables_are_the_defaults_of_the_options() -> None:
-    code = """
-c = build()
-print(c.moe_monta_num_chunks, dataclasses.asdict(c)["moe_monta_chain"])
-print(build(moe_monta_num_chunks=2).moe_monta_num_chunks)
-"""
-    environment = {"MOE_MONTA_NUM_CHUNKS": "7", "MOE_MONTA_CHAIN": "alltoall_allgather"}
-    assert succeeds(BUILD + code, **environment) == "choice\n7 alltoall_allgather\n2"
 
 
 @pytest.fixture(scope="module")
