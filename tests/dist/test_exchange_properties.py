@@ -47,7 +47,7 @@ DTYPES = [
     ("float64", "float64"),
 ]
 # In the ordinary test run; scripts/property_tests.py runs more.
-NUM_CASES = {4: 650, 8: 50}
+NUM_CASES = {4: 500, 8: 50}
 BATCH = 50
 
 

@@ -41,8 +41,6 @@ from monta_megatron.integration.experts import (
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.supported_settings import OUT_OF_REACH, RUNS, check_supported
 
-pytestmark = pytest.mark.old_end
-
 # Every chain whose rows are tokens, on 2 nodes of 2 ranks.
 CASES = [
     Case(
@@ -86,6 +84,7 @@ def check(pools: Pools, case: Case, **config: Any) -> None:
     pools[4].run(compare_split, replace(case, config=config), CHUNKS)
 
 
+@pytest.mark.old_end
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "routing",
@@ -108,6 +107,7 @@ def test_shared_experts(pools: Pools, case: Case) -> None:
     check(pools, case, moe_shared_expert_intermediate_size=16)
 
 
+@pytest.mark.old_end
 def test_shared_experts_overlap(pools: Pools, case: Case) -> None:
     check(pools, case, moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True)
 
@@ -133,10 +133,12 @@ def test_latent_size(pools: Pools, case: Case) -> None:
     pools[4].run(compare_width, case, 3, 12)
 
 
+@pytest.mark.old_end
 def test_selective_recompute(pools: Pools, case: Case) -> None:
     check(pools, case, recompute_granularity="selective", recompute_modules=["moe"])
 
 
+@pytest.mark.old_end
 def test_full_recompute(pools: Pools, case: Case) -> None:
     pools[4].run(compare_recomputed, case, 3)
 
@@ -157,6 +159,7 @@ def test_batch_invariant_sums(pools: Pools) -> None:
     pools[4].run(compare_batch_invariant, replace(AUTO, num_local_experts=4, topk=9), None)
 
 
+@pytest.mark.old_end
 def test_evaluation_without_gradient(pools: Pools, case: Case) -> None:
     pools[4].run(compare_without_gradient, case, 3)
 
@@ -166,6 +169,7 @@ def test_frozen(pools: Pools, case: Case, frozen: str) -> None:
     pools[4].run(compare_frozen, case, 3, frozen.split())
 
 
+@pytest.mark.old_end
 @pytest.mark.parametrize("recomputes_activation", [False, True])
 def test_grouped_experts(pools: Pools, case: Case, recomputes_activation: bool) -> None:
     pools[4].run(compare_grouped, case, 3, recomputes_activation)

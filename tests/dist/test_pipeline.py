@@ -16,8 +16,6 @@ from faults import (
 from layers import Case, compare, mismatch, record_of_passes
 from pool import Pools
 
-pytestmark = pytest.mark.old_end
-
 CASE = Case(tp=2, ep=2, etp=2, num_local_experts=2)
 NUM_CHUNKS = 4
 

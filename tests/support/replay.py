@@ -54,7 +54,6 @@ TOKENS = (24, 17, 0, 9)
 NUM_BLOCKS = 12
 HIDDEN = 32
 NUM_CHUNKS = (1, 2, 3, 4)
-CHUNKS_IN_EIGHT_BITS = 3
 # A GPU's cycles, up to 0.1 ms: longer than the host takes for the operations that follow.
 MOST_CYCLES = 200_000
 LIMIT_S = 300

@@ -13,8 +13,6 @@ from monta_megatron.chains.one_chunk import parts_per_sum
 from monta_megatron.chains.program import COMBINE, Policy, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll, Segments
 
-pytestmark = pytest.mark.old_end
-
 CHAIN = CHAINS["alltoall_allgather"]
 
 
