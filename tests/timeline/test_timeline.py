@@ -308,7 +308,7 @@ def test_the_command_draws_what_the_planner_picks(
     picture, trace = (Path(document["files"][kind]) for kind in ("picture", "trace"))
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.parent == tmp_path / "new"
     assert json.loads(trace.read_text())["otherData"]["model"] == plan["key"].get(
-        "model", "Qwen3-235B-A22B"
+        "model", "qwen3_235b_a22b"
     )
 
 

@@ -78,7 +78,7 @@ def test_a_timeline_is_that_of_the_command(tmp_path: Path) -> None:
     assert main([*command, "--out", str(tmp_path / "b")]) == 0
     name = f"{drawing.name}.trace.json"
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    assert drawing.title.startswith("allgather in 2 chunks, predicted: Mixtral-8x7B")
+    assert drawing.title.startswith("allgather in 2 chunks, predicted: mixtral_8x7b")
     chosen = monta_megatron.timeline(**NAMES, alone=True)
     plan = monta_megatron.plan(**NAMES)
     (timeline,) = chosen.timelines
