@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Pools
 from layers import (
     Case,
     compare_steps,
@@ -19,6 +18,7 @@ from layers import (
     rows_to_choose_from,
     tokens_decided_by,
 )
+from pool import Pools
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.chain_policy import bucket_of

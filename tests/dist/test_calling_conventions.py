@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pools
 from conventions import Call, follows_the_map, pads_for_quantization, pads_to_capacity, restores
 from layers import Case, replay_cuda_graph_attributes
+from pool import Pools
 
 from monta_megatron.integration.strategies import STRATEGIES
 

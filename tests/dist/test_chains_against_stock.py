@@ -1,8 +1,8 @@
 """Every chain against stock on a whole MoE layer."""
 
 import pytest
-from conftest import Pools
 from layers import Case, compare_many
+from pool import Pools
 
 from monta_megatron.chains import CHAINS
 

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from itertools import islice
 
 import pytest
-from conftest import Pools
 from dispatchers import Case, check_many
 from exchanges import ROUTINGS
 from faults import two_rows_swapped, with_fault
-from pool import Pool
+from pool import Pool, Pools
 from test_exchange_properties import (
     BATCH,
     DTYPES,

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 import reference
 import torch
-from conftest import Pools
 from equal import assert_equal
 from exchanges import (
     ROUTINGS,
@@ -26,6 +25,7 @@ from exchanges import (
     errors_of,
     make_data,
 )
+from pool import Pools
 
 from monta_megatron.chains import CHAINS
 

@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 
 import hypothesis
 import pytest
-from conftest import Pools
 from exchanges import ROUTINGS, Case, check_many
 from faults import two_rows_swapped, with_fault
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
-from pool import Pool, PoolError
+from pool import Pool, PoolError, Pools
 
 from monta_megatron.chains import CHAINS
 

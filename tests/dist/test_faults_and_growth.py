@@ -1,9 +1,8 @@
 """A lost rank ends the others in bounded time with a name; nothing grows over many steps."""
 
 import pytest
-from conftest import Pools
 from layers import Case, die_in_dispatch, end_in_exchange_of_counts, many_steps
-from pool import Pool
+from pool import Pool, Pools
 
 import monta_megatron
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from conftest import Pools
 from iterations import (
     Training,
     checked_in_each_use,
@@ -17,7 +16,7 @@ from iterations import (
     tuned,
 )
 from layers import Case, error_of, refusal_of
-from pool import Pool
+from pool import Pool, Pools
 from test_auto import AUTO
 
 STEPS = 12

@@ -1,8 +1,8 @@
 """A whole MoE layer equals stock's: what the experts get, the output, all gradients."""
 
 import pytest
-from conftest import Pools
 from layers import Case, compare_many, compare_rounded, second_derivative
+from pool import Pools
 
 LAYOUTS = [(1, 4, 1), (2, 4, 1), (2, 2, 2), (1, 2, 2), (4, 1, 4), (4, 2, 1)]
 ROUTINGS = ["uniform", "rank0_empty", "expert0_empty", "one_expert", "few_tokens"]

@@ -4,7 +4,6 @@ docs/limits.md says of each what it gives.
 """
 
 import pytest
-from conftest import Pools
 from free_ports import free_ports
 from layers import Case
 from lifecycles import (
@@ -19,7 +18,7 @@ from lifecycles import (
     sleep_and_wake,
     two_models,
 )
-from pool import Pool
+from pool import Pool, Pools
 from test_auto import AUTO
 
 HIERARCHICAL = {"moe_monta_chain": "hierarchical_alltoall", "moe_monta_ranks_per_node": 2}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pools
 from layers import (
     Case,
     compare_batch_invariant,
@@ -32,6 +31,7 @@ from overlap import (
     refusal_of_sharded_weights,
     state_dict_keys,
 )
+from pool import Pools
 
 from monta_megatron.integration.experts import (
     RUNS_WITH_OVERLAP,

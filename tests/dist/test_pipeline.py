@@ -4,7 +4,6 @@ import dataclasses
 import re
 
 import pytest
-from conftest import Pools
 from faults import (
     Fault,
     last_chunk_skipped,
@@ -15,6 +14,7 @@ from faults import (
     wrong_split,
 )
 from layers import Case, compare, mismatch, record_of_passes
+from pool import Pools
 
 pytestmark = pytest.mark.old_end
 

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import Pools
 from counted_routing import CountedRouting
 from exchanges import ROUTINGS, Case, find_groups, make_data, make_source
+from pool import Pools
 from test_exchange_properties import DTYPES, runnable
 
 from monta_megatron.chains import CHAINS

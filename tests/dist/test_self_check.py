@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Pools
 from layers import Case
+from pool import Pools
 from self_checks import (
     check_all,
     error_if_stock_fails,

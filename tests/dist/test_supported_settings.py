@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import Pools
 from layers import (
     Case,
     build_from_spec,
@@ -27,6 +26,7 @@ from layers import (
     replay_cuda_graph_attributes,
     rows_to_choose_from_in_batch_invariant_mode,
 )
+from pool import Pools
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.integration.arguments import answer_should_free_input

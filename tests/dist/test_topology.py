@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import pytest
-from conftest import Pools
 from layers import (
     Case,
     compare,
@@ -16,6 +15,7 @@ from layers import (
     statistics_of_layers,
     sums_around_a_local_group,
 )
+from pool import Pools
 
 from monta_megatron.chains.layout import Layout
 from monta_megatron.planner.cluster import Cluster

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import worked_chain
-from conftest import Pools
+from pool import Pools
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster

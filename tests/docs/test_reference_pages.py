@@ -12,7 +12,6 @@ from pages import REPOSITORY
 from monta_megatron.cli import build_parser, sub_parsers
 from monta_megatron.integration.options import Options
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.launch.run_config import RunConfig
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -41,7 +40,7 @@ def test_options_commands_and_variables_are_named() -> None:
     assert set(re.findall(r"^\| `(--[a-z-]+)`", OPTIONS, re.MULTILINE)) == options
 
 
-@pytest.mark.parametrize("cls", [Model, Cluster, RunConfig])
+@pytest.mark.parametrize("cls", [Cluster, RunConfig])
 def test_keys_of_files_are_named(cls: Any) -> None:
     assert [field.name for field in fields(cls) if f"`{field.name}`" not in FILES] == []
 

@@ -171,7 +171,6 @@ def test_a_plan_and_the_log_of_a_training_say_the_same(
         layout={"world_size": 16, "ep": 16, "tp": 1},
         tokens=tokens,
         kernels=kernels,
-        ignore_memory=True,
     )
     assert planned.key.kernels == ("fused" if kernels == "auto" else "torch")
     assert planned.predicted_us is not None and planned.benefit is not None

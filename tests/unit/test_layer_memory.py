@@ -19,7 +19,7 @@ from monta_megatron.integration.experts import (
 )
 
 # Rows are most of the memory beside the weights.
-HIDDEN = 512
+HIDDEN = 256
 ROUTING = Routing(num_tokens=96)
 NUM_CHUNKS = 3
 MARK = "grad_added_to_main_grad"

@@ -103,9 +103,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace) -> None:
     """Refuse flags that do not go together."""
-    for name in ("model", "cluster"):
-        if getattr(parsed, name) is None and not (name == "model" and parsed.log is not None):
-            raise ValueError(f"--{name}: not given, must be")
+    needed = ("--cluster",) if parsed.log is not None else ("--model", "--cluster")
+    missing = [flag for flag in needed if getattr(parsed, flag.removeprefix("--")) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: not given, must be a file or a preset")
     has_layout = planning.has_layout(parsed) or parsed.log is not None
     for name, given in (
         ("chain", parsed.chain),
