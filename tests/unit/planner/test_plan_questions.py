@@ -116,7 +116,9 @@ def test_a_run_file_is_taken_as_it_is(
     )
 
 
-def test_hosts_in_part_are_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_in_part_are_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """4 of the 8 ranks of each of two hosts: two nodes, in every command that takes sizes."""
     part = document(capsys, *PLAN, "--nodes", "2", "--ranks-per-node", "4", "--ep", "8")
     assert part["key"]["nodes"] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -124,9 +126,21 @@ def test_hosts_in_part_are_the_nodes(capsys: pytest.CaptureFixture[str]) -> None
     assert single["key"]["nodes"] == [0, 1, 2, 3]
     drawn = document(
         capsys, "timeline", *PLAN[1:], "--nodes", "2", "--ranks-per-node", "4", "--ep", "8",
-        "--chain", "hierarchical_alltoall", "--out", str(Path("/tmp")),
+        "--chain", "hierarchical_alltoall", "--out", str(tmp_path),
     )  # fmt: skip
     assert "4 of 8 ranks per node" in drawn["title"]
+    monkeypatch.chdir(tmp_path)
+    for nodes, on_host, planned in ((2, 4, part), (4, 1, single)):
+        run = {
+            "name": "part", "model": PLAN[2], "cluster": PLAN[4], "script": "train.py",
+            "layout": {"nodes": nodes, "ranks_per_node": on_host, "ep": nodes * on_host},
+            "megatron": {"global-batch-size": 64},
+        }  # fmt: skip
+        (tmp_path / "run.yaml").write_text(json.dumps(run))
+        (tmp_path / "train.py").touch()
+        launched = prepare("run.yaml", [], None, dry_run=True).plan
+        assert launched is not None and launched.chain == planned["chain"]
+        assert list(launched.key.nodes) == planned["key"]["nodes"]
 
 
 def test_a_rack_is_one_node_of_many_hosts(capsys: pytest.CaptureFixture[str]) -> None:
