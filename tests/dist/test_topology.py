@@ -1,6 +1,7 @@
 """Exchanges that lie across nodes in other ways than one EP group over all ranks."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,10 +100,14 @@ def test_ranks_tell_each_other_their_nodes(pools: Pools) -> None:
 
 
 def test_a_cluster_file_and_the_hosts(pools: Pools) -> None:
-    cluster = {"moe_monta_cluster": uncalibrated_cluster(ranks_per_node=2)}
+    found = uncalibrated_cluster(ranks_per_node=2)
+    cluster = {"moe_monta_cluster": found}
     # Two nodes on a host, and a node of two hosts, are for the file to say.
     assert found_nodes(pools, "aaaa", **cluster) == (0, 0, 1, 1)
-    assert found_nodes(pools, "abcd", **cluster) == (0, 0, 1, 1)
+    rack = {"moe_monta_cluster": replace(found, ranks_per_host=1)}
+    assert found_nodes(pools, "abcd", **rack) == (0, 0, 1, 1)
+    # Else each host is one, used in part.
+    assert found_nodes(pools, "abcd", **cluster) == (0, 1, 2, 3)
     # Names given by the user come before the file, but not before the option.
     assert found_nodes(pools, "abbb", "MONTA_NODE", **cluster) == (0, 1, 1, 1)
     option = {"moe_monta_ranks_per_node": 2}
