@@ -162,6 +162,7 @@ def test_a_plan_and_the_log_of_a_training_say_the_same(
     model = replace(
         load_model("qwen3_235b_a22b"),
         hidden_size=HIDDEN,
+        row_size=HIDDEN,
         num_experts=LAYOUT.num_experts,
         moe_router_topk=TOPK,
     )
