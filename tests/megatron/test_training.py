@@ -40,10 +40,10 @@ MODEL = """
 """
 
 SETTINGS = {
-    # Gradient accumulation (4 micro-batches), evaluation on the way, everything recomputed.
+    # Gradient accumulation (2 micro-batches), evaluation on the way, everything recomputed.
     "full_recompute": """
         --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
-        --expert-tensor-parallel-size 2 --global-batch-size 16 --eval-iters 1
+        --expert-tensor-parallel-size 2 --global-batch-size 8 --eval-iters 1
         --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     """,
     # Dense and MoE layers in turn on both pipeline stages.
