@@ -67,6 +67,14 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+# Flags that do not go with another.
+APART = {
+    "log": ("model", "layout", "iteration_ms", "out"),
+    "sweep": ("chain", "iteration_ms", "out"),
+    "out": ("inter_rate_ratio",),
+}
+
+
 def _chains() -> Iterable[str]:
     from monta_megatron.chains import CHAINS
 
@@ -117,11 +125,12 @@ def _check(parsed: argparse.Namespace) -> None:
             raise ValueError(f"--{name}: got {given}, must be with a layout (--ep N)")
     if parsed.chain is None and parsed.num_chunks is not None:
         raise ValueError(f"--num-chunks: got {parsed.num_chunks}, must be with --chain")
-    if parsed.log is not None:
-        for name in ("model", "layout", "iteration_ms", "out"):
-            if getattr(parsed, name) is not None:
-                flag, value = name.replace("_", "-"), getattr(parsed, name)
-                raise ValueError(f"--{flag}: got {value}, must be left out with --log")
+    for other, names in APART.items():
+        for name in names:
+            value = getattr(parsed, name)
+            if value not in (None, 1.0) and getattr(parsed, other) is not None:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag}: got {value}, must be left out with --{other}")
     if parsed.out is not None and not parsed.force and Path(parsed.out).is_file():
         raise ValueError(f"--out: got {parsed.out}, must not exist; --force overwrites it")
 

@@ -348,8 +348,8 @@ class Cluster:
     def of_job(self, ranks_per_node: int | None) -> "Cluster":
         """The nodes of a job that uses so many ranks of each: its own count, not the cluster's.
 
-        Hand-worked: 4 of the 8 ranks of a node with 8 interfaces are a node of 4 with 4. Hosts that
-        make up a node together are taken whole.
+        Hand-worked: 4 of the 8 ranks of a node with 8 interfaces are a node of 4 with 4. Of a node
+        of 18 hosts of 4, 2 ranks of each host are a node of 36; 64 are a node of 16 hosts.
 
         Args:
             ranks_per_node: of a node, or of a host; None for the whole node.
@@ -362,10 +362,17 @@ class Cluster:
             return self
         rule = f"be at most {whole}, the ranks of a node of {self.name}"
         require(ranks_per_node < whole, "ranks_per_node", ranks_per_node, rule)
+        on_host = self.ranks_per_host
+        if on_host is not None and ranks_per_node < on_host:
+            on_host, ranks_per_node = ranks_per_node, ranks_per_node * (whole // on_host)
+        elif on_host is not None:
+            rule = f"be a multiple of {on_host}, the ranks of a host of {self.name}"
+            require(ranks_per_node % on_host == 0, "ranks_per_node", ranks_per_node, rule)
         return replace(
             self,
             name=f"{self.name}, {ranks_per_node} of {whole} ranks per node",
             ranks_per_node=ranks_per_node,
+            ranks_per_host=on_host,
             nics_per_node=max(self.nics_per_node * ranks_per_node // whole, 1),
             calibrated_node=self.calibrated_node or self._node,
         )

@@ -124,6 +124,11 @@ def test_arguments_of_a_config(
         ("attention_bias", True, True, True),
         ("attention_bias", False, False, True),
         ("sliding_window", 4096, True, True),
+        ("hidden_act", "relu2", True, False),
+        ("layer_types", ["conv", "full_attention"] * 16, True, False),
+        ("layer_types", ["full_attention"] * 3, True, False),
+        # In a family that is known, every key that matters is known.
+        ("moe_layers_enum", "4,5", False, True),
     ],
 )
 def test_keys_that_are_not_read(key: str, value: Any, is_named: bool, is_counted: bool) -> None:
@@ -164,6 +169,13 @@ def test_an_unknown_family_with_its_text_part(part: str) -> None:
     assert (model.num_experts, model.moe_router_topk) == (8, 2)
     assert model.notes[0].startswith("newcomer: a family that is not known, read by common keys")
     assert "the router's score function is not told, taken as softmax" in model.notes
+
+
+def test_an_unknown_family_names_keys_of_its_structure() -> None:
+    config = {**CONFIGS["mixtral_8x7b"], "model_type": "newcomer", "moe_layers_enum": "4,5"}
+    model = model_of_config({**config, "moe_jitter_noise": 0.1, "residual_moe": True}, "c")
+    assert "not read, though it changes the model: moe_layers_enum, residual_moe" in model.notes
+    assert model.num_parameters is None
 
 
 def test_how_it_is_trained_is_assumed_and_said() -> None:

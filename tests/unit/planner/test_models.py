@@ -106,6 +106,11 @@ def test_bytes_of_a_row(changes: dict[str, Any], value_bytes: int, prob_bytes: i
         ({"untie_embeddings_and_output_weights": True}, 4 * 1824 + 160),
         # Two matrices without a gate.
         ({"swiglu": False}, 4 * (256 + 1024 + 32) + 80),
+        # Without an FFN size it is 8/3 of H, in multiples of 64: 128 of 64 at H 64.
+        (
+            {"hidden_size": 64, "ffn_hidden_size": "left out", "moe_layer_freq": "([0]*3+[1]*1)"},
+            4 * 4 * 64 * 64 + 3 * 3 * 64 * 128 + 4 * 3 * 64 * 16 + 64 * 4 + 640,
+        ),
         # A dense layer has 3 x 8 x 32 in place of experts and router.
         ({"moe_layer_freq": "([0]*1+[1]*3)"}, 3 * 1824 + 256 + 768 + 80),
         ({"moe_shared_expert_intermediate_size": 16}, 4 * (1824 + 3 * 8 * 16) + 80),
@@ -148,6 +153,13 @@ def test_bytes_of_a_row(changes: dict[str, Any], value_bytes: int, prob_bytes: i
 )
 def test_parameters_by_hand(changes: dict[str, Any], parameters: int | None) -> None:
     assert model(**changes).num_parameters == parameters
+
+
+def test_experts_of_multi_token_prediction_are_experts() -> None:
+    """Four layers of 1536, and one more of the same."""
+    assert model(mtp_num_layers=1).num_expert_parameters == 5 * 1536
+    dense_last = model(mtp_num_layers=1, moe_layer_freq="([1]*3+[0]*1)")
+    assert dense_last.num_expert_parameters == 3 * 1536
 
 
 def test_rows_have_the_latent_size() -> None:

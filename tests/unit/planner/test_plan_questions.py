@@ -70,6 +70,11 @@ def test_a_sweep_over_more_ranks_than_the_cluster_has_adds_nodes(
         (["--ep", "16", "--iteration-ms", "5"], "--iteration-ms: given, must be with --global-ba"),
         (["--ep", "16", "--out", "{here}"], "--out: got {here}, must not exist; --force"),
         (["--chain", "alltoall"], "--chain: got alltoall, must be with a layout (--ep N)"),
+        ([*LAYOUT, "--sweep", "ep=8,16", "--out", "new"], "--out: got new, must be left out with"),
+        (
+            [*LAYOUT, "--inter-rate-ratio", "2", "--out", "new"],
+            "--inter-rate-ratio: got 2.0, must be left out with --out",
+        ),
         (["--ep", "16", "--log", "x"], "--model: got qwen3_30b_a3b, must be left out with --log"),
         (["--ranks-per-node", "4", "--ep", "8"], "--ranks-per-node: got 4, must be with --nodes"),
         (
@@ -116,6 +121,28 @@ def test_a_run_file_is_taken_as_it_is(
     )
 
 
+def test_a_run_file_says_what_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Racks in part, eight bits and kernels; the script is anything that exists."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_LM_DIR", str(tmp_path))
+    (tmp_path / "pretrain_gpt.py").touch()
+    model = tmp_path / "my model.yaml"
+    model.write_text(presets.find("models", "qwen3_30b_a3b").read_text())
+    for words in (
+        ["--cluster", "gb200_nvl72", "--nodes", "2", "--ranks-per-node", "64", "--ep", "128"],
+        ["--cluster", "gb200_nvl72", "--nodes", "4", "--ranks-per-node", "2", "--ep", "8"],
+        [*PLAN[3:], *LAYOUT, "--wire-dtype", "fp8", "--kernels", "torch"],
+    ):
+        words = ["plan", "--model", str(model), *words, "--out", "run.yaml", "--force"]
+        planned = document(capsys, *words)
+        launched = prepare("run.yaml", [], None, dry_run=True).plan
+        assert launched is not None
+        # The run permutes in one kernel, which starts with fewer operations.
+        assert launched.predicted_us == pytest.approx(planned["predicted_us"], rel=1e-4)
+
+
 def test_hosts_in_part_are_the_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +177,9 @@ def test_a_rack_is_one_node_of_many_hosts(capsys: pytest.CaptureFixture[str]) ->
     assert set(whole["key"]["nodes"]) == {0}
     part = document(capsys, *rack, "--nodes", "2", "--ranks-per-node", "64", "--ep", "128")
     assert part["key"]["nodes"] == [0] * 64 + [1] * 64
+    # Two ranks of each of four hosts still share their rack.
+    hosts = document(capsys, *rack, "--nodes", "4", "--ranks-per-node", "2", "--ep", "8")
+    assert set(hosts["key"]["nodes"]) == {0}
 
 
 def test_a_job_has_its_share_of_the_interfaces() -> None:

@@ -10,6 +10,7 @@ import pytest
 from training_logs import QWEN3_30B, TRAINING, arguments_block, iteration_lines, training_log
 
 from monta_megatron.cli import main
+from monta_megatron.planner.models.model import model_of
 from monta_megatron.tools.plan.training_log import TrainingLog, read_training_log
 
 ON_16 = {**QWEN3_30B, "world_size": 16, "expert_model_parallel_size": 16}
@@ -84,8 +85,8 @@ def test_what_a_run_with_monta_saves_is_a_part_of_the_iteration_without(
             "moe-shared-expert-overlap: part of the exchange is hidden already",
         ),
         # Without shared experts nothing is hidden.
-        ({"moe_shared_expert_overlap": True}, "against plain alltoall\n"),
-        ({}, "against plain alltoall\n"),
+        ({"moe_shared_expert_overlap": True}, " of it\n"),
+        ({}, " of it\n"),
     ],
 )
 def test_hidden_exchanges_are_said(
@@ -159,13 +160,91 @@ def test_a_configuration_as_yaml(tmp_path: Path) -> None:
     assert log.iteration_ms == 4.0
 
 
+BRIDGE = """\
+data_parallel_size: 16
+model:
+  bf16: true
+  expert_model_parallel_size: 16
+  gated_linear_unit: true
+  hidden_size: 64
+  moe_ffn_hidden_size: 32
+  moe_layer_freq:
+  - 0
+  - 1
+  - 1
+  moe_token_dispatcher_type: flex
+  num_attention_heads: 4
+  num_layers: 3
+  num_layers_in_first_pipeline_stage: 2
+  num_moe_experts: 32
+  seq_length: 128
+  share_embeddings_and_output_weights: false
+  vision_config:
+    hidden_size: 1152
+    num_layers: 27
+  vocab_size: 100
+optimizer:
+  bf16: false
+tokenizer:
+  vocab_size: null
+train:
+  global_batch_size: 64
+  micro_batch_size: 1
+validation:
+  micro_batch_size: 4
+"""
+SUMMARY = """\
+[optimizer] Non-default values (vs Mcore OptimizerConfig):
+  bf16: False  (Mcore default: True)
+[model] Non-default values (vs Mcore TransformerConfig):
+  bf16: True  (Mcore default: False)
+  expert_model_parallel_size: 16  (Mcore default: 1)
+  gated_linear_unit: True  (Mcore default: False)
+  hidden_size: 64  (Mcore default: 0)
+  moe_ffn_hidden_size: 32  (Mcore default: None)
+  moe_layer_freq: [0, 1, 1]  (Mcore default: 1)
+  moe_token_dispatcher_type: 'flex'  (Mcore default: 'allgather')
+  num_attention_heads: 4  (Mcore default: 0)
+  num_layers: 3  (Mcore default: 0)
+  num_layers_in_first_pipeline_stage: 2  (Mcore default: None)
+  num_moe_experts: 32  (Mcore default: None)
+  seq_length: 128  (Mcore default: 0)
+  share_embeddings_and_output_weights: False  (Mcore default: True)
+  vocab_size: 100  (Mcore default: 0)
+[train]:
+  global_batch_size: 64
+  micro_batch_size: 1
+[validation]:
+  micro_batch_size: 4
+"""
+
+
+@pytest.mark.parametrize("label", ["", "[default0]:", "0: "])
+@pytest.mark.parametrize("printed", [BRIDGE, SUMMARY, BRIDGE + SUMMARY])
+def test_configurations_of_bridge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], label: str, printed: str
+) -> None:
+    """Keys of the model and the training alone, lists, and values beside their defaults."""
+    lines = [*printed.splitlines(), *iteration_lines([9.0, 3.0, 4.0])]
+    path = write(tmp_path, "\n".join(f"{label}{line}" for line in lines))
+    log = read_training_log(path)
+    model = model_of(log.arguments, "a", "b")
+    assert model.moe_layers == (False, True, True)
+    assert (model.hidden_size, model.value_bytes, model.micro_batch_size) == (64, 2, 1)
+    assert log.arguments["untie-embeddings-and-output-weights"] is True
+    assert log.arguments["decoder-first-pipeline-num-layers"] == "2"
+    assert log.world_size == (16 if printed.startswith("data") else None)
+    assert main(["plan", "--log", str(path), *CLUSTER, "--world-size", "16"]) == 0
+    assert "4 ms by flex, whose exchange has no price" in " ".join(capsys.readouterr().out.split())
+
+
 def test_restarts_and_cut_lines(tmp_path: Path) -> None:
-    """Two starts: the second goes on from iteration 5; the last line is cut."""
+    """Two starts, of which the last one counts; its last line is cut."""
     first = [*arguments_block({**TRAINING, **ON_16}), *iteration_lines([9.0] * 8)]
     changed = {**TRAINING, **ON_16, "micro_batch_size": 2}
     second = [*arguments_block(changed), *iteration_lines([7.0] * 6, first=5)]
     log = read(tmp_path, "\n".join([*first, *second, second[-1][:60]]))
-    assert log.times_ms == (9.0,) * 4 + (7.0,) * 6
+    assert log.times_ms == (7.0,) * 6
     assert log.arguments["micro-batch-size"] == "2"
 
 

@@ -4,6 +4,7 @@ What a family leaves to its code and config.json does not hold is in `FAMILIES`,
 follows `transformers` (5.24). What cannot be told, or is not read, is named.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -77,6 +78,11 @@ CHANGE_PARAMETERS = (
     *("index_topk", "compress_ratios", "zero_expert_num", "use_cla", "shared_intermediate_size"),
 )
 BEGINNINGS = ("mamba_", "ssm_")
+# In a family that is not known, other keys of these words do, too, but for those of the second.
+STRUCTURE = re.compile("moe|expert|layer|mlp|residual")
+HARMLESS = re.compile("norm|loss|dropout|jitter|window|rope|init|quant|_eps$|_bias$")
+ATTENTIONS = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
+ATTENTIONS |= {"linear_attention"}
 CHANGE_MODEL = (
     *("sliding_window", "attention_chunk_size", "clip_qkv", "logits_scaling", "attention_bias"),
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "lm_head_bias"),
@@ -118,6 +124,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": QK_NORM,
     "qwen3_next": NEXT,
 }
+# Of these and of `ALIASES`, the keys that are read.
+LAYER_KEYS = (
+    *("mlp_only_layers", "moe_layers", "expert_layer_period", "expert_layer_offset"),
+    *("moe_layer_start_index", "moe_layer_end_index", "decoder_sparse_step", "layer_types"),
+    *("interleave_moe_layer_step", "moe_layer_interval", "moe_layer_freq", "mlp_layer_types"),
+    *("intermediate_size_mlp", "hybrid_override_pattern"),
+)
+READ = {*SCORES, *NUM_SHARED, *SHARED_SIZES, *FIRST_DENSE, *LAYER_KEYS}
+READ.update(key for keys in ALIASES.values() for key in keys)
 # No config.json says how a model is trained.
 SEQ_LENGTH = 4096
 ASSUMED = {"micro-batch-size": 1, "bf16": True, "moe-router-dtype": "fp32"}
@@ -154,10 +169,13 @@ def model_of_config(data: Any, file: str) -> Model:
             "file of Megatron's arguments"
         )
     num_layers = arguments.get("num-layers")
+    if isinstance(num_layers, str) and num_layers.isdecimal():
+        num_layers = int(num_layers)
     if type(num_layers) is int and 1 <= num_layers <= MOST_LAYERS:
-        arguments |= _layers(flat, num_layers)
+        arguments |= _layers(flat, num_layers, file)
     arguments |= _attention(arguments) | _router(flat, arguments, family, notes)
     arguments |= _shared_experts(flat, arguments)
+    longest = arguments.get("max-position-embeddings")
     arguments |= {
         "position-embedding-type": "rope",
         "normalization": "RMSNorm",
@@ -167,7 +185,7 @@ def model_of_config(data: Any, file: str) -> Model:
         "attention-dropout": 0.0,
         "hidden-dropout": 0.0,
         **FAMILIES.get(family, {}),
-        "seq-length": min(SEQ_LENGTH, arguments.get("max-position-embeddings", SEQ_LENGTH)),
+        "seq-length": min(SEQ_LENGTH, longest) if type(longest) is int else SEQ_LENGTH,
         **ASSUMED,
     }
     assumed = ["seq-length", *ASSUMED]
@@ -180,8 +198,10 @@ def model_of_config(data: Any, file: str) -> Model:
             f"{family}: a family that is not known, read by common keys; activation "
             "(SwiGLU), norms (RMSNorm) and biases (none) as most models have them",
         )
-    unread = [name for name in (*CHANGE_PARAMETERS, *CHANGE_MODEL) if _changes(flat.get(name))]
-    unread += [name for name in flat if name.startswith(BEGINNINGS)]
+    structure = _unread_structure(flat, family, num_layers)
+    unread = [*structure, *(name for name in CHANGE_MODEL if _changes(flat.get(name)))]
+    if flat.get("use_sliding_window") is False and "sliding_window" in unread:
+        unread.remove("sliding_window")
     if unread:
         notes.append(f"not read, though it changes the model: {', '.join(map(shown, unread))}")
     if _changes(data.get("vision_config")):
@@ -190,10 +210,26 @@ def model_of_config(data: Any, file: str) -> Model:
     notes.append(f"not in the config.json, assumed unless given: {values}")
     given = {name: value for name, value in arguments.items() if value is not False}
     model = model_of(given, family, file, tuple(notes))
-    is_counted = not any(
-        name in CHANGE_PARAMETERS or name.startswith(BEGINNINGS) for name in unread
-    )
-    return model if is_counted else replace(model, num_parameters=None)
+    return replace(model, num_parameters=None) if structure else model
+
+
+def _unread_structure(flat: Mapping[str, Any], family: str, num_layers: Any) -> list[str]:
+    """Keys that are not read and change layers, sizes or the number of parameters."""
+    unread = [name for name in CHANGE_PARAMETERS if _changes(flat.get(name))]
+    unread += [name for name in flat if name.startswith(BEGINNINGS)]
+    if family not in FAMILIES:
+        unread += [
+            name
+            for name, value in flat.items()
+            if STRUCTURE.search(name) and not HARMLESS.search(name)
+            if name not in READ and not isinstance(value, Mapping) and _changes(value)
+        ]
+    if str(flat.get("hidden_act", "silu")).lower() not in ("silu", "swish", "swiglu"):
+        unread.append("hidden_act")
+    types = flat.get("layer_types")
+    if isinstance(types, list) and (len(types) != num_layers or not ATTENTIONS.issuperset(types)):
+        unread.append("layer_types")
+    return list(dict.fromkeys(unread))
 
 
 def _family_of(data: Mapping[str, Any], file: str) -> str:
@@ -248,8 +284,12 @@ def _changes(value: Any) -> bool:
     return value is True or value not in (None, False, 0, 1, "", {})
 
 
-def _layers(flat: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def _layers(flat: Mapping[str, Any], num_layers: int, file: str) -> dict[str, Any]:
     """Which layers have experts, and which linear attention."""
+    dense = flat.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        got = shown(repr(dense)[:60])
+        raise ValueError(f"{file}: mlp_only_layers: got {got}, must be a list of layers")
     if isinstance(flat.get("hybrid_override_pattern"), str):
         return {"hybrid-layer-pattern": flat["hybrid_override_pattern"]}
     has_experts = [_has_experts(flat)(layer) for layer in range(num_layers)]

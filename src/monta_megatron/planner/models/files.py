@@ -26,7 +26,7 @@ def load_model(path: str | Path) -> Model:
 
         return model_of_config(files.read(path), str(path))
     data = _read(path)
-    if isinstance(data.get("megatron"), Mapping):
+    if _is_run(data):
         # A run file: its arguments win over its model's.
         arguments, notes = _of_run(data, path)
         return model_of(arguments, str(data.get("name", path.stem)), f"{path}: megatron", notes)
@@ -52,10 +52,23 @@ def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     )
 
 
+def is_run_file(path: str | Path) -> bool:
+    """Whether a file or preset of a model is a run file."""
+    path = presets.find("models", path)
+    return path.suffix.lower() != ".json" and _is_run(_read(path))
+
+
+def _is_run(data: Mapping[str, Any]) -> bool:
+    return isinstance(data.get("megatron"), Mapping)
+
+
 def _read(path: Path) -> dict[str, Any]:
     data = strict_yaml.read(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: must be a mapping of Megatron's arguments, or a config.json")
+    for name in data:
+        if not isinstance(name, str):
+            raise ValueError(f"{path}: {name}: must be the name of an argument of Megatron")
     return data
 
 

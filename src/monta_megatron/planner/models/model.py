@@ -26,7 +26,7 @@ GATED = ("swiglu", "geglu", "quick-geglu", "bias-swiglu", "squared-swiglu")
 PROB_BYTES = {"fp32": 4, "fp64": 8, "torch.float32": 4, "torch.float64": 8}
 # Symbols of a hybrid pattern: mamba, attention, feed-forward layer, experts, gated delta net.
 HYBRID_PATTERNS = ("hybrid-layer-pattern", "hybrid-override-pattern")
-HYBRID_SYMBOLS, EXPERTS_SYMBOL = set("M*-EG"), "E"
+HYBRID_SYMBOLS, EXPERTS_SYMBOL = set("M*-EGD+"), "E"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Reader:
         """The value as it is; None where it is not given, or given as none."""
         self._read.add(name)
         value = self._arguments.get(name)
-        return None if value in ("None", "", False, "False") else value
+        return None if value is False or value in ("None", "", "False") else value
 
     def flag(self, *names: str) -> bool:
         """Whether one of these flags is set."""
@@ -167,7 +167,7 @@ def model_of(
     if layers is None:
         read.missing.append("num-layers")
     seq_length, micro_batch_size = (read.size(size) for size in BATCH)
-    ffn = read.size("ffn-hidden-size", 4 * hidden_size)
+    ffn = _ffn_size(read, hidden_size)
     moe_ffn = read.size("moe-ffn-hidden-size", ffn)
     groups, group_topk = (read.optional(f"moe-router-{x}") for x in ("num-groups", "group-topk"))
     if read.missing:
@@ -184,8 +184,10 @@ def model_of(
     value_bytes = 2 if low_precision else 4
     row_size = read.size("moe-latent-size", hidden_size)
     gate = 3 if read.flag(*GATED) else 2
-    num_expert_parameters = sum(layers) * experts * gate * row_size * moe_ffn
-    num_parameters = _num_parameters(read, hidden_size, layers, num_expert_parameters)
+    experts_of_layer = experts * gate * row_size * moe_ffn
+    num_parameters = _num_parameters(read, hidden_size, layers, experts_of_layer)
+    # Layers of multi-token prediction are like the last one.
+    num_more = layers[-1] * read.size("mtp-num-layers", 0, least=0)
     read.require_spelling()
     return Model(
         name=name,
@@ -203,7 +205,7 @@ def model_of(
         prob_bytes=PROB_BYTES.get(str(read.value("moe-router-dtype")), value_bytes),
         moe_router_num_groups=groups,
         moe_router_group_topk=group_topk,
-        num_expert_parameters=num_expert_parameters,
+        num_expert_parameters=(sum(layers) + num_more) * experts_of_layer,
         num_parameters=num_parameters,
         notes=notes,
         arguments=arguments,
@@ -235,8 +237,14 @@ def _check_groups(
     read.require(chosen * (experts // groups) >= topk, name, rule)
 
 
+def _ffn_size(read: Reader, hidden_size: int) -> int:
+    """FFN size of a dense layer, by Megatron's default where it is not given."""
+    gated = 4 * hidden_size * 2 // 3 // 64 * 64
+    return read.size("ffn-hidden-size", max(gated, 1) if read.flag("swiglu") else 4 * hidden_size)
+
+
 def _num_parameters(
-    read: Reader, hidden_size: int, layers: list[bool], num_expert_parameters: int
+    read: Reader, hidden_size: int, layers: list[bool], experts_of_layer: int
 ) -> int | None:
     """Weights of all matrices: norms and biases, less than one in a thousand, are left out."""
     if read.value("vocab-size") is None or any(map(read.value, HYBRID_PATTERNS)):
@@ -247,13 +255,13 @@ def _num_parameters(
     shared = read.size("moe-shared-expert-intermediate-size", 0, least=0)
     # Of an MoE layer besides its experts: router, shared experts, projections to the latent rows.
     beside = hidden_size * (experts + gate * shared + 2 * (latent or 0))
-    dense = gate * hidden_size * read.size("ffn-hidden-size", 4 * hidden_size)
+    dense = gate * hidden_size * _ffn_size(read, hidden_size)
     attention = _attention_parameters(read, hidden_size, len(layers))
     num_moe = sum(layers)
-    total = num_expert_parameters + num_moe * beside + (len(layers) - num_moe) * dense + attention
+    total = num_moe * (experts_of_layer + beside) + (len(layers) - num_moe) * dense + attention
     # A layer of multi-token prediction is the last layer once more, behind a projection.
-    one_moe_layer = num_expert_parameters // num_moe + beside if layers[-1] else dense
-    one_more = 2 * hidden_size**2 + attention // len(layers) + one_moe_layer
+    last = experts_of_layer + beside if layers[-1] else dense
+    one_more = 2 * hidden_size**2 + attention // len(layers) + last
     total += read.size("mtp-num-layers", 0, least=0) * one_more
     tables = 2 if read.flag("untie-embeddings-and-output-weights") else 1
     total += read.size("vocab-size") * hidden_size * tables

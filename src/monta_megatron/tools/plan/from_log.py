@@ -15,7 +15,6 @@ def request_of(log: TrainingLog, request: PlanRequest) -> PlanRequest:
     Raises:
         ValueError: the log lacks an argument.
     """
-    name = str(log.arguments.get("name") or "the training of the log")
     given: dict[str, Any] = {
         **log.sizes,
         "world_size": log.world_size,
@@ -24,12 +23,15 @@ def request_of(log: TrainingLog, request: PlanRequest) -> PlanRequest:
     if log.world_size is None and request.world_size is None:
         raise ValueError(f"{log.file}: names no world size, must be given as --world-size")
     changes = {name: value for name, value in given.items() if getattr(request, name) is None}
-    return replace(request, model=model_of(log.arguments, name, log.file), **changes)
+    return replace(
+        request, model=model_of(log.arguments, "the training of the log", log.file), **changes
+    )
 
 
 def questions_of(log: TrainingLog) -> dict[str, Any]:
     """Fields of `Questions` that the log answers."""
-    ran = "alltoall"
-    if log.arguments.get("moe-token-dispatcher-type") == DISPATCHER_TYPE:
+    # Megatron's own default.
+    ran = str(log.arguments.get("moe-token-dispatcher-type", "allgather"))
+    if ran == DISPATCHER_TYPE:
         ran = str(log.arguments.get("moe-monta-chain") or AUTO)
     return {"iteration_ms": log.iteration_ms, "ran": ran, "overlaps": log.overlaps}

@@ -7,6 +7,8 @@ from typing import Any
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.plan import Plan
 
+STOCK = ("alltoall", "allgather", "flex")
+
 
 @dataclass(frozen=True, kw_only=True)
 class IterationShare:
@@ -14,8 +16,9 @@ class IterationShare:
 
     Attributes:
         iteration_ms: measured.
-        exchange_ms: predicted of the dispatcher that ran.
-        saved_ms: what the choice saves against plain `alltoall`; below 0 where it is slower.
+        exchange_ms: predicted of what ran; None where that has no price, as `flex`.
+        saved_ms: what the choice saves against what ran, or against plain `alltoall` where it is
+            the choice that ran; below 0 where it is slower.
         ran: the dispatcher, or the chain, that ran.
         has_choice: whether the choice is what ran.
         is_lower_bound: whether a stage may have more MoE layers than are counted.
@@ -23,23 +26,24 @@ class IterationShare:
     """
 
     iteration_ms: float
-    exchange_ms: float
-    saved_ms: float
+    exchange_ms: float | None
+    saved_ms: float | None
     ran: str
     has_choice: bool
     is_lower_bound: bool
     overlaps: Sequence[str]
 
     @property
-    def exchange_share(self) -> float:
+    def exchange_share(self) -> float | None:
         """Predicted exchange over the measured iteration."""
-        return self.exchange_ms / self.iteration_ms
+        return None if self.exchange_ms is None else self.exchange_ms / self.iteration_ms
 
     @property
-    def saved_share(self) -> float:
-        """Part of the iteration with `alltoall` that the choice saves."""
-        with_alltoall_ms = self.iteration_ms + self.saved_ms * self.has_choice
-        return self.saved_ms / with_alltoall_ms
+    def saved_share(self) -> float | None:
+        """Part that the choice saves of the iteration without it."""
+        if self.saved_ms is None:
+            return None
+        return self.saved_ms / (self.iteration_ms + self.saved_ms * self.has_choice)
 
     def document(self) -> dict[str, Any]:
         """Fields of a JSON document."""
@@ -52,6 +56,11 @@ class IterationShare:
     @property
     def text(self) -> str:
         """Share and saving in a sentence each."""
+        if self.exchange_ms is None or self.exchange_share is None or self.saved_share is None:
+            return (
+                f"{self.iteration_ms:,.0f} ms by {self.ran}, whose exchange has no price here; "
+                "`monta compare` measures it beside the choice"
+            )
         at_least = "at least " * self.is_lower_bound
         text = (
             f"{self.iteration_ms:,.0f} ms, of which the exchange by {self.ran} takes {at_least}"
@@ -59,8 +68,11 @@ class IterationShare:
         )
         if self.exchange_share > 1:
             return f"{text}: the costs of this cluster are not those of the run"
-        verb = "this choice saves" if self.has_choice else "the choice would save"
-        text += f"; {verb} {at_least}{self.saved_share:.0%} of it against plain alltoall"
+        saved = f"{at_least}{self.saved_share:.0%}"
+        if self.has_choice:
+            text += f"; this choice saves {saved} against plain alltoall"
+        else:
+            text += f"; the choice would save {saved} of it"
         if self.overlaps:
             text += (
                 f". {' and '.join(self.overlaps)}: part of the exchange is hidden already, so less "
@@ -82,7 +94,7 @@ def iteration_share(
         plan: for the layout that ran.
         benefit: of the plan, with the exchanges of an iteration.
         iteration_ms: measured.
-        ran: "alltoall" for stock's dispatchers, "auto" or a chain for ours.
+        ran: a dispatcher of stock's, "auto" or a chain of ours.
         overlaps: see `IterationShare`.
 
     Raises:
@@ -101,14 +113,15 @@ def iteration_share(
         )
     times = iteration.num_moe_layers * iteration.num_micro_batches / 1e3
     chain = plan.chain if ran == "auto" else ran
-    of_chain_us = plan.best_us().get(chain)
-    ran_us = benefit.alltoall_us if of_chain_us is None else of_chain_us
+    has_choice = ran not in STOCK and chain == plan.chain
+    ran_us = {**plan.best_us(), "alltoall": benefit.alltoall_us}.get(chain)
+    without_us = benefit.alltoall_us if has_choice else ran_us
     return IterationShare(
         iteration_ms=iteration_ms,
-        exchange_ms=ran_us * times,
-        saved_ms=benefit.saved_us * times,
+        exchange_ms=None if ran_us is None else ran_us * times,
+        saved_ms=None if without_us is None else (without_us - benefit.chosen_us) * times,
         ran=chain,
-        has_choice=ran != "alltoall" and chain == plan.chain,
+        has_choice=has_choice,
         is_lower_bound=iteration.is_lower_bound,
         overlaps=overlaps,
     )

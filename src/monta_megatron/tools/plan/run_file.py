@@ -3,6 +3,7 @@
 The training's arguments are values to begin with, to be changed; `monta launch` takes the file.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import yaml
 
 from monta_megatron.common import presets
 from monta_megatron.common.files import write_whole
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.models.files import is_run_file
 from monta_megatron.planner.plan import Plan
 from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
 
@@ -50,8 +53,9 @@ def write_run(path: Path, request: PlanRequest, inputs: PlanInputs, plan: Plan) 
     layout, cluster, model = inputs.layout, inputs.cluster, inputs.model
     if not isinstance(request.model, str) or not isinstance(request.cluster, str):
         raise ValueError("--out: given, must be with --model FILE and --cluster FILE")
-    on_host = cluster.ranks_per_host or cluster.ranks_per_node
-    on_host = min(on_host, layout.world_size)
+    if is_run_file(request.model):
+        raise ValueError(f"--model: got {request.model}, a run file, must be of a model with --out")
+    on_host = min(cluster.ranks_per_host or cluster.ranks_per_node, layout.world_size)
     if layout.world_size % on_host:
         raise ValueError(
             f"--out: {layout.world_size} ranks, must be whole hosts of {on_host} for a run file"
@@ -61,6 +65,9 @@ def write_run(path: Path, request: PlanRequest, inputs: PlanInputs, plan: Plan) 
     exchange: dict[str, Any] = {
         "moe-monta-chain": plan.chain,
         "moe-monta-num-chunks": plan.num_chunks,
+        **({} if request.wire_dtype is None else {"moe-monta-wire-dtype": request.wire_dtype}),
+        **({} if request.kernels == "auto" else {"moe-monta-kernels": request.kernels}),
+        **_ranks_per_node(request.cluster, on_host, cluster.ranks_per_node),
         **EXCHANGE,
         **({"sequence-parallel": True} if layout.tp > 1 else {}),
         **_uneven_stages(model.num_layers, layout.pp),
@@ -77,7 +84,7 @@ def write_run(path: Path, request: PlanRequest, inputs: PlanInputs, plan: Plan) 
         ("Checkpoints and logs", CHECKPOINTS),
     ]
     head = {
-        "name": model.name,
+        "name": re.sub(r"[^A-Za-z0-9_.-]+", "_", model.name),
         "model": _place("models", request.model),
         "cluster": _place("clusters", request.cluster),
         "layout": {
@@ -96,8 +103,15 @@ def write_run(path: Path, request: PlanRequest, inputs: PlanInputs, plan: Plan) 
     for title, arguments in sections:
         of_model = {name: model.arguments.get(name) for name in arguments}
         left = {name: value for name, value in arguments.items() if of_model[name] != value}
-        lines += [f"  # {title}", *(f"  {line}" for line in _yaml(left).splitlines())]
+        if left:
+            lines += [f"  # {title}", *(f"  {line}" for line in _yaml(left).splitlines())]
     write_whole(path, "\n".join(lines) + "\n")
+
+
+def _ranks_per_node(cluster: str, on_host: int, planned: int) -> dict[str, int]:
+    """What says that the job uses a part of nodes that are made up of hosts."""
+    of_hosts = load_cluster(cluster).of_job(on_host).ranks_per_node
+    return {} if of_hosts == planned else {"moe-monta-ranks-per-node": planned}
 
 
 def _uneven_stages(num_layers: int, pp: int) -> dict[str, int]:

@@ -1,14 +1,15 @@
 """Read a training's log: what its loop printed of arguments, world size and iterations.
 
 Megatron-LM prints its arguments in a block of `name .... value`, Megatron Bridge its configuration
-as YAML. Both print `iteration 7/ 100 | ... elapsed time per iteration (ms): 8600.1 |`. Labels of
-torchrun, srun, mpirun, Kubernetes and Ray may stand in front of a line, and colours inside it. A
-training that was started again goes on in the same file.
+as YAML, or what differs from the defaults as `name: value` under `[model]`. Both print `iteration
+7/ 100 | ... elapsed time per iteration (ms): 8600.1 |`. Labels of torchrun, srun, mpirun,
+Kubernetes and Ray may stand in front of a line, and colours inside it. Of a training that was
+started again in the same file, the last start counts.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,13 +21,22 @@ COLOUR = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 # Ray says so behind a line that several actors print.
 REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 DOTTED = re.compile(r"(?:^|[\s\]:>|)])([a-z][a-z0-9_]*) \.{2,} (.*)$")
-YAML = re.compile(r"(?:^|[\s\]>|)])([a-z][a-z0-9_]*): +([^\s{][^|{]*)$")
+KEY = re.compile(r"(?:^|[\s\]:>|)])([a-z][a-z0-9_]*):(?: +([^\s{|][^{|]*))?$")
+ITEM = re.compile(r"(?:^|[\s\]:>|)])- (\S+)$")
+DEFAULT = re.compile(r" +\(Mcore default: .*$")
+SECTION = re.compile(r"\[([a-z]+)\](?::$| Non-default values )")
 WORLD_SIZE = re.compile(r"\busing world size: *(\d+)")
+# With one of these a training starts.
+START = re.compile(rf"{WORLD_SIZE.pattern}|- arguments -|(?:^|[\s\]:>|)])model:$|\[model\] Non")
+# Places of a configuration whose keys are read.
+PLACES = (("model",), ("model", "transformer"), ("train",))
 # Of TransformerConfig -> Megatron's argument.
 OTHER_NAMES = {
     "num_moe_experts": "num_experts",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "gated_linear_unit": "swiglu",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
 SIZES = {
     "tp": "tensor-model-parallel-size",
@@ -35,18 +45,14 @@ SIZES = {
     "cp": "context-parallel-size",
     "pp": "pipeline-model-parallel-size",
 }
-# Names that are read where they stand in YAML, and their endings; other lines may be anything.
-OF_YAML = {"bf16", "fp16", "seq_length", "num_moe_experts", "multi_latent_attention"}
-OF_YAML |= {"gated_linear_unit", "attention_output_gate", "moe_shared_expert_overlap"}
-OF_YAML |= {"overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type", "kv_channels"}
-ENDINGS = ("_size", "_layers", "_heads", "_groups", "_topk", "_rank", "_dim", "_freq", "_dtype")
 # One of these is in every line that says something, which is found faster than by expressions.
-MARKS = ("iteration", " ..", ": ")
+MARKS = ("iteration", " ..", ": ", ":\n", "- ")
 LONGEST_LINE = 4096
 UNSET = ("None", "null", "False", "false", "")
 FORMATS = (
     (b"\x1f\x8b", "gzip; unpack it"),
     (b"\x28\xb5\x2f\xfd", "zstd; unpack it"),
+    (b"\xfd7zXZ", "xz; unpack it"),
     (b"\xff\xfe", "UTF-16; convert it to UTF-8"),
     (b"\xfe\xff", "UTF-16; convert it to UTF-8"),
     (b'{"log":', "JSON lines of docker; `docker logs` prints the text"),
@@ -102,26 +108,68 @@ class TrainingLog:
         return tuple(name for name in names if read.flag(name))
 
 
+@dataclass
+class _Start:
+    """What was printed since a training started.
+
+    Attributes:
+        said: values by their names, as texts.
+        timed: number and milliseconds of each iteration.
+        world_size: as Megatron prints it, or None.
+        inside: column and name of the keys that a line of YAML stands under.
+    """
+
+    said: dict[str, str] = field(default_factory=dict)
+    timed: list[tuple[int, float]] = field(default_factory=list)
+    world_size: int | None = None
+    inside: list[tuple[int, str]] = field(default_factory=list)
+
+    def read(self, line: str) -> None:
+        """Take in what a line says; most say nothing."""
+        if (iteration := ITERATION.search(line)) is not None:
+            if (ms := TIME_MS.search(line)) is not None:
+                self.timed.append((int(iteration[1]), float(ms[1])))
+        elif (dotted := DOTTED.search(line)) is not None:
+            self.said[dotted[1]] = dotted[2].strip()
+        elif (world := WORLD_SIZE.search(line)) is not None:
+            self.world_size = int(world[1])
+        elif (section := SECTION.search(line)) is not None:
+            self.inside = [(-1, section[1])]
+        elif (item := ITEM.search(line)) is not None:
+            *above, name = self._names or ("",)
+            if tuple(above) in PLACES:
+                self.said[name] = f"{self.said.get(name, '[').rstrip(']')}{item[1]},]"
+        elif (key := KEY.search(DEFAULT.sub("", line))) is not None:
+            self._read_key(key.start(1), key[1], key[2])
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(name for _, name in self.inside)
+
+    def _read_key(self, column: int, name: str, value: str | None) -> None:
+        while self.inside and column <= self.inside[-1][0]:
+            self.inside.pop()
+        if value is None:
+            self.inside.append((column, name))
+            self.said.pop(name, None)
+        elif self._names in PLACES or (name == "data_parallel_size" and not self.inside):
+            self.said[name] = value.strip().strip("'\"")
+
+
 def read_training_log(path: Path) -> TrainingLog:
     """Read a log line by line; what is no line of a training's loop is passed over.
 
     Raises:
         ValueError: it cannot be read, or holds no timed iteration.
     """
-    said: dict[str, str] = {}
-    timed: list[tuple[int, float]] = []
-    world_size = None
+    last = start = _Start()
     for line in _lines(path):
-        if (iteration := ITERATION.search(line)) is not None:
-            if (ms := TIME_MS.search(line)) is not None:
-                timed.append((int(iteration[1]), float(ms[1])))
-        elif (dotted := DOTTED.search(line)) is not None:
-            said[dotted[1]] = dotted[2].strip()
-        elif (world := WORLD_SIZE.search(line)) is not None:
-            world_size = int(world[1])
-        elif (found := YAML.search(line)) is not None and _is_read(found[1]):
-            said[found[1]] = found[2].strip()
-    times_ms = tuple(ms for _, ms in not_repeated(timed))
+        if start.timed and START.search(line) is not None:
+            last, start = start, _Start()
+        start.read(line)
+    if not start.timed:
+        start = last
+    times_ms = tuple(ms for _, ms in not_repeated(start.timed))
     if not times_ms:
         raise ValueError(
             f"--log: {path}: holds no timed iteration, must be the output of a training by "
@@ -130,14 +178,10 @@ def read_training_log(path: Path) -> TrainingLog:
         )
     return TrainingLog(
         file=f"--log: {path}",
-        arguments=_arguments(said),
-        printed_world_size=world_size,
+        arguments=_arguments(start.said),
+        printed_world_size=start.world_size,
         times_ms=times_ms,
     )
-
-
-def _is_read(name: str) -> bool:
-    return name in OF_YAML or name.endswith(ENDINGS)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -147,11 +191,13 @@ def _lines(path: Path) -> Iterator[str]:
         for mark, what in FORMATS:
             if start.startswith(mark):
                 raise ValueError(f"--log: {path}: is {what}, must be the text that was printed")
+        if b"\0" in start:
+            raise ValueError(f"--log: {path}: is no text, must be the text that was printed")
         with path.open(encoding="utf-8", errors="replace") as text:
             for line in text:
                 if len(line) < LONGEST_LINE and any(mark in line for mark in MARKS):
                     line = COLOUR.sub("", line) if "\x1b" in line else line
-                    yield REPEATED.sub("", line) if "[repeated" in line else line
+                    yield (REPEATED.sub("", line) if "[repeated" in line else line).rstrip()
     except OSError as error:
         raise ValueError(f"--log: {path}: cannot be read: {error.strerror}") from error
 
@@ -166,6 +212,8 @@ def _arguments(said: Mapping[str, str]) -> dict[str, Any]:
     if "num-query-groups" in arguments and "group_query_attention" not in said:
         # TransformerConfig has no switch for it.
         arguments["group-query-attention"] = True
+    if said.get("share_embeddings_and_output_weights", "").lower() == "false":
+        arguments["untie-embeddings-and-output-weights"] = True
     if "padded-vocab-size" in arguments:
         arguments.setdefault("vocab-size", arguments["padded-vocab-size"])
     return arguments
