@@ -18,7 +18,7 @@ OLD_REQUIREMENTS=("megatron-core==0.16.1" "torch>=2.6,<2.14")
 # Whole programs, such as commands of pages, launches, and trainings on Slurm, which mostly wait for
 # each other: these tests, and those on the oldest Megatron-Core, run in parallel with the rest.
 BESIDE=(tests/launch tests/megatron tests/slurm tests/benchmark tests/calibration tests/docs
-        tests/emulation tests/timeline tests/unit/kernels tests/unit/place tests/unit/planner)
+        tests/emulation tests/unit/kernels)
 
 # pytest fails if it collects nothing (status 5), and so do these functions.
 

@@ -89,9 +89,8 @@ def timeline(
 def statistics() -> list[LayerStatistics]:
     """Statistics of the exchanges of this process's MoE layers, in the model's order.
 
-    A layer has its chain, the bytes that left this rank between and inside nodes, how often each
-    chain was chosen, and what was watched last. It is there from when it is built, for as long as
-    the model exists.
+    A layer has its chain, the bytes that left this rank between and inside nodes, and how often
+    each chain was chosen. It is there from when it is built, for as long as the model exists.
     """
     # Nothing has built a layer without this; then torch need not be there either.
     if "monta_megatron.integration.ranks" not in sys.modules:

@@ -23,10 +23,9 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import uncalibrated
 
 
-def uncalibrated_cluster(ranks_per_node: int, ranks_per_host: int | None = None) -> Cluster:
+def uncalibrated_cluster(ranks_per_node: int) -> Cluster:
     nodes = tuple(rank // ranks_per_node for rank in range(4))
-    layout = Layout(ep=4, etp=1, num_local_experts=1, rank=0, nodes=nodes)
-    return replace(uncalibrated(layout, "H100"), ranks_per_host=ranks_per_host)
+    return uncalibrated(Layout(ep=4, etp=1, num_local_experts=1, rank=0, nodes=nodes), "H100")
 
 
 def found_nodes(
@@ -101,13 +100,14 @@ def test_ranks_tell_each_other_their_nodes(pools: Pools) -> None:
 
 
 def test_a_cluster_file_and_the_hosts(pools: Pools) -> None:
-    cluster = {"moe_monta_cluster": uncalibrated_cluster(ranks_per_node=2)}
-    # Two nodes on a host, and a node of two hosts, are for the file to say; else a host of which
-    # the job uses a part is a node.
+    found = uncalibrated_cluster(ranks_per_node=2)
+    cluster = {"moe_monta_cluster": found}
+    # Two nodes on a host, and a node of two hosts, are for the file to say.
     assert found_nodes(pools, "aaaa", **cluster) == (0, 0, 1, 1)
-    assert found_nodes(pools, "abcd", **cluster) == (0, 1, 2, 3)
-    rack = {"moe_monta_cluster": uncalibrated_cluster(ranks_per_node=2, ranks_per_host=1)}
+    rack = {"moe_monta_cluster": replace(found, ranks_per_host=1)}
     assert found_nodes(pools, "abcd", **rack) == (0, 0, 1, 1)
+    # Else each host is one, used in part.
+    assert found_nodes(pools, "abcd", **cluster) == (0, 1, 2, 3)
     # Names given by the user come before the file, but not before the option.
     assert found_nodes(pools, "abbb", "MONTA_NODE", **cluster) == (0, 1, 1, 1)
     option = {"moe_monta_ranks_per_node": 2}

@@ -30,9 +30,9 @@ def quickstart(*words: str) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_losses_of_monta_are_those_of_alltoall() -> None:
-    summary, said = quickstart("--no-network")
+    summary, said = quickstart("--no-network", "--iterations", "12")
     assert summary["max_rel_loss_diff"] == 0
-    assert (summary["chain"], summary["iterations"]) == ("alltoall_allgather", 40)
+    assert (summary["chain"], summary["iterations"]) == ("alltoall_allgather", 12)
     assert {"num_chunks", "layout"} < summary.keys()
     assert summary["bytes"]["inter"] > 0 and summary["iteration"] is None
     assert "difference 0;" in said

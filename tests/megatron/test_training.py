@@ -40,10 +40,10 @@ MODEL = """
 """
 
 SETTINGS = {
-    # Gradient accumulation (4 micro-batches), evaluation on the way, everything recomputed.
+    # Gradient accumulation (2 micro-batches), evaluation on the way, everything recomputed.
     "full_recompute": """
         --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
-        --expert-tensor-parallel-size 2 --global-batch-size 16 --eval-iters 1
+        --expert-tensor-parallel-size 2 --global-batch-size 8 --eval-iters 1
         --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     """,
     # Dense and MoE layers in turn on both pipeline stages.
@@ -54,10 +54,6 @@ SETTINGS = {
         --recompute-granularity selective --recompute-modules moe --use-distributed-optimizer
     """,
     # The exchange of one micro-batch is hidden behind the work of another one.
-    "overlapped_micro_batches": """
-        --expert-model-parallel-size 2 --bf16 --overlap-moe-expert-parallel-comm
-        --global-batch-size 32 --eval-iters 1
-    """,
     "overlapped_micro_batches_in_a_pipeline": """
         --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
         --expert-model-parallel-size 2 --bf16 --overlap-moe-expert-parallel-comm
@@ -79,9 +75,8 @@ BITWISE = "--moe-monta-chain alltoall_allgather"
 HIERARCHY = "--moe-monta-chain hierarchical_allgather --moe-monta-ranks-per-node 1"
 OPTIONS = {
     # The planner chooses, and its candidates take turns.
-    "overlapped_micro_batches": "--moe-monta-ranks-per-node 1",
     "dense_first_stage_and_asynchronous_checkpoint": "--moe-monta-ranks-per-node 1",
-    "overlapped_micro_batches_in_a_pipeline": HIERARCHY,
+    "overlapped_micro_batches_in_a_pipeline": "--moe-monta-ranks-per-node 1",
 }
 
 
