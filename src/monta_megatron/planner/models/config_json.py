@@ -72,7 +72,7 @@ SHARED_SIZES = ("shared_expert_intermediate_size", "moe_shared_expert_intermedia
 # Dense layers before the first with experts.
 FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_num_skipped")
 # Keys that are not read and change the number of parameters, unless they are null, false, 0 or 1;
-# and beginnings of such keys. The others change how the model computes.
+# and beginnings of such keys.
 CHANGE_PARAMETERS = (
     *("layers_block_type", "attn_type_list", "linear_attn_config", "attn_layer_period"),
     *("index_topk", "compress_ratios", "zero_expert_num", "use_cla", "shared_intermediate_size"),
@@ -83,6 +83,7 @@ STRUCTURE = re.compile("moe|expert|layer|mlp|residual")
 HARMLESS = re.compile("norm|loss|dropout|jitter|window|rope|init|quant|_eps$|_bias$")
 ATTENTIONS = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
 ATTENTIONS |= {"linear_attention"}
+# Keys that are not read and change how the model computes.
 CHANGE_MODEL = (
     *("sliding_window", "attention_chunk_size", "clip_qkv", "logits_scaling", "attention_bias"),
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "lm_head_bias"),
@@ -129,7 +130,7 @@ LAYER_KEYS = (
     *("mlp_only_layers", "moe_layers", "expert_layer_period", "expert_layer_offset"),
     *("moe_layer_start_index", "moe_layer_end_index", "decoder_sparse_step", "layer_types"),
     *("interleave_moe_layer_step", "moe_layer_interval", "moe_layer_freq", "mlp_layer_types"),
-    *("intermediate_size_mlp", "hybrid_override_pattern"),
+    "hybrid_override_pattern",
 )
 READ = {*SCORES, *NUM_SHARED, *SHARED_SIZES, *FIRST_DENSE, *LAYER_KEYS}
 READ.update(key for keys in ALIASES.values() for key in keys)
@@ -292,7 +293,7 @@ def _layers(flat: Mapping[str, Any], num_layers: int, file: str) -> dict[str, An
         raise ValueError(f"{file}: mlp_only_layers: got {got}, must be a list of layers")
     if isinstance(flat.get("hybrid_override_pattern"), str):
         return {"hybrid-layer-pattern": flat["hybrid_override_pattern"]}
-    has_experts = [_has_experts(flat)(layer) for layer in range(num_layers)]
+    has_experts = list(map(_has_experts(flat), range(num_layers)))
     for name, value in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
         if isinstance(flat.get(name), list):
             has_experts = [entry == value for entry in flat[name]]

@@ -27,10 +27,9 @@ def load_model(path: str | Path) -> Model:
         return model_of_config(files.read(path), str(path))
     data = _read(path)
     if _is_run(data):
-        # A run file: its arguments win over its model's.
         arguments, notes = _of_run(data, path)
         return model_of(arguments, str(data.get("name", path.stem)), f"{path}: megatron", notes)
-    arguments, notes = load_arguments(path)
+    arguments, notes = _of_model(data)
     return model_of(arguments, path.stem, str(path), notes)
 
 
@@ -44,12 +43,7 @@ def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if path.suffix.lower() == ".json":
         model = load_model(path)
         return dict(model.arguments), model.notes
-    data = _read(path)
-    notes = data.get("not_expressed") or ()
-    return (
-        {name: value for name, value in data.items() if name not in OTHER_KEYS},
-        tuple(f"not expressed by Megatron's arguments: {note}" for note in notes),
-    )
+    return _of_model(_read(path))
 
 
 def is_run_file(path: str | Path) -> bool:
@@ -72,8 +66,17 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
+def _of_model(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    notes = data.get("not_expressed") or ()
+    return (
+        {name: value for name, value in data.items() if name not in OTHER_KEYS},
+        tuple(f"not expressed by Megatron's arguments: {note}" for note in notes),
+    )
+
+
 def _of_run(data: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if data.get("model") is None:
         return dict(data["megatron"]), ()
     of_model, notes = load_arguments(presets.find("models", str(data["model"]), path.parent))
+    # The run's own arguments win over its model's.
     return {**of_model, **data["megatron"]}, notes

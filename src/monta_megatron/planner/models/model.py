@@ -12,11 +12,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any
 
 from monta_megatron.common.text import shown
-
-T = TypeVar("T")
 
 # No model has so many layers or experts; longer lists would only take memory.
 MOST_LAYERS = 10_000

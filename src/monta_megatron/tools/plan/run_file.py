@@ -3,6 +3,7 @@
 The training's arguments are values to begin with, to be changed; `monta launch` takes the file.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from monta_megatron.common import presets
 from monta_megatron.common.files import write_whole
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.models.files import is_run_file
+from monta_megatron.planner.models.model import BATCH
 from monta_megatron.planner.plan import Plan
 from monta_megatron.tools.plan.request import PlanInputs, PlanRequest
 
@@ -54,14 +56,16 @@ def write_run(path: Path, request: PlanRequest, inputs: PlanInputs, plan: Plan) 
     if not isinstance(request.model, str) or not isinstance(request.cluster, str):
         raise ValueError("--out: given, must be with --model FILE and --cluster FILE")
     if is_run_file(request.model):
-        raise ValueError(f"--model: got {request.model}, a run file, must be of a model with --out")
+        raise ValueError(
+            f"--model: got {request.model}, a run file, must be a model file or a preset with --out"
+        )
     on_host = min(cluster.ranks_per_host or cluster.ranks_per_node, layout.world_size)
     if layout.world_size % on_host:
         raise ValueError(
             f"--out: {layout.world_size} ranks, must be whole hosts of {on_host} for a run file"
         )
     step = model.micro_batch_size * layout.dp
-    batch = request.global_batch_size or step * max(layout.pp, 1) * 4
+    batch = request.global_batch_size or step * layout.pp * 4
     exchange: dict[str, Any] = {
         "moe-monta-chain": plan.chain,
         "moe-monta-num-chunks": plan.num_chunks,
@@ -74,7 +78,7 @@ def write_run(path: Path, request: PlanRequest, inputs: PlanInputs, plan: Plan) 
     }
     given = {
         name: getattr(request, name.replace("-", "_"))
-        for name in ("seq-length", "micro-batch-size")
+        for name in BATCH
         if getattr(request, name.replace("-", "_")) is not None
     }
     sections: list[tuple[str, dict[str, Any]]] = [
@@ -118,7 +122,7 @@ def _uneven_stages(num_layers: int, pp: int) -> dict[str, int]:
     """Layers of the last stage where stages cannot be even: 61 on 16 stages are 15 x 4 and 1."""
     if num_layers % pp == 0:
         return {}
-    of_stage = -(-num_layers // pp)
+    of_stage = math.ceil(num_layers / pp)
     if num_layers <= of_stage * (pp - 1):
         of_stage = num_layers // pp
     return {"decoder-last-pipeline-num-layers": num_layers - of_stage * (pp - 1)}

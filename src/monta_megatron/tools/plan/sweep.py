@@ -19,7 +19,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "inter-rate-ratio": positive,
     "ep": whole(1),
 }
-COLUMNS = (">", "chain", ">chunks", ">us", ">alltoall us", ">speedup")
+COLUMNS = ("chain", ">chunks", ">us", ">alltoall us", ">speedup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class SweepReport:
             )
             for row in self.rows
         ]
-        return table((f">{self.key}", *COLUMNS[1:]), cells)
+        return table((f">{self.key}", *COLUMNS), cells)
 
 
 def parse_sweep(text: str) -> tuple[str, tuple[Any, ...]]:
