@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 from sweep import Study, start
 
 from monta_megatron.chains.chain import order_of_issue
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
+from monta_megatron.core import Layout
 from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import (

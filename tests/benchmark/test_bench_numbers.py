@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.first_rank import is_first_rank
 from monta_megatron.common.ranks import find_this_rank
+from monta_megatron.core import Layout
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import plan
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.report import Row, ratio_interval, ratio_of_medians, spread, table
 from monta_megatron.tools.bench.settings import parse_settings
-from monta_megatron.tools.bench.traffic import Traffic, predict, workload_of
+from monta_megatron.tools.bench.traffic import Traffic, predict, shape_of
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 MODEL = Path(__file__).parents[2] / "configs/models/mixtral_8x7b.yaml"
@@ -193,7 +193,7 @@ def test_predictions_are_the_plans_in_milliseconds() -> None:
     keys = [("alltoall", 1), ("hierarchical_alltoall", 4)]
     predicted_ms, chosen = predict(settings, layout, cluster, "forward", keys)
     planned = plan(
-        workload_of(settings, layout),
+        shape_of(settings, layout),
         cluster,
         phase="forward",
         chains=["alltoall", "hierarchical_alltoall"],

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from equal import assert_equal, difference
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.core import Layout
 from monta_megatron.exchange import state
 from monta_megatron.exchange.collectives import PeerGroup, peer_groups
 from monta_megatron.exchange.counts import CountTable

@@ -18,7 +18,7 @@ from layers import (
 )
 from pool import Pools
 
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import uncalibrated
 

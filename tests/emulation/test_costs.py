@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
+from monta_megatron.core import Layout, Shape
 from monta_megatron.emulation.cluster import SOURCE, EmulatedCluster, default_costs
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.routing.expected import UniformRouting
-from monta_megatron.planner.workload import Workload
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -56,7 +55,7 @@ def test_every_rate_that_can_be_asked_for(nic_per: str, inter_mbit: float, tmp_p
 
 def test_a_slow_network_is_overlapped() -> None:
     """The quick tour's recording: with figures of GPUs its chain was serial."""
-    workload = Workload(
+    shape = Shape(
         layout=Layout(ep=4, etp=1, num_local_experts=4, rank=0, nodes=(0, 0, 1, 1)),
         hidden_size=1024,
         value_bytes=4,
@@ -64,5 +63,5 @@ def test_a_slow_network_is_overlapped() -> None:
         routing=UniformRouting(num_experts=16, topk=4),
         tokens_per_rank=512,
     )
-    planned = plan(workload, default_costs(emulated(ranks_per_node=2)))
+    planned = plan(shape, default_costs(emulated(ranks_per_node=2)))
     assert not CHAINS[planned.chain].serial and planned.num_chunks > 1

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, ChainCounts, Counts, TokenCounts
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,7 +22,7 @@ class CountedRouting:
     Attributes:
         name: for messages and plans.
         routing_maps: [M] of [T, E]; rank r has the one at r % M. Ranks may have different numbers
-            of tokens, the most of them as many as the workload says.
+            of tokens, the most of them as many as the shape says.
     """
 
     name: str

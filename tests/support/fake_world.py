@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains.layout import FLAT_GROUPS, Layout
+from monta_megatron.core import FLAT_GROUPS, Layout
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counts import CountTable
 

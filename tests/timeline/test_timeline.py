@@ -15,14 +15,14 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Operation, Policy
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
+from monta_megatron.core import Shape
 from monta_megatron.exchange.recording import Span, TimedStep, spans_of
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges, workload_of_model
+from monta_megatron.planner.layout import ParallelLayout, exchanges, shape_of_model
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.pricing import AROUND_STAGES
 from monta_megatron.planner.schedule import Work
-from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.timeline.drawing import chrome_trace
 from monta_megatron.tools.timeline.picture import Comparison, end_to_end
 from monta_megatron.tools.timeline.predicted import predict
@@ -38,10 +38,10 @@ FLAGS = [
 
 
 @pytest.fixture(scope="module")
-def workload() -> Workload:
+def shape() -> Shape:
     model = load_model(MODEL)
     (layout,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
-    return workload_of_model(model, layout, 4096)
+    return shape_of_model(model, layout, 4096)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def predicted(workload: Workload, cluster: Cluster) -> Timeline:
-    return predict(workload, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
+def predicted(shape: Shape, cluster: Cluster) -> Timeline:
+    return predict(shape, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
 
 
 def span(
@@ -69,9 +69,9 @@ def span(
 
 
 def test_predicted_spans_are_those_of_the_schedule(
-    workload: Workload, cluster: Cluster, predicted: Timeline
+    shape: Shape, cluster: Cluster, predicted: Timeline
 ) -> None:
-    price = price_chain(workload, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
+    price = price_chain(shape, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
     (track,) = predicted.tracks
     pass_start_us = 0.0
     for priced in price.passes:
@@ -101,9 +101,7 @@ def test_predicted_spans_are_those_of_the_schedule(
     assert max(span.end_us for span in track.spans) == pytest.approx(price.total_us)
 
 
-def test_what_the_host_does_around_the_stages_comes_first(
-    workload: Workload, cluster: Cluster
-) -> None:
+def test_what_the_host_does_around_the_stages_comes_first(shape: Shape, cluster: Cluster) -> None:
     """As on a calibrated cluster: 50 us in every pass, and 70 more in dispatch.
 
     All but dispatch's is spent while what was queued before the pass runs.
@@ -113,8 +111,8 @@ def test_what_the_host_does_around_the_stages_comes_first(
     )
     cluster = replace(cluster, launch=launch)
     chain = CHAINS["hierarchical_alltoall"]
-    price = price_chain(workload, cluster, chain, 4, "forward_backward")
-    (track,) = predict(workload, cluster, chain, 4, "forward_backward").tracks
+    price = price_chain(shape, cluster, chain, 4, "forward_backward")
+    (track,) = predict(shape, cluster, chain, 4, "forward_backward").tracks
     pass_start_us = 0.0
     for priced, around_us in zip(price.passes, (120.0, 50.0, 50.0, 50.0), strict=True):
         spans = [span for span in track.spans if span.pass_name == priced.pass_name]

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 from monta_megatron.integration import strategies
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.policy import check_chain_runs, policy_for

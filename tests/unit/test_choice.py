@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common import strict_yaml
+from monta_megatron.core import Layout, Shape
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.policy import policy_for
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import plan
-from monta_megatron.planner.workload import Workload
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
@@ -37,18 +36,18 @@ def config(**changes: Any) -> SimpleNamespace:
 
 
 def test_auto_plans_for_what_the_configuration_exchanges() -> None:
-    def workload(**changes: Any) -> Workload:
+    def shape(**changes: Any) -> Shape:
         choice = policy_for(Options(), config(**changes), LAYOUT, permuted_only=False)
         assert isinstance(choice, PlannedPolicy)
-        return choice.workload
+        return choice.shape
 
-    plain = workload()
+    plain = shape()
     assert (plain.hidden_size, plain.value_bytes, plain.prob_bytes) == (64, 2, 2)
-    assert workload(moe_latent_size=12).hidden_size == 12
-    assert workload(moe_router_dtype="fp32").prob_bytes == 4
-    assert workload(moe_router_dtype="fp64").prob_bytes == 8
-    assert workload(params_dtype=torch.float32).value_bytes == 4
-    limited = workload(moe_router_num_groups=4, moe_router_group_topk=2)
+    assert shape(moe_latent_size=12).hidden_size == 12
+    assert shape(moe_router_dtype="fp32").prob_bytes == 4
+    assert shape(moe_router_dtype="fp64").prob_bytes == 8
+    assert shape(params_dtype=torch.float32).value_bytes == 4
+    limited = shape(moe_router_num_groups=4, moe_router_group_topk=2)
     assert (limited.routing.num_groups, limited.routing.group_topk) == (4, 2)
     # With 2 groups on each of 2 nodes, a token crosses less often if it may take only 2 of them.
     assert limited.routing.hits(2).sum() < plain.routing.hits(2).sum()
@@ -111,7 +110,7 @@ def test_a_doubtful_calibration_is_said() -> None:
         choice = policy_for(Options(cluster=costs), config(), LAYOUT, permuted_only=False)
         assert isinstance(choice, PlannedPolicy)
         assert ("whose calibration is doubtful" in choice.choose(64).reason) is said
-        assert ("calibrated in 1 round" in plan(choice.workload, costs).notes) is said
+        assert ("calibrated in 1 round" in plan(choice.shape, costs).notes) is said
 
 
 def test_many_experts_of_a_token_are_priced() -> None:

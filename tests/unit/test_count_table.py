@@ -10,7 +10,7 @@ from counted_routing import CountedRouting
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
 from monta_megatron.chains.chain import NUM_BLOCKS
 from monta_megatron.chains.counts import COUNT_BYTES, MOST_TOKENS, num_counted_blocks
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 from monta_megatron.exchange.counts import CountTable, ExchangeCounts
 
 CANDIDATES = {**{name: (chain,) for name, chain in CHAINS.items()}, "auto": tuple(CHAINS.values())}

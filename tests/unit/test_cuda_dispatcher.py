@@ -42,6 +42,7 @@ from monta_megatron.integration.ranks import Report
 from monta_megatron.planner.chain_policy import PlannedPolicy
 from monta_megatron.planner.cluster import KernelChoice
 from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.shape import lower_expected
 
 LAYOUT = LAYOUTS[16, 1]
 COPY = "integration.strategies.copy_to_host"
@@ -132,7 +133,7 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
     exchange = combine.call_args.args[0]
     planned = policy_for(Options(), made.config, made.layout, permuted_only=False)
     assert isinstance(planned, PlannedPolicy)
-    row = planned.workload.lower(exchange.bound, COMBINE, "streams").program.row
+    row = lower_expected(planned.shape, exchange.bound, COMBINE, "streams").program.row
     sum_dtype = torch.float64 if made.chain.rows == "permuted tokens" else torch.float32
     assert (row.prob_bytes, row.sum_bytes) == (8, sum_dtype.itemsize)
     assert exchange.sum_dtype == sum_dtype

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common import torch_private
 from monta_megatron.common.torch_private import timeout_of
+from monta_megatron.core import Layout
 from monta_megatron.exchange import collectives
 from monta_megatron.exchange.collectives import (
     UNSET,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from monta_megatron.chains import CHAINS, TokenCounts
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 from monta_megatron.exchange import pipeline
 from monta_megatron.exchange.counts import expert_ids_of
 from monta_megatron.exchange.monitor import Monitor

@@ -5,15 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron.chains import layout as nodes
-from monta_megatron.chains.layout import (
-    Layout,
-    consecutive_nodes,
-    mixed_node,
-    node_here,
-    number_nodes,
-)
+from monta_megatron.common import nodes
+from monta_megatron.common.nodes import consecutive_nodes, mixed_node, node_here, number_nodes
 from monta_megatron.common.ranks import ranks_per_node_from_launcher
+from monta_megatron.core import Layout
 
 
 def test_names_of_nodes() -> None:

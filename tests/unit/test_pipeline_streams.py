@@ -21,7 +21,6 @@ from test_stream_safety import (
 )
 
 from monta_megatron.chains import CHAINS, Chain, TokenCounts
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.pipelined_layer import BoundLayer, blocks_of_chunks, layer_program
 from monta_megatron.chains.program import (
@@ -31,6 +30,7 @@ from monta_megatron.chains.program import (
     DISPATCH_BACKWARD,
     RowFormat,
 )
+from monta_megatron.core import Layout
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
 from monta_megatron.exchange.state import Exchange, State

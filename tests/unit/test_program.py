@@ -10,7 +10,6 @@ import pytest
 
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.chain import order_of_issue
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     COMBINE,
@@ -21,11 +20,13 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.common import strict_yaml
+from monta_megatron.core import Layout
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges, workload_of_model
+from monta_megatron.planner.layout import ParallelLayout, exchanges, shape_of_model
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan
+from monta_megatron.planner.shape import bind_expected, lower_expected
 from monta_megatron.planner.traffic import TRAFFIC
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -119,11 +120,11 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
 
     assert set(FUSED_OPERATIONS) == set(get_args(Kind)) - {"experts"}
     model = load_model(CONFIGS / "models/olmoe_1b_7b.yaml")
-    workload = workload_of_model(model, layout, 512)
+    shape = shape_of_model(model, layout, 512)
     for chain in CHAINS.values():
-        bound = workload.bind(chain, 1 if chain.serial else num_chunks)
+        bound = bind_expected(shape, chain, 1 if chain.serial else num_chunks)
         for pass_ in FORWARD_BACKWARD:
-            program = workload.lower(bound, pass_, policy).program
+            program = lower_expected(shape, bound, pass_, policy).program
             for operation in program.operations:
                 # Whatever something waits for was issued before it.
                 before = (*operation.waits, *operation.after, *operation.launch_after)
@@ -135,9 +136,9 @@ def test_long_sequences_hold_a_window_of_chunks() -> None:
     model = load_model(CONFIGS / "models/qwen3_235b_a22b.yaml")
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters/h100_8x_ndr.yaml")
     (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
-    workload = workload_of_model(model, place, 131_072)
+    shape = shape_of_model(model, place, 131_072)
 
-    found = plan(workload, cluster.with_kernels(False))
+    found = plan(shape, cluster.with_kernels(False))
     held = {(each.chain, each.num_chunks): each.peak_bytes or 0.0 for each in found.candidates}
     # 17.2 GB: the pairs as they arrive, and in expert order.
     assert held["alltoall", 1] == pytest.approx(2 * 8 * 131_072 * 8192, rel=0.01)

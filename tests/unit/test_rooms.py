@@ -8,15 +8,16 @@ PACKAGE = Path(__file__).parents[2] / "src" / "monta_megatron"
 
 # A room, which is a package or a file, and those that it may import, all of them below it.
 ARROWS = {
-    "cli": "tools integration emulation planner exchange chains common",
-    "api": "tools integration exchange planner common",
-    "tools": "integration emulation exchange planner chains common",
-    "integration": "emulation exchange planner chains common",
-    "emulation": "planner chains common",
-    "exchange": "chains common",
-    "planner": "chains common",
-    "chains": "common",
-    "common": "",
+    "cli": "tools integration emulation planner exchange chains common core",
+    "api": "tools integration exchange planner common core",
+    "tools": "integration emulation exchange planner chains common core",
+    "integration": "emulation exchange planner chains common core",
+    "emulation": "planner chains common core",
+    "exchange": "chains common core",
+    "planner": "chains common core",
+    "chains": "common core",
+    "common": "core",
+    "core": "",
 }
 # Files that belong to a room.
 ROOM_OF = {"__main__": "cli", "autoload": "integration"}

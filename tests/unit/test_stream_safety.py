@@ -19,10 +19,10 @@ from stream_recorder import Entry, Finding, RecordedStream, Recorder, times_in_o
 
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
 from monta_megatron.chains import lower as lower_module
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll
+from monta_megatron.core import Layout
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
 from monta_megatron.exchange.counts import CountTable

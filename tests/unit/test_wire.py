@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import (
     COMBINE_BACKWARD,
     DISPATCH,
@@ -14,12 +13,13 @@ from monta_megatron.chains.program import (
     Pass,
 )
 from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange.sums import E4M3, dequantize, quantize
 from monta_megatron.planner.chain_price import peak_bytes, price_chain
 from monta_megatron.planner.cluster_file import uncalibrated
 from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.shape import bind_expected, lower_expected
 from monta_megatron.planner.traffic import pass_traffic
-from monta_megatron.planner.workload import Workload
 
 # The largest and the least normal value of e4m3, and its least step.
 LARGEST, LEAST, STEP = 448.0, 2.0**-6, 2.0**-9
@@ -135,7 +135,7 @@ def test_rows_are_taken_and_put_by_an_index() -> None:
 
 
 LAYOUT = Layout(ep=8, etp=1, num_local_experts=8, rank=0, nodes=(0, 0, 0, 0, 1, 1, 1, 1))
-PLAIN = Workload(
+PLAIN = Shape(
     layout=LAYOUT,
     hidden_size=1024,
     value_bytes=2,
@@ -149,8 +149,8 @@ QUANTIZED = replace(PLAIN, quantized=True)
 def test_dispatch_sends_little_more_than_half() -> None:
     """Top-8 in bf16: a row has 16 bytes of probabilities and 32 of ids, rounded up to 16."""
     chain, sent_bytes = CHAINS["hierarchical_alltoall"], []
-    for workload in (PLAIN, QUANTIZED):
-        bound = workload.lower(workload.bind(chain, 4), DISPATCH, "streams")
+    for shape in (PLAIN, QUANTIZED):
+        bound = lower_expected(shape, bind_expected(shape, chain, 4), DISPATCH, "streams")
         traffic = pass_traffic([bound], 512, 0)
         stages = [stage for stage in traffic.pipeline if stage.operation == "alltoall"]
         sent_bytes.append(sum(stage.moved[stage.resource].num_bytes.sum() for stage in stages))
@@ -160,14 +160,17 @@ def test_dispatch_sends_little_more_than_half() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workload", "heaviest"),
+    ("shape", "heaviest"),
     # Gradients on the way of the tokens are as wide as ever.
     [(PLAIN, DISPATCH), (QUANTIZED, COMBINE_BACKWARD)],
 )
-def test_peak_bytes_are_those_of_the_widest_pass(workload: Workload, heaviest: Pass) -> None:
+def test_peak_bytes_are_those_of_the_widest_pass(shape: Shape, heaviest: Pass) -> None:
     cluster = replace(uncalibrated(LAYOUT, "H100"), fused_kernels=True)
     chain = CHAINS["hierarchical_alltoall"]
-    bound = workload.bind(chain, 4)
-    peaks = {pass_: peak_bytes(workload.lower(bound, pass_, "fused")) for pass_ in FORWARD_BACKWARD}
-    price = price_chain(workload, cluster, chain, 4, "forward_backward")
+    bound = bind_expected(shape, chain, 4)
+    peaks = {
+        pass_: peak_bytes(lower_expected(shape, bound, pass_, "fused"))
+        for pass_ in FORWARD_BACKWARD
+    }
+    price = price_chain(shape, cluster, chain, 4, "forward_backward")
     assert price.peak_bytes == max(peaks.values()) == peaks[heaviest]

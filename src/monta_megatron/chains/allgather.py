@@ -16,8 +16,8 @@ from monta_megatron.chains.counts import (
     bind_split,
     by_chunk,
 )
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
+from monta_megatron.core import Layout
 
 GATHER = AllGather(name="allgather", group="tp_ep")
 

@@ -23,7 +23,6 @@ sends [4, 1] rows, then [2, 2].
 import numpy as np
 
 from monta_megatron.chains.chain import Chain, ChainCounts, Counts, split, starts_of
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -33,6 +32,7 @@ from monta_megatron.chains.stages import (
     Segments,
     bind_gather,
 )
+from monta_megatron.core import Layout
 
 PACK = Permute(name="pack")
 EXCHANGE = AllToAll(name="alltoall", group="ep")

@@ -18,8 +18,8 @@ from monta_megatron.chains.counts import (
     bind_split,
     by_chunk,
 )
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
+from monta_megatron.core import Layout
 
 EXCHANGE = AllToAll(name="alltoall", group="ep")
 

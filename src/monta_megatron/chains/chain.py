@@ -16,7 +16,6 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -27,6 +26,7 @@ from monta_megatron.chains.stages import (
     Stage,
     StageShape,
 )
+from monta_megatron.core import GroupName, Layout
 
 
 def split(rows: RowCounts, num_chunks: int) -> RowCounts:

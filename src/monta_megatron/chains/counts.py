@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains.chain import Chain, TokenCounts, expert_order, first_blocks, starts_of
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.stages import (
     AllToAll,
     BoundStage,
@@ -32,6 +31,7 @@ from monta_megatron.chains.stages import (
     RowCounts,
     Segments,
 )
+from monta_megatron.core import Layout
 
 # Tokens of a rank, most experts of one of them, and two columns of what the ranks agree on.
 HEAD_SIZE = 4

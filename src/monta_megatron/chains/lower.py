@@ -16,7 +16,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from monta_megatron.chains.chain import BoundChain, Order, Rows, order_of_issue
-from monta_megatron.chains.layout import GroupName
 from monta_megatron.chains.one_chunk import one_chunk
 from monta_megatron.chains.program import (
     BoundProgram,
@@ -29,6 +28,7 @@ from monta_megatron.chains.program import (
     waits_of,
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, StageShape
+from monta_megatron.core import GroupName
 
 
 def lower(

@@ -17,7 +17,6 @@ or where rows are quantized; elsewhere they are sent as they lie, column by colu
 from typing import NamedTuple
 
 from monta_megatron.chains.chain import Rows
-from monta_megatron.chains.layout import GroupName
 from monta_megatron.chains.program import (
     ID_BYTES,
     SUM_COLUMNS,
@@ -33,6 +32,7 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, Duplicate, StageShape
 from monta_megatron.chains.wire_format import GROUP_SIZE, SCALE_BYTES
+from monta_megatron.core import GroupName
 
 
 def parts_per_sum(etp: int, num_parts: int) -> int:

@@ -14,8 +14,8 @@ from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.chain import BoundChain
-from monta_megatron.chains.layout import GroupName
 from monta_megatron.chains.stages import RowCounts
+from monta_megatron.core import GroupName
 
 ALIGNMENT_BYTES = 16
 ID_BYTES = 4

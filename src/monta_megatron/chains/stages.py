@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains.layout import GroupName
+from monta_megatron.core import GroupName
 
 # Rows per chunk and peer: integers at run time, expected values (floats) in the planner.
 RowCounts: TypeAlias = NDArray[Any]

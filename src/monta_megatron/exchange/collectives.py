@@ -17,17 +17,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.layout import (
-    OWN_GROUPS,
-    Layout,
+from monta_megatron.common import torch_private
+from monta_megatron.common.nodes import (
     check_named_alike,
     consecutive_nodes,
     is_named,
     node_here,
     number_nodes,
 )
-from monta_megatron.common import torch_private
 from monta_megatron.common.torch_private import is_open, new_named_group, options_of, timeout_of
+from monta_megatron.core import Layout
+
+# Groups that are ours; Megatron made the others.
+OWN_GROUPS = ("node", "rail")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
 from monta_megatron.chains.counts import HEAD_SIZE, MOST_TOKENS, message_columns, part_sizes
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 from monta_megatron.exchange.copies import block_size, count_routing
 from monta_megatron.exchange.errors import ExchangeError, passes_under_way
 from monta_megatron.exchange.kernel_choice import is_fused

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains.layout import BOOT_ID
+from monta_megatron.common.nodes import BOOT_ID
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.recording import Key, TimedStep

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common.files import cache_folder, make_folder, write_whole
 from monta_megatron.common.presets import version_of
 from monta_megatron.common.units import counted
+from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.errors import first_difference
 from monta_megatron.exchange.kernel_choice import is_fused

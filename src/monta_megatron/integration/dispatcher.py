@@ -30,9 +30,9 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from monta_megatron.chains.chain import Rows
 from monta_megatron.chains.counts import num_counted_blocks
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
+from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, peer_groups
 from monta_megatron.exchange.counts import CountTable, ExchangeCounts
 from monta_megatron.exchange.executor import combine, dispatch

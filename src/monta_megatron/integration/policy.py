@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import Chain
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common.units import counted
+from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange.collectives import nccl_settings
 from monta_megatron.exchange.kernel_choice import device_type, is_fused
 from monta_megatron.integration.options import AUTO, Options
 from monta_megatron.integration.ranks import agree
 from monta_megatron.planner.chain_policy import ChainPolicy, FixedPolicy, PlannedPolicy, chains_for
 from monta_megatron.planner.routing.expected import UniformRouting
-from monta_megatron.planner.workload import Workload
 
 # Chunks into which auto splits a layer with its experts.
 CHUNKS_WITH_EXPERTS = 4
@@ -54,7 +53,7 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
         )
-    workload = replace(_workload(config, layout), quantized=options.wire_dtype is not None)
+    shape = replace(_shape(config, layout), quantized=options.wire_dtype is not None)
     chains = tuple(
         each
         for each in chains_for(layout)
@@ -67,13 +66,13 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
     if options.overlap_experts and of_tokens:
         return _planned_policy(
             cluster=cluster,
-            workload=workload,
+            shape=shape,
             chains=of_tokens,
             num_chunks=(num_chunks or CHUNKS_WITH_EXPERTS,),
         )
     return _planned_policy(
         cluster=cluster,
-        workload=workload,
+        shape=shape,
         chains=chains,
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
     )
@@ -160,18 +159,18 @@ def agreed_policy(
 
 def agreed_config_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
     """Configuration that all ranks of an exchange agree on: policy and format of rows."""
-    workload, options = _workload(config, layout), Options.of(config)
+    shape, options = _shape(config, layout), Options.of(config)
     return {
         **policy.agreed_config(),
         "moe_monta_tune_steps": options.tune_steps,
         "moe_monta_overlap_experts": options.overlap_experts,
         "moe_monta_wire_dtype": options.wire_dtype,
-        "hidden_size": workload.hidden_size,
+        "hidden_size": shape.hidden_size,
         "moe_router_topk": config.moe_router_topk,
         "moe_router_num_groups": config.moe_router_num_groups,
         "moe_router_group_topk": config.moe_router_group_topk,
-        "value_bytes": workload.value_bytes,
-        "prob_bytes": workload.prob_bytes,
+        "value_bytes": shape.value_bytes,
+        "prob_bytes": shape.prob_bytes,
     }
 
 
@@ -184,11 +183,11 @@ def _settings_of(groups: Mapping[str, dist.ProcessGroup]) -> dict[str, Any]:
     }
 
 
-def _workload(config: Any, layout: Layout) -> Workload:
-    """Workload of a layer by its configuration, all but the number of tokens."""
+def _shape(config: Any, layout: Layout) -> Shape:
+    """Shape of a layer by its configuration, all but the number of tokens."""
     value_bytes = torch.empty(0, dtype=config.params_dtype).element_size()
     router_dtype = getattr(config, "moe_router_dtype", None)
-    return Workload(
+    return Shape(
         layout=layout,
         hidden_size=getattr(config, "moe_latent_size", None) or config.hidden_size,
         value_bytes=value_bytes,

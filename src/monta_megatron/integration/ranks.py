@@ -6,7 +6,8 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from monta_megatron.chains.layout import (
+from monta_megatron.common import __version__
+from monta_megatron.common.nodes import (
     check_named_alike,
     consecutive_nodes,
     is_named,
@@ -14,7 +15,6 @@ from monta_megatron.chains.layout import (
     node_here,
     number_nodes,
 )
-from monta_megatron.common import __version__
 from monta_megatron.common.text import shown
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import gather_objects

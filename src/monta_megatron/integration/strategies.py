@@ -29,7 +29,7 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
 
 from monta_megatron.chains import Counts, TokenCounts
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 from monta_megatron.exchange.counts import CountTable, ExchangeCounts, naming_failure
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.state import Exchange

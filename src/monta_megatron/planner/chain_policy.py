@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common.rules import hash_of
 from monta_megatron.common.units import counted, gb_text
+from monta_megatron.core import Layout, Shape
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.workload import Workload
 
 if TYPE_CHECKING:
     from monta_megatron.planner.chain_price import ChainPrice
@@ -91,11 +90,11 @@ class PlannedPolicy(ChainPolicy):
 
     Attributes:
         cluster: the cluster whose costs are used.
-        workload: what is exchanged; its number of tokens is replaced.
+        shape: what is exchanged; its number of tokens is replaced.
     """
 
     cluster: Cluster
-    workload: Workload
+    shape: Shape
 
     def agreed_config(self) -> dict[str, Any]:
         """See `ChainPolicy`."""
@@ -119,16 +118,12 @@ class PlannedPolicy(ChainPolicy):
         return ChoiceTable(policy=self)
 
     def selection(self, tokens: int, max_experts_per_token: int = 0) -> "Selection":
-        """Selection for `tokens` tokens per rank; see `Workload`."""
+        """Selection for `tokens` tokens per rank; see `Shape`."""
         # A named chain prices nothing.
         from monta_megatron.planner.select import select_chain
 
         return select_chain(
-            replace(
-                self.workload,
-                tokens_per_rank=tokens,
-                max_experts_per_token=max_experts_per_token,
-            ),
+            replace(self.shape, tokens_per_rank=tokens),
             self.cluster,
             chains=[chain.name for chain in self.chains],
             num_chunks=self.num_chunks,
@@ -161,7 +156,7 @@ class ChoiceTable:
 
     def key(self, max_tokens: int, max_experts_per_token: int) -> tuple[int, int]:
         """The most tokens of a rank and experts of a token for which the entry is made."""
-        routing = self.policy.workload.routing
+        routing = self.policy.shape.routing
         if max_experts_per_token <= routing.max_experts_per_token:
             max_experts_per_token = 0
         most_experts = min(bucket_of(max_experts_per_token), routing.num_experts)

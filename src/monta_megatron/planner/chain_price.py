@@ -20,11 +20,12 @@ from monta_megatron.chains.program import (
     Phase,
 )
 from monta_megatron.common.units import counted
+from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.pricing import PassPrice, price_pass, with_leads
+from monta_megatron.planner.shape import bind_expected, lower_expected
 from monta_megatron.planner.traffic import PassTraffic, pass_traffic
-from monta_megatron.planner.workload import Workload
 
 
 def peak_bytes(bound: BoundProgram) -> float:
@@ -133,7 +134,7 @@ class ChainPrice:
 
 
 def price_chain(
-    workload: Workload,
+    shape: Shape,
     cluster: Cluster,
     chain: Chain,
     num_chunks: int,
@@ -143,7 +144,7 @@ def price_chain(
     """Price one chain in a given number of chunks.
 
     Args:
-        workload: the exchange.
+        shape: the exchange.
         cluster: the cluster it runs on.
         chain: that runs.
         num_chunks: in how many chunks.
@@ -151,20 +152,19 @@ def price_chain(
         num_exchanged_counts: integers to each rank in the exchange of counts; None for what
             the chain needs.
     """
-    ranks = priced_ranks(workload.layout, workload.routing, cluster.ranks_per_nic)
-    bound = [workload.bind(chain, num_chunks, layout) for layout in ranks.layouts]
+    ranks = priced_ranks(shape.layout, shape.routing, cluster.ranks_per_nic)
+    bound = [bind_expected(shape, chain, num_chunks, layout) for layout in ranks.layouts]
     if num_exchanged_counts is None:
-        num_exchanged_counts = message_size((chain,), workload.layout, blocks_for(num_chunks))
+        num_exchanged_counts = message_size((chain,), shape.layout, blocks_for(num_chunks))
     programs = [
-        [workload.lower(of_rank, pass_, cluster.policy) for of_rank in bound]
+        [lower_expected(shape, of_rank, pass_, cluster.policy) for of_rank in bound]
         for pass_ in PASSES[phase]
     ]
     traffic = tuple(
-        pass_traffic(of_pass, workload.tokens_per_rank, num_exchanged_counts)
-        for of_pass in programs
+        pass_traffic(of_pass, shape.tokens_per_rank, num_exchanged_counts) for of_pass in programs
     )
     # Rows of eight bits are those of one pass.
-    heaviest = PASSES[phase] if workload.quantized else HEAVIEST[phase]
+    heaviest = PASSES[phase] if shape.quantized else HEAVIEST[phase]
     passes = [
         price_pass(of_pass[0].program, moved, cluster, ranks.nic_starts)
         for of_pass, moved in zip(programs, traffic, strict=True)

@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.rules import Text, hash_of, require
 from monta_megatron.common.units import Rate
+from monta_megatron.core import Layout
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve, Operation

@@ -1,4 +1,4 @@
-"""Parallel layouts of a model, the workloads of their exchanges, and the ranks that are priced.
+"""Parallel layouts of a model, the shapes of their exchanges, and the ranks that are priced.
 
 One rank stands for all that do the same. Two ranks move the same number of bytes in every stage of
 every chain if
@@ -20,12 +20,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress
 
-from monta_megatron.chains.layout import FLAT_GROUPS, Layout
 from monta_megatron.common.rules import PositiveInt, require
+from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
 from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.models.model import HYBRID_PATTERNS, Model, Reader
-from monta_megatron.planner.routing.expected import Routing, UniformRouting
-from monta_megatron.planner.workload import Workload
+from monta_megatron.planner.routing.expected import UniformRouting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +198,11 @@ def _by_nic(layout: Layout, ranks_per_nic: int) -> list[list[int]]:
     return list(by_nic.values())
 
 
-def workload_of_model(
+def shape_of_model(
     model: Model, layout: Layout, tokens_per_rank: int, routing: Routing | None = None
-) -> Workload:
+) -> Shape:
     """A model's exchange, with the model's own router unless a routing is given."""
-    return Workload(
+    return Shape(
         layout=layout,
         hidden_size=model.row_size,
         value_bytes=model.value_bytes,
@@ -213,14 +212,14 @@ def workload_of_model(
     )
 
 
-def workloads_of(
+def shapes_of(
     model: Model,
     layout: ParallelLayout,
     ranks_per_node: int,
     tokens_per_rank: int | None = None,
     routings: Sequence[Routing] | None = None,
-) -> list[Workload]:
-    """One workload for every way in which the layout's exchanges lie on the nodes.
+) -> list[Shape]:
+    """One shape for every way in which the layout's exchanges lie on the nodes.
 
     Args:
         model: the trained model.
@@ -233,7 +232,7 @@ def workloads_of(
     places = exchanges(layout, model.num_experts, ranks_per_node)
     given: Sequence[Routing | None] = routings or [None] * len(places)
     return [
-        workload_of_model(model, place, tokens, routing)
+        shape_of_model(model, place, tokens, routing)
         for place, routing in zip(places, given, strict=True)
     ]
 

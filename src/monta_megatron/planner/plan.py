@@ -10,6 +10,7 @@ from typing import Any, Literal
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Phase, Resource
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
+from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit, benefit_of
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster, Kernels
@@ -24,7 +25,6 @@ from monta_megatron.planner.select import (
     select_chain,
 )
 from monta_megatron.planner.traffic import StageTraffic
-from monta_megatron.planner.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,24 +172,24 @@ class Plan:
         return replace(benefit, ends=ends)
 
 
-def plan(workload: Workload, cluster: Cluster, **settings: Any) -> Plan:
+def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
     """Choose a chain and a number of chunks.
 
     Args:
-        workload: the exchange.
+        shape: the exchange.
         cluster: the cluster it runs on.
         settings: passed to `select.select_chain`.
 
     Raises:
         ValueError: no chain can run.
     """
-    return plan_of(select_chain(workload, cluster, **settings))
+    return plan_of(select_chain(shape, cluster, **settings))
 
 
 def plan_of(selection: Selection) -> Plan:
     """A selection with all candidates, and why each of the others was not chosen."""
-    workload, cluster, price = selection.workload, selection.cluster, selection.price
-    layout, routing = workload.layout, workload.routing
+    shape, cluster, price = selection.shape, selection.cluster, selection.price
+    layout, routing = shape.layout, shape.routing
     notes = (*cluster.doubts, *(note for pass_ in price.passes for note in pass_.notes))
     return Plan(
         chain=price.chain.name,
@@ -202,9 +202,9 @@ def plan_of(selection: Selection) -> Plan:
             nodes=tuple(node - min(layout.nodes) for node in layout.nodes),
             num_experts=routing.num_experts,
             topk=routing.max_experts_per_token,
-            hidden_size=workload.hidden_size,
-            value_bytes=workload.value_bytes,
-            tokens_per_rank=workload.tokens_per_rank,
+            hidden_size=shape.hidden_size,
+            value_bytes=shape.value_bytes,
+            tokens_per_rank=shape.tokens_per_rank,
             routing=routing.name,
             phase=selection.phase,
             cluster=cluster.name,
@@ -226,25 +226,23 @@ def plan_of(selection: Selection) -> Plan:
     )
 
 
-def slowest_plan(
-    workloads: Sequence[Workload], cluster: Cluster, **settings: Any
-) -> tuple[Plan, Workload]:
-    """The slowest of the workloads' plans, and its workload: that exchange holds up the others.
+def slowest_plan(shapes: Sequence[Shape], cluster: Cluster, **settings: Any) -> tuple[Plan, Shape]:
+    """The slowest of the shapes' plans, and its shape: that exchange holds up the others.
 
     Args:
-        workloads: one for every way in which the exchanges of a layout lie on the nodes.
+        shapes: one for every way in which the exchanges of a layout lie on the nodes.
         cluster: the cluster it runs on.
         settings: passed to `select.select_chain`.
 
     Raises:
         ValueError: no chain can run.
     """
-    plans = [(plan(workload, cluster, **settings), workload) for workload in workloads]
-    slowest, workload = max(plans, key=lambda planned: planned[0].predicted_us)
+    plans = [(plan(shape, cluster, **settings), shape) for shape in shapes]
+    slowest, shape = max(plans, key=lambda planned: planned[0].predicted_us)
     if len(plans) > 1:
         note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
         slowest = replace(slowest, notes=(*slowest.notes, note))
-    return slowest, workload
+    return slowest, shape
 
 
 def _candidate(price: ChainPrice, plainest: ChainPrice, selection: Selection) -> Candidate:
@@ -343,12 +341,12 @@ def _sent_bytes_of(price: ChainPrice, resource: Resource) -> float:
     )
 
 
-def with_ranges(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
+def with_ranges(plan: Plan, shape: Shape, cluster: Cluster) -> Plan:
     """A plan with the range of its choice and of each chain's fastest candidate.
 
     Args:
-        plan: made for the workload.
-        workload: the exchange.
+        plan: made for the shape.
+        shape: the exchange.
         cluster: whose likely costs were used.
     """
     if cluster.ends is None:
@@ -360,7 +358,7 @@ def with_ranges(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
         key = candidate.chain, candidate.same_as is None
         shown.add(id(first.setdefault(key, candidate)))
     candidates = tuple(
-        replace(candidate, range_us=_range_us(candidate, plan, workload, cluster))
+        replace(candidate, range_us=_range_us(candidate, plan, shape, cluster))
         if id(candidate) in shown
         else candidate
         for candidate in plan.candidates
@@ -370,17 +368,17 @@ def with_ranges(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
 
 
 def _range_us(
-    candidate: Candidate, plan: Plan, workload: Workload, cluster: Cluster
+    candidate: Candidate, plan: Plan, shape: Shape, cluster: Cluster
 ) -> tuple[float, float] | None:
     """The time of a candidate at both ends, the less first."""
     if candidate.num_chunks is None or cluster.ends is None:
         return None
     chains = {entry.chain for entry in plan.candidates}
     chunks = [entry.num_chunks for entry in plan.candidates if entry.num_chunks is not None]
-    num_counts = num_exchanged_counts(workload, chains, chunks)
+    num_counts = num_exchanged_counts(shape, chains, chunks)
     chain, phase = CHAINS[candidate.chain], plan.key.phase
     optimistic_us, conservative_us = (
-        price_chain(workload, end, chain, candidate.num_chunks, phase, num_counts).total_us
+        price_chain(shape, end, chain, candidate.num_chunks, phase, num_counts).total_us
         for end in cluster.ends
     )
     return min(optimistic_us, conservative_us), max(optimistic_us, conservative_us)

@@ -11,10 +11,10 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.program import Phase
+from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit, benefit_of
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.workload import Workload
 
 NUM_CHUNKS = (1, 2, 4, 8)
 # A plainer chain is chosen if it takes at most this fraction longer than the fastest.
@@ -26,7 +26,7 @@ class Selection:
     """A selection, and the prices that it was made from.
 
     Attributes:
-        workload: the exchange.
+        shape: the exchange.
         cluster: the cluster it runs on.
         phase: the phase that it was selected for.
         price: the price of what was selected.
@@ -36,7 +36,7 @@ class Selection:
         incompatible: chain -> why it cannot run on the layout.
     """
 
-    workload: Workload
+    shape: Shape
     cluster: Cluster
     phase: Phase
     price: ChainPrice
@@ -48,7 +48,7 @@ class Selection:
     @property
     def benefit(self) -> Benefit | None:
         """Benefit over plain `alltoall`; None as in `plan.Plan`, and for quantized rows."""
-        if self.workload.quantized:
+        if self.shape.quantized:
             return None
         # The fastest come last here, and stay.
         best_us = {price.chain.name: price.total_us for price in reversed(self.prices)}
@@ -73,20 +73,18 @@ class Selection:
         return f"{how}; the {resource} is busy for {share:.0%} of the time"
 
 
-def num_exchanged_counts(
-    workload: Workload, chains: Iterable[str], num_chunks: Sequence[int]
-) -> int:
+def num_exchanged_counts(shape: Shape, chains: Iterable[str], num_chunks: Sequence[int]) -> int:
     """Integers to each rank in the exchange of counts, behind which one of some chains is chosen.
 
     It holds what any of them needs that can run, in any of the numbers of chunks.
     """
     able = [CHAINS[name] for name in chains]
-    able = [chain for chain in able if chain.incompatibility(workload.layout) is None]
-    return message_size(able, workload.layout, blocks_for(max(num_chunks))) if able else 0
+    able = [chain for chain in able if chain.incompatibility(shape.layout) is None]
+    return message_size(able, shape.layout, blocks_for(max(num_chunks))) if able else 0
 
 
 def select_chain(
-    workload: Workload,
+    shape: Shape,
     cluster: Cluster,
     *,
     phase: Phase = "forward_backward",
@@ -96,7 +94,7 @@ def select_chain(
     """Choose a chain and a number of chunks.
 
     Args:
-        workload: the exchange.
+        shape: the exchange.
         cluster: the cluster it runs on.
         phase: the phase to choose for.
         chains: the chains to consider.
@@ -107,14 +105,14 @@ def select_chain(
     """
     incompatible: dict[str, str] = {}
     prices: list[ChainPrice] = []
-    num_counts = num_exchanged_counts(workload, chains, num_chunks)
+    num_counts = num_exchanged_counts(shape, chains, num_chunks)
     for chain in (CHAINS[name] for name in chains):
-        reason = chain.incompatibility(workload.layout)
+        reason = chain.incompatibility(shape.layout)
         if reason is not None:
             incompatible[chain.name] = reason
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            prices.append(price_chain(workload, cluster, chain, chunks, phase, num_counts))
+            prices.append(price_chain(shape, cluster, chain, chunks, phase, num_counts))
     if not prices:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
         raise ValueError(f"chains: none can run: {reasons}")
@@ -125,7 +123,7 @@ def select_chain(
 
     rivals = list(plainest.values())
     return Selection(
-        workload=workload,
+        shape=shape,
         cluster=cluster,
         phase=phase,
         price=min(

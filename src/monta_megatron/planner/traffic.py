@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains.counts import COUNT_BYTES
-from monta_megatron.chains.layout import GroupName, Layout
 from monta_megatron.chains.program import (
     ID_BYTES,
     SUM_COLUMNS,
@@ -33,6 +32,7 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.program import Operation as ProgramOperation
 from monta_megatron.chains.stages import RowCounts
+from monta_megatron.core import GroupName, Layout
 from monta_megatron.planner.curves import Operation
 
 # Work before and after a program; the exchange of counts is a kind.

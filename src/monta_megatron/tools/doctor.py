@@ -177,7 +177,7 @@ def _launch_order() -> Iterator[Finding]:
 
 
 def _topology() -> Iterator[Finding]:
-    from monta_megatron.chains.layout import is_named, node_here
+    from monta_megatron.common.nodes import is_named, node_here
     from monta_megatron.common.ranks import ranks_per_node_from_launcher
 
     if is_named():

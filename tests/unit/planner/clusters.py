@@ -1,16 +1,15 @@
-"""Clusters and workloads that the tests of this folder share."""
+"""Clusters and shapes that the tests of this folder share."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
+from monta_megatron.core import Layout, Routing, Shape
 from monta_megatron.planner.cluster import Cluster, Link
 from monta_megatron.planner.curves import HostCosts
-from monta_megatron.planner.routing.expected import Routing, UniformRouting
-from monta_megatron.planner.workload import Workload
+from monta_megatron.planner.routing.expected import UniformRouting
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -59,7 +58,7 @@ def layout_of(ep: int, etp: int, ranks_per_node: int, num_experts: int) -> Layou
     )
 
 
-def workload_of(
+def shape_of(
     ep: int,
     etp: int = 1,
     *,
@@ -69,9 +68,9 @@ def workload_of(
     tokens: int = 4096,
     hidden: int = 4096,
     routing: Routing | None = None,
-) -> Workload:
+) -> Shape:
     """An exchange in bf16."""
-    return Workload(
+    return Shape(
         layout=layout_of(ep, etp, ranks_per_node, num_experts),
         hidden_size=hidden,
         value_bytes=2,

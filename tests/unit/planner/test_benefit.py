@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from clusters import preset, workload_of
+from clusters import preset, shape_of
 
 from monta_megatron.common.units import time_text
 from monta_megatron.planner.benefit import Benefit, Iteration, benefit_of
@@ -95,7 +95,7 @@ def test_without_a_price_there_is_no_benefit() -> None:
 
 
 def test_a_selection_and_its_plan_gain_the_same() -> None:
-    selection = select_chain(workload_of(16), preset("h100_8x_ndr"))
+    selection = select_chain(shape_of(16), preset("h100_8x_ndr"))
     benefit = selection.benefit
     assert benefit is not None and benefit.ratio > 1
     assert plan_of(selection).benefit == benefit

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from clusters import layout_of, preset, workload_of
+from clusters import layout_of, preset, shape_of
 
 from monta_megatron.planner.chain_policy import PlannedPolicy, chains_for
 from monta_megatron.planner.online.decision import Decision
@@ -16,13 +16,13 @@ TOKENS = 512
 
 @pytest.fixture
 def policy() -> PlannedPolicy:
-    workload = workload_of(8, 1, num_experts=64, tokens=1, topk=8)
-    workload = replace(workload, layout=layout_of(8, 1, 4, 64))
+    shape = shape_of(8, 1, num_experts=64, tokens=1, topk=8)
+    shape = replace(shape, layout=layout_of(8, 1, 4, 64))
     return PlannedPolicy(
-        chains=chains_for(workload.layout),
+        chains=chains_for(shape.layout),
         num_chunks=NUM_CHUNKS,
         cluster=preset("emulated_2x4_500mbit"),
-        workload=workload,
+        shape=shape,
     )
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from clusters import preset, workload_of
+from clusters import preset, shape_of
 
 from monta_megatron.cli import main
 from monta_megatron.planner.plan import plan
@@ -32,7 +32,7 @@ FLAGS = [
     ],
 )
 def test_a_plan_says_which_kernels_it_prices(cluster: str, kernels: str, priced: str) -> None:
-    found = plan(workload_of(8), preset(cluster).with_kernel_choice(kernels))  # type: ignore[arg-type]
+    found = plan(shape_of(8), preset(cluster).with_kernel_choice(kernels))  # type: ignore[arg-type]
     assert found.key.kernels == priced
 
 

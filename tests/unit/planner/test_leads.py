@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from clusters import LAUNCH, link, preset, with_link, workload_of
+from clusters import LAUNCH, link, preset, shape_of, with_link
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import (
@@ -144,7 +144,7 @@ def test_prices_of_cpu_ranks_are_those_of_passes_one_by_one(chain: str) -> None:
     assert cluster.ends is None and cluster.host is cluster.launch
     assert cluster.with_kernel_choice("auto") is cluster
     priced = price_chain(
-        workload_of(8, ranks_per_node=4), cluster, CHAINS[chain], 1, "forward_backward"
+        shape_of(8, ranks_per_node=4), cluster, CHAINS[chain], 1, "forward_backward"
     )
     for of_pass in priced.passes:
         alone = of_pass.scheduled(cluster.factor, 0.0)
@@ -162,7 +162,7 @@ def test_a_price_lies_between_an_instant_host_and_none_ahead(chain: str) -> None
     cluster = preset("h100_8x_ndr")
     num_chunks = 1 if CHAINS[chain].serial else 4
     led, instant = (
-        price_chain(workload_of(16), each, CHAINS[chain], num_chunks, "forward_backward")
+        price_chain(shape_of(16), each, CHAINS[chain], num_chunks, "forward_backward")
         for each in (cluster, replace(cluster, launch=LAUNCH))
     )
     alone_us = sum(each.scheduled(cluster.factor, 0.0).total_us for each in led.passes)
@@ -177,7 +177,7 @@ def test_a_collective_costs_the_host_by_its_peers() -> None:
     faster = replace(launch, host_speed=2.0).at_speed
     assert faster.start_us("alltoall", 0, 1) == 10.75
     cluster = replace(preset("h100_8x_ndr"), launch=launch)
-    priced = price_chain(workload_of(16), cluster, CHAINS["hierarchical_alltoall"], 1, "forward")
+    priced = price_chain(shape_of(16), cluster, CHAINS["hierarchical_alltoall"], 1, "forward")
     by_stage = {work.stage: work.launch_us for work in priced.passes[0].works}
     assert by_stage["exchange of counts"] == 20 + 15 * 1.5
     assert by_stage["alltoall between nodes"] == 20 + 1 * 1.5

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from clusters import CONFIGS, LAUNCH, link, preset, workload_of
+from clusters import CONFIGS, LAUNCH, link, preset, shape_of
 
 from monta_megatron.chains.program import COLLECTIVES
 from monta_megatron.common.units import Rate
@@ -63,8 +63,8 @@ def test_a_plan_on_efa_keeps_to_its_rails() -> None:
     without = replace(
         with_rails, links=tuple(replace(each, cross_rail_rate=None) for each in with_rails.links)
     )
-    workload = workload_of(16)
-    slow, fast = (plan(workload, cluster).best_us() for cluster in (with_rails, without))
+    shape = shape_of(16)
+    slow, fast = (plan(shape, cluster).best_us() for cluster in (with_rails, without))
     # Flat chains cross them, the hierarchical ones do so with their counts alone.
     assert slow["alltoall"] > 1.5 * fast["alltoall"]
     assert slow["hierarchical_alltoall"] == pytest.approx(fast["hierarchical_alltoall"], rel=1e-3)
@@ -117,9 +117,9 @@ def test_nodes_of_two_predicted_from_nodes_of_four() -> None:
     calibrated = load_cluster(CONFIGS.parent / "docs" / "benchmarks" / "regret_2x4.yaml")
     converted = replace(calibrated, ranks_per_node=2)
     by_hand = replace(converted, calibrated_node=None)
-    workload = workload_of(4, ranks_per_node=2, num_experts=48, tokens=512, hidden=1024)
+    shape = shape_of(4, ranks_per_node=2, num_experts=48, tokens=512, hidden=1024)
     wrong_us, right_us = (
-        plan(replace(workload, value_bytes=4), cluster, num_chunks=(1,)).best_us()["alltoall"]
+        plan(replace(shape, value_bytes=4), cluster, num_chunks=(1,)).best_us()["alltoall"]
         for cluster in (by_hand, converted)
     )
     assert wrong_us > 1.8 * measured_us

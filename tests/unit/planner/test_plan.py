@@ -9,24 +9,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from clusters import CONFIGS, LAUNCH, layout_of, link, preset, with_link, workload_of
+from clusters import CONFIGS, LAUNCH, layout_of, link, preset, shape_of, with_link
 from counted_routing import CountedRouting
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.rules import hash_of
+from monta_megatron.core import Shape
 from monta_megatron.planner import plan as planner_plan
 from monta_megatron.planner import select
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import uncalibrated, with_inter_rate
 from monta_megatron.planner.curves import Curve
-from monta_megatron.planner.layout import ParallelLayout, exchanges, priced_ranks, workload_of_model
+from monta_megatron.planner.layout import ParallelLayout, exchanges, priced_ranks, shape_of_model
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import Plan, plan
 from monta_megatron.planner.routing.drawn import skewed_routing
-from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.report import plan_lines
 
 A800 = preset("a800_2x8_ib200").with_kernels(fused=False)
@@ -45,10 +45,10 @@ def without_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 no_margin = pytest.mark.usefixtures("without_margin")
 
 
-def paper_workload(tokens: int = 1024) -> Workload:
+def paper_shape(tokens: int = 1024) -> Shape:
     """The paper's layout: 2 experts, ETP 8 inside each of two nodes, EP 2 across."""
     model = load_model(CONFIGS / "models" / "monta_2x70b.yaml")
-    return workload_of_model(model, layout_of(2, 8, 8, model.num_experts), tokens)
+    return shape_of_model(model, layout_of(2, 8, 8, model.num_experts), tokens)
 
 
 def with_overhead(cluster: Cluster, ratio: float) -> Cluster:
@@ -66,25 +66,25 @@ def with_overhead(cluster: Cluster, ratio: float) -> Cluster:
 
 def test_top_1_in_one_node_is_a_plain_alltoall() -> None:
     for cluster in (A800, H100):
-        assert plan(workload_of(8, topk=1), cluster).chain == "alltoall"
+        assert plan(shape_of(8, topk=1), cluster).chain == "alltoall"
 
 
 def test_expert_tensor_parallelism_pipelines_two_collectives() -> None:
     """From 2,048 tokens on; with fewer, the host takes longer for a chunk than the network."""
     for tokens in (2048, 8192):
-        found = plan(paper_workload(tokens), A800)
+        found = plan(paper_shape(tokens), A800)
         assert found.chain == "alltoall_allgather" and found.num_chunks > 1
 
 
 def test_high_topk_over_two_nodes_is_hierarchical() -> None:
     for cluster in (A800, H100):
-        found = plan(workload_of(16), cluster)
+        found = plan(shape_of(16), cluster)
         assert found.chain.startswith("hierarchical") and found.num_chunks > 1
 
 
 def test_a_tiny_message_goes_in_one_chunk() -> None:
-    for workload in (workload_of(16, tokens=8), paper_workload(4), workload_of(8, tokens=8)):
-        assert plan(workload, A800).num_chunks == 1
+    for shape in (shape_of(16, tokens=8), paper_shape(4), shape_of(8, tokens=8)):
+        assert plan(shape, A800).num_chunks == 1
 
 
 def assert_flips_once(values: Sequence[float], choose: Choose, first: str, last: str) -> None:
@@ -110,9 +110,7 @@ def assert_flips_once(values: Sequence[float], choose: Choose, first: str, last:
 def test_more_experts_per_token_flip_it_to_one_copy_per_rank() -> None:
     assert_flips_once(
         [1, 2, 3, 4, 6, 8],
-        lambda topk: plan(
-            workload_of(8, topk=int(topk)), A800, chains=("alltoall", "alltoall_dedup")
-        ),
+        lambda topk: plan(shape_of(8, topk=int(topk)), A800, chains=("alltoall", "alltoall_dedup")),
         "alltoall",
         "alltoall_dedup",
     )
@@ -123,7 +121,7 @@ def test_a_faster_network_flips_it_from_hierarchical_to_flat() -> None:
     assert_flips_once(
         [0.25, 0.5, 1, 2, 4, 8, 16, 32],
         lambda ratio: plan(
-            workload_of(16),
+            shape_of(16),
             with_inter_rate(A800, ratio),
             chains=("hierarchical_alltoall", "alltoall_dedup"),
         ),
@@ -135,13 +133,13 @@ def test_a_faster_network_flips_it_from_hierarchical_to_flat() -> None:
 @no_margin
 def test_overhead_flips_it_from_pipelined_to_serial() -> None:
     values = [0, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64]
-    plans = [plan(paper_workload(), with_overhead(A800, ratio)) for ratio in values]
+    plans = [plan(paper_shape(), with_overhead(A800, ratio)) for ratio in values]
     chunks = [found.num_chunks for found in plans]
     assert chunks == sorted(chunks, reverse=True) and chunks[0] == 8 and chunks[-1] == 1
     assert_flips_once(
         values,
         lambda ratio: plan(
-            paper_workload(),
+            paper_shape(),
             with_overhead(A800, ratio),
             chains=("alltoall_allgather", "alltoall"),
             num_chunks=(4,),
@@ -154,7 +152,7 @@ def test_overhead_flips_it_from_pipelined_to_serial() -> None:
 @no_margin
 def test_more_bytes_take_more_chunks() -> None:
     chunks = [
-        plan(workload_of(16, tokens=2**power), A800, chains=("hierarchical_alltoall",)).num_chunks
+        plan(shape_of(16, tokens=2**power), A800, chains=("hierarchical_alltoall",)).num_chunks
         for power in range(0, 17, 2)
     ]
     assert chunks == sorted(chunks) and chunks[0] == 1 and chunks[-1] == 8
@@ -162,16 +160,16 @@ def test_more_bytes_take_more_chunks() -> None:
 
 def test_more_chunks_can_be_asked_for_than_are_searched() -> None:
     """A chunk of tokens is made of whole blocks, so there have to be enough of them."""
-    found = plan(workload_of(16), A800, chains=("hierarchical_alltoall",), num_chunks=(16,))
+    found = plan(shape_of(16), A800, chains=("hierarchical_alltoall",), num_chunks=(16,))
     assert found.num_chunks == 16
 
 
 @no_margin
 def test_the_margin_goes_to_the_plainer_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    strict = plan(workload_of(16), A800)
+    strict = plan(shape_of(16), A800)
     for module in (planner_plan, select):
         monkeypatch.setattr(module, "MARGIN", 10.0)
-    generous = plan(workload_of(16), A800)
+    generous = plan(shape_of(16), A800)
     assert strict.predicted_us == min(
         entry.predicted_us for entry in strict.candidates if entry.predicted_us is not None
     )
@@ -181,7 +179,7 @@ def test_the_margin_goes_to_the_plainer_chain(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_candidate_is_there_with_its_reason() -> None:
-    found = plan(workload_of(2, 8, num_experts=8, topk=2), A800)
+    found = plan(shape_of(2, 8, num_experts=8, topk=2), A800)
     assert {entry.chain for entry in found.candidates} == set(CHAINS)
     assert [entry for entry in found.candidates if entry.rejected is None] == [
         entry
@@ -195,7 +193,7 @@ def test_every_candidate_is_there_with_its_reason() -> None:
 
 @no_margin
 def test_reasons_say_how_much_faster_and_slower() -> None:
-    found = plan(workload_of(16), A800)
+    found = plan(shape_of(16), A800)
     assert found.predicted_us is not None
     slower = [
         (entry, entry.predicted_us / found.predicted_us)
@@ -213,7 +211,7 @@ def test_reasons_say_how_much_faster_and_slower() -> None:
 
 
 def test_what_does_the_same_is_no_rival() -> None:
-    found = plan(workload_of(8, num_experts=8, topk=2), H100)
+    found = plan(shape_of(8, num_experts=8, topk=2), H100)
     # At ETP 1 there is nothing to gather: in one chunk it is the plain alltoall.
     same = {
         (entry.chain, entry.num_chunks): entry.same_as
@@ -226,7 +224,7 @@ def test_what_does_the_same_is_no_rival() -> None:
     (line,) = (line for line in plan_lines(found) if line.startswith("alltoall_allgather"))
     assert line.split()[1] == "2"
     # Nor is it one where both are beaten.
-    beaten = plan(workload_of(16), H100)
+    beaten = plan(shape_of(16), H100)
     (entry,) = (entry for entry in beaten.candidates if entry.same_as)
     assert str(entry.rejected).endswith("% slower; the same as alltoall in 1 chunk at this layout")
 
@@ -234,7 +232,7 @@ def test_what_does_the_same_is_no_rival() -> None:
 def test_bytes_are_those_of_all_ranks_by_resource() -> None:
     # A pair goes out with 4 bytes of probability and comes back without; 512 pairs for each rank,
     # of which 8 are on the other node and 7 on this one.
-    found = plan(workload_of(16, tokens=1024), A800, chains=("alltoall",), phase="forward")
+    found = plan(shape_of(16, tokens=1024), A800, chains=("alltoall",), phase="forward")
     (entry,) = found.candidates
     pair_bytes = 8196 + 8192
     assert entry.inter_bytes == 16 * 8 * 512 * pair_bytes
@@ -244,7 +242,7 @@ def test_bytes_are_those_of_all_ranks_by_resource() -> None:
 
 
 def test_stages_add_up_to_the_candidate() -> None:
-    found = plan(workload_of(16), A800)
+    found = plan(shape_of(16), A800)
     (choice,) = (entry for entry in found.candidates if entry.rejected is None)
     of_counts = [stage for stage in found.stages if stage.stage == "exchange of counts"]
     for resource in ("inter_bytes", "intra_bytes"):
@@ -258,7 +256,7 @@ def test_the_host_s_time_around_the_stages_is_added(phase: Phase) -> None:
     """Every pass takes 10 us of it; dispatch takes 50 us more, to count, and nothing hides that."""
     without, found = (
         plan(
-            workload_of(16),
+            shape_of(16),
             replace(A800, launch=replace(A800.launch, counts_us=counts_us, pass_us=pass_us)),
             phase=phase,
         )
@@ -276,7 +274,7 @@ def test_the_first_chunk_of_every_stage_takes_longer() -> None:
         A800.launch, first_collective_us=100, first_copy_us=10, first_find_us=1, counts_us=0
     )
     without, found = (
-        price_chain(workload_of(16), cluster, CHAINS["allgather"], 4, "forward")
+        price_chain(shape_of(16), cluster, CHAINS["allgather"], 4, "forward")
         for cluster in (A800, replace(A800, launch=launch))
     )
     more_us: dict[str, np.ndarray] = {}
@@ -298,7 +296,7 @@ def test_the_host_s_time_for_stages_and_for_the_counts() -> None:
     """2 us for every chunk of a stage, and 15 for the counts of a dispatch, once."""
     launch = replace(LAUNCH, stage_us=2.0, counts_to_host_us=15.0)
     price = price_chain(
-        workload_of(16), replace(A800, launch=launch), CHAINS["allgather"], 4, "forward"
+        shape_of(16), replace(A800, launch=launch), CHAINS["allgather"], 4, "forward"
     )
     for pass_ in price.passes:
         # What is found before it is copied is one stage.
@@ -312,10 +310,10 @@ def test_the_host_s_time_for_stages_and_for_the_counts() -> None:
 
 def test_uneven_nodes_and_routings_cost_what_the_busiest_does() -> None:
     # EP 3 on nodes of 2: no rails, the flat chains remain.
-    uneven = plan(workload_of(3, ranks_per_node=2, num_experts=12, topk=2), A800)
+    uneven = plan(shape_of(3, ranks_per_node=2, num_experts=12, topk=2), A800)
     assert uneven.chain in ("alltoall", "alltoall_allgather", "alltoall_dedup", "allgather")
-    even = plan(workload_of(16), A800, chains=("alltoall",))
-    skewed = plan(workload_of(16, routing=skewed_routing(64, 8)), A800, chains=("alltoall",))
+    even = plan(shape_of(16), A800, chains=("alltoall",))
+    skewed = plan(shape_of(16, routing=skewed_routing(64, 8)), A800, chains=("alltoall",))
     assert skewed.predicted_us is not None and even.predicted_us is not None
     assert skewed.predicted_us > 1.1 * even.predicted_us
 
@@ -327,7 +325,7 @@ def test_ranks_that_share_a_nic_are_priced_together() -> None:
         np.eye(4, dtype=bool)[[expert] * count]
         for expert, count in ((2, 30), (2, 10), (2, 5), (3, 5))
     )
-    workload = workload_of(
+    shape = shape_of(
         4,
         ranks_per_node=2,
         num_experts=4,
@@ -341,7 +339,7 @@ def test_ranks_that_share_a_nic_are_priced_together() -> None:
         launch=LAUNCH,
         links=(link("inter", 0.0, 1.0), link("intra", 0.0, 1e6), link("memory", 0.0, 1e6)),
     )
-    dispatch, combine = price_chain(workload, cluster, CHAINS["alltoall"], 1, "forward").passes
+    dispatch, combine = price_chain(shape, cluster, CHAINS["alltoall"], 1, "forward").passes
     for pass_, row_bytes in ((dispatch, 8192 + 4), (combine, 8192)):
         (exchange,) = (work for work in pass_.pipeline if work.stage == "alltoall")
         # At 1 GB/s.
@@ -366,7 +364,7 @@ def test_a_collective_on_two_resources_takes_the_slower_time(
         nic_faster_than_800_gbit=True,
         network_faster_than_node_link=True,
     )
-    price = price_chain(workload_of(16, tokens=1024), cluster, CHAINS["alltoall"], 1, "forward")
+    price = price_chain(shape_of(16, tokens=1024), cluster, CHAINS["alltoall"], 1, "forward")
     (exchange,) = (work for work in price.passes[1].pipeline if work.stage == "alltoall")
     assert exchange.times_us == pytest.approx([ranks * 512 * 8192 / 1e3])
     assert exchange.resource == "inter"
@@ -391,9 +389,9 @@ def test_one_chunk_wins_where_the_host_is_the_limit() -> None:
     """
     launch = replace(LAUNCH, operation_us=10.3, collective_us=89, stage_us=31.2)
     cluster = replace(H100, launch=launch)
-    workload = workload_of(16, tokens=512)
+    shape = shape_of(16, tokens=512)
     one, four = (
-        price_chain(workload, cluster, CHAINS["hierarchical_alltoall"], chunks, "forward_backward")
+        price_chain(shape, cluster, CHAINS["hierarchical_alltoall"], chunks, "forward_backward")
         for chunks in (1, 4)
     )
     operations = (42, 25, 4, 35)
@@ -416,7 +414,7 @@ def test_one_chunk_wins_where_the_host_is_the_limit() -> None:
     assert network_us == pytest.approx(4 * (30 + 90), rel=0.02)
     assert more_us - network_us < four.total_us - one.total_us < more_us
     # By the host's time alone: the device's would have it in chunks.
-    fewer = workload_of(16, tokens=384)
+    fewer = shape_of(16, tokens=384)
     chosen = plan(fewer, cluster)
     assert (chosen.chain, chosen.num_chunks) == ("alltoall", 1)
     without = plan(fewer, replace(H100, launch=LAUNCH))
@@ -424,7 +422,7 @@ def test_one_chunk_wins_where_the_host_is_the_limit() -> None:
 
 
 def test_no_tokens_at_all_can_be_planned() -> None:
-    assert plan(workload_of(16, tokens=0), A800).num_chunks == 1
+    assert plan(shape_of(16, tokens=0), A800).num_chunks == 1
 
 
 def test_a_plan_says_what_had_to_be_assumed() -> None:
@@ -437,7 +435,7 @@ def test_a_plan_says_what_had_to_be_assumed() -> None:
         kind="measured",
         source="by hand",
     )
-    found = plan(workload_of(16), replace(A800, curves=(curve,)), chains=("alltoall",))
+    found = plan(shape_of(16), replace(A800, curves=(curve,)), chains=("alltoall",))
     assert found.notes == (
         "alltoall (inter): no curve for 16 ranks, that for 8 taken; "
         "extrapolated beyond 1,000 to 2,000 bytes",
@@ -474,7 +472,7 @@ def test_4096_ranks_are_planned_at_once(cluster: Cluster, ep: int, pattern: int)
         priced_ranks.cache_clear()
         start = time.process_time()
         place = exchanges(layout, model.num_experts, cluster.ranks_per_node)[pattern]
-        plan(workload_of_model(model, place, layout.tokens_per_rank(model)), cluster)
+        plan(shape_of_model(model, place, layout.tokens_per_rank(model)), cluster)
         times.append(time.process_time() - start)
     # Of this process alone. 29 ms and 37 ms where this was written (50 are promised); the rest is
     # for slower machines.
@@ -496,8 +494,8 @@ def test_exchanges_that_lie_differently_on_the_nodes() -> None:
 
 def test_a_group_that_crosses_nodes_is_priced_beside_others() -> None:
     """ETP 4 on nodes of 6: of ranks 0-3, 4-7 and 8-11 only those in the middle lie on two nodes."""
-    workload = workload_of(3, 4, ranks_per_node=6, num_experts=12, topk=2)
-    price = price_chain(workload, H100, CHAINS["alltoall_allgather"], 1, "forward")
+    shape = shape_of(3, 4, ranks_per_node=6, num_experts=12, topk=2)
+    price = price_chain(shape, H100, CHAINS["alltoall_allgather"], 1, "forward")
     resources = {work.stage: work.resource for work in price.passes[0].pipeline}
     assert resources["allgather"] == "inter" and resources["alltoall"] == "inter"
 
@@ -510,7 +508,7 @@ def test_every_message_of_a_collective_starts_by_itself() -> None:
         links=tuple(replace(each, alpha_us=5.0) for each in H100.links),
     )
     rows_only, both = (
-        price_chain(workload_of(8), cluster, CHAINS["alltoall"], 1, "forward").passes[number]
+        price_chain(shape_of(8), cluster, CHAINS["alltoall"], 1, "forward").passes[number]
         for number in (1, 0)
     )
     less, more = (
@@ -523,7 +521,7 @@ def test_every_message_of_a_collective_starts_by_itself() -> None:
     assert more.times_us[0] - less.times_us[0] == pytest.approx(5 + probs_us)
     (packed,) = (
         work
-        for work in price_chain(workload_of(8), cluster, CHAINS["alltoall_dedup"], 1, "forward")
+        for work in price_chain(shape_of(8), cluster, CHAINS["alltoall_dedup"], 1, "forward")
         .passes[0]
         .pipeline
         if work.stage == "alltoall"
@@ -545,8 +543,8 @@ def test_messages_of_cpu_ranks_start_together_only_between_nodes(
         links=tuple(link(resource, 5.0, 1e9) for resource in ("inter", "intra", "memory")),
         nic_faster_than_800_gbit=True,
     )
-    workload = workload_of(4, ranks_per_node=ranks_per_node)
-    price = price_chain(workload, cluster, CHAINS["alltoall"], 1, "forward")
+    shape = shape_of(4, ranks_per_node=ranks_per_node)
+    price = price_chain(shape, cluster, CHAINS["alltoall"], 1, "forward")
     (exchange,) = (work for work in price.passes[0].pipeline if work.stage == "alltoall")
     assert exchange.times_us == pytest.approx([starts * 5.0], abs=0.1)
 
@@ -562,7 +560,7 @@ def test_auto_prices_the_counts_of_every_chain() -> None:
     assert message_size(chains[:1], layout, 8) == 4 + 4
     # In 4 bytes each: to 7 ranks of this node, and to the 8 of the other one.
     for chain, size in (("alltoall", 8), ("hierarchical_alltoall", 8 * 17)):
-        price = price_chain(workload_of(16), A800, CHAINS[chain], 4, "forward")
+        price = price_chain(shape_of(16), A800, CHAINS[chain], 4, "forward")
         (stage,) = (each for each in price.traffic[0].stages if each.stage == "exchange of counts")
         assert stage.operation == "alltoall"
         moved = {name: moved.num_bytes.max() for name, moved in stage.moved.items()}

@@ -11,11 +11,11 @@ from clusters import CONFIGS, layout_of, preset
 from monta_megatron.chains import CHAINS
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
+from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, workload_of_model, workloads_of
+from monta_megatron.planner.layout import ParallelLayout, shape_of_model, shapes_of
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.training_memory import state_bytes
-from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.layout_ranking import rank_layouts
 
 MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
@@ -190,11 +190,11 @@ def test_all_presets_are_there() -> None:
 def test_a_layout_costs_what_its_slowest_exchange_costs() -> None:
     model = load_model(CONFIGS / "models" / "mixtral_8x7b.yaml")
 
-    def workloads(layout: ParallelLayout) -> list[Workload]:
+    def shapes(layout: ParallelLayout) -> list[Shape]:
         place = layout_of(layout.ep, layout.etp, 8, model.num_experts)
-        return [workload_of_model(model, place, tokens) for tokens in (64, 4096, 128)]
+        return [shape_of_model(model, place, tokens) for tokens in (64, 4096, 128)]
 
-    ranking = rank_layouts(model, preset("a800_2x8_ib200"), world_size=16, workloads=workloads)
+    ranking = rank_layouts(model, preset("a800_2x8_ib200"), world_size=16, shapes=shapes)
     assert {layout.tokens_per_rank for layout in ranking} == {4096}
 
 
@@ -221,7 +221,7 @@ def test_what_does_not_fit_into_memory_is_no_layout() -> None:
         model,
         cluster,
         world_size=128,
-        workloads=lambda layout: workloads_of(model, layout, cluster.ranks_per_node),
+        shapes=lambda layout: shapes_of(model, layout, cluster.ranks_per_node),
     )
     assert all(layout.state_bytes + layout.peak_bytes <= 80e9 for layout in ranking)
     # By hand, one rank of a world of 1: 6 bytes and 12 of optimizer for each parameter.

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clusters import CONFIGS, link, preset, workload_of
+from clusters import CONFIGS, link, preset, shape_of
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
@@ -111,7 +111,7 @@ def test_a_measured_rate_is_that_of_the_largest_size() -> None:
         kind="measured",
         source="by hand",
     )
-    network, *_ = plan(workload_of(16), replace(A800, curves=(curve,))).rates
+    network, *_ = plan(shape_of(16), replace(A800, curves=(curve,))).rates
     assert network.rate == Rate(2.0)
     assert network.basis == "per rank in alltoall of 8 ranks at 2,000,000 bytes, measured"
 

@@ -3,17 +3,16 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from clusters import layout_of, preset, workload_of
+from clusters import layout_of, preset, shape_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout, Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import PricedRanks, priced_ranks
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.routing.drawn import skewed_routing
 from monta_megatron.planner.routing.expected import UniformRouting
-from monta_megatron.planner.workload import Workload
 
 
 class RankByRank(UniformRouting):
@@ -39,7 +38,7 @@ class Case:
     num_groups: int
     cluster: Cluster
 
-    def workload(self, rank_by_rank: bool) -> Workload:
+    def shape(self, rank_by_rank: bool) -> Shape:
         """12 experts, of which each token picks 3, in half of the groups."""
         routing = (RankByRank if rank_by_rank else UniformRouting)(
             num_experts=12,
@@ -47,7 +46,7 @@ class Case:
             num_groups=self.num_groups,
             group_topk=max(self.num_groups // 2, 1),
         )
-        found = workload_of(self.ep, self.etp, num_experts=12, tokens=1000, routing=routing)
+        found = shape_of(self.ep, self.etp, num_experts=12, tokens=1000, routing=routing)
         return replace(found, layout=replace(found.layout, nodes=self.nodes))
 
 
@@ -91,7 +90,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_the_plan_is_that_of_all_ranks(case: Case) -> None:
     found, expected = (
-        plan(case.workload(rank_by_rank), case.cluster, num_chunks=(1, 3))
+        plan(case.shape(rank_by_rank), case.cluster, num_chunks=(1, 3))
         for rank_by_rank in (False, True)
     )
     assert (found.chain, found.num_chunks) == (expected.chain, expected.num_chunks)

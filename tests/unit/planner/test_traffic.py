@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from clusters import preset, workload_of
+from clusters import preset, shape_of
 from counted_routing import CountedRouting
 
 from monta_megatron.chains import CHAINS, BoundChain
@@ -17,29 +17,30 @@ from monta_megatron.chains.program import (
     Policy,
     offsets_bytes,
 )
+from monta_megatron.core import Shape
 from monta_megatron.planner import traffic as program_traffic
 from monta_megatron.planner.calibration.points import bytes_per_row
 from monta_megatron.planner.chain_price import peak_bytes, price_chain
 from monta_megatron.planner.plan import sent_bytes
+from monta_megatron.planner.shape import bind_expected, lower_expected
 from monta_megatron.planner.traffic import PassTraffic
-from monta_megatron.planner.workload import Workload
 
 
 def pass_traffic(
-    workload: Workload,
+    shape: Shape,
     bound: BoundChain,
     pass_: Pass,
     num_exchanged_counts: int,
     policy: Policy = "streams",
 ) -> PassTraffic:
-    program = workload.lower(bound, pass_, policy)
-    return program_traffic.pass_traffic([program], workload.tokens_per_rank, num_exchanged_counts)
+    program = lower_expected(shape, bound, pass_, policy)
+    return program_traffic.pass_traffic([program], shape.tokens_per_rank, num_exchanged_counts)
 
 
-def bytes_of(workload: Workload, chain: str, num_chunks: int, pass_: Pass = DISPATCH) -> dict:
+def bytes_of(shape: Shape, chain: str, num_chunks: int, pass_: Pass = DISPATCH) -> dict:
     """(stage, resource) -> bytes that rank 0 sends."""
-    bound = workload.bind(CHAINS[chain], num_chunks)
-    traffic = pass_traffic(workload, bound, pass_, num_chunks)
+    bound = bind_expected(shape, CHAINS[chain], num_chunks)
+    traffic = pass_traffic(shape, bound, pass_, num_chunks)
     return {
         (stage.stage, resource): count
         for stage in traffic.pipeline
@@ -48,10 +49,10 @@ def bytes_of(workload: Workload, chain: str, num_chunks: int, pass_: Pass = DISP
     }
 
 
-def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, pass_: Pass) -> dict:
+def bytes_of_copies(shape: Shape, chain: str, num_chunks: int, pass_: Pass) -> dict:
     """(stage, operation) -> bytes that the copies of rank 0 read and write."""
-    bound = workload.bind(CHAINS[chain], num_chunks)
-    traffic = pass_traffic(workload, bound, pass_, num_chunks)
+    bound = bind_expected(shape, CHAINS[chain], num_chunks)
+    traffic = pass_traffic(shape, bound, pass_, num_chunks)
     return {
         (stage.stage, stage.operation): stage.moved["memory"].num_bytes.sum()
         for stage in traffic.stages
@@ -59,19 +60,19 @@ def bytes_of_copies(workload: Workload, chain: str, num_chunks: int, pass_: Pass
     }
 
 
-def uneven_workload() -> Workload:
+def uneven_shape() -> Shape:
     """4 ranks on 2 nodes, with a routing in which no two of them are alike."""
     generator = np.random.default_rng(1)
     maps = tuple(generator.random((count, 16)) < 0.2 for count in (30, 0, 7, 41))
     routing = CountedRouting(name="recorded", routing_maps=maps)
-    return workload_of(4, ranks_per_node=2, num_experts=16, routing=routing)
+    return shape_of(4, ranks_per_node=2, num_experts=16, routing=routing)
 
 
-def every_rank(workload: Workload, chain: str, num_chunks: int) -> list[BoundChain]:
+def every_rank(shape: Shape, chain: str, num_chunks: int) -> list[BoundChain]:
     """The chain as each rank sees it."""
-    layout = workload.layout
+    layout = shape.layout
     return [
-        workload.bind(CHAINS[chain], num_chunks, dataclasses.replace(layout, rank=rank))
+        bind_expected(shape, CHAINS[chain], num_chunks, dataclasses.replace(layout, rank=rank))
         for rank in range(len(layout.nodes))
     ]
 
@@ -86,17 +87,17 @@ def test_offsets() -> None:
 def test_flat_exchange_by_hand() -> None:
     # 1,024 tokens, top-8 of 64, 16 ranks on 2 nodes: 8,192 pairs, 512 for each rank; 8 ranks are
     # on the other node, 7 on this one. A pair: 4,096 * 2 + 4 bytes, 8,208 if packed.
-    workload = workload_of(16, tokens=1024)
-    assert bytes_of(workload, "alltoall", 1) == {
+    shape = shape_of(16, tokens=1024)
+    assert bytes_of(shape, "alltoall", 1) == {
         ("alltoall", "inter"): 8 * 512 * 8196,
         ("alltoall", "intra"): 7 * 512 * 8196,
     }
-    assert bytes_of(workload, "alltoall_allgather", 2) == {
+    assert bytes_of(shape, "alltoall_allgather", 2) == {
         ("alltoall", "inter"): 8 * 512 * 8208,
         ("alltoall", "intra"): 7 * 512 * 8208,
     }
     # Combine carries the rows alone.
-    assert bytes_of(workload, "alltoall_allgather", 2, COMBINE) == {
+    assert bytes_of(shape, "alltoall_allgather", 2, COMBINE) == {
         ("alltoall", "inter"): 8 * 512 * 8192,
         ("alltoall", "intra"): 7 * 512 * 8192,
     }
@@ -105,10 +106,10 @@ def test_flat_exchange_by_hand() -> None:
 def test_one_copy_per_node_by_hand() -> None:
     # Nearly every token has an expert on each of the 2 nodes: 1 - C(32, 8) / C(64, 8) of them. A
     # token: 8,192 bytes, 8 probabilities and 8 ids, 8,256.
-    workload = workload_of(16, tokens=1024)
-    share = workload.routing.hits(2)[0]  # type: ignore[attr-defined]
+    shape = shape_of(16, tokens=1024)
+    share = shape.routing.hits(2)[0]  # type: ignore[attr-defined]
     assert share == pytest.approx(0.9976, abs=1e-4)
-    found = bytes_of(workload, "hierarchical_allgather", 4)
+    found = bytes_of(shape, "hierarchical_allgather", 4)
     assert found[("alltoall between nodes", "inter")] == pytest.approx(1024 * share * 8256)
     # Every rank of a node hands on what both nodes' ranks of its position sent, to 7 others.
     assert found[("allgather in node", "intra")] == pytest.approx(7 * 2 * 1024 * share * 8256)
@@ -116,24 +117,24 @@ def test_one_copy_per_node_by_hand() -> None:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_expected_rows_do_not_depend_on_the_number_of_chunks(chain: str) -> None:
-    workload = workload_of(16, tokens=1000)
+    shape = shape_of(16, tokens=1000)
     if CHAINS[chain].serial:
         return
-    whole = bytes_of(workload, chain, 2)
+    whole = bytes_of(shape, chain, 2)
     for num_chunks in (3, 8):
-        for key, count in bytes_of(workload, chain, num_chunks).items():
+        for key, count in bytes_of(shape, chain, num_chunks).items():
             assert count == pytest.approx(whole[key])
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_what_is_sent_is_received(chain: str) -> None:
     """Over all ranks, in every pass and chunk."""
-    workload = uneven_workload()
+    shape = uneven_shape()
     num_chunks = 1 if CHAINS[chain].serial else 3
-    ranks = every_rank(workload, chain, num_chunks)
+    ranks = every_rank(shape, chain, num_chunks)
     for pass_ in FORWARD_BACKWARD:
-        programs = [workload.lower(each, pass_, "streams") for each in ranks]
-        traffic = program_traffic.pass_traffic(programs, workload.tokens_per_rank, 3)
+        programs = [lower_expected(shape, each, pass_, "streams") for each in ranks]
+        traffic = program_traffic.pass_traffic(programs, shape.tokens_per_rank, 3)
         for stage in traffic.pipeline:
             if stage.resource != "memory":
                 for resource, moved in stage.moved.items():
@@ -144,15 +145,15 @@ def test_what_is_sent_is_received(chain: str) -> None:
 def test_copies_by_hand() -> None:
     # 1,024 tokens of 8,192 bytes; 8,192 pairs leave a rank and as many arrive. Every copy reads and
     # writes; packed, a pair has 8,208 bytes.
-    workload = workload_of(16, tokens=1024)
-    assert bytes_of_copies(workload, "alltoall_allgather", 2, DISPATCH) == {
+    shape = shape_of(16, tokens=1024)
+    assert bytes_of_copies(shape, "alltoall_allgather", 2, DISPATCH) == {
         ("count", "count"): 6 * 1024 * 64,
         ("permute", "permute"): 2 * 8192 * 8192,
         ("pack", "copy"): pytest.approx(2 * 8192 * 8208),
         ("order", "put"): pytest.approx(2 * 8192 * 8196),
     }
     # At the end pairs are read and tokens are written.
-    assert bytes_of_copies(workload, "alltoall_allgather", 2, COMBINE) == {
+    assert bytes_of_copies(shape, "alltoall_allgather", 2, COMBINE) == {
         ("order", "copy"): pytest.approx(2 * 8192 * 8192),
         ("pack", "put"): pytest.approx(2 * 8192 * 8192),
         ("unpermute", "unpermute"): 8192 * (8192 + 1024),
@@ -162,22 +163,22 @@ def test_copies_by_hand() -> None:
 def test_a_sum_over_ranks_by_hand() -> None:
     # 1,024 tokens, top-2 of 8 experts on 2 EP ranks: each takes half of the 2,048 pairs of a rank,
     # so each of its 8 ETP ranks has 2 x 1,024 pairs to sum. It reads 8 copies and writes one sum.
-    workload = workload_of(2, 8, num_experts=8, topk=2, tokens=1024)
-    found = bytes_of_copies(workload, "alltoall_allgather", 2, COMBINE)
+    shape = shape_of(2, 8, num_experts=8, topk=2, tokens=1024)
+    found = bytes_of_copies(shape, "alltoall_allgather", 2, COMBINE)
     assert found["sum of allgather", "sum"] == pytest.approx((8 + 1) * 2048 * 8192)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan(fused: bool) -> None:
     """Operations on Megatron's own routing map and pairs, per token of a rank."""
-    workload = workload_of(
+    shape = shape_of(
         16, num_experts=NUM_EXPERTS, topk=TOPK, tokens=1024, hidden=HIDDEN_ROW_BYTES // 2
     )
     found = {}
     for chain in ("alltoall", "allgather"):
         for pass_ in (DISPATCH, COMBINE):
-            bound = workload.bind(CHAINS[chain], 1)
-            traffic = pass_traffic(workload, bound, pass_, 1, "fused" if fused else "streams")
+            bound = bind_expected(shape, CHAINS[chain], 1)
+            traffic = pass_traffic(shape, bound, pass_, 1, "fused" if fused else "streams")
             for stage in (*traffic.before, *traffic.after):
                 if stage.resource == "memory":
                     found[stage.operation] = stage.moved["memory"].num_bytes.sum()
@@ -188,11 +189,11 @@ def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan(fused: bool) -> None
 
 
 def test_copies_that_the_executor_does_not_make_are_free() -> None:
-    workload = workload_of(16, tokens=1024)
+    shape = shape_of(16, tokens=1024)
 
     def copies(chain: str, num_chunks: int, pass_: Pass) -> list[str]:
-        bound = workload.bind(CHAINS[chain], num_chunks)
-        traffic = pass_traffic(workload, bound, pass_, num_chunks)
+        bound = bind_expected(shape, CHAINS[chain], num_chunks)
+        traffic = pass_traffic(shape, bound, pass_, num_chunks)
         stages = (stage.stage for stage in traffic.stages if stage.resource == "memory")
         # What is found before it is copied is one stage.
         return list(dict.fromkeys(stages))
@@ -213,7 +214,7 @@ def test_copies_that_the_executor_does_not_make_are_free() -> None:
 
 
 def test_no_tokens_move_nothing() -> None:
-    empty = dataclasses.replace(workload_of(16), tokens_per_rank=0)
+    empty = dataclasses.replace(shape_of(16), tokens_per_rank=0)
     assert bytes_of(empty, "hierarchical_alltoall", 2) == {}
 
 
@@ -221,10 +222,10 @@ def test_no_tokens_move_nothing() -> None:
 def test_dispatch_and_its_backward_hold_most(chain: str) -> None:
     """The search looks at no other pass for the peak."""
     for num_chunks in (1,) if CHAINS[chain].serial else (1, 2, 4):
-        workload = workload_of(16, tokens=1000)
-        bound = workload.bind(CHAINS[chain], num_chunks)
+        shape = shape_of(16, tokens=1000)
+        bound = bind_expected(shape, CHAINS[chain], num_chunks)
         peaks = {
-            pass_.name: peak_bytes(workload.lower(bound, pass_, "streams"))
+            pass_.name: peak_bytes(lower_expected(shape, bound, pass_, "streams"))
             for pass_ in FORWARD_BACKWARD
         }
         assert max(peaks, key=lambda name: peaks[name]).startswith("dispatch"), peaks
@@ -232,25 +233,25 @@ def test_dispatch_and_its_backward_hold_most(chain: str) -> None:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_peak_is_of_the_fullest_rank_in_its_fullest_pass(chain: str) -> None:
-    workload = uneven_workload()
+    shape = uneven_shape()
     num_chunks = 1 if CHAINS[chain].serial else 3
     peaks = [
-        peak_bytes(workload.lower(bound, pass_, "streams"))
-        for bound in every_rank(workload, chain, num_chunks)
+        peak_bytes(lower_expected(shape, bound, pass_, "streams"))
+        for bound in every_rank(shape, chain, num_chunks)
         for pass_ in FORWARD_BACKWARD
     ]
     cluster = preset("h100_8x_ndr").with_kernels(fused=False)
-    price = price_chain(workload, cluster, CHAINS[chain], num_chunks, "forward_backward")
+    price = price_chain(shape, cluster, CHAINS[chain], num_chunks, "forward_backward")
     assert price.peak_bytes == max(peaks) > min(peaks)
 
 
 def test_fused_kernels_are_priced_as_they_run() -> None:
     """Rows go to their places in expert order at once: one write and one read of them are saved."""
-    workload, chain = workload_of(16), CHAINS["hierarchical_alltoall"]
+    shape, chain = shape_of(16), CHAINS["hierarchical_alltoall"]
     cluster = preset("h100_8x_ndr").with_kernels(fused=False)
     fused = dataclasses.replace(cluster, fused_kernels=True)
     torch_price, fused_price = (
-        price_chain(workload, each, chain, 4, "forward_backward") for each in (cluster, fused)
+        price_chain(shape, each, chain, 4, "forward_backward") for each in (cluster, fused)
     )
     by_name = [
         {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import hypothesis
 import numpy as np
 import pytest
-from clusters import preset, workload_of
+from clusters import preset, shape_of
 from hypothesis import strategies as st
 
 from monta_megatron.chains.program import NOT_TIMED_US
@@ -264,7 +264,7 @@ def test_factors_of_what_was_not_measured() -> None:
 
 
 def test_candidates_of_a_selection() -> None:
-    selection = select_chain(workload_of(16), H100)
+    selection = select_chain(shape_of(16), H100)
     found = tuning_candidates(selection)
     assert found[0].key == (selection.price.chain.name, selection.price.num_chunks)
     assert found[0].predicted_us == selection.price.total_us
@@ -278,14 +278,14 @@ def test_candidates_of_a_selection() -> None:
     first = [chains.index(chain) for chain in dict.fromkeys(chains)]
     assert first == list(range(len(first)))
     # Where stock's order is the pick, it comes once.
-    inside = tuning_candidates(select_chain(workload_of(8, topk=1), H100.with_kernels(False)))
+    inside = tuning_candidates(select_chain(shape_of(8, topk=1), H100.with_kernels(False)))
     assert inside[0].key == ("alltoall", 1) and ("alltoall", 1) not in [
         candidate.key for candidate in inside[1:]
     ]
 
 
 def test_new_traffic_is_planned_with_the_factors() -> None:
-    selection = select_chain(workload_of(16), H100)
+    selection = select_chain(shape_of(16), H100)
     tuning = Tuning(candidates=tuning_candidates(selection), num_steps=20)
     pick = tuning.candidates[0]
     # Everything takes twice what was predicted, but stock's order a tenth.
@@ -294,7 +294,7 @@ def test_new_traffic_is_planned_with_the_factors() -> None:
         tuning, [f * each.predicted_us for f, each in zip(factors, tuning.candidates, strict=True)]
     )
     assert tuning.candidates[tuning.winner].chain == "alltoall"
-    less = select_chain(workload_of(16, tokens=2048), H100)
+    less = select_chain(shape_of(16, tokens=2048), H100)
     assert less.price.chain.name == pick.chain
     assert tuning.select(less.rivals, ("alltoall", 1)).chain.name == "alltoall"
     # What runs stays within the margin, and may be none of the rivals now.

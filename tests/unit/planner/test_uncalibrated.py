@@ -2,7 +2,7 @@
 
 import pytest
 
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 from monta_megatron.planner.cluster_file import nearest_preset, uncalibrated
 
 

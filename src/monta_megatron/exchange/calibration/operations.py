@@ -17,8 +17,8 @@ from monta_megatron.chains import CHAINS, Counts
 from monta_megatron.chains import calibration_tasks as tasks
 from monta_megatron.chains.calibration_tasks import NUM_EXPERTS, Point, Task
 from monta_megatron.chains.chain import NUM_BLOCKS
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Resource
+from monta_megatron.core import Layout
 from monta_megatron.exchange.calibration.memory_operations import (
     IN_MEMORY,
     Prepare,

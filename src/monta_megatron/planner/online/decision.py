@@ -149,8 +149,8 @@ class Decision:
         """Choice after the tuning, and its reason."""
         tuning = self.tuning
         assert tuning is not None
-        winner, workload = tuning.candidates[tuning.winner].key, selection.workload
-        is_same = (workload.tokens_per_rank, workload.max_experts_per_token) == self._tuned_for
+        winner, shape = tuning.candidates[tuning.winner].key, selection.shape
+        is_same = self._tuned_for is not None and shape.tokens_per_rank == self._tuned_for[0]
         prices = {(price.chain.name, price.num_chunks): price for price in selection.rivals}
         over = f"measured over {counted(tuning.num_steps, 'iteration')}"
         if is_same and winner in prices:

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.common.units import counted
-from monta_megatron.planner.routing.expected import ExpectedRouting, Routing, UniformRouting
+from monta_megatron.core import Routing
+from monta_megatron.planner.routing.expected import ExpectedRouting, UniformRouting
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

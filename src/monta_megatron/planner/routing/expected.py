@@ -7,42 +7,17 @@ Notation: T = tokens of a rank, E = experts, k = experts per token, S = source r
 blocks, L = local experts, EP = expert parallel size.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from math import comb
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, ChainCounts, Counts, TokenCounts
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common.units import counted
-
-
-class Routing(Hashable, Protocol):
-    """Routing of tokens to experts."""
-
-    @property
-    def name(self) -> str:
-        """For messages and plans."""
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-
-    @property
-    def max_experts_per_token(self) -> int:
-        """The most experts of any token."""
-
-    def is_even(self, num_parts: int) -> bool:
-        """Whether all experts, and all of `num_parts` equal parts of them, get as many tokens."""
-
-    def counts(
-        self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
-    ) -> ChainCounts:
-        """Counts for `chain.bind`, as the layout's rank sees them."""
+from monta_megatron.core import Layout
 
 
 class ExpectedRouting:

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Layout
 from monta_megatron.common.flags import DTYPE_BYTES
+from monta_megatron.core import Layout
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench import traffic

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.tools.bench.settings import LayerShape
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from monta_megatron.chains import wire_format
-from monta_megatron.chains.layout import Layout
+from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.sums import dequantize, quantize
 from monta_megatron.tools.bench.candidates import Batch, Candidate, Passed, run_candidate

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains.layout import Layout, is_named
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
+from monta_megatron.common.nodes import is_named
 from monta_megatron.common.ranks import ThisRank
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
+from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.collectives import find_nodes
 from monta_megatron.integration.controller import deciding_controllers

@@ -8,14 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Layout, number_nodes
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.flags import DTYPE_BYTES
+from monta_megatron.common.nodes import number_nodes
+from monta_megatron.core import Layout, Routing, Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.routing.drawn import expected_routing, make_routing
-from monta_megatron.planner.routing.expected import Routing
-from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.bench.settings import Settings
 
 PROBS_BYTES = 4
@@ -179,7 +178,7 @@ def predict(
     if cluster is None or not keys:
         return {}, None
     planned = plan(
-        workload_of(settings, layout),
+        shape_of(settings, layout),
         cluster,
         phase=phase,
         chains=[name for name in CHAINS if name in {chain for chain, _ in keys}],
@@ -193,12 +192,12 @@ def predict(
     return predicted_ms, (planned.chain, planned.num_chunks)
 
 
-def workload_of(settings: Settings, layout: Layout) -> Workload:
+def shape_of(settings: Settings, layout: Layout) -> Shape:
     """The exchange as the planner sees it."""
     # The planner numbers the nodes of an exchange from 0.
     nodes = number_nodes([str(node) for node in layout.nodes])
     layout = replace(layout, nodes=nodes)
-    return Workload(
+    return Shape(
         layout=layout,
         hidden_size=settings.hidden,
         value_bytes=DTYPE_BYTES[settings.dtype],

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Task
-from monta_megatron.chains.layout import node_here
 from monta_megatron.chains.program import Resource
+from monta_megatron.common.nodes import node_here
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster

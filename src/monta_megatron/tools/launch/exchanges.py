@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
+from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout, workloads_of
+from monta_megatron.planner.layout import ParallelLayout, shapes_of
 from monta_megatron.planner.models.model import Model, model_of
-from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
 from monta_megatron.tools.launch.run_config import RunConfig
 
@@ -37,13 +37,13 @@ class RunExchanges:
         model: the trained model, with the run's batch.
         cluster: the dispatcher's costs.
         ranks_per_node: ranks that are taken to share a node link.
-        workloads: one for every way in which the exchanges lie on the nodes.
+        shapes: one for every way in which the exchanges lie on the nodes.
     """
 
     model: Model
     cluster: Cluster
     ranks_per_node: int
-    workloads: list[Workload]
+    shapes: list[Shape]
 
 
 def exchanges_of_run(config: RunConfig, arguments: Arguments, file: str) -> RunExchanges:
@@ -76,7 +76,7 @@ def exchanges_of_run(config: RunConfig, arguments: Arguments, file: str) -> RunE
         model=model,
         cluster=cluster,
         ranks_per_node=ranks_per_node,
-        workloads=workloads_of(model, layout, ranks_per_node),
+        shapes=shapes_of(model, layout, ranks_per_node),
     )
 
 

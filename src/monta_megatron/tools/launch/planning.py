@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.text import one_of
+from monta_megatron.core import Shape
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import price_chain
@@ -17,7 +18,6 @@ from monta_megatron.planner.layout import iteration_of
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
 from monta_megatron.planner.plan import Plan, slowest_plan
 from monta_megatron.planner.select import NUM_CHUNKS
-from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.tools.launch.exchanges import exchanges_of_run, num_micro_batches
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -68,18 +68,16 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
 
     # Step 2: plan the exchanges that the dispatcher will have to plan.
     chains, num_chunks = _candidates(arguments)
-    plan, workload = slowest_plan(
-        exchanges.workloads, cluster, chains=chains, num_chunks=num_chunks
-    )
+    plan, shape = slowest_plan(exchanges.shapes, cluster, chains=chains, num_chunks=num_chunks)
     memory = training_memory(
         model,
         cluster,
         layout,
-        workload.tokens_per_rank,
+        shape.tokens_per_rank,
         plan.chosen.peak_bytes or 0.0,
     )
     benefit = replace(
-        plan.benefit or _over_alltoall(plan, workload, cluster),
+        plan.benefit or _over_alltoall(plan, shape, cluster),
         iteration=iteration_of(model, layout.pp, num_micro_batches(arguments, layout.dp)),
     )
     return PlannedRun(
@@ -87,9 +85,9 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
     )
 
 
-def _over_alltoall(plan: Plan, workload: Workload, cluster: Cluster) -> Benefit:
+def _over_alltoall(plan: Plan, shape: Shape, cluster: Cluster) -> Benefit:
     """Benefit of a chain that was named, which leaves nothing to choose from."""
-    stock = price_chain(workload, cluster, ALLTOALL, 1, plan.key.phase)
+    stock = price_chain(shape, cluster, ALLTOALL, 1, plan.key.phase)
     return Benefit(chain=plan.chain, chosen_us=plan.predicted_us, alltoall_us=stock.total_us)
 
 

@@ -7,6 +7,7 @@ from itertools import product
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import GB_BYTES
+from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.model import Model
@@ -16,7 +17,6 @@ from monta_megatron.planner.models.training_memory import (
     training_memory,
 )
 from monta_megatron.planner.plan import Plan, slowest_plan
-from monta_megatron.planner.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def rank_layouts(
     cp: int = 1,
     pp: int = 1,
     phase: Phase = "forward_backward",
-    workloads: Callable[[ParallelLayout], Sequence[Workload]],
+    shapes: Callable[[ParallelLayout], Sequence[Shape]],
     progress: Progress | None = None,
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
@@ -73,7 +73,7 @@ def rank_layouts(
         cluster: the cluster it is trained on.
         world_size, cp, pp: the same for all layouts.
         phase: the phase to choose for.
-        workloads: layout -> its exchanges; see `planner.layout.workloads_of`.
+        shapes: layout -> its exchanges; see `planner.layout.shapes_of`.
         progress: gets a step for every layout.
 
     Raises:
@@ -86,7 +86,7 @@ def rank_layouts(
     progress.phase("layouts", len(layouts))
     for layout in layouts:
         progress.step()
-        of_layout = workloads(layout)
+        of_layout = shapes(layout)
         tokens = of_layout[0].tokens_per_rank
         memory = training_memory(model, cluster, layout, tokens, 0.0)
         if memory.fits:

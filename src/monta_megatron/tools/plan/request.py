@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.rules import NonNegativeInt, PositiveFloat, PositiveInt
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.text import check_printable, shown
 from monta_megatron.common.units import counted
+from monta_megatron.core import Layout, Routing, Shape
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster, KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
@@ -22,16 +22,14 @@ from monta_megatron.planner.layout import (
     ParallelLayout,
     exchanges,
     iteration_of,
+    shapes_of,
     uniform_routing,
-    workloads_of,
 )
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model, with_batch
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
 from monta_megatron.planner.plan import Candidate, Plan, slowest_plan, with_ranges
 from monta_megatron.planner.routing.drawn import expected_routing, skewed_routing
-from monta_megatron.planner.routing.expected import Routing
-from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.plan.layout_ranking import RankedLayout, rank_layouts
 
 # A layout in place of its file, where Python calls.
@@ -182,7 +180,7 @@ def read_inputs(request: PlanRequest, progress: Progress | None = None) -> PlanI
             cp=request.cp or 1,
             pp=request.pp or 1,
             phase=request.phase,
-            workloads=lambda layout: _workloads(request, model, cluster, layout),
+            shapes=lambda layout: _shapes(request, model, cluster, layout),
             progress=progress or Progress(),
         )
         sizes = {name: getattr(ranking[0], name) for name in ("tp", "ep", "etp")}
@@ -215,8 +213,8 @@ def priced_cluster(
 
 def plan_request(
     request: PlanRequest, inputs: PlanInputs, **settings: Any
-) -> tuple[Plan, Workload, TrainingMemory]:
-    """The plan of a layout, its workload, and a training's memory on a rank.
+) -> tuple[Plan, Shape, TrainingMemory]:
+    """The plan of a layout, its shape, and a training's memory on a rank.
 
     Args:
         request: tokens, routing and phase.
@@ -227,13 +225,13 @@ def plan_request(
         ValueError: no chain can run.
     """
     model, cluster, layout = inputs.model, inputs.cluster, inputs.layout
-    workloads = _workloads(request, model, cluster, layout)
-    plan, workload = slowest_plan(workloads, cluster, phase=request.phase, **settings)
+    shapes = _shapes(request, model, cluster, layout)
+    plan, shape = slowest_plan(shapes, cluster, phase=request.phase, **settings)
     exchange_bytes = plan.chosen.peak_bytes or 0.0
-    memory = training_memory(model, cluster, layout, workload.tokens_per_rank, exchange_bytes)
-    plan = with_ranges(plan, workload, cluster)
+    memory = training_memory(model, cluster, layout, shape.tokens_per_rank, exchange_bytes)
+    plan = with_ranges(plan, shape, cluster)
     notes = (*plan.notes, *cluster.notes_on(layout.world_size), *model.notes)
-    return replace(plan, notes=notes), workload, memory
+    return replace(plan, notes=notes), shape, memory
 
 
 def candidate_of(
@@ -273,16 +271,16 @@ def candidate_of(
     return min(of_chain, key=lambda entry: (entry.rejected is not None, entry.same_as is not None))
 
 
-def _workloads(
+def _shapes(
     request: PlanRequest, model: Model, cluster: Cluster, layout: ParallelLayout
-) -> list[Workload]:
+) -> list[Shape]:
     tokens = layout.tokens_per_rank(model) if request.tokens is None else request.tokens
     places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
     routings = [_routing(request.routing, model, place) for place in places]
-    workloads = workloads_of(model, layout, cluster.ranks_per_node, tokens, routings)
+    shapes = shapes_of(model, layout, cluster.ranks_per_node, tokens, routings)
     if request.wire_dtype is not None:
-        return [replace(workload, quantized=True) for workload in workloads]
-    return workloads
+        return [replace(shape, quantized=True) for shape in shapes]
+    return shapes
 
 
 def _layout(request: PlanRequest, cluster: Cluster, sizes: dict[str, int]) -> ParallelLayout:

@@ -238,19 +238,19 @@ def of_prediction(
     num_counts = None
     if given is not None:
         settings |= {"chains": (given[0].name,), "num_chunks": (given[1],)}
-    plan, workload, memory = plan_request(request, inputs, **settings)
+    plan, shape, memory = plan_request(request, inputs, **settings)
     chain = CHAINS[plan.chain]
     if given is None:
-        num_counts = num_exchanged_counts(workload, CHAINS, NUM_CHUNKS)
-    ours = predict(workload, cluster, chain, plan.num_chunks, request.phase, num_counts)
+        num_counts = num_exchanged_counts(shape, CHAINS, NUM_CHUNKS)
+    ours = predict(shape, cluster, chain, plan.num_chunks, request.phase, num_counts)
     where = f"{inputs.model.name} on {cluster.name}"
     sizes = (
         f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}, PP {layout.pp} on "
-        f"{counted(layout.world_size, 'rank')}, {counted(workload.tokens_per_rank, 'token')} each"
+        f"{counted(layout.world_size, 'rank')}, {counted(shape.tokens_per_rank, 'token')} each"
     )
     comparison = None
     if chain is not ALLTOALL and not is_alone:
-        stock = predict(workload, cluster, ALLTOALL, 1, request.phase, num_counts)
+        stock = predict(shape, cluster, ALLTOALL, 1, request.phase, num_counts)
         about = (f"predicted: {where}", f"{sizes}; {PHASES[request.phase]}")
         comparison = Comparison(stock=stock, ours=ours, about=about)
     return Drawing(

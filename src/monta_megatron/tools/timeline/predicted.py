@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from monta_megatron.chains import Chain
 from monta_megatron.chains.program import Operation, Phase
+from monta_megatron.core import Shape
 from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.pricing import AROUND_STAGES, PassPrice
 from monta_megatron.planner.schedule import Work
-from monta_megatron.planner.workload import Workload
 from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name
 
 # Times that are equal differ by rounding.
@@ -18,7 +18,7 @@ TOLERANCE_US = 1e-6
 
 
 def predict(
-    workload: Workload,
+    shape: Shape,
     cluster: Cluster,
     chain: Chain,
     num_chunks: int,
@@ -30,7 +30,7 @@ def predict(
     It prices the busiest rank of every stage, so one track stands for all ranks. `num_counts` are
     the integers to each rank in the exchange of counts, None for those that the chain needs.
     """
-    price = price_chain(workload, cluster, chain, num_chunks, phase, num_counts)
+    price = price_chain(shape, cluster, chain, num_chunks, phase, num_counts)
     spans: list[Span] = []
     start_us = 0.0
     for priced in price.passes:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from monta_megatron.chains import CHAINS, check_chain, chunks_of
-from monta_megatron.chains.layout import Layout
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import PositiveInt, Text
+from monta_megatron.core import Layout
 from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.traffic import workload_of
+from monta_megatron.tools.bench.traffic import shape_of
 from monta_megatron.tools.timeline.predicted import predict
 from monta_megatron.tools.timeline.spans import Timeline, Track, pipeline_name
 
@@ -94,8 +94,8 @@ class Recording:
             nodes=tuple(record.node for record in self.ranks[: settings.ep * settings.etp]),
         )
         # Every pass ran the first exchange of a routing that has several.
-        workload = workload_of(replace(settings, repeats=1), layout)
-        return predict(workload, cluster, CHAINS[self.chain], self.num_chunks, self.phase)
+        shape = shape_of(replace(settings, repeats=1), layout)
+        return predict(shape, cluster, CHAINS[self.chain], self.num_chunks, self.phase)
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
