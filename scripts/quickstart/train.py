@@ -115,12 +115,12 @@ def _sent_by_this_node() -> int:
 
 def _describe(dispatcher: Any) -> dict[str, Any]:
     """One layer's dispatcher; stock's have neither a chain nor a count of their bytes."""
-    chain = getattr(dispatcher, "chain", None)
+    choice = getattr(dispatcher, "choice", None)
     return {
         "dispatcher": type(dispatcher).__name__,
-        "chain": chain.name if chain else None,
-        "num_chunks": dispatcher.num_chunks if chain else None,
-        "bytes": dispatcher.monitor.bytes_by_resource() if chain else {"inter": 0, "intra": 0},
+        "chain": choice.chain if choice else None,
+        "num_chunks": choice.num_chunks if choice else None,
+        "bytes": dispatcher.monitor.bytes_by_resource() if choice else {"inter": 0, "intra": 0},
     }
 
 

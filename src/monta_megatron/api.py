@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from monta_megatron.integration.metrics import LayerStatistics
+    from monta_megatron.integration.statistics import LayerStatistics
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.planner.layout import ParallelLayout
     from monta_megatron.planner.models.model import Model
@@ -89,13 +89,14 @@ def timeline(
 def statistics() -> list[LayerStatistics]:
     """Statistics of the exchanges of this process's MoE layers, in the model's order.
 
-    A layer has its chain, the bytes that left this rank between and inside nodes, and how often
-    each chain was chosen. It is there from when it is built, for as long as the model exists.
+    A layer has its choice, the bytes that left this rank between and inside nodes, and by how much
+    the busiest rank is above the mean. It is there from when it is built, for as long as the model
+    exists.
     """
     # Nothing has built a layer without this; then torch need not be there either.
     if "monta_megatron.integration.ranks" not in sys.modules:
         return []
-    from monta_megatron.integration.metrics import layer_statistics
+    from monta_megatron.integration.statistics import layer_statistics
 
     return layer_statistics()
 

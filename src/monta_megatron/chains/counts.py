@@ -3,7 +3,8 @@
 A rank counts all experts and the parts that the chains copy tokens for, by block. It sends every
 rank one message of int32, as large as any other, with these columns for each block:
 
-    head                 tokens, most experts of one of them, a hash: the same to all, in all blocks
+    head                 the same to all, in all blocks: tokens; rows that its experts received in
+                         the last exchange; most experts of a token; 64 bits of the choice
     experts              token-expert pairs for each expert of that rank
     for_node             tokens for its node
     for_rank             tokens for itself; or, where tokens are copied for nodes first,
@@ -33,8 +34,8 @@ from monta_megatron.chains.stages import (
 )
 from monta_megatron.core import Layout
 
-# Tokens of a rank, most experts of one of them, and two columns of what the ranks agree on.
-HEAD_SIZE = 4
+# The last one has two columns.
+HEAD_SIZE = 5
 # A message counts tokens of one rank, which are checked to be at most so many, or experts of one
 # token, which are fewer than a row of the routing map has bytes: int32 holds both. Sums over ranks
 # are made on the host, in 64 bits.

@@ -88,8 +88,6 @@ FORWARD = (DISPATCH, COMBINE)
 FORWARD_BACKWARD = (DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD)
 Phase: TypeAlias = Literal["forward", "forward_backward"]
 PASSES: dict[Phase, tuple[Pass, ...]] = {"forward": FORWARD, "forward_backward": FORWARD_BACKWARD}
-# Instead of the time of a pass that was not timed.
-NOT_TIMED_US = -1
 
 
 class RowFormat(NamedTuple):

@@ -1,15 +1,14 @@
 """Metadata of an exchange: counted by each rank, exchanged once, copied to the host once.
 
-Also the expert ids of tokens, since their number follows from the metadata, and the gathering of a
-few integers from all ranks without blocking training.
+Also the expert ids of tokens, since their number follows from the metadata.
 
 Notation: T = tokens of this rank, E = experts, B = token blocks, S = ranks of the exchange, L =
 local experts, EP and ETP = sizes of its groups, P = parts of the experts, X = columns of a message,
-W = most experts of any token, K = integers of a rank.
+W = most experts of any token.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,60 +74,6 @@ def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         host_waits.remove(wait)
 
 
-class Gathering:
-    """One gathering after the other, each finished much later than it is started.
-
-    Args:
-        group: the ranks, which start and finish in the same order among the group's collectives.
-        what: for errors, see `naming_failure`.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
-        self._group = group
-        self._what = what
-        self._gathered: torch.Tensor | None = None
-        self._wait: Callable[[], object] = lambda: None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether one was started and not finished."""
-        return self._gathered is not None
-
-    def start(
-        self, integers: Sequence[int], device: torch.device, side_stream: torch.cuda.Stream
-    ) -> None:
-        """Send [K] integers of this rank; K is the same on all ranks.
-
-        Args:
-            integers: of this rank.
-            device: that the group serves.
-            side_stream: where they are copied to it and back.
-        """
-        with naming_failure(self._what, self._group), torch.cuda.stream(side_stream):
-            sent = torch.tensor(integers, dtype=torch.int64)
-            if device.type == "cuda":
-                sent = sent.pin_memory().to(device, non_blocking=True)
-            gathered = sent.new_empty(self._group.size() * len(sent))
-            work = dist.all_gather_into_tensor(gathered, sent, group=self._group, async_op=True)
-            assert work is not None
-            self._wait = work.wait
-            if device.type == "cuda":
-                # The side stream waits for the collective, the host for nothing.
-                work.wait()
-                gathered = gathered.to("cpu", non_blocking=True)
-                self._wait = side_stream.record_event().synchronize
-        self._gathered = gathered
-
-    def finish(self) -> NDArray[np.int64]:
-        """[S, K] integers of all ranks; they have long arrived."""
-        assert self._gathered is not None, "not under way"
-        with naming_failure(self._what, self._group):
-            self._wait()
-        gathered, self._gathered = self._gathered.numpy(), None
-        # [S * K] -> [S, K]
-        return gathered.reshape(self._group.size(), -1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCounts:
     """Counts that one rank has received, on the host.
@@ -138,14 +83,16 @@ class ExchangeCounts:
         tokens: counts for chains whose rows are tokens; None if no candidate's are.
         num_tokens: [S] tokens of every rank.
         max_experts_per_token: of any token; 0 where rows are permuted tokens only.
-        hashes: [S] each rank's hash of the rule by which it chooses; has to be equal on all.
+        received_rows: [S] rows that the experts of every rank got in the layer's last exchange.
+        heads: [S] what every rank says of its choice; see `integration.auto`.
     """
 
     count_permuted_tokens: Callable[[], Counts]
     tokens: TokenCounts | None
     num_tokens: NDArray[np.int64]
     max_experts_per_token: int
-    hashes: NDArray[np.int64]
+    received_rows: NDArray[np.int64]
+    heads: NDArray[np.int64]
 
     @cached_property
     def permuted_tokens(self) -> Counts:
@@ -156,6 +103,12 @@ class ExchangeCounts:
     def max_tokens(self) -> int:
         """The most tokens on any rank."""
         return int(self.num_tokens.max())
+
+    @property
+    def busiest_over_mean(self) -> float | None:
+        """Rows that the busiest rank received last time, over the mean; None the first time."""
+        rows = self.received_rows
+        return float(rows.max() / rows.mean()) if rows.any() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +139,14 @@ class CountTable:
         return {"experts": self.layout.num_experts, **part_sizes(self.chains, self.layout)}
 
     def count(
-        self, routing_map: torch.Tensor, agreement: int = 0
+        self, routing_map: torch.Tensor, head: int = 0, received_rows: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Count on the device of the map, with no sync.
 
         Args:
             routing_map: [T, E] bool.
-            agreement: hash of what all ranks have to agree on.
+            head: 63 bits for all ranks; see `integration.auto`.
+            received_rows: likewise, rows that this rank's experts got in the last exchange.
 
         Returns:
             The message to every rank, [S, B, X] int32; and what this rank sends in all, by the
@@ -205,10 +159,13 @@ class CountTable:
         if is_fused(self.kernels, device.type):
             from monta_megatron.exchange.kernels.count_routing import count_routing as count
         sent = count(routing_map, self.num_blocks, parts, self.by_block)
-        tokens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
-        most_experts = sent.pop("most experts", tokens)
-        # Two columns of int32.
-        hash_ = torch.full((1,), agreement, dtype=torch.int64, device=device).view(torch.int32)
+        # Two columns of int32 each, the low half first.
+        packed = received_rows << 32 | num_tokens
+        tokens, said = (
+            torch.full((1,), value, dtype=torch.int64, device=device).view(torch.int32)
+            for value in (packed, head)
+        )
+        most_experts = sent.pop("most experts", tokens[:1])
 
         # The ranks of a group are sent the same: those of a node, or those of an EP rank.
         num_nodes = layout.num_nodes if "node" in parts else 1
@@ -216,7 +173,7 @@ class CountTable:
         num_ranks = len(layout.nodes)
         # [nodes, ranks of a node, B, columns]
         shape = num_nodes, num_ranks // num_nodes, self.num_blocks, -1
-        sections = [column.expand(shape) for column in (tokens, most_experts, hash_)]
+        sections = [column.expand(shape) for column in (tokens, most_experts, said)]
         for name in self.sizes:
             groups = num_groups.get(name, layout.ep)
             # [B, groups * columns] -> [groups, 1, B, columns] -> [groups, ranks, B, columns]
@@ -241,10 +198,10 @@ class CountTable:
         counts = joined[num_received:].astype(np.int64)
         received = {name: messages[:, :, columns[name]] for name in columns}
         sent = {name: counts[lengths[name]] for name in lengths}
-        # The head is the same in all blocks; the hash is its last two columns.
-        num_tokens, most_experts, *_ = received["head"][:, 0].T
-        heads = joined[:num_received].reshape(num_ranks, -1)
-        hashes = heads[:, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
+        # The head is the same in all blocks; what a rank says is its last two columns.
+        num_tokens, received_rows, most_experts, *_ = received["head"][:, 0].T
+        first = joined[:num_received].reshape(num_ranks, -1)
+        heads = first[:, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
 
         def count_permuted_tokens() -> Counts:
             # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
@@ -260,7 +217,8 @@ class CountTable:
             tokens=self._token_counts(num_tokens, received, sent) if self.by_block else None,
             num_tokens=num_tokens,
             max_experts_per_token=max(int(most_experts.max()), 1) if self.by_block else 0,
-            hashes=hashes,
+            received_rows=received_rows,
+            heads=heads,
         )
 
     @cached_property

@@ -39,12 +39,11 @@ def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
     Raises:
         ExchangeError: a collective failed or timed out.
     """
-    with exchange.monitor.timed_pass(columns.rows.device):
-        state = State(exchange, pass_, columns)
-        program = state.bound.program
-        state.streams.fork(program.num_streams)
-        issue(state, program.operations)
-        return _end(state)
+    state = State(exchange, pass_, columns)
+    program = state.bound.program
+    state.streams.fork(program.num_streams)
+    issue(state, program.operations)
+    return _end(state)
 
 
 def start(state: State) -> None:

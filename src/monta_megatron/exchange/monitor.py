@@ -1,19 +1,16 @@
-"""Monitor of an exchange: chains, bytes by stage and resource, order of starts and waits, times."""
+"""Monitor of an exchange: bytes by stage and resource, order of starts and waits."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch.autograd import profiler
 
 from monta_megatron.chains.program import Operation
 from monta_megatron.common.torch_private import is_profiling
-
-if TYPE_CHECKING:
-    from monta_megatron.exchange.pass_times import PassTimes
 
 Action = Literal["begin", "start", "wait", "ready", "end"]
 NOTHING = nullcontext()
@@ -55,17 +52,11 @@ class Monitor:
     Attributes:
         bytes_sent: (stage, resource) -> bytes of payload that left this rank for another one,
             counted from the tensors that were sent: "inter" between nodes, "intra" inside one.
-        choices: (chain, number of chunks) -> exchanges that ran by them, recomputed ones included.
         recorder: records the steps, or None where none are wanted.
-        pass_times: times whole passes, or None where no times are wanted.
-        layer: gives that whose passes they are, or None; while it evaluates nothing is timed.
     """
 
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
-    choices: Counter[tuple[str, int]] = field(default_factory=Counter)
     recorder: Recorder | None = None
-    pass_times: "PassTimes | None" = None
-    layer: Callable[[], torch.nn.Module | None] = lambda: None
 
     def bytes_by_resource(self) -> dict[str, int]:
         """Bytes that left this rank so far, over all stages."""
@@ -86,22 +77,6 @@ class Monitor:
         if self.recorder is None:
             return works
         return self.recorder.watch(works, pass_name, operation.number)
-
-    def timed_pass(self, device: torch.device) -> AbstractContextManager[object]:
-        """Context around a pass on this device."""
-        times = self._times
-        return NOTHING if times is None else times.of_pass(device)
-
-    def timed_copies(self, device: torch.device) -> AbstractContextManager[object]:
-        """Context around copies that a chain needs beside its passes, in the forward."""
-        times = self._times
-        return NOTHING if times is None else times.of_copies(device)
-
-    @property
-    def _times(self) -> "PassTimes | None":
-        # No passes of an iteration: not as many for every candidate, maybe of other tokens.
-        layer = self.layer()
-        return self.pass_times if layer is None or layer.training else None
 
     def names_operations(self) -> bool:
         """Whether `range` does anything now."""

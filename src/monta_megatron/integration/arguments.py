@@ -28,7 +28,7 @@ from monta_megatron.integration.options import (
     Options,
     defaults_from_environment,
 )
-from monta_megatron.integration.policy import check_chain_runs
+from monta_megatron.integration.planning import check_chain_runs
 from monta_megatron.integration.supported_settings import check_megatron_version, check_supported
 
 

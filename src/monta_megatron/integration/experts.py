@@ -13,7 +13,7 @@ module's first call, which here is that of the first chunk, whose backward comes
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -204,11 +204,10 @@ UNSUPPORTED_WITH_OVERLAP = (
 )
 
 
-def check_options(given: Mapping[str, Any], chain: str) -> None:
+def check_options(chain: str) -> None:
     """Check that the other options go with moe_monta_overlap_experts.
 
     Args:
-        given: the options, without "moe_monta_", as far as they are given.
         chain: the chain that is named, or "auto".
 
     Raises:
@@ -220,11 +219,6 @@ def check_options(given: Mapping[str, Any], chain: str) -> None:
         raise ValueError(
             f"{option}: given with {chain}, must be with one of {of_tokens}; rows of the other "
             "chains are permuted by expert before they are split into chunks"
-        )
-    if given["tune_steps"] > 0:
-        raise ValueError(
-            f"moe_monta_tune_steps: got {given['tune_steps']}, must be 0 or left out with "
-            f"{option}: the tuning times exchanges, not layers"
         )
 
 

@@ -74,7 +74,7 @@ def build_with_monta(
         layer._training_token_dispatcher = dispatcher
     layer.token_dispatcher = dispatcher
     # So that the layer goes when nothing else holds it.
-    dispatcher.monitor.layer = weakref.ref(layer)
+    dispatcher.moe_layer = weakref.ref(layer)
     add_layer(layer)
 
 

@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
-DEFAULT_TUNE_STEPS = 20
+DEFAULT_TUNE_STEPS = 24
+# Two candidates with three turns each.
+LEAST_TUNE_STEPS = 6
 
 
 class Kind(NamedTuple):
@@ -56,7 +58,11 @@ FILE = Kind(str, _is_path, "be a file")
 KERNELS = Kind(str, lambda value: value in (AUTO, "torch", "fused"), "be auto, torch or fused")
 FP8 = Kind(str, lambda value: value == "fp8", "be fp8, or left out")
 COUNT = Kind(int, lambda value: type(value) is int and value >= 1, "be an integer >= 1")
-STEPS = Kind(int, lambda value: type(value) is int and value >= 0, "be an integer >= 0; 0 is off")
+STEPS = Kind(
+    int,
+    lambda value: type(value) is int and (value == 0 or value >= LEAST_TUNE_STEPS),
+    f"be 0, which is off, or an integer >= {LEAST_TUNE_STEPS}",
+)
 ZERO_OR_ONE = Kind(int, lambda value: type(value) is int and value in (0, 1), "be 0 or 1")
 SWITCH = Kind(bool, lambda value: type(value) is bool, "be a switch: 1 or 0")
 
@@ -91,10 +97,10 @@ class Options:
     )
     tune_steps: int = _option(
         STEPS,
-        "Iterations, from the second on, in which the best candidates of auto take turns, one in "
-        "an iteration, and are timed; the fastest is kept (default: "
-        f"{DEFAULT_TUNE_STEPS}, and 0, which is off, in deterministic mode). The default makes 1 "
-        "to 3 runs that count of each; where an iteration has few micro-batches, give more.",
+        "Optimizer steps in which the candidates of auto take turns, one in a step, and whole "
+        "iterations are timed; the fastest stays (default: "
+        f"{DEFAULT_TUNE_STEPS}, which are 8 candidates with 3 turns each; 0, which is off, in "
+        "deterministic mode). 1,000 steps later they do so once more.",
         0,
     )
     kernels: str = _option(
@@ -112,15 +118,16 @@ class Options:
     )
     check: int = _option(
         ZERO_OR_ONE,
-        "1: the first exchange of each chain is compared with stock's, on random rows, and each "
-        "fused kernel with PyTorch's operations; a difference ends the run (default). 0: neither.",
+        "1: before a chain first carries rows, it makes a round trip with known answer, forward "
+        "and backward; a difference ends the run (default). 0: no round trip.",
         1,
     )
     overlap_experts: bool = _option(
         SWITCH,
         "Run dispatch, experts and combine of an MoE layer as one pipeline: while a chunk is "
-        "computed, the next one is dispatched and the last one combined. auto splits the best "
-        "chain of tokens in 4; a named chain has to be one of tokens (environment: 1).",
+        "computed, the next one is dispatched and the last one combined. auto lets the best "
+        "chain of tokens in 2 and in 4 chunks take turns; a named chain has to be one of tokens "
+        "(environment: 1).",
         False,
     )
 
@@ -152,9 +159,10 @@ class Options:
         check_chain(chain, "moe_monta_chain", also=(AUTO,))
         is_auto = chain == AUTO
         # Times differ between runs, which deterministic mode is to do alike.
-        is_off = getattr(source, "deterministic_mode", False) or given.get("overlap_experts")
+        is_off = getattr(source, "deterministic_mode", False)
         tuned = DEFAULT_TUNE_STEPS if is_auto and not is_off else 0
         tune_steps = given.setdefault("tune_steps", tuned)
+        check("tune_steps", tune_steps == 0 or not is_off, "be 0 or left out in deterministic mode")
         named = "be 0 or left out where a chain is named, which is used as it is"
         check("tune_steps", tune_steps == 0 or is_auto, named)
         if not is_auto:
@@ -164,7 +172,7 @@ class Options:
         if given.get("overlap_experts"):
             from monta_megatron.integration.experts import check_options
 
-            check_options(given, chain)
+            check_options(chain)
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
             from monta_megatron.common import presets

@@ -19,7 +19,6 @@ from monta_megatron.common.text import shown
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import Options
-from monta_megatron.planner.benefit import Iteration
 
 _layers: WeakSet[Any] = WeakSet()
 
@@ -34,29 +33,8 @@ def layers() -> list[Any]:
 
     In inference Megatron may put another dispatcher in its place.
     """
-    ours = [layer for layer in _layers if hasattr(layer.token_dispatcher, "chain_policy")]
+    ours = [layer for layer in _layers if hasattr(layer.token_dispatcher, "chooser")]
     return sorted(ours, key=lambda layer: layer.layer_number or 0)
-
-
-def iteration_here(dispatcher: Any) -> Iteration:
-    """Exchanges of a dispatcher per iteration, on this pipeline stage.
-
-    Layers that choose by the same policy are those of one shape. The micro-batches are unknown
-    outside Megatron's training loop.
-    """
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-    try:
-        num_micro_batches = get_num_microbatches()
-    except AttributeError:
-        # The training loop has not made Megatron's calculator.
-        num_micro_batches = None
-    policies = [layer.token_dispatcher.chain_policy for layer in layers()]
-    return Iteration(
-        num_moe_layers=policies.count(dispatcher.chain_policy) or None,
-        num_stages=dispatcher.config.pipeline_model_parallel_size,
-        num_micro_batches=num_micro_batches,
-    )
 
 
 _reported: set[tuple[str, ...]] = set()
@@ -94,7 +72,7 @@ def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
 T = TypeVar("T")
 
 SAME_OPTIONS = "give every rank the same options and files"
-ADVICE = {"iteration": "an optimizer has to make a step on all ranks or on none"}
+ADVICE = {"step": "an optimizer has to make a step on all ranks or on none"}
 
 
 def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> None:

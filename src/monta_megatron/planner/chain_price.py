@@ -19,8 +19,7 @@ from monta_megatron.chains.program import (
     Pass,
     Phase,
 )
-from monta_megatron.common.units import counted
-from monta_megatron.core import Shape
+from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.pricing import PassPrice, price_pass, with_leads
@@ -95,9 +94,14 @@ class ChainPrice:
     peak_bytes: float
 
     @property
+    def choice(self) -> Choice:
+        """What is priced, without its experts."""
+        return Choice(chain=self.chain.name, num_chunks=self.num_chunks)
+
+    @property
     def name(self) -> str:
-        """The chain and its chunks, for messages."""
-        return f"{self.chain.name} in {counted(self.num_chunks, 'chunk')}"
+        """For messages."""
+        return self.choice.name
 
     @cached_property
     def total_us(self) -> float:

@@ -116,7 +116,8 @@ def select_chain(
     if not prices:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
         raise ValueError(f"chains: none can run: {reasons}")
-    prices.sort(key=lambda price: (price.total_us, price.plainness))
+    # Hosts differ in the last bit of a price.
+    prices.sort(key=lambda price: (round(price.total_us, 1), price.plainness))
     # The plainest of those that do the same is the one that counts.
     plainest: dict[Hashable, ChainPrice] = {}
     same = [plainest.setdefault(price.work, price) for price in prices]

@@ -95,7 +95,8 @@ class Candidate:
         """The chain that runs and its number of chunks; for "auto", known only after a run."""
         if self.kind == "megatron":
             return self.requested, 1
-        return self.dispatcher.chain.name, self.dispatcher.num_chunks
+        choice = self.dispatcher.choice
+        return choice.chain, choice.num_chunks
 
     @property
     def name(self) -> str:
@@ -106,13 +107,12 @@ class Candidate:
     @property
     def experts_pipelined(self) -> bool:
         """Whether the experts run inside its pipeline; for "auto", known only after a run."""
-        return self.overlaps and bool(self.dispatcher.experts_pipelined)
+        return self.overlaps and bool(self.dispatcher.choice.splits_experts)
 
     @property
     def rows(self) -> Literal["permuted tokens", "tokens"]:
         """Kind of our chain's rows."""
-        rows: Literal["permuted tokens", "tokens"] = self.dispatcher.chain.rows
-        return rows
+        return CHAINS[self.dispatcher.choice.chain].rows
 
     @property
     def is_baseline(self) -> bool:

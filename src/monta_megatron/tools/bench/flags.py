@@ -98,7 +98,10 @@ POINT_FLAGS = {
     "repeats": Flag("N", "timed runs of each", whole(1), "10"),
     "warmup": Flag("N", "runs of each before that", whole(0), "2"),
     "tune-steps": Flag(
-        "N", "iterations in which auto tunes itself before it is timed", whole(0), "0"
+        "N",
+        "iterations in which the candidates of auto take turns before it is timed",
+        whole(0),
+        "0",
     ),
     "seed": Flag("N", "of the data", whole(0), "1"),
 }

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from monta_megatron.chains import wire_format
+from monta_megatron.chains import CHAINS, wire_format
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.sums import dequantize, quantize
@@ -206,7 +206,7 @@ def num_partial_hops(candidate: Candidate, layout: Layout) -> int:
     """Number of exchanges that carry partial sums, each rounded to the rows' dtype."""
     if candidate.rows == "permuted tokens":
         return int(layout.etp > 1)
-    return len(candidate.dispatcher.chain.groups)
+    return len(CHAINS[candidate.dispatcher.choice.chain].groups)
 
 
 def error_bound(dtype: torch.dtype, num_hops: int, once_rms: float, stock_rms: float) -> float:

@@ -17,8 +17,9 @@ from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.collectives import find_nodes
-from monta_megatron.integration.controller import deciding_controllers
+from monta_megatron.integration.auto import AutoChoice
 from monta_megatron.integration.options import AUTO
+from monta_megatron.planner.choose import LATE
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
@@ -50,11 +51,12 @@ from monta_megatron.tools.bench.settings import Point, Settings
 from monta_megatron.tools.bench.traffic import Traffic, predict
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
-# Iterations of a tuning in which no candidate has its turn: before the first, and until what the
-# last one took is known.
-AROUND_TUNING = 6
-# Fewer than a training has, in which there are layers besides.
+# Exchanges of an iteration; a training has more, and layers besides.
 MICRO_BATCHES = 4
+
+
+class Optimizer:
+    """Stands for that of a training, whose steps count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,22 +184,22 @@ class Bench:
         return rows
 
     def tune(self) -> None:
-        """Let `auto` run so many iterations that it is tuned; its choice stays."""
-        num_iterations = self.task.settings.tune_steps + AROUND_TUNING
+        """Let the candidates of `auto` take turns, as in a training; the winner stays."""
+        num_steps = self.task.settings.tune_steps
         for candidate in self.candidates:
-            is_tuned = candidate.requested == AUTO and not candidate.overlaps
-            if is_tuned and self.task.settings.tune_steps:
-                self.task.progress.phase(
-                    f"{self.task.name}tuning, {counted(num_iterations, 'iteration')}",
-                    num_iterations,
-                )
-                for _ in range(num_iterations):
-                    for _ in range(MICRO_BATCHES):
-                        run_candidate(candidate, identity_experts, backward=True)
-                    # In a training, the step of an optimizer.
-                    for controller in deciding_controllers():
-                        controller.end_iteration()
-                    self.task.progress.step()
+            if not num_steps or candidate.requested != AUTO or candidate.overlaps:
+                continue
+            chooser, optimizer = candidate.dispatcher.chooser, Optimizer()
+            assert isinstance(chooser, AutoChoice), "it chooses"
+            num_iterations = num_steps + LATE
+            self.task.progress.phase(
+                f"{self.task.name}turns, {counted(num_iterations, 'iteration')}", num_iterations
+            )
+            for _ in range(num_iterations):
+                for _ in range(MICRO_BATCHES):
+                    run_candidate(candidate, identity_experts, backward=True)
+                chooser.enter_step(optimizer)
+                self.task.progress.step()
 
     def _limit_ms(self, backward: bool) -> float | None:
         """The least time that the links between nodes allow; None if unknown or nothing crosses."""

@@ -1,8 +1,6 @@
-"""Chain policies from a configuration, alike on all ranks of an exchange."""
+"""The planner of a dispatcher, from its configuration, alike on all ranks of an exchange."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,17 +11,14 @@ from monta_megatron.common.units import counted
 from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange.collectives import nccl_settings
 from monta_megatron.exchange.kernel_choice import device_type, is_fused
-from monta_megatron.integration.options import AUTO, Options
+from monta_megatron.integration.options import Options
 from monta_megatron.integration.ranks import agree
-from monta_megatron.planner.chain_policy import ChainPolicy, FixedPolicy, PlannedPolicy, chains_for
+from monta_megatron.planner.choose import Planner, chains_for
 from monta_megatron.planner.routing.expected import UniformRouting
 
-# Chunks into which auto splits a layer with its experts.
-CHUNKS_WITH_EXPERTS = 4
 
-
-def policy_for(options: Options, config: Any, layout: Layout, permuted_only: bool) -> ChainPolicy:
-    """Chain policy of a dispatcher with this configuration.
+def planner_for(options: Options, config: Any, layout: Layout, permuted_only: bool) -> Planner:
+    """Planner of a dispatcher with this configuration.
 
     Args:
         options: the options, already checked.
@@ -36,50 +31,38 @@ def policy_for(options: Options, config: Any, layout: Layout, permuted_only: boo
     """
     chain, num_chunks = options.named_chain, options.num_chunks
     check_chain_runs(options, config, layout)
+    splits_experts = bool(options.overlap_experts)
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
-        return FixedPolicy(chains=(chain,), num_chunks=(num_chunks,), reason="as asked for")
+        return Planner(chains=(chain,), num_chunks=(num_chunks,), splits_experts=splits_experts)
+    from monta_megatron.planner.select import NUM_CHUNKS
+
     cluster = options.cluster
     if cluster is None:
         from monta_megatron.exchange.streams import gpu_name
         from monta_megatron.planner.cluster_file import uncalibrated
 
         cluster = uncalibrated(layout, gpu_name())
-    # Priced as they run, so ranks have to agree on the kernels here; elsewhere the bits are alike.
-    cluster = cluster.with_kernels(is_fused(options.kernels, device_type()))
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
             f"moe_monta_cluster: {cluster.name} has {counted(cluster.num_nodes, 'node')}, must "
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
         )
-    shape = replace(_shape(config, layout), quantized=options.wire_dtype is not None)
     chains = tuple(
         each
         for each in chains_for(layout)
         if each.rows == "permuted tokens"
         or not (permuted_only or _adds_in_other_order(each, config))
     )
-    from monta_megatron.planner.select import NUM_CHUNKS
-
-    of_tokens = tuple(each for each in chains if each.rows == "tokens")
-    if options.overlap_experts and of_tokens:
-        return _planned_policy(
-            cluster=cluster,
-            shape=shape,
-            chains=of_tokens,
-            num_chunks=(num_chunks or CHUNKS_WITH_EXPERTS,),
-        )
-    return _planned_policy(
-        cluster=cluster,
-        shape=shape,
+    return Planner(
         chains=chains,
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
+        splits_experts=splits_experts and any(each.rows == "tokens" for each in chains),
+        shape=shape_of(config, layout, options),
+        # Priced as they run, so ranks have to agree on the kernels here; the bits are alike.
+        cluster=cluster.with_kernels(is_fused(options.kernels, device_type())),
     )
-
-
-# One policy for all layers of one shape, so that a plan is not made for each of them.
-_planned_policy = cache(PlannedPolicy)
 
 
 def _adds_in_other_order(chain: Chain, config: Any) -> str | None:
@@ -89,7 +72,8 @@ def _adds_in_other_order(chain: Chain, config: Any) -> str | None:
     """
     if chain.rows == "permuted tokens" or not getattr(config, "batch_invariant_mode", False):
         return None
-    from monta_megatron.integration.strategies import demands_order
+    # Imports Megatron, which may be importing us.
+    from monta_megatron.integration.counts import demands_order
 
     if not demands_order(config):
         return None
@@ -129,41 +113,42 @@ def check_chain_runs(options: Options, config: Any, layout: Layout) -> None:
         raise ValueError(f"moe_monta_chain: {chain.name} cannot run here: {reason}")
 
 
-def agreed_policy(
+def agreed_planner(
     options: Options,
     config: Any,
     layout: Layout,
     permuted_only: bool,
     groups: Mapping[str, dist.ProcessGroup],
-) -> tuple[ChainPolicy, dict[str, Any]]:
-    """Chain policy of all ranks of an exchange, and the agreed configuration.
+) -> tuple[Planner, dict[str, Any]]:
+    """Planner of all ranks of an exchange, and the agreed configuration.
 
     Args:
-        options, config, layout, permuted_only: see `policy_for`.
+        options, config, layout, permuted_only: see `planner_for`.
         groups: Megatron's; all ranks of "tp_ep" call this.
 
     Raises:
         ValueError: the chain cannot run here, or the ranks differ; on all of them.
     """
     try:
-        policy = policy_for(options, config, layout, permuted_only)
-        problem, rule = None, agreed_config_of(policy, config, layout) | _settings_of(groups)
+        planner = planner_for(options, config, layout, permuted_only)
+        problem = None
+        rule = agreed_config_of(planner, config, layout, options) | _settings_of(groups)
     except ValueError as error:
-        chain, problem = options.named_chain, error
-        rule = {"chain": AUTO if chain is None else chain.name, "problem": str(error)}
+        problem, rule = error, {"chain": options.chain, "problem": str(error)}
     agree(rule, groups["tp_ep"])
     if problem is not None:
         raise problem
-    return policy, rule
+    return planner, rule
 
 
-def agreed_config_of(policy: ChainPolicy, config: Any, layout: Layout) -> dict[str, Any]:
-    """Configuration that all ranks of an exchange agree on: policy and format of rows."""
-    shape, options = _shape(config, layout), Options.of(config)
+def agreed_config_of(
+    planner: Planner, config: Any, layout: Layout, options: Options
+) -> dict[str, Any]:
+    """Configuration that all ranks of an exchange agree on: choice and format of rows."""
+    shape = shape_of(config, layout, options)
     return {
-        **policy.agreed_config(),
+        **planner.agreed_config(),
         "moe_monta_tune_steps": options.tune_steps,
-        "moe_monta_overlap_experts": options.overlap_experts,
         "moe_monta_wire_dtype": options.wire_dtype,
         "hidden_size": shape.hidden_size,
         "moe_router_topk": config.moe_router_topk,
@@ -183,7 +168,7 @@ def _settings_of(groups: Mapping[str, dist.ProcessGroup]) -> dict[str, Any]:
     }
 
 
-def _shape(config: Any, layout: Layout) -> Shape:
+def shape_of(config: Any, layout: Layout, options: Options) -> Shape:
     """Shape of a layer by its configuration, all but the number of tokens."""
     value_bytes = torch.empty(0, dtype=config.params_dtype).element_size()
     router_dtype = getattr(config, "moe_router_dtype", None)
@@ -199,4 +184,5 @@ def _shape(config: Any, layout: Layout) -> Shape:
             group_topk=config.moe_router_group_topk or 1,
         ),
         tokens_per_rank=1,
+        quantized=options.wire_dtype is not None,
     )

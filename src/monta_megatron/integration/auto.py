@@ -1,0 +1,372 @@
+"""The choice of each optimizer step, alike on all ranks of an exchange; see `planner.choose`.
+
+What the ranks know of each other travels in their exchanges of counts, 63 bits from each:
+
+    32 bits    hash of choice and options, and inside a window of the step number
+    31 bits    the time of an iteration in units of 10 us; 0: none
+
+In step n that is the time of step n - 2, from when the host had the counts of its first training
+exchange to the entry of the optimizer's step. Evaluation, checkpoints and data loading lie outside.
+
+Only at construction do ranks exchange anything else, so an exchange without a micro-batch, or one
+that evaluates alone, holds nobody up.
+"""
+
+import gc
+import time
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.common.rules import hash_of
+from monta_megatron.common.units import counted
+from monta_megatron.core import Choice
+from monta_megatron.exchange.counts import ExchangeCounts
+from monta_megatron.integration.optimizer_steps import call_at_steps
+from monta_megatron.integration.ranks import Report, agree
+from monta_megatron.planner.choose import LATE, STOCK, TURNS, Planner, Window, half_octave
+
+TIME_BITS = 31
+TICK_US = 10
+# From the first window to the second: early routing is untrained.
+STEPS_TO_SECOND = 1000
+# Iterations in a row that take so many times what the winner's turns took are worth a line.
+SLOWER, NUM_SLOWER = 1.3, 20
+
+# An event of a device, or nanoseconds of the host's clock.
+Mark: TypeAlias = torch.cuda.Event | int
+
+
+class FixedChoice:
+    """The choice that was given by options.
+
+    Args:
+        choice: that runs; None where each micro-batch takes the planner's pick for its counts.
+        agreed_config: values that all ranks of the exchange agreed on at construction.
+        group: the ranks of the exchange.
+
+    Attributes:
+        choice: of this step; None where it follows from the counts of a micro-batch.
+        head: what this rank's exchanges of counts carry.
+    """
+
+    def __init__(
+        self, choice: Choice | None, agreed_config: dict[str, Any], group: dist.ProcessGroup
+    ) -> None:
+        self.choice, self.agreed_config, self.group = choice, agreed_config, group
+        self.head = self._head()
+
+    def received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+        """Compare what the ranks say; returns the choice of a micro-batch, by its counts.
+
+        Args:
+            counts: of an exchange, which all ranks of the group have.
+            is_training: whether the layer is in training mode.
+            device: where the exchange runs.
+
+        Raises:
+            ValueError: the ranks differ; names the first that does, and in what.
+        """
+        if len(set((counts.heads >> TIME_BITS).tolist())) > 1:
+            # They agreed at construction: one has other options since, or another step.
+            agree(self.agreed_now(), self.group)
+        return self._received(counts, is_training, device)
+
+    def agreed_now(self) -> dict[str, Any]:
+        """Values that all ranks of the exchange agree on in this step."""
+        return self.agreed_config
+
+    def _head(self, ticks: int = 0) -> int:
+        return (hash_of(self.agreed_now()) & 0xFFFFFFFF) << TIME_BITS | ticks
+
+    def _received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+        assert self.choice is not None, "given"
+        return self.choice
+
+
+class AutoChoice(FixedChoice):
+    """Choices for all layers of one shape on an exchange, from one optimizer step to the next.
+
+    Args:
+        planner: proposes.
+        num_steps: length of a window; 0 where nothing takes turns.
+        by_counts: each micro-batch takes the planner's pick for its own counts.
+        agreed_config, group: see `FixedChoice`.
+        report: prints a line, on the rank that reports for its pipeline stage.
+
+    Attributes:
+        step: the largest number of steps of an optimizer since construction.
+        window: the latest one; None before the first training exchange.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        num_steps: int,
+        by_counts: bool,
+        agreed_config: dict[str, Any],
+        group: dist.ProcessGroup,
+        report: Report,
+    ) -> None:
+        self.planner, self.num_steps, self.by_counts = planner, num_steps, by_counts
+        self._report = report
+        self.step = 0
+        self.window: Window | None = None
+        self._first_step: int | None = None
+        self._winner: Choice | None = None
+        self._is_decided = False
+        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # Of the training exchanges in this step.
+        self._num_exchanges = self._tokens = 0
+        # By step, number of its training exchanges and half octave of tokens.
+        self._kinds: dict[int, tuple[int, int]] = {}
+        # Most tokens in the last step that had any.
+        self._tokens_before = 0
+        self._start: Mark | None = None
+        self._ended: tuple[int, Mark, Mark] | None = None
+        # A step and its time.
+        self._ticks = -1, 0
+        self._num_slower = 0
+        self._busiest: float | None = None
+        self._said: set[tuple[int, Choice]] = set()
+        super().__init__(None, agreed_config, group)
+
+    def agreed_now(self) -> dict[str, Any]:
+        """See `FixedChoice`."""
+        if self.by_counts:
+            return self.agreed_config
+        now: dict[str, Any] = {"choice": None if self.choice is None else self.choice.name}
+        if self.is_measuring:
+            now["step"] = self.step
+        return self.agreed_config | now
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a window is open."""
+        return self.window is not None and self.window.is_open(self.step)
+
+    def enter_step(self, optimizer: Any) -> None:
+        """An optimizer begins a step: the iteration ends, if it is the first one to do so."""
+        number = self._steps.get(optimizer, 0) + 1
+        self._steps[optimizer] = number
+        if number <= self.step or self.by_counts:
+            return
+        if self._num_exchanges:
+            assert self._start is not None and self.window is not None, "training has begun"
+            self._ended = self.step, self._start, _mark(isinstance(self._start, int))
+            self._kinds = {
+                step: kind for step, kind in self._kinds.items() if step >= self.step - LATE
+            } | {self.step: (self._num_exchanges, half_octave(self._tokens))}
+            self.window.add(self.step, *self._kinds[self.step])
+            self._tokens_before = self._tokens
+        self._num_exchanges = self._tokens = 0
+        self.step = number
+        self._choose()
+
+    def _received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+        if is_training and not self.by_counts:
+            if self._num_exchanges == 0:
+                self._begin(counts, device)
+            self._num_exchanges += 1
+            self._tokens = max(self._tokens, counts.max_tokens)
+            self._busiest = counts.busiest_over_mean or self._busiest
+        return self.choice or self._pick(counts.max_tokens)
+
+    def _begin(self, counts: ExchangeCounts, device: torch.device) -> None:
+        """The first training exchange of a step: times arrive, and the clock starts."""
+        ticks = counts.heads & (1 << TIME_BITS) - 1
+        if ticks.all():
+            self._time(self.step - LATE, int(ticks.max()) * TICK_US)
+        # The device has done that step: the host has waited for counts after it.
+        if self._ended is not None:
+            number, start, end = self._ended
+            self._ticks, self._ended = (number, _ticks_between(start, end)), None
+        self._start = _mark(device.type != "cuda")
+        if self.window is None and not self._others_measure:
+            self._open(counts.max_tokens)
+            self._choose()
+
+    @property
+    def _others_measure(self) -> bool:
+        """Whether a window of other layers on this exchange is open."""
+        others = (other for other in choosers() if other.group is self.group)
+        return any(other.is_measuring for other in others if other is not self)
+
+    def _time(self, step: int, us: int) -> None:
+        """The longest iteration of any rank in a step is known."""
+        window = self.window
+        if window is None:
+            return
+        if step in window.turns:
+            window.turns[step].us = us
+        elif self._winner is not None and self._kinds.get(step) == window.kind:
+            measured_us = window.measured_us[self._winner]
+            self._num_slower = self._num_slower + 1 if us > SLOWER * measured_us else 0
+            if self._num_slower == NUM_SLOWER:
+                self._report(
+                    f"auto: {NUM_SLOWER} iterations in a row took {SLOWER} times as long as "
+                    f"{self._winner.name} did in its turns, {us / 1e3:,.1f} ms instead of "
+                    f"{measured_us / 1e3:,.1f}"
+                )
+
+    def _open(self, tokens: int) -> Window:
+        """Open a window; candidates are proposed for so many tokens."""
+        candidates, num_steps = dict[Choice, float](), self.num_steps
+        if num_steps:
+            candidates = self.planner.candidates(tokens, num_steps // TURNS)
+            num_steps *= len(candidates) > 1
+        self.window = window = Window(
+            candidates=candidates,
+            first=self.step,
+            num_steps=num_steps,
+            tokens=half_octave(tokens),
+            ran=set() if self.window is None else self.window.ran,
+        )
+        self._tokens_before = tokens
+        self._winner, self._is_decided, self._num_slower = None, False, 0
+        if self._first_step is None:
+            self._first_step = self.step
+        if num_steps:
+            pick, why = self.planner.pick(tokens)
+            self._report(
+                f"auto: {counted(len(candidates), 'candidate')} take turns in steps {self.step} "
+                f"to {window.end - 1}; the planner's pick is {pick.name}: {why}"
+            )
+        return window
+
+    def _choose(self) -> None:
+        """Choose for the step that begins, or in which a window has opened."""
+        window = self.window
+        if window is None:
+            return
+        assert self._first_step is not None, "a window was opened"
+        is_second_due = (
+            self.num_steps > 0
+            and self.step >= self._first_step + STEPS_TO_SECOND
+            and window.first == self._first_step
+        )
+        if is_second_due and not self.is_measuring and not self._others_measure:
+            window = self._open(self._tokens_before)
+        self.choice = window.candidate(self.step)
+        if self.choice is None:
+            self.choice = self._after_turns(window)
+        elif self.choice not in window.ran:
+            self._report(f"auto: step {self.step} is the first with {self.choice.name}")
+        step, ticks = self._ticks
+        self.head = self._head(ticks if step == self.step - LATE else 0)
+
+    def _after_turns(self, window: Window) -> Choice:
+        if window.num_steps and not self._is_decided:
+            self._winner = window.best
+            if not self.is_measuring:
+                self._is_decided = True
+                # Each exchange has its own.
+                Report(dist.get_group_rank(self.group, dist.get_rank()) == 0)(self._result(window))
+        tokens = half_octave(self._tokens_before)
+        measured = window.tokens if window.kind is None else window.kind[1]
+        is_near = measured <= 2 * tokens <= 4 * measured
+        return self._winner if self._winner is not None and is_near else self._pick(tokens)
+
+    def _result(self, window: Window) -> str:
+        """The result of a window as one line."""
+        ranks = dist.get_process_group_ranks(self.group)
+        of_exchange = f"auto, exchange of ranks {ranks[0]} to {ranks[-1]}"
+        best, measured_us = window.best, window.measured_us
+        if best is None:
+            return (
+                f"{of_exchange}: no turn in steps {window.first} to {window.end - 1} counts, since "
+                "each candidate ran once or times were lost; the planner's pick stays"
+            )
+        parts = [f"{best.name} wins with {measured_us[best] / 1e3:,.2f} ms per iteration"]
+        if STOCK in measured_us:
+            saved = 1 - measured_us[best] / measured_us[STOCK]
+            parts[0] += f", {saved:.1%} less than plain alltoall"
+        parts.append(f"turns cost {window.cost:.1f} iterations")
+        if self._busiest is not None:
+            parts.append(f"the busiest rank receives {self._busiest:.2f} times the mean")
+        parts.append(f"pin it with {flags_of(best)}")
+        candidates = (
+            f"{choice.name} {predicted_us:,.0f}, "
+            + (f"{measured_us[choice] / 1e3:,.2f}" if choice in measured_us else "not measured")
+            for choice, predicted_us in window.candidates.items()
+        )
+        parts.append(f"us predicted and ms measured: {'; '.join(candidates)}")
+        return f"{of_exchange}: {'; '.join(parts)}"
+
+    def _pick(self, tokens: int) -> Choice:
+        """The planner's pick, said once."""
+        choice, why = self.planner.pick(tokens)
+        key = half_octave(tokens), choice
+        if key not in self._said:
+            self._said.add(key)
+            self._report(f"{choice.name}: {why}")
+        return choice
+
+
+def flags_of(choice: Choice) -> str:
+    """The flags that pin a choice."""
+    flags = f"--moe-monta-chain {choice.chain} --moe-monta-num-chunks {choice.num_chunks}"
+    return flags + " --moe-monta-overlap-experts" * choice.splits_experts
+
+
+def _mark(on_host: bool) -> Mark:
+    if on_host:
+        return time.perf_counter_ns()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _ticks_between(start: Mark, end: Mark) -> int:
+    """At least 1; 0 where the device has not come to the end."""
+    if isinstance(start, int) or isinstance(end, int):
+        assert isinstance(start, int) and isinstance(end, int), "one clock"
+        us = (end - start) / 1e3
+    elif end.query():
+        us = start.elapsed_time(end) * 1e3
+    else:
+        return 0
+    return min(max(round(us / TICK_US), 1), (1 << TIME_BITS) - 1)
+
+
+# One for all layers of a shape on an exchange; it goes with the last of them.
+_shared: WeakValueDictionary[tuple[Any, ...], AutoChoice] = WeakValueDictionary()
+
+
+def choosers() -> list[AutoChoice]:
+    """Those of all exchanges of this rank."""
+    return list(_shared.values())
+
+
+def chooser_of(
+    planner: Planner,
+    num_steps: int,
+    by_counts: bool,
+    agreed_config: dict[str, Any],
+    group: dist.ProcessGroup,
+    report: Report,
+) -> FixedChoice:
+    """The choice of a layer: its own where it is given, else shared by layers of a shape.
+
+    Args:
+        planner, num_steps, by_counts, agreed_config, group, report: see `AutoChoice`.
+    """
+    if planner.fixed is not None:
+        return FixedChoice(planner.fixed, agreed_config, group)
+    call_at_steps(_enter_step)
+    if any(each.step for each in choosers() if each.group is group):
+        # A model that was dropped may be gone on some ranks only; then all begin anew.
+        gc.collect()
+    key = group, hash_of(agreed_config), by_counts
+    chooser = _shared.get(key)
+    if chooser is None:
+        chooser = AutoChoice(planner, num_steps, by_counts, agreed_config, group, report)
+        _shared[key] = chooser
+    return chooser
+
+
+def _enter_step(optimizer: Any) -> None:
+    for chooser in choosers():
+        chooser.enter_step(optimizer)

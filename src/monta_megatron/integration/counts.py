@@ -1,0 +1,137 @@
+"""Counts of a micro-batch: exchanged, or known where experts are always filled to capacity.
+
+Both sources give them in three steps: `exchange` on the device (CUDA graphs may capture it),
+`copy_to_host` where Megatron copies its own metadata, and `read` where the host needs them.
+
+Notation: T = tokens of this rank, E = experts, K = integers that this rank needs.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import token_dispatcher as stock
+from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
+
+from monta_megatron.chains import Counts
+from monta_megatron.core import Layout
+from monta_megatron.exchange.counts import CountTable, ExchangeCounts, naming_failure
+
+
+@dataclass(kw_only=True)
+class CountExchange:
+    """Counts of all ranks of the group, from which every split follows."""
+
+    count_table: CountTable
+    config: Any
+    group: dist.ProcessGroup
+    chain_name: str
+    _copy: torch.Tensor | None = None
+    _copied: torch.cuda.Event | None = None
+
+    def exchange(
+        self, routing_map: torch.Tensor, head: int, received_rows: int
+    ) -> tuple[torch.Tensor | None, int | None]:
+        """Exchange counts: [T, E] bool -> [K] int32 on its device, with no sync.
+
+        Args:
+            routing_map: that is counted.
+            head, received_rows: see `CountTable.count`.
+
+        Returns:
+            The counts, and the number of permuted tokens: that of a map with top-k experts for
+            each token, or None if only the counts tell it.
+        """
+        messages, sent = self.count_table.count(routing_map, head, received_rows)
+        received = torch.empty_like(messages)
+        with self._named():
+            dist.all_to_all_single(received, messages, group=self.group)
+        counts = self.count_table.join(received, sent)
+        is_dropless = self.config.moe_expert_capacity_factor is None
+        if is_dropless and not self.config.moe_router_padding_for_quantization:
+            return counts, len(routing_map) * self.config.moe_router_topk
+        return counts, None
+
+    def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
+        """Start to copy the result of `exchange`, the only tensor that goes to the host."""
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
+            self._copy = maybe_move_tensor_to_cpu(counts, record_stream=True)
+        self._copied = side_stream.record_event()
+
+    def read(self) -> ExchangeCounts:
+        """Wait for the copy."""
+        assert self._copy is not None and self._copied is not None, "not on its way to the host"
+        with self._named():
+            self._copied.synchronize()
+        return self.count_table.read(self._copy.numpy())
+
+    def _named(self) -> AbstractContextManager[None]:
+        what = f"dispatch: chain {self.chain_name}, exchange of counts"
+        return naming_failure(what, self.group)
+
+
+@dataclass(kw_only=True)
+class CapacityCounts:
+    """The counts where every expert takes `capacity` rows from every rank: none are exchanged."""
+
+    layout: Layout
+    config: Any
+    capacity: int = 0
+
+    def exchange(
+        self, routing_map: torch.Tensor, head: int, received_rows: int
+    ) -> tuple[torch.Tensor | None, int | None]:
+        """Find the capacity, by [T, E]; returns None, and the number of permuted tokens."""
+        num_tokens, num_experts = routing_map.shape
+        self.capacity = get_capacity(
+            num_tokens=num_tokens * self.config.moe_router_topk,
+            num_experts=num_experts,
+            capacity_factor=self.config.moe_expert_capacity_factor,
+        )
+        return None, self.capacity * num_experts
+
+    def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
+        """Do nothing: the capacity is on the host."""
+
+    def read(self) -> ExchangeCounts:
+        """The same counts for every pair of ranks."""
+        layout, config = self.layout, self.config
+        received = np.full((layout.etp, layout.ep, layout.num_local_experts), self.capacity)
+        # All ranks know the capacity; each rank's number of tokens is known only to itself.
+        per_token = config.moe_router_topk * config.moe_expert_capacity_factor
+        return ExchangeCounts(
+            count_permuted_tokens=lambda: Counts(sent=received[0], received=received),
+            tokens=None,
+            num_tokens=np.full(
+                len(layout.nodes), int(self.capacity * layout.num_experts / per_token)
+            ),
+            max_experts_per_token=0,
+            received_rows=np.empty(0, dtype=np.int64),
+            heads=np.empty(0, dtype=np.int64),
+        )
+
+
+def are_patched() -> bool:
+    """Whether a framework has replaced stock's `preprocess`.
+
+    As they do where routing maps hold fewer or more experts of a token than top-k: it then counts
+    the rows that stock permutes by the map.
+    """
+    replaced = getattr(stock.MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
+    original = stock.MoETokenDispatcher.__init__.__code__
+    return replaced is None or replaced.co_filename != original.co_filename
+
+
+# In batch-invariant mode (since 0.20) Megatron's unpermute adds a token's rows by EP rank, then by
+# expert, and finds them by a map that permute returns where it is asked to.
+KNOWS_ORDER = hasattr(moe_utils, "is_batch_invariant_mode_enabled")
+
+
+def demands_order(config: Any) -> bool:
+    """Whether Megatron adds a token's rows in the order of its batch-invariant mode."""
+    return bool(getattr(config, "batch_invariant_mode", False)) and KNOWS_ORDER

@@ -1,0 +1,62 @@
+"""Calls at the entry of every optimizer step of this process.
+
+Counted are calls of Megatron's outermost `step`, so a chain of optimizers makes one, and skipped
+steps and stubs count too; of the wrapper by which Megatron replays a captured step; elsewhere of
+PyTorch's optimizers.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from monta_megatron.common.import_hook import after_import
+
+# Steps of Megatron's under way, one inside the other.
+_depth = 0
+
+
+@functools.cache
+def call_at_steps(function: Callable[[Any], None]) -> None:
+    """Call `function(optimizer)` at the entry of every step, for as long as the process lives."""
+
+    def outermost(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            global _depth
+            if _depth == 0:
+                function(self)
+            _depth += 1
+            try:
+                return step(self, *args, **kwargs)
+            finally:
+                _depth -= 1
+
+        return counted
+
+    def of_torch(optimizer: Any, *_: Any) -> None:
+        if _depth == 0:
+            function(optimizer)
+
+    def wrap(optimizer: Any) -> None:
+        if "step" in vars(optimizer):
+            optimizer.step = outermost(optimizer.step)
+
+    def of_megatron(module: ModuleType) -> None:
+        base: Any = module.MegatronOptimizer
+        classes = [base]
+        for each in classes:
+            wrap(each)
+            classes += each.__subclasses__()
+        # Those that are defined later.
+        base.__init_subclass__ = classmethod(lambda cls, **_: wrap(cls))
+
+    def of_graphs(module: ModuleType) -> None:
+        wrapper: Any = module.OptimizerCudaGraphWrapper
+        wrapper.__call__ = outermost(wrapper.__call__)
+
+    register_optimizer_step_pre_hook(of_torch)
+    after_import("megatron.core.optimizer.optimizer", of_megatron)
+    after_import("megatron.core.optimizer.optimizer_cuda_graph", of_graphs)

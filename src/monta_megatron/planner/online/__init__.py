@@ -1,1 +1,0 @@
-"""Decisions of a training between iterations: chain policy, tuning, drift monitoring."""
