@@ -14,7 +14,7 @@ from equal import assert_equal
 from layers import HIDDEN, Case, assert_close, build_layer, forward_backward
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.integration import checks
+from monta_megatron.integration import first_use
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def round_trip(
 
 def layers_of(case: Case, num_chunks: int) -> dict[str, Any]:
     """Stock's layer and one for each chain that can run, each checked anew."""
-    checks._checked_chains.clear()
+    first_use._passed.clear()
     layers = {"stock alltoall": build_layer(case, "alltoall")}
     options = {"moe_monta_ranks_per_node": 2} | case.options
     plainest = dataclasses.replace(case, options=options | {"moe_monta_chain": "alltoall"})
@@ -141,7 +141,7 @@ def pads_for_quantization(case: Case, call: Call) -> list[str]:
             outputs = []
             for pads in (False, True):
                 layer.config.moe_router_padding_for_quantization = pads
-                checks._checked_chains.clear()
+                first_use._passed.clear()
                 hidden = call.hidden_states()
                 probs, routing_map = layer.router(hidden)
                 output, tokens_per_expert = round_trip(

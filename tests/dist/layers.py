@@ -395,7 +395,8 @@ def compare_steps(
         step = dataclasses.replace(case, num_tokens=by_rank[dist.get_rank()], seed=seed)
         expected = forward_backward(step, stock)
         assert_same_results(forward_backward(step, ours), expected, case.exact_sums, f"step {seed}")
-        decisions.append((ours.token_dispatcher.chain.name, ours.token_dispatcher.num_chunks))
+        choice = ours.token_dispatcher.choice
+        decisions.append((choice.chain, choice.num_chunks))
     return decisions
 
 
@@ -665,7 +666,8 @@ def options_survive_copies(case: Case) -> list[tuple[str, str, int]]:
     for each in copies:
         spec = get_gpt_layer_local_spec(num_experts=case.num_experts, moe_grouped_gemm=False)
         dispatcher = build_moe(spec.submodules.mlp, each).token_dispatcher
-        built.append((type(dispatcher).__name__, dispatcher.chain.name, dispatcher.num_chunks))
+        choice = dispatcher.choice
+        built.append((type(dispatcher).__name__, choice.chain, choice.num_chunks))
     return built
 
 
@@ -798,29 +800,21 @@ def reported(case: Case) -> list[str]:
     return said.getvalue().splitlines()
 
 
-def reported_in_steps(case: Case, num_micro_batches: int) -> tuple[list[str], int]:
-    """What a rank prints in steps of two layers, and the exchanges that its last layer counts."""
-    from megatron.core import num_microbatches_calculator as calculator
+def reported_in_steps(case: Case) -> list[str]:
+    """What a rank prints in passes of two layers."""
+    from monta_megatron.integration import auto, ranks
 
-    from monta_megatron.integration import controller, ranks
-
-    # Layers of other tests would count too.
-    gc.collect()
-    controller._shared.clear()
-    layers = [build_layer(case, "monta") for _ in range(2)]
+    auto._shared.clear()
     ranks._reported.clear()
-    batch = dist.get_world_size() * num_micro_batches
-    calculator.unset_num_microbatches_calculator()
-    calculator.init_num_microbatches_calculator(0, None, batch, 1, dist.get_world_size())
     with contextlib.redirect_stdout(io.StringIO()) as said:
+        layers = [build_layer(case, "monta") for _ in range(2)]
         for layer in [*layers, *layers]:
             forward_backward(case, layer)
-    calculator.unset_num_microbatches_calculator()
-    return said.getvalue().splitlines(), layers[-1].token_dispatcher.monitor.choices.total()
+    return said.getvalue().splitlines()
 
 
-def statistics_of_layers(case: Case) -> list[tuple[int | None, int, dict[str, int]]]:
-    """Number, exchanges and bytes of three layers, of which the last is gone and two have run."""
+def statistics_of_layers(case: Case) -> list[tuple[int | None, str, float | None, dict[str, int]]]:
+    """Number, choice, imbalance and bytes of two layers that have run; a third is gone."""
     import monta_megatron
 
     # Those of other tests.
@@ -839,7 +833,7 @@ def statistics_of_layers(case: Case) -> list[tuple[int | None, int, dict[str, in
     found = [{"inter": layer.inter_bytes, "intra": layer.intra_bytes} for layer in layers[-2:]]
     assert found == sent
     return [
-        (layer.layer_number, layer.choices[layer.chain, layer.num_chunks], sent_by)
+        (layer.layer_number, layer.choice.name, layer.busiest_over_mean, sent_by)
         for layer, sent_by in zip(layers[-2:], sent, strict=True)
     ]
 
@@ -894,21 +888,21 @@ def rows_to_choose_from(case: Case, captures_permutation: bool) -> set[str]:
     """The kinds of rows sent by the chains that "auto" chooses from."""
     context = capturing_preprocess() if captures_permutation else contextlib.nullcontext()
     with context:
-        policy = build_layer(case, "monta").token_dispatcher.chain_policy
-    return {chain.rows for chain in policy.chains}
+        planner = build_layer(case, "monta").token_dispatcher.planner
+    return {chain.rows for chain in planner.chains}
 
 
 def tokens_decided_by(case: Case, tokens: list[int]) -> list[int]:
     """For how many tokens a rank chooses that has tokens[rank] of them."""
     layer = build_layer(case, "monta")
     dispatcher = layer.token_dispatcher
-    choose, seen = dispatcher.controller.choose, []
+    received, seen = dispatcher.chooser.received, []
 
     def recording(counts: Any, *more: Any) -> Any:
         seen.append(counts.max_tokens)
-        return choose(counts, *more)
+        return received(counts, *more)
 
-    dispatcher.controller.choose = recording
+    dispatcher.chooser.received = recording
     forward_backward(dataclasses.replace(case, num_tokens=tokens[dist.get_rank()]), layer)
     return seen
 
@@ -928,8 +922,8 @@ def second_derivative(case: Case, num_chunks: int) -> str:
 
 def lookup_us(case: Case) -> float:
     """The least time of a choice that was made before."""
-    policy = build_layer(case, "monta").token_dispatcher.chain_policy
-    return 1e6 * min(timeit.repeat(lambda: policy.choose(4096), number=100, repeat=20)) / 100
+    planner = build_layer(case, "monta").token_dispatcher.planner
+    return 1e6 * min(timeit.repeat(lambda: planner.pick(4096), number=100, repeat=20)) / 100
 
 
 def sums_around_a_local_group() -> tuple[int, int]:

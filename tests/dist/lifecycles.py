@@ -22,6 +22,7 @@ from layers import Case, assert_same_results, build_layer, forward_backward, ini
 from reloadable import reloadable_groups
 
 import monta_megatron
+from monta_megatron.core import Choice
 
 CHAINS = (
     "alltoall",
@@ -148,30 +149,22 @@ def step_of(layer: Any) -> None:
     torch.optim.SGD(layer.parameters(), lr=0.0).step()
 
 
-def abandon_and_change(case: Case) -> list[str]:
-    """A pass is abandoned before a chain of other rows than expected is chosen, either way.
-
-    Returns:
-        the rows of the chains that were chosen.
-    """
+def abandon_and_change(case: Case) -> None:
+    """A pass is abandoned before a chain of other rows runs, either way."""
     stock = forward_backward(case, build_layer(case, "alltoall"))
     layer = build_layer(case, "monta")
-    dispatcher = layer.token_dispatcher
-    some = dispatcher.chain_policy.choose(1)
+    chooser = layer.token_dispatcher.chooser
     by_rows = {
-        chain.rows: dataclasses.replace(some, chain=chain, num_chunks=1, reason="")
-        for chain in dispatcher.chain_policy.chains
+        chain.rows: Choice(chain=chain.name, num_chunks=1)
+        for chain in layer.token_dispatcher.planner.chains
     }
-    for expected, chosen in itertools.permutations(by_rows.values(), 2):
-        with mock.patch.object(dispatcher.controller, "expected", lambda choice=expected: choice):
-            for choice, run in ((expected, abandon), (chosen, forward_backward)):
-                choose = mock.patch.object(
-                    dispatcher.controller, "choose", lambda *_, choice=choice: choice
-                )
-                with choose:
-                    result = run(case, layer)
-        assert_same_results(result, stock, False, chosen.chain.name)
-    return sorted(by_rows)
+    assert sorted(by_rows) == ["permuted tokens", "tokens"]
+    # Before a choice is known, and after.
+    for before, after in itertools.permutations([None, *by_rows.values()], 2):
+        for choice, run in ((before, abandon), (after, forward_backward)):
+            chooser.choice = choice
+            result = run(case, layer)
+        assert_same_results(result, stock, False, f"{before}, {after}")
 
 
 def two_models(case: Case, chains: list[str]) -> None:

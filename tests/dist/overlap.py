@@ -42,7 +42,7 @@ def compare_chosen(case: Case, tokens: list[list[int]]) -> list[int]:
         results = [forward_backward(case, each) for each in (layer, stock)]
         assert_same_results(*results, False, f"step {step}")
         dispatcher = layer.token_dispatcher
-        split.append(dispatcher.num_chunks if dispatcher.experts_pipelined else 1)
+        split.append(dispatcher.choice.num_chunks if dispatcher.choice.splits_experts else 1)
     return split
 
 
@@ -245,8 +245,7 @@ class Model:
         )
 
         self.layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
-        self._controller = self.layer.token_dispatcher.controller
-        self._policy = self._controller.policy
+        self._chooser = self.layer.token_dispatcher.chooser
         self.ddp = DistributedDataParallel(
             self.layer.config,
             DistributedDataParallelConfig(
@@ -265,13 +264,15 @@ class Model:
 
     def accumulate(self, num_chunks: int, num_micro_batches: int) -> None:
         """Accumulate the gradients of some micro-batches in so many chunks, and reduce them."""
-        self._controller.policy = dataclasses.replace(self._policy, num_chunks=(num_chunks,))
+        self._chooser.choice = dataclasses.replace(
+            self._chooser.choice, num_chunks=num_chunks, splits_experts=num_chunks > 1
+        )
         self.ddp.zero_grad_buffer()
         for micro_batch in range(num_micro_batches):
             is_last = micro_batch == num_micro_batches - 1
             with contextlib.nullcontext() if is_last else self.ddp.no_sync():
                 self._step()
-            assert self.layer.token_dispatcher.num_chunks == num_chunks
+            assert self.layer.token_dispatcher.choice.num_chunks == num_chunks
         self.ddp.finish_grad_sync()
 
     def _step(self) -> None:

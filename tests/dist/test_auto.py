@@ -21,7 +21,7 @@ from layers import (
 from pool import Pools
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.chain_policy import bucket_of
+from monta_megatron.planner.choose import half_octave
 from monta_megatron.planner.cluster import Cluster
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/emulated_2x4_500mbit.yaml"
@@ -55,18 +55,13 @@ def test_unequal_tokens_changing_every_step(
     assert len(set(by_rank[0])) > 1, "one answer for 1 and for 4,096 tokens"
 
 
-def test_the_benefit_is_said_once_with_the_choice(pools: Pools) -> None:
-    case = Case(ep=4, num_tokens=4096, options=AUTO)
-    (first, num_exchanges), *others = pools[4].run(reported_in_steps, case, 3)
-    assert num_exchanges == 2
-    chain, benefit = first
-    assert chain.startswith("monta: chain ") and "planned on" in chain
-    assert re.fullmatch(
-        r"monta: \d\.\d\dx stock alltoall: saves [\d.]+ ms x 2 MoE layers x 3 micro-batches = "
-        r"[\d.]+ ms per iteration \(\d+% of the exchange's predicted time\)",
-        benefit,
-    )
-    assert others == [([], 2)] * 3
+def test_the_planners_pick_is_said_once(pools: Pools) -> None:
+    case = Case(ep=4, num_tokens=4096, options=AUTO | {"moe_monta_tune_steps": 0})
+    said, *others = pools[4].run(reported_in_steps, case)
+    no_turns, pick = said
+    assert no_turns.startswith("monta: auto: nothing takes turns, the planner's pick runs: ")
+    assert re.match(r"monta: \w+ in \d chunks?: planned on \S+ for up to 4096 tokens", pick)
+    assert others == [[]] * 3
 
 
 FIXED = {"moe_monta_chain": "alltoall_allgather"}
@@ -84,7 +79,7 @@ PER_NODE = AUTO["moe_monta_cluster"].ranks_per_node
     [
         (FIXED, {"options": {"moe_monta_num_chunks": 3}}, "num_chunks: 4 and 3"),
         (FIXED, {"options": {"moe_monta_chain": "auto"}}, "chain: alltoall_allgather and auto"),
-        (AUTO, {"options": {"moe_monta_tune_steps": 5}}, "moe_monta_tune_steps: 20 and 5"),
+        (AUTO, {"options": {"moe_monta_tune_steps": 6}}, "moe_monta_tune_steps: 24 and 6"),
         (AUTO, {"options": {"moe_monta_cluster": DEARER}}, "hash of the costs: "),
         *(
             (common, other, message)
@@ -154,7 +149,7 @@ def test_auto_takes_permuted_tokens_where_cuda_graphs_capture(pools: Pools) -> N
 
 
 def test_buckets_are_half_octaves() -> None:
-    assert [bucket_of(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 100, 4096, 4097)] == [
+    assert [half_octave(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 100, 4096, 4097)] == [
         *(1, 1, 2, 3, 4, 6, 6, 8, 12, 16, 128, 4096, 6144)
     ]
 

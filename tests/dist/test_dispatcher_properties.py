@@ -58,7 +58,7 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
         tokens = [max(tokens)] * world_size if any(tokens) else [1] * world_size
 
     pipelined = (of_tokens or is_auto) and chance(draw, 0.25)
-    is_tuned = is_auto and not pipelined and chance(draw, 0.5)
+    is_tuned = is_auto and chance(draw, 0.5)
     fused = HAS_TRITON and of_tokens and dtype == "float32" and chance(draw, 0.05)
     return Case(
         chain=name,
@@ -74,7 +74,7 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
         routing=routing,
         capacity=capacity,
         num_chunks=1 if is_auto or CHAINS[name].serial else draw.randint(1, 7),
-        num_steps=draw.randint(1, 6) if is_auto else draw.choice([1, 1, 2]),
+        num_steps=draw.randint(1, 6 + 4 * is_tuned) if is_auto else draw.choice([1, 1, 2]),
         is_tuned=is_tuned,
         quantized=dtype != "float64" and chance(draw, 0.5),
         pipelined=pipelined,

@@ -40,8 +40,8 @@ HIDDEN = 32
 ROWS = ("counts", "enter", "dispatch", "combine", "leave", "combine_backward", "dispatch_backward")
 FIELDS = ("tensor_operations", "kernel_launches", "collectives", "stream_switches", "waits")
 LISTED = (
-    "integration.strategies.copy_to_host",
-    "integration.strategies.read",
+    "integration.counts.copy_to_host",
+    "integration.counts.read",
     "exchange.copies._row_indices",
 )
 # Device kernels of an operation of ATen, where they are not one. Sorts are CUB's radix sort of
@@ -186,7 +186,7 @@ def count_launches(
         inputs = layer_inputs(routed, "cuda")
         with counter:
             run_layer(made, inputs, counter.row)
-    assert made.num_chunks == num_chunks
+    assert made.choice is not None and made.choice.num_chunks == num_chunks
     return counter.counts
 
 
@@ -240,8 +240,7 @@ def run_layer(
         rows, row_probs = made.dispatch_preprocess(*inputs)
     with row("dispatch"):
         rows, row_probs = made.token_dispatch(rows, row_probs)
-    exchange = made._exchange
-    assert exchange is not None
+    (exchange,) = made.micro_batch.exchanges
     with row("combine"):
         output = made.token_combine(rows)
     with row("leave"):

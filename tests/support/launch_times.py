@@ -31,7 +31,7 @@ from monta_megatron.common import torch_private
 from monta_megatron.exchange import counts as count_table
 from monta_megatron.exchange import operations, state, streams
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.integration import strategies
+from monta_megatron.integration import dispatcher
 
 WARM_UP = 2
 # From when the counts are on the host to when it starts the first collective of dispatch: nothing
@@ -176,7 +176,7 @@ def _no_device(is_fused: bool, times: _Times) -> Iterator[None]:
             mock.patch.multiple(operations, **starts),
             *(
                 mock.patch.object(module, "is_fused", lambda *_: is_fused)
-                for module in (strategies, count_table)
+                for module in (dispatcher, count_table)
             ),
             mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes),
         ):

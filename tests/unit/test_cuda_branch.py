@@ -24,7 +24,6 @@ from monta_megatron.chains.program import (
     DISPATCH,
     DISPATCH_BACKWARD,
     FORWARD_BACKWARD,
-    NOT_TIMED_US,
     Operation,
     Policy,
     Program,
@@ -35,7 +34,6 @@ from monta_megatron.exchange import operations as torch_operations
 from monta_megatron.exchange.collectives import peer_groups, start_all_gather
 from monta_megatron.exchange.counts import CountTable, expert_ids_of
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.pass_times import PassTimes
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import Exchange, State
 
@@ -182,35 +180,6 @@ def test_the_host_waits_for_no_quantized_rows(chain_name: str, fused: bool) -> N
         del exchange, routed
     assert all(crossing == f"{ROW_INDICES} copies to the device" for crossing in device.crossings)
     assert device.recorder.findings == []
-
-
-@pytest.mark.parametrize("chain_name", CHAINS)
-def test_passes_are_timed_without_a_wait(chain_name: str) -> None:
-    """Between events of the caller's stream, which are read when the device has come to them."""
-    device = FakeDevice(listed=[ROW_INDICES])
-    exchange, routed = make_exchange(chain_name, 16, 1, device)
-    pass_times = exchange.monitor.pass_times = PassTimes(with_copies=False)
-    pass_times.is_on = True
-    with device:
-        run_layer(exchange, routed, torch.bfloat16)
-        pass_times.end_iteration()
-        marks = [
-            (interval.start.stream, interval.end.stream)
-            for intervals in pass_times._ended
-            for interval in intervals
-        ]
-        pass_times.is_on = False
-        run_layer(exchange, routed, torch.bfloat16)
-        # The device has come to the end of the second pass.
-        device.num_done = pass_times._ended[1][0].end.issued
-        us = pass_times.collect().tolist()
-        del exchange, routed
-    assert marks == [("caller", "caller")] * len(FORWARD_BACKWARD)
-    assert us[2:] == [NOT_TIMED_US] * 2 and all(each > 0 for each in us[:2])
-    assert all(crossing == f"{ROW_INDICES} copies to the device" for crossing in device.crossings)
-    assert device.recorder.findings == []
-    # Events are used again once they were read.
-    assert len(pass_times._spare_events) == 4
 
 
 def on_host(rows: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,14 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-import numpy as np
 import torch
 from fake_device import FakeDevice, HostWaitsError
 from fake_world import (
     LAYOUTS,
     NUM_TOKENS,
-    RANK,
     TOPK,
     exchanged_counts,
     fake_world,
-    megatron_groups,
 )
 from launch_counts import HIDDEN, make_dispatcher, permute_sizes, unpermute_sizes
 from megatron.core.transformer.moe import token_dispatcher as stock
@@ -32,21 +29,17 @@ from stream_recorder import RecordedStream
 from monta_megatron import plan
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
-from monta_megatron.common.units import counted
-from monta_megatron.exchange.counts import Gathering
-from monta_megatron.integration import dispatcher, policy, strategies
+from monta_megatron.integration import counts, dispatcher, planning
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.policy import policy_for
-from monta_megatron.integration.ranks import Report
-from monta_megatron.planner.chain_policy import PlannedPolicy
+from monta_megatron.integration.planning import planner_for
 from monta_megatron.planner.cluster import KernelChoice
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.shape import lower_expected
 
 LAYOUT = LAYOUTS[16, 1]
-COPY = "integration.strategies.copy_to_host"
-WAIT = "integration.strategies.read"
+COPY = "integration.counts.copy_to_host"
+WAIT = "integration.counts.read"
 ROW_INDICES = "exchange.copies._row_indices"
 
 
@@ -105,23 +98,6 @@ def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None
     assert device.recorder.findings == []
 
 
-def test_figures_of_an_iteration_are_gathered_without_a_wait() -> None:
-    """At its end the host waits for an event that has long happened."""
-    group = megatron_groups(LAYOUT)["tp_ep"]
-    gathered = np.arange(3 * group.size()).reshape(group.size(), 3)
-    start, finish = "exchange.counts.start", "exchange.counts.finish"
-    device = FakeDevice(listed=[start, finish], host_values=gathered.ravel())
-    gathering = Gathering(group, "between iterations")
-    with device:
-        stream = RecordedStream(device.recorder, "counts")
-        gathering.start([1, 2, 3], torch.device("cuda"), stream)
-    assert device.crossings == [f"{start} copies to the device", f"{start} copies to the host"]
-    assert {each.stream for each in device.recorder.queue} == {"counts"}
-    with device:
-        gathering.finish()
-    assert device.crossings[2:] == [f"{finish} waits for the device", f"{finish} reads a copy"]
-
-
 @pytest.mark.parametrize("chain_name", CHAINS)
 def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> None:
     """The planner knows."""
@@ -131,24 +107,22 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
     ):
         forward(made, routed, torch.float64)
     exchange = combine.call_args.args[0]
-    planned = policy_for(Options(), made.config, made.layout, permuted_only=False)
-    assert isinstance(planned, PlannedPolicy)
+    planned = planner_for(Options(), made.config, made.layout, permuted_only=False)
+    assert planned.shape is not None
     row = lower_expected(planned.shape, exchange.bound, COMBINE, "streams").program.row
-    sum_dtype = torch.float64 if made.chain.rows == "permuted tokens" else torch.float32
+    sum_dtype = torch.float64 if CHAINS[chain_name].rows == "permuted tokens" else torch.float32
     assert (row.prob_bytes, row.sum_bytes) == (8, sum_dtype.itemsize)
     assert exchange.sum_dtype == sum_dtype
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("tokens", [NUM_TOKENS, 98304])
-def test_a_plan_and_the_log_of_a_training_say_the_same(
-    tokens: int, kernels: KernelChoice, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: KernelChoice) -> None:
     """Chain, chunks and microseconds, of the kernels that run."""
     with (
         mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
         # As where a kernel can be built.
-        mock.patch.object(policy, "is_fused", lambda choice, _: choice != "torch"),
+        mock.patch.object(planning, "is_fused", lambda choice, _: choice != "torch"),
     ):
         made = make_dispatcher(
             "auto",
@@ -156,10 +130,7 @@ def test_a_plan_and_the_log_of_a_training_say_the_same(
             moe_monta_cluster="h100_8x_ndr",
             moe_monta_kernels=kernels,
         )
-    choice = made.chain_policy.choose(tokens)
-    made._report = Report(reports=True)
-    made._take(choice, message=choice.reason)
-    first, second = capsys.readouterr().out.splitlines()[-2:]
+    choice, why = made.planner.pick(tokens)
     model = replace(
         load_model("qwen3_235b_a22b"),
         hidden_size=HIDDEN,
@@ -175,12 +146,8 @@ def test_a_plan_and_the_log_of_a_training_say_the_same(
         kernels=kernels,
     )
     assert planned.key.kernels == ("fused" if kernels == "auto" else "torch")
-    assert planned.predicted_us is not None and planned.benefit is not None
-    chunks = counted(planned.num_chunks, "chunk")
-    assert f"chain {planned.chain}, {chunks}, EP 16 x ETP 1 over 2 nodes: " in first
-    assert f": {planned.predicted_us:,.0f} us, {planned.reason.partition(';')[0]}" in first
-    if planned.chain != "alltoall":
-        assert second.startswith(f"monta, rank {RANK}: {planned.benefit.ratio:.2f}x stock alltoall")
+    assert (planned.chain, planned.num_chunks) == (choice.chain, choice.num_chunks)
+    assert f": {planned.predicted_us:,.0f} us, {planned.reason}" in why
 
 
 @pytest.mark.parametrize(
@@ -200,7 +167,7 @@ def test_a_copy_that_stops_the_host_is_found(move: Any, message: str) -> None:
         pytest.raises(HostWaitsError, match=message),
         a_layer("hierarchical_alltoall") as (made, routed, _),
         mock.patch.object(
-            strategies, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
+            counts, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
         ),
     ):
         forward(made, routed)
@@ -216,11 +183,11 @@ def test_a_copy_that_does_not_wait_for_the_counting_is_found() -> None:
 
 
 def test_counts_that_are_not_held_for_their_copy_are_found() -> None:
-    def move(counts: torch.Tensor, record_stream: bool) -> torch.Tensor:
-        return stock.maybe_move_tensor_to_cpu(counts)
+    def move(tensor: torch.Tensor, record_stream: bool) -> torch.Tensor:
+        return stock.maybe_move_tensor_to_cpu(tensor)
 
     with a_layer("hierarchical_alltoall") as (made, routed, device):
-        with mock.patch.object(strategies, "maybe_move_tensor_to_cpu", move):
+        with mock.patch.object(counts, "maybe_move_tensor_to_cpu", move):
             forward(made, routed)
         made.exchange_counts = None
     assert {each.kind for each in device.recorder.findings} == {"reuse"}

@@ -148,6 +148,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             )
         self.micro_batch = MicroBatch(choice=None)
         self.choice = self.chooser.choice
+        # Choices of which there is nothing to check.
+        self._checked: set[Choice] = set()
         self.busiest_over_mean: float | None = None
         # Of this rank's experts, in the last exchange.
         self._received_rows = 0
@@ -176,7 +178,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             )
         if not are_open(self.groups):
             self._make_groups()
-        self.micro_batch = MicroBatch(choice=self.chooser.choice)
+        self.micro_batch = self._new_micro_batch()
         self.routing_map = self._padded(routing_map.contiguous())
         self.preprocess(self.routing_map)
         if self.shared_experts is not None:
@@ -193,13 +195,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         permuted, and `_as_counted` cuts them off; a framework that has replaced stock's own method
         has maps for which they have to be counted first.
         """
-        batch = self.micro_batch
         self.exchange_counts, self.num_out_tokens = self._counts.exchange(
             routing_map, self.chooser.head, 0 if self._captures else self._received_rows
         )
-        batch.has_topk = self.num_out_tokens is not None and (self._captures or not are_patched())
-        is_unknown = batch.choice is None and not self._captures
-        waits = is_unknown or (self._rows == "permuted tokens" and not batch.has_topk)
+        waits = self.micro_batch.choice is None and not self._captures
+        if self._rows == "permuted tokens":
+            waits |= self.num_out_tokens is None or (are_patched() and not self._captures)
         self.cuda_sync_point = "before_permutation_1" if waits else "before_ep_alltoall"
 
     def token_dispatch(
@@ -214,7 +215,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.shared_experts.wait_current_stream()
         if self._captures:
             # A graph has replayed the preprocessing, without its Python.
-            self.micro_batch = MicroBatch(choice=self.chooser.choice)
+            self.micro_batch = self._new_micro_batch()
         batch, lists = self.micro_batch, None
         if batch.has_topk and not batch.exchanges and self._rows == "tokens":
             # The device makes them while the counts travel.
@@ -302,6 +303,14 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """Rows of the micro-batch under way; a choice that is not known is of permuted tokens."""
         choice = self.micro_batch.choice
         return "permuted tokens" if choice is None else CHAINS[choice.chain].rows
+
+    def _new_micro_batch(self) -> MicroBatch:
+        config = self.config
+        has_topk = config.moe_expert_capacity_factor is None and not are_patched()
+        return MicroBatch(
+            choice=self.chooser.choice,
+            has_topk=has_topk and not config.moe_router_padding_for_quantization,
+        )
 
     def _enter(
         self, tokens: torch.Tensor, probs: torch.Tensor
@@ -398,7 +407,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         choice = self.chooser.received(counts, is_training, self.probs.device)
         batch.choice = self.choice = choice
         self.busiest_over_mean = counts.busiest_over_mean
-        if self.options.check and self.tp_ep_group.size() > 1:
+        if choice not in self._checked:
             self._check(choice)
         if self._rows == "permuted tokens":
             # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
@@ -434,23 +443,26 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         )
 
     def _check(self, choice: Choice) -> None:
-        """Check the first use of a chain in a number of chunks on this exchange."""
-        from monta_megatron.integration.first_use import check_first_use
+        """Check a choice before it first carries rows."""
+        if self.options.check and self.tp_ep_group.size() > 1:
+            from monta_megatron.integration.first_use import FirstUse
 
-        check_first_use(
-            chain=CHAINS[choice.chain],
-            num_chunks=choice.num_chunks,
-            layout=self.layout,
-            group=self.tp_ep_group,
-            groups=self.groups,
-            hidden_size=self.hidden_shape[-1],
-            dtype=self.config.params_dtype,
-            prob_dtype=self.probs.dtype,
-            topk=self.config.moe_router_topk,
-            device=self.probs.device,
-            kernels=self.options.kernels,
-            quantized=self.options.wire_dtype is not None,
-        )
+            first_use = FirstUse(
+                chain=CHAINS[choice.chain],
+                num_chunks=choice.num_chunks,
+                layout=self.layout,
+                group=self.tp_ep_group,
+                groups=self.groups,
+                hidden_size=self.hidden_shape[-1],
+                dtype=self.config.params_dtype,
+                prob_dtype=self.probs.dtype,
+                topk=self.config.moe_router_topk,
+                device=self.probs.device,
+                kernels=self.options.kernels,
+                quantized=self.options.wire_dtype is not None,
+            )
+            first_use.check()
+        self._checked.add(choice)
 
     def _padded(self, routing_map: torch.Tensor) -> torch.Tensor:
         """The map that is counted, padded where Megatron pads it: [T, E]."""
